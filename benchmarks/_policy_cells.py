@@ -10,8 +10,9 @@ from fleet_sim.router import FleetRouter
 from fleet_sim.run import FleetFigures, FleetRun, FleetSetup, Incident
 from fleet_sim.speed import EngineLimits, EngineSpeed
 from fleet_sim.trace import AgentShape, GroupShape, Lengths, Trajectory, agents, groups
-from penstock.router.placement import Placement, PlacementOptions
-from penstock.router.policies import POLICIES
+from penstock.rooms import plugged_as
+from penstock.router.placement import Placement
+from penstock.settings import RouterConfig
 
 OURS = "bounded-sticky"
 
@@ -73,9 +74,9 @@ def routers() -> dict[str, Callable[[], FleetRouter]]:
     """Every policy of ours over the router's own placement, and the models of peers; each call makes a fresh one."""
 
     def placement(policy: str) -> Callable[[], FleetRouter]:
-        return lambda: Placement(PlacementOptions(policies=(policy,)))
+        return lambda: Placement(RouterConfig(policy=policy))
 
-    return {**{policy: placement(policy) for policy in POLICIES}, **PEERS}
+    return {**{policy: placement(policy) for policy in plugged_as("policy")}, **PEERS}
 
 
 def cells(engines: int, waves: float) -> list[Cell]:

@@ -11,9 +11,8 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from fleet_sim.cache import Segment
-from penstock.router.http import Hints
 from penstock.router.membership import EngineEntry
-from penstock.router.policies import Defer
+from penstock.router.policies import Defer, Hints
 
 BLOCK = 64
 """Tokens of one block of `X-Prefix-Hashes`."""

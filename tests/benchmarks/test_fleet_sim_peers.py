@@ -18,9 +18,10 @@ from fleet_sim.router import FleetRequest, FleetRouter
 from fleet_sim.run import FleetRun, FleetSetup, Incident
 from fleet_sim.speed import EngineLimits, EngineSpeed
 from fleet_sim.trace import AgentShape, Lengths, agents
+from penstock.rooms import plugged_as
 from penstock.router.membership import EngineEntry
-from penstock.router.placement import Placement, PlacementOptions
-from penstock.router.policies import POLICIES
+from penstock.router.placement import Placement
+from penstock.settings import RouterConfig
 
 
 def entries(count: int) -> list[EngineEntry]:
@@ -89,9 +90,9 @@ def test_torchrl_puts_one_system_prompt_on_one_replica() -> None:
     assert len({router.place(turn(session), 0.0) for session in range(500)}) == 1
 
 
-@pytest.mark.parametrize("name", [*POLICIES, *PEERS])
+@pytest.mark.parametrize("name", [*plugged_as("policy"), *PEERS])
 def test_every_router_gets_a_fleet_through_a_death_and_a_birth(name: str) -> None:
-    router: FleetRouter = PEERS[name]() if name in PEERS else Placement(PlacementOptions(policies=(name,)))
+    router: FleetRouter = PEERS[name]() if name in PEERS else Placement(RouterConfig(policy=name))
     shape = AgentShape(turns=(2, 4), observation=Lengths(500, 0.8, 3000), output=Lengths(100, 0.8, 800))
     trace = agents(48, shape, seed=5)
     setup = FleetSetup(
@@ -111,5 +112,5 @@ def test_losing_one_of_many_moves_only_its_own_sessions() -> None:
         EngineLimits(kv_tokens=200_000),
         incidents=(Incident(9.0, "kill", 1),),
     )
-    figures = FleetRun(Placement(PlacementOptions(policies=("sticky-least-loaded",))), setup, trace).run()
+    figures = FleetRun(Placement(RouterConfig(policy="sticky-least-loaded")), setup, trace).run()
     assert 1 <= figures.sessions_moved <= 9

@@ -25,12 +25,11 @@ from penstock.fleet.member import Lifecycle, Member, State, connect_engine
 from penstock.fleet.router_process import OpenRouter
 from penstock.http import HttpTransport
 from penstock.router.admin_client import EngineLoad, RouterState
+from penstock.router.backend import Backend
 from penstock.router.dispatcher import Dispatcher
-from penstock.router.gate import Lane, Waiter
-from penstock.router.head import RequestHead
-from penstock.router.http import RefusalError
+from penstock.router.gate import Waiter
+from penstock.router.http import RefusalError, RequestHead
 from penstock.router.membership import EngineEntry
-from penstock.router.metrics import Metrics
 from penstock.settings import EngineConfig, FleetConfig, RouterConfig
 from penstock.sim import Fault, FaultKind, Phase, SimConfig, SimEngine
 from penstock.sim.clock import VirtualClock, VirtualLoop
@@ -159,7 +158,7 @@ class VirtualRouter:
 
     def __init__(self, network: Network) -> None:
         config = RouterConfig(engine_metrics_interval_s=0.0)
-        self.dispatcher = Dispatcher(config, Metrics())
+        self.dispatcher = Dispatcher(config)
         self.unconfirmed: list[str] = []
         """Requests that went to an engine whose weights are not those that the fleet announced."""
         self._network = network
@@ -174,14 +173,14 @@ class VirtualRouter:
 
     async def engines(self) -> RouterState:
         await asyncio.sleep(LATENCY_S)
-        sessions = self.dispatcher.placement.sessions_on
+        sessions = self.dispatcher.placement.sessions
         loads = tuple(
             EngineLoad(
                 *(e.name, e.entry.url, e.entry.weight_version, e.entry.eligible),
-                *(e.down, e.outstanding, e.requests),
-                sessions=sessions(e.name),
+                *(e.down, e.load.requests, self.dispatcher.backends[e.name].requests),
+                sessions=sessions.counts(e.name)[0],
             )
-            for e in self.dispatcher.backends.values()
+            for e in self.dispatcher.placement.engines.values()
         )
         return RouterState(self.dispatcher.membership.epoch, self.dispatcher.gate.closed, 0, 0, 0, loads)
 
@@ -191,31 +190,31 @@ class VirtualRouter:
         self.dispatcher.gate.submit(waiting)
         while True:
             try:
-                engine = await waiting.placed
+                backend = await waiting.found
             except asyncio.CancelledError:
                 waiting.leave()
                 raise
-            waiting.placed = asyncio.get_running_loop().create_future()
-            node = self._network.nodes[engine.entry.url]
-            self._check_confirmed(engine.entry, node)
+            waiting.found = asyncio.get_running_loop().create_future()
+            entry = backend.engine.entry
+            node = self._network.nodes[entry.url]
+            self._check_confirmed(entry, node)
             try:
                 exchange = self._network.exchange(node, call)
                 await exchange.begun()
             except aiohttp.ClientConnectorError:
-                self.dispatcher.left(waiting.request, engine, 0.0, ok=False)
-                engine.mark(down=True)
-                self.dispatcher.placement.mark(engine.name, down=True)
-                self.dispatcher.retry(waiting, waiting.tried, "refused")
+                self.dispatcher.left(waiting.request, backend, 0.0, ok=False)
+                self.dispatcher.placement.mark(backend.name, down=True)
+                self.dispatcher.retry(waiting, "refused")
             except aiohttp.ServerDisconnectedError:
-                self.dispatcher.left(waiting.request, engine, 0.0, ok=False)
-                waiting.tried.append(engine)
-                self.dispatcher.retry(waiting, waiting.tried, "hung_up")
+                self.dispatcher.left(waiting.request, backend, 0.0, ok=False)
+                waiting.tried.append(backend)
+                self.dispatcher.retry(waiting, "hung_up")
             except BaseException:
-                self.dispatcher.left(waiting.request, engine, 0.0, ok=False)
+                self.dispatcher.left(waiting.request, backend, 0.0, ok=False)
                 exchange.sever()
                 raise
             else:
-                over = partial(self.dispatcher.left, waiting.request, engine, 0.0, ok=True)
+                over = partial(self.dispatcher.left, waiting.request, backend, 0.0, ok=True)
                 exchange.ended.add_done_callback(lambda _, over=over: over())
                 return exchange
 
@@ -232,38 +231,23 @@ class _Waiting(Waiter):
     """A request in the dispatcher's hands; `router.exchange.Exchange` is the real one."""
 
     def __init__(self, dispatcher: Dispatcher, call: Call) -> None:
-        self.request = RequestHead()
+        super().__init__(RequestHead())
         self.request.session_id = call.headers.get("X-Session-ID")
         self.request.group_id = call.headers.get("X-Group-ID")
         self.request.prompt_tokens = int(call.headers.get("X-Prompt-Tokens", 0))
         self.request.expected_tokens = int(call.headers.get("X-Expected-Tokens", 0))
-        self.tried: list[Any] = []
-        self.placed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.found: asyncio.Future[Backend] = asyncio.get_running_loop().create_future()
         self._dispatcher = dispatcher
 
-    def try_place(self) -> Lane | None:
-        try:
-            found = self._dispatcher.find(self.request, self.tried)
-        except RefusalError as refusal:
-            self.refuse(refusal)
-            return None
-        if isinstance(found, Lane):
-            return found
-        if self.placed.cancelled():
-            self._dispatcher.left(self.request, found, 0.0, ok=False)
+    def placed(self, backend: Backend) -> None:
+        if self.found.cancelled():
+            self._dispatcher.left(self.request, backend, 0.0, ok=False)
         else:
-            self.placed.set_result(found)
-        return None
-
-    def kept_bytes(self) -> int:
-        return 0
-
-    def needs(self) -> str:
-        return ""
+            self.found.set_result(backend)
 
     def refuse(self, refusal: RefusalError) -> None:
-        if not self.placed.done():
-            self.placed.set_exception(EngineHTTPError(str(refusal), status=refusal.status))
+        if not self.found.done():
+            self.found.set_exception(EngineHTTPError(str(refusal), status=refusal.status))
 
     def leave(self) -> None:
         """The client has gone."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from router_rig import Backend, RawClient, Seen, eventually, read_body, reply, request
 
 from penstock.router.backend import Backend as RouterBackend
-from penstock.router.head import RequestHead
+from penstock.router.http import RequestHead
 from penstock.router.membership import EngineEntry
 from penstock.router.server import Router
 from penstock.settings import RouterConfig
@@ -126,7 +126,7 @@ class World:
             what
             for what, so in {
                 "not in the set": entry is None,
-                "down": engine.down,
+                "down": engine.engine.down,
                 "gate closed": self.closed,
                 "gate of its adapter closed": asked.adapter is not None and self.closed_adapter,
                 "gate of the engine closed": engine.name in self.closed_engines,

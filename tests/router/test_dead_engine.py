@@ -11,10 +11,10 @@ import aiohttp
 import pytest
 from router_rig import Answer, Backend, Rig, Seen, answer_name, eventually, read_chunks, reply, request, rig
 
-from penstock.router import answer as answers_of
+from penstock.router import http
 from penstock.router.exchange import REPLAY_LIMIT
-from penstock.router.head import parse_response
-from penstock.router.http import ChunkedReader
+from penstock.router.exchange import Answer as AnswerReader
+from penstock.router.http import RequestHead, parse_request
 from penstock.router.membership import EngineEntry
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
@@ -32,6 +32,10 @@ def chunk(data: bytes) -> bytes:
 
 def event(content: object) -> bytes:
     return chunk(b"data: " + json.dumps(content).encode() + b"\n\n")
+
+
+def head_of(method: str) -> RequestHead:
+    return parse_request(f"{method} /v1/x HTTP/1.1\r\nHost: t\r\n\r\n".encode())
 
 
 def answers(*pieces: bytes) -> Answer:
@@ -161,16 +165,18 @@ async def test_a_stream_without_an_event_is_held_back_no_longer_than_its_first_b
 def test_the_bytes_of_a_suspect_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     fed = 0
 
-    class Counting(ChunkedReader):
+    class Counting(http.ChunkedReader):
         def feed(self, data: bytes, start: int = 0) -> int:
             nonlocal fed
             fed += len(data) - start
             return super().feed(data, start)
 
-    monkeypatch.setattr(answers_of, "ChunkedReader", Counting)
+    monkeypatch.setattr(http, "ChunkedReader", Counting)
     body = chunk(b": " + b"x" * 500) * 20
-    suspect = answers_of.Suspect(parse_response(STREAM, b"POST"))
-    assert {suspect.judge(body[i : i + 50]) for i in range(0, len(body), 50)} == {(False, "")}
+    answer = AnswerReader(head_of("POST"))
+    for piece in (STREAM, *[body[i : i + 50] for i in range(0, len(body), 50)]):
+        assert answer.feed(piece) == b""
+        assert (answer.response, answer.death) == (None, "")
     assert fed == len(body)
 
 
@@ -210,7 +216,12 @@ async def test_simulated_engines_that_die_under_load_lose_nothing_unbegun() -> N
 
 
 def test_a_head_is_enough_only_for_what_is_no_suspect() -> None:
-    plain = parse_response(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n", b"POST")
-    assert not answers_of.is_suspect(plain)
-    assert not answers_of.is_suspect(parse_response(DEAD[: DEAD.index(b"{")], b"HEAD"))
-    assert answers_of.is_suspect(parse_response(DEAD[: DEAD.index(b"{")], b"POST"))
+    dead_head = DEAD[: DEAD.index(b"{")]
+    for method, head, passed_on in (
+        ("POST", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n", True),
+        ("HEAD", dead_head, True),
+        ("POST", dead_head, False),
+    ):
+        answer = AnswerReader(head_of(method))
+        answer.feed(head)
+        assert (answer.response is not None) == passed_on

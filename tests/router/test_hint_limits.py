@@ -8,14 +8,12 @@ import pytest
 from router_rig import Backend, Seen, answer_name, eventually, reply, request, rig
 
 from penstock.errors import UserError
+from penstock.router.backend import Backend as RouterBackend
 from penstock.router.dispatcher import Dispatcher
 from penstock.router.gate import Lane, Waiter
-from penstock.router.head import parse_request
-from penstock.router.http import RefusalError
+from penstock.router.http import RefusalError, parse_request
 from penstock.router.membership import EngineEntry
-from penstock.router.memory import MOST_TOKENS
-from penstock.router.metrics import Metrics
-from penstock.router.placement import Placement
+from penstock.router.placement import MOST_TOKENS, Placement
 from penstock.settings import RouterConfig
 
 HUGE = "X-Prompt-Tokens: 999999999999999\r\nX-Expected-Tokens: 999999999999999\r\n"
@@ -91,51 +89,50 @@ def test_the_longest_context_of_any_engine_bounds_a_claim() -> None:
 
 
 class Asking(Waiter):
-    """A request with headers of its own; counts how often it is tried."""
+    """A request with headers of its own."""
 
-    def __init__(self, dispatcher: Dispatcher, headers: str) -> None:
-        self.dispatcher, self.head = dispatcher, parse_request(request(headers=headers))
-        self.tries = 0
-
-    def try_place(self) -> Lane | None:
-        self.tries += 1
-        found = self.dispatcher.find(self.head, ())
-        return found if isinstance(found, Lane) else None
-
-    def kept_bytes(self) -> int:
-        return 0
-
-    def needs(self) -> str:
-        return ""
+    def placed(self, backend: RouterBackend) -> None:
+        pass
 
     def refuse(self, refusal: RefusalError) -> None:
         pytest.fail(str(refusal))
 
 
-async def test_ten_thousand_invented_names_wait_in_as_few_lanes_as_engines_differ() -> None:
-    dispatcher = Dispatcher(RouterConfig(engine_metrics_interval_s=0), Metrics())
+def asking(headers: str) -> Asking:
+    return Asking(parse_request(request(headers=headers)))
+
+
+async def test_ten_thousand_invented_names_wait_in_as_few_lanes_as_engines_differ(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tries, find = 0, Dispatcher.find
+
+    def counted(dispatcher: Dispatcher, waiter: Waiter) -> RouterBackend | Lane:
+        nonlocal tries
+        tries += 1
+        return find(dispatcher, waiter)
+
+    monkeypatch.setattr(Dispatcher, "find", counted)
+    dispatcher = Dispatcher(RouterConfig(engine_metrics_interval_s=0, max_held=100_000))
     old = EngineEntry("old", "http://h:1", weight_version=20_000)
     new = EngineEntry("new", "http://h:2", weight_version=40_000, adapters=("code",))
     dispatcher.set_engines(1, [old, new])
     for name in ("old", "new"):
         dispatcher.placement.report_kv(name, kv_usage=0.0, kv_capacity=100)
-        full = Asking(dispatcher, f"X-Session-ID: on {name}\r\nX-Prompt-Tokens: 90\r\n")
-        dispatcher.gate.submit(full)
+        dispatcher.gate.submit(asking(f"X-Session-ID: on {name}\r\nX-Prompt-Tokens: 90\r\n"))
     waiting = [
-        Asking(
-            dispatcher, f"X-Session-ID: s{i}\r\nX-Weight-Version: {i}\r\nX-Adapter: {name}\r\nX-Prompt-Tokens: 50\r\n"
-        )
+        asking(f"X-Session-ID: s{i}\r\nX-Weight-Version: {i}\r\nX-Adapter: {name}\r\nX-Prompt-Tokens: 50\r\n")
         for i in range(10_000)
         for name in (f"a{i}", "code")
     ]
-    waiting += [Asking(dispatcher, f"X-Session-ID: v{i}\r\nX-Weight-Version: {i}\r\n") for i in range(20_001, 30_000)]
+    waiting += [asking(f"X-Session-ID: v{i}\r\nX-Weight-Version: {i}\r\n") for i in range(20_001, 30_000)]
     for one in waiting:
-        one.head.prompt_tokens = 50
+        one.request.prompt_tokens = 50
         dispatcher.gate.submit(one)
     assert len(dispatcher.gate.crowded) == 3, "any weights with a name that none lists, any with code, newer weights"
-    before = sum(one.tries for one in waiting)
+    before = tries
     dispatcher.gate.room()
     for _ in range(20):
         await asyncio.sleep(0)
-    assert sum(one.tries for one in waiting) - before == 3, "one for each lane"
+    assert tries - before == 3, "one for each lane"
     await dispatcher.close()

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 import pytest
 
 from penstock.errors import StateError
-from penstock.router.http import Hints
+from penstock.rooms import plugged_as
 from penstock.router.membership import EngineEntry
-from penstock.router.placement import Placement, PlacementOptions
-from penstock.router.policies import POLICIES, Defer
+from penstock.router.placement import Placement
+from penstock.router.policies import Defer, Hints
 from penstock.settings import RouterConfig
 from penstock.wire import prefix_hashes
 
@@ -23,7 +23,7 @@ def entries(count: int, **more: object) -> list[EngineEntry]:
 
 
 def placement(engines: Iterable[EngineEntry], *policies: str, capacity: int = 0, **options: float) -> Placement:
-    made = Placement(PlacementOptions(policies=policies or ("bounded-sticky",), **options))
+    made = Placement(RouterConfig(policy=policies or "bounded-sticky", **options))
     announced = list(engines)
     made.set_engines(announced)
     if capacity:
@@ -48,7 +48,7 @@ def resident(p: Placement) -> dict[str, int]:
 # --- who may serve ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", plugged_as("policy"))
 def test_only_engines_that_may_serve_are_chosen(policy: str) -> None:
     p = placement(
         [
@@ -100,7 +100,7 @@ def test_a_session_stays_and_what_lives_there_is_counted() -> None:
     assert p.finish_session("s")
     assert not p.finish_session("s")
     assert resident(p) == {home: 0, other: 0}
-    assert (p.statistics.opened, p.statistics.stayed, p.statistics.placed) == (1, 2, 3)
+    assert p.turns == Counter(opened=1, stayed=2)
 
 
 def test_turns_of_one_session_may_overlap() -> None:
@@ -133,7 +133,7 @@ def test_requests_without_a_session_count_while_they_are_under_way() -> None:
     assert resident(p) == {"e0": 77}
     p.done(request, "e0", 0.0, ok=False)
     assert resident(p) == {"e0": 0}
-    assert (p.statistics.single, p.statistics.failed) == (1, 1)
+    assert p.turns == Counter(single=1)
 
 
 def test_without_token_headers_sessions_are_balanced_by_number() -> None:
@@ -151,7 +151,7 @@ def test_sessions_are_forgotten_after_their_time_and_not_in_mid_turn() -> None:
     for now in range(0, 300, 10):
         p.expire(now)
     assert len(p.sessions) == 1
-    assert p.sessions_on(home) == 1
+    assert p.sessions.counts(home)[0] == 1
     p.done(long, home, 300.0, ok=True)
     p.expire(390.0)
     assert len(p.sessions) == 1
@@ -176,7 +176,7 @@ def test_a_session_that_pauses_for_long_counts_no_more_until_it_is_back() -> Non
     assert resident(p)["e0"] >= 5000
     p.expire(235.0)
     assert resident(p)["e0"] < 5000
-    assert p.sessions_on("e0") == 2
+    assert p.sessions.counts("e0")[0] == 2
     assert turn(p, "over", 240.0, tokens=6000) == "e0"
     assert resident(p)["e0"] >= 6000
 
@@ -216,13 +216,13 @@ def test_losing_one_engine_moves_only_its_own_sessions_and_spreads_them(policy: 
     p = placement(entries(8), policy)
     before = spread(p, 1600)
     p.set_engines(entries(8)[1:])
-    assert p.sessions_on("e0") == 0
+    assert p.sessions.counts("e0")[0] == 0
     after = spread(p, 1600, 1.0)
     assert all(after[s] == home for s, home in before.items() if home != "e0")
     heirs = Counter(after[s] for s, home in before.items() if home == "e0")
     assert set(heirs) == {f"e{i}" for i in range(1, 8)}
     assert max(heirs.values()) <= 3 * min(heirs.values())
-    assert p.statistics.rehomed == sum(heirs.values())
+    assert p.turns["rehomed"] == sum(heirs.values())
 
 
 def test_an_engine_under_an_old_name_at_a_new_address_has_no_sessions() -> None:
@@ -230,7 +230,7 @@ def test_an_engine_under_an_old_name_at_a_new_address_has_no_sessions() -> None:
     request = Hints("s", prompt_tokens=100, expected_tokens=10)
     assert p.place(request, 0.0) == "e0"
     p.set_engines([EngineEntry("e0", "http://h:99")])
-    assert p.sessions_on("e0") == 0
+    assert p.sessions.counts("e0")[0] == 0
     assert turn(p, "s", 1.0) == "e0"
     p.done(request, "e0", 2.0, ok=False)
     assert resident(p) == {"e0": 100}
@@ -246,7 +246,6 @@ def test_new_sessions_wait_for_room_and_later_turns_never() -> None:
     assert turn(p, "new", tokens=2000) is Defer.WAIT
     assert turn(p, "s0", tokens=9000) in ("e0", "e1")
     assert turn(p, None, tokens=2000) in ("e0", "e1"), "an engine's own queue holds requests without a session"
-    assert p.statistics.waited == 1
     p.finish_session("s1")
     p.finish_session("s0")
     assert turn(p, "new", tokens=2000) in ("e0", "e1")
@@ -296,10 +295,10 @@ def test_new_weights_empty_the_caches() -> None:
     request = hashed(list(range(4096)))
     first = p.place(request, 0.0)
     assert p.place(request, 0.0) == first
-    assert p.statistics.rules == {"round-robin": 1, "prefix-aware": 1}
+    assert p.rules == {"round-robin": 1, "prefix-aware": 1}
     p.set_engines(entries(4, weight_version=1))
     p.place(request, 0.0)
-    assert p.statistics.rules == {"round-robin": 2, "prefix-aware": 1}
+    assert p.rules == {"round-robin": 2, "prefix-aware": 1}
 
 
 def test_kv_usage_is_what_the_engine_said_and_what_came_since() -> None:
@@ -311,14 +310,6 @@ def test_kv_usage_is_what_the_engine_said_and_what_came_since() -> None:
     assert p.views()["e0"].kv_usage == pytest.approx(0.5)
     p.report_kv("e0", kv_usage=0.5, kv_capacity=1000)
     assert p.views()["e0"].kv_usage == pytest.approx(0.5)
-
-
-def test_options_are_those_of_the_config() -> None:
-    config = RouterConfig(policy="prefix-aware,kv-cache", prefix_length=7, slack_tokens=9, session_ttl_s=11)
-    options = PlacementOptions.of(config)
-    assert options.policies == ("prefix-aware", "kv-cache")
-    assert (options.prefix_length, options.slack_tokens, options.session_ttl_s) == (7, 9, 11)
-    assert PlacementOptions.of(RouterConfig()) == PlacementOptions(), "one set of defaults"
 
 
 def test_every_process_places_alike() -> None:

@@ -11,12 +11,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.router.http import Hints
+from penstock.rooms import plugged_as
 from penstock.router.membership import EngineEntry
-from penstock.router.placement import Placement, PlacementOptions
-from penstock.router.policies import POLICIES, Defer
+from penstock.router.placement import Placement
+from penstock.router.policies import Defer, Hints
+from penstock.settings import RouterConfig
 
-LISTS = [(name,) for name in POLICIES] + [("prefix-aware", "kv-cache"), ("kv-cache", "bounded-sticky")]
+LISTS = [(name,) for name in plugged_as("policy")] + [("prefix-aware", "kv-cache"), ("kv-cache", "bounded-sticky")]
 NAMES = [f"e{i}" for i in range(5)]
 
 
@@ -49,7 +50,7 @@ class Fleet(RuleBasedStateMachine):
 
     @initialize(policies=st.sampled_from(LISTS), count=st.integers(1, 5), capacity=st.sampled_from([0, 3000, 100_000]))
     def begin(self, policies: tuple[str, ...], count: int, capacity: int) -> None:
-        self.p = Placement(PlacementOptions(policies=policies, session_ttl_s=500.0, slack_tokens=100))
+        self.p = Placement(RouterConfig(policy=policies, session_ttl_s=500.0, slack_tokens=100))
         self.capacity = capacity
         self.now = 0.0
         self.engines: dict[str, State] = {}
@@ -172,7 +173,7 @@ class Fleet(RuleBasedStateMachine):
             assert view.outstanding == len(there)
             assert view.outstanding_tokens == sum(r.prompt_tokens + r.expected_tokens for r in there)
             assert view.resident_tokens >= 0
-            if not there and not self.p.sessions_on(name):
+            if not there and not self.p.sessions.counts(name)[0]:
                 assert view.resident_tokens == 0
 
     def teardown(self) -> None:
@@ -211,7 +212,7 @@ def test_few_sessions_move_when_an_engine_joins_and_only_its_own_when_one_leaves
             homes.append(name)
         return homes
 
-    p = Placement(PlacementOptions(policies=(policy,)))
+    p = Placement(RouterConfig(policy=policy))
     p.set_engines(announced(engines))
     turns(0.0)
     before = turns(0.5)  # by now they live where they want to

@@ -12,9 +12,9 @@ from router_rig import answer_name, request, rig
 
 from penstock.errors import ConfigError, DeadlineError, EngineDeadError, EngineHTTPError, StateError, UserError
 from penstock.router.admin_client import RouterAdmin
+from penstock.router.dispatcher import Histogram
 from penstock.router.figures import Family, Sample, buckets, render
 from penstock.router.membership import EngineEntry, Membership
-from penstock.router.metrics import Histogram
 from penstock.router.server import Router
 from penstock.router.workers import share_port
 from penstock.settings import RouterConfig, refuse_open_host, validate
@@ -355,12 +355,14 @@ async def test_metrics() -> None:
 
 
 def test_a_histogram_counts_each_value_once_up_to_and_with_its_bound() -> None:
-    histogram = Histogram((1.0, 2.0))
-    for value in (0.5, 1.0, 1.5, 2.0, 99.0):
+    histogram = Histogram()
+    for value in (0.0, 0.001, 0.002, 0.0025, 2500.0, 9999.0):
         histogram.observe(value)
-    assert [(s.labels.get("le"), s.value) for s in buckets(histogram)] == [
-        ("1", 2), ("2", 4), ("+Inf", 5), (None, 104.0), (None, 5),
+    (first, second, *_, last, beyond, total, count) = buckets(histogram)
+    assert [(s.labels["le"], s.value) for s in (first, second, last, beyond)] == [
+        ("0.001", 2), ("0.0025", 4), ("2500", 5), ("+Inf", 6),
     ]  # fmt: skip
+    assert (total.value, count.value) == (pytest.approx(12499.0055), 6)
 
 
 def test_labels_are_escaped() -> None:

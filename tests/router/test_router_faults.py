@@ -11,8 +11,10 @@ import pytest
 from router_rig import Backend, RawClient, Seen, answer_name, eventually, reply, request, rig
 
 from penstock.router.backend import Backend as RouterBackend
-from penstock.router.backend import BackendConnection, Waiting
+from penstock.router.backend import BackendConnection, ConnectionUser
 from penstock.router.membership import EngineEntry
+from penstock.router.memory import Load
+from penstock.router.placement import Engine
 
 both_loops = pytest.mark.parametrize("process", [False, True], ids=["asyncio", "uvloop"])
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
@@ -291,7 +293,7 @@ async def test_a_connection_that_closes_as_soon_as_it_is_open_is_a_refusal(monke
         await r.announce([EngineEntry("bad", f"http://127.0.0.1:{closing}")])
         client = await r.client()
         await client.send(request())
-        await eventually(lambda: r.router is not None and r.router.dispatcher.backends["bad"].down)
+        await eventually(lambda: r.router is not None and r.router.dispatcher.backends["bad"].engine.down)
         await r.announce([r.backends[0].entry()])
         assert (await client.receive()).body == b"e0"
 
@@ -301,19 +303,18 @@ async def test_a_request_that_comes_when_the_last_connecting_has_just_ended_gets
 ) -> None:
     monkeypatch.setattr("penstock.router.backend.MAX_CONNECTING", 1)
     backend = await Backend().start()
-    engine = RouterBackend(backend.entry())
+    engine = RouterBackend(Engine(backend.entry(), Load()))
     given: list[BackendConnection] = []
 
-    def keep(connection: BackendConnection) -> bool:
-        given.append(connection)
-        return True
+    class User(ConnectionUser):
+        def connected(self, connection: BackendConnection) -> bool:
+            given.append(connection)
+            if len(given) == 1:
+                # In the turn of the loop between the end of the task that connects and the callbacks of its end.
+                asyncio.get_running_loop().call_soon(engine.connect, User())
+            return True
 
-    def keep_and_ask_again(connection: BackendConnection) -> bool:
-        # In the turn of the loop between the end of the task that connects and the callbacks of its end.
-        asyncio.get_running_loop().call_soon(engine.connect, Waiting(keep, pytest.fail))
-        return keep(connection)
-
-    engine.connect(Waiting(keep_and_ask_again, pytest.fail))
+    engine.connect(User())
     await eventually(lambda: len(given) == 2, 60)
     assert given[0] is not given[1]
     await engine.close()

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.router.http import ChunkedReader, FramingError, LengthReader
+from penstock.router.http import BodyReader, ChunkedReader, FramingError
 
 BAD_BODIES = {
     "no digits": b"\r\nabc\r\n0\r\n\r\n",
@@ -73,8 +73,8 @@ def test_any_split_finds_the_same_end_and_payload(body: tuple[bytes, bytes], aft
 
 
 def test_length_ends_where_it_says() -> None:
-    reader = LengthReader(5)
+    reader = BodyReader(5)
     assert reader.feed(b"abc") == 3
     assert reader.feed(b"HEADdefg", 4) == 6
     assert reader.done
-    assert LengthReader(0).done
+    assert BodyReader(0).done

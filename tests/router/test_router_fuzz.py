@@ -29,9 +29,17 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from penstock.guard import CONTROL_PATHS
-from penstock.router.access import DATA_PATHS
-from penstock.router.head import CHUNKED, UNTIL_CLOSE, RequestHead, parse_request, parse_response
-from penstock.router.http import ChunkedReader, FramingError, RefusalError
+from penstock.router.admin import DATA_PATHS
+from penstock.router.http import (
+    CHUNKED,
+    UNTIL_CLOSE,
+    ChunkedReader,
+    FramingError,
+    RefusalError,
+    RequestHead,
+    parse_request,
+    parse_response,
+)
 
 CASES, MANY = 10_000, 1_000_000
 SEED = 20_261_123
@@ -92,7 +100,7 @@ def request(rng: random.Random) -> bytes:
     target = rng.choice([*TARGETS, *sorted(CONTROL_PATHS)[:3]])
     lines = [b"Host: a", *rng.choice(FRAMES), *rng.sample(HEADS, rng.choice([0, 0, 1, 2, 4]))]
     rng.shuffle(lines)
-    version = rng.choice([b"1.1", b"1.1", b"1.1", b"1.0"])
+    version = rng.choice([b"1.1"] * 11 + [b"1.0"] * 4 + [b"2.0"])
     return b"%b %b HTTP/%b\r\n%b\r\n\r\n" % (method, target, version, b"\r\n".join(lines)) + body_for(rng, lines)
 
 

@@ -12,7 +12,8 @@ from router_rig import Backend, RawClient, Seen, answer_name, eventually, reply,
 from penstock.router.backend import BackendConnection
 from penstock.router.exchange import Exchange
 from penstock.router.gate import NOWHERE, Gate, Lane, Waiter
-from penstock.router.http import RefusalError
+from penstock.router.http import RefusalError, RequestHead
+from penstock.settings import RouterConfig
 
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
 both_loops = pytest.mark.parametrize("process", [False, True], ids=["asyncio", "uvloop"])
@@ -22,24 +23,11 @@ class Item(Waiter):
     """A request that only records what happens to it."""
 
     def __init__(self, name: int, log: list[int], *, placeable: bool = True) -> None:
+        super().__init__(RequestHead())
         self.name = name
         self.log = log
         self.placeable = placeable
-        self.waits_for = NOWHERE
-        """Where it waits when it is not placeable."""
-        self.size = 0
         self.refusal = ""
-
-    def try_place(self) -> Lane | None:
-        if self.placeable:
-            self.log.append(self.name)
-        return None if self.placeable else self.waits_for
-
-    def kept_bytes(self) -> int:
-        return self.size
-
-    def needs(self) -> str:
-        return ""
 
     def refuse(self, refusal: RefusalError) -> None:
         self.refusal = refusal.code
@@ -53,8 +41,14 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def make_gate(*, max_held: int = 10_000, max_held_bytes: int = 1 << 30, max_hold_s: float = 10) -> Gate:
-    return Gate(max_held=max_held, max_held_bytes=max_held_bytes, max_hold_s=max_hold_s)
+def place(item: Item) -> Lane | None:
+    if item.placeable:
+        item.log.append(item.name)
+    return None if item.placeable else NOWHERE
+
+
+def make_gate(**limits: float) -> Gate:
+    return Gate(RouterConfig(**limits), place)
 
 
 async def test_closing_again_stops_the_release_and_keeps_the_order() -> None:
@@ -146,13 +140,13 @@ async def test_two_thousand_wait_and_go_on_in_order_while_new_clients_are_accept
 ) -> None:
     count = 2000
     sent: list[int] = []
-    send = Exchange._send
+    connected = Exchange.connected
 
     def spy(exchange: Exchange, connection: BackendConnection) -> bool:
         sent.append(int(exchange.request.target.partition(b"?")[2]))
-        return send(exchange, connection)
+        return connected(exchange, connection)
 
-    monkeypatch.setattr(Exchange, "_send", spy)  # sees the router of this process only
+    monkeypatch.setattr(Exchange, "connected", spy)  # sees the router of this process only
     async with rig(answer_name, process=process) as r:
         await r.admin.gate(closed=True)
         clients: list[RawClient] = []

@@ -10,41 +10,40 @@ from types import SimpleNamespace
 import pytest
 from router_rig import eventually
 
-from penstock.router.gate import ANY_ENGINE, NOWHERE, Gate, Kind, Lane, Waiter
-from penstock.router.http import RefusalError
+from penstock.router.backend import Backend
+from penstock.router.dispatcher import Dispatcher
+from penstock.router.gate import ENGINE, NOWHERE, Gate, Kind, Lane, Waiter
+from penstock.router.http import RefusalError, RequestHead
+from penstock.router.membership import EngineEntry
+from penstock.settings import RouterConfig
 
 ROOM = Lane(Kind.ROOM, (0, None))
 CODE = Lane(Kind.ADAPTER, "code")
-E0 = Lane(Kind.ENGINE, "e0")
 
 
 class Request(Waiter):
     """Waits where `where` says; counts how often it is tried."""
 
     def __init__(self, name: object, log: list[object], where: Callable[[], Lane | None], size: int = 0) -> None:
-        self.name, self.log, self.where, self.size = name, log, where, size
+        super().__init__(RequestHead())
+        self.name, self.log, self.where, self.buffered = name, log, where, size
         self.tries = 0
         self.refusal = ""
-
-    def try_place(self) -> Lane | None:
-        self.tries += 1
-        lane = self.where()
-        if lane is None:
-            self.log.append(self.name)
-        return lane
-
-    def kept_bytes(self) -> int:
-        return self.size
-
-    def needs(self) -> str:
-        return ""
 
     def refuse(self, refusal: RefusalError) -> None:
         self.refusal = refusal.code
 
 
-def make_gate(max_held: int = 100_000, max_held_bytes: int = 1 << 40, max_hold_s: float = 10) -> Gate:
-    return Gate(max_held=max_held, max_held_bytes=max_held_bytes, max_hold_s=max_hold_s)
+def place(request: Request) -> Lane | None:
+    request.tries += 1
+    lane = request.where()
+    if lane is None:
+        request.log.append(request.name)
+    return lane
+
+
+def make_gate(**limits: float) -> Gate:
+    return Gate(RouterConfig(**{"max_held": 100_000, **limits}), place)
 
 
 async def turns(count: int) -> None:
@@ -89,15 +88,18 @@ async def test_room_for_thousands_is_given_in_slices() -> None:
     assert not gate.crowded
 
 
-@pytest.mark.parametrize("which", [{}, {"adapter": "code"}, {"engine": "e0"}])
-async def test_ten_thousand_behind_a_gate_go_on_in_slices_and_in_order(which: dict[str, str]) -> None:
-    gate, log = make_gate(), []
-    lane = CODE if "adapter" in which else E0
-    gate.set(closed=True, **which)
+@pytest.mark.parametrize("lane", [None, CODE, ENGINE])
+async def test_ten_thousand_behind_a_gate_go_on_in_slices_and_in_order(lane: Lane | None) -> None:
+    gate, log, closed = make_gate(), [], True
+    gate.set(closed=lane is None)
     for i in range(10_000):
-        gate.submit(Request(i, log, lambda: lane if gate.adapters or gate.engines else None))
+        gate.submit(Request(i, log, lambda: lane if closed else None))
     assert len(gate) == 10_000
-    gate.set(closed=False, **which)
+    closed = False
+    if lane is CODE:
+        gate.wake(CODE)
+    else:
+        gate.set(closed=False)
     before = len(log)
     for _ in range(20):  # what the loop has to do besides, such as to accept, comes in between
         await turns(1)
@@ -163,36 +165,44 @@ async def test_who_waits_for_room_and_then_for_an_engine_makes_way() -> None:
     assert (log, gate.held_by()["nowhere"]) == (["second"], 1)
 
 
-async def test_a_gate_of_one_adapter_or_engine_wakes_its_own_lane() -> None:
-    gate, log = make_gate(), []
-    for name, lane in (("adapter", CODE), ("engine", E0), ("any", ANY_ENGINE), ("nowhere", NOWHERE)):
-        closed = {"code": gate.adapters, "e0": gate.engines}.get(str(lane.key))
-
-        def where(lane: Lane = lane, closed: set[str] | None = closed) -> Lane | None:
-            return lane if closed is None or lane.key in closed else None
-
-        gate.set(closed=True, adapter="code")
-        gate.set(closed=True, engine="e0")
-        gate.submit(Request(name, log, where))
-    assert gate.held_by() == {"turn": 0, "adapter": 1, "engine": 2, "room": 0, "nowhere": 1}
-    gate.set(closed=False, adapter="other")
+async def test_an_event_wakes_its_own_lane() -> None:
+    gate, log, closed = make_gate(), [], {CODE, ENGINE, NOWHERE}
+    for name, lane in (("adapter", CODE), ("engine", ENGINE), ("nowhere", NOWHERE)):
+        gate.submit(Request(name, log, lambda lane=lane: lane if lane in closed else None))
+    assert gate.held_by() == {"turn": 0, "adapter": 1, "engine": 1, "room": 0, "nowhere": 1}
+    gate.wake(Lane(Kind.ADAPTER, "other"))
+    gate.recheck()
     assert log == []
-    gate.set(closed=False, adapter="code")
+    closed.clear()
+    gate.wake(CODE)
     assert log == ["adapter"]
-    gate.keep_engines({"e0"})
-    assert log == ["adapter"]
-    gate.keep_engines({"e1"})  # it left the set, and its gate with it
-    assert log == ["adapter", "engine"]
-    assert not gate.engines
+    gate.recheck()
+    assert log == ["adapter", "nowhere", "engine"]
+
+
+async def test_an_engine_that_leaves_takes_its_closed_gate_along() -> None:
+    dispatcher = Dispatcher(RouterConfig(engine_metrics_interval_s=0))
+    one, other = EngineEntry("e0", "http://h:1"), EngineEntry("e1", "http://h:2")
+    dispatcher.set_engines(1, [one])
+    dispatcher.set_gate(closed=True, engine="e0")
+    assert dispatcher.find(Waiter(RequestHead())) == ENGINE
+    dispatcher.set_engines(2, [one])
+    assert dispatcher.find(Waiter(RequestHead())) == ENGINE
+    dispatcher.set_engines(3, [other])
+    found = dispatcher.find(Waiter(RequestHead()))
+    assert isinstance(found, Backend)
+    assert found.name == "e1"
+    dispatcher.set_engines(4, [one])
+    assert dispatcher.find(Waiter(RequestHead())) is dispatcher.backends["e0"]
 
 
 async def test_closing_for_all_holds_what_an_adapters_gate_lets_go() -> None:
-    gate, log = make_gate(), []
-    gate.set(closed=True, adapter="code")
+    gate, log, closed = make_gate(), [], True
     for i in range(300):
-        gate.submit(Request(i, log, lambda: CODE if gate.adapters else None))
+        gate.submit(Request(i, log, lambda: CODE if closed else None))
     gate.set(closed=True)
-    gate.set(closed=False, adapter="code")
+    closed = False
+    gate.wake(CODE)
     await turns(5)
     assert (log, len(gate)) == ([], 300)
     gate.submit(Request(300, log, lambda: None))
@@ -226,11 +236,11 @@ async def test_time_is_charged_to_what_was_waited_for(monkeypatch: pytest.Monkey
 
 async def test_only_who_waits_for_an_engine_gives_up() -> None:
     gate, log = make_gate(max_hold_s=1), []
-    requests = {lane: Request(lane, log, lambda lane=lane: lane) for lane in (CODE, E0, ANY_ENGINE, ROOM, NOWHERE)}
+    requests = {lane: Request(lane, log, lambda lane=lane: lane) for lane in (CODE, ENGINE, ROOM, NOWHERE)}
     for request in requests.values():
         gate.submit(request)
     gate.expire(time.monotonic() + 0.9)
-    assert len(gate) == 5
+    assert len(gate) == 4
     gate.expire(time.monotonic() + 3600)
     assert [lane for lane, request in requests.items() if request.refusal] == [NOWHERE]
 

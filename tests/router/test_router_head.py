@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 
-from penstock.router import head as heads
-from penstock.router.head import CHUNKED, UNTIL_CLOSE, parse_request, parse_response
-from penstock.router.http import RefusalError
+from penstock.router import http as heads
+from penstock.router.http import CHUNKED, UNTIL_CLOSE, RefusalError, parse_request, parse_response
 
 BAD_HEADS = {
     "length and chunked": b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
@@ -78,6 +78,14 @@ def test_hostile_heads_are_refused(head: bytes) -> None:
         parse_request(head)
     assert caught.value.status in {400, 417, 501, 505}
     assert not re.search(r"\bb['\"]", str(caught.value)), "what was sent is shown as text"
+
+
+@pytest.mark.parametrize("line", [b"X: " + b" " * 30_000 + b"\x01", b"X" * 30_000, b"X:" + b"\t " * 15_000 + b"\n"])
+def test_a_long_line_that_is_no_field_is_read_once(line: bytes) -> None:
+    began = time.process_time()
+    with pytest.raises(RefusalError, match="malformed head"):
+        parse_request(b"GET / HTTP/1.1\r\nHost: a\r\n" + line + b"\r\n\r\n")
+    assert time.process_time() - began < 0.2, "read once for each of its bytes, it would take seconds"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ placement at the moment it is made; in the end every request must have its one a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -26,8 +25,7 @@ from router_world import NAMES, World
 
 from penstock.router.backend import Backend
 from penstock.router.dispatcher import Dispatcher
-from penstock.router.gate import Lane
-from penstock.router.head import RequestHead
+from penstock.router.gate import Lane, Waiter
 
 NAMES_OF_SESSIONS = ("s0", "s1", "s2", "s3", "s4", "s5")
 SESSIONS = st.sampled_from([None, *NAMES_OF_SESSIONS])
@@ -57,12 +55,10 @@ class RouterMachine(RuleBasedStateMachine):
         self.world = World()
         world, find = self.world, Dispatcher.find
 
-        def judged(
-            dispatcher: Dispatcher, request: RequestHead, tried: Sequence[Backend], spared: Backend | None
-        ) -> Backend | Lane:
-            found = find(dispatcher, request, tried, spared)
+        def judged(dispatcher: Dispatcher, waiter: Waiter) -> Backend | Lane:
+            found = find(dispatcher, waiter)
             if isinstance(found, Backend):
-                world.judge(request, [engine for engine in tried if engine is not spared], found)
+                world.judge(waiter.request, [engine for engine in waiter.tried if engine is not waiter.spared], found)
             return found
 
         self.patch = pytest.MonkeyPatch()

@@ -95,6 +95,6 @@ async def test_a_fleet_that_is_all_dead_serves_again_once_one_is_back() -> None:
             await backend.stop()
         await client.send(request(headers=session("s")))
         await r.until_held(1)
-        await eventually(lambda: all(e.down for e in r.router.dispatcher.backends.values()))  # type: ignore[union-attr]
+        await eventually(lambda: all(e.down for e in r.router.dispatcher.placement.engines.values()))  # type: ignore[union-attr]
         await r.backends[1].start()
         assert (await client.receive()).body == b"e1"

@@ -10,18 +10,16 @@ import pytest
 
 from penstock.config import load_config
 from penstock.errors import ConfigError
-from penstock.rooms import plugged_in
+from penstock.rooms import plugged_as, plugged_in
 from penstock.router.policies import (
-    POLICIES,
     Defer,
     EngineView,
+    Policies,
     Policy,
-    PolicyOptions,
     PrefixHolder,
     RequestView,
     Snapshot,
     draw,
-    make_policy,
     mix64,
     rendezvous,
 )
@@ -38,8 +36,8 @@ def resident(*tokens: int, **columns: Sequence[float]) -> tuple[EngineView, ...]
     return fleet(*[0] * len(tokens), resident_tokens=tokens, **columns)
 
 
-def policy(name: str, **options: float) -> Policy:
-    return plugged_in(f"policy.{name}")(PolicyOptions(**options))
+def policy(name: str, seed: int = 0, **options: float) -> Policy:
+    return plugged_in(f"policy.{name}")(RouterConfig(**options), seed)
 
 
 def choose(
@@ -304,7 +302,7 @@ def test_an_empty_engine_and_one_that_has_not_said_always_have_room() -> None:
 # --- all of them, and lists ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", plugged_as("policy"))
 def test_the_same_snapshot_gets_the_same_answer(name: str) -> None:
     engines = fleet(3, 1, 2, 1, resident_tokens=(9000, 50, 7, 70_000), kv_usage=(0.1, 0.5, 0.2, 0.1))
     one, other = policy(name), policy(name)
@@ -316,7 +314,7 @@ def test_the_same_snapshot_gets_the_same_answer(name: str) -> None:
 
 
 def test_a_list_asks_the_next_where_one_has_no_opinion() -> None:
-    listed = make_policy(["prefix-aware", "kv-cache"], PolicyOptions())
+    listed = Policies(RouterConfig(policy="prefix-aware,kv-cache"))
     by_usage, silent = fleet(0, 5, 0, kv_usage=(0.9, 0.1, 0.9)), fleet(7, 5, 6)
     held = RequestView(prefix_holders=(PrefixHolder("e2", 4096),))
     assert listed.ask(Snapshot.of(by_usage), held)[0] == "prefix-aware"
@@ -328,20 +326,11 @@ def test_a_list_asks_the_next_where_one_has_no_opinion() -> None:
 def test_the_order_of_a_list_matters() -> None:
     engines = fleet(0, 5, 0, kv_usage=(0.9, 0.1, 0.9))
     held = RequestView(prefix_holders=(PrefixHolder("e2", 4096),))
-    assert make_policy(["kv-cache", "prefix-aware"]).ask(Snapshot.of(engines), held)[1] == engines[1]
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [(["least"], r"'least'.*sticky-least-loaded"), ([], "no routing policy"), (["random", "random"], "twice")],
-)
-def test_wrong_lists_are_refused(names: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make_policy(names)
+    assert Policies(RouterConfig(policy="kv-cache,prefix-aware")).ask(Snapshot.of(engines), held)[1] == engines[1]
 
 
 def test_configured_names_are_those_of_the_registry() -> None:
-    assert set(get_args(PolicyName)) == set(POLICIES)
+    assert set(get_args(PolicyName)) == set(plugged_as("policy"))
     assert RouterConfig(policy=["prefix-aware", " requests"]).policy == "prefix-aware,requests"
     for text in ("router.policy=prefix-aware,requests", "router.policy=[prefix-aware, requests]"):
         assert load_config(None, ["engine.model=m", text]).router.policy == "prefix-aware,requests"

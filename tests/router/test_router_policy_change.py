@@ -48,7 +48,7 @@ async def test_from_the_next_request_on() -> None:
 @pytest.mark.parametrize(
     ("policy", "options", "says"),
     [
-        ("fastest", {}, "unknown routing policy 'fastest'"),
+        ("fastest", {}, "no policy 'fastest'"),
         ("requests,requests", {}, "named twice"),
         ("requests", {"prefix_length": 0}, "prefix_length"),
         ("requests", {"overload_threshold": 0.5}, "overload_threshold"),

@@ -1,11 +1,11 @@
-"""The table of sessions and the board of loads, as one process has them."""
+"""The tables of sessions and of groups, as one process has them."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.router.memory import Groups, LoadTable, SessionTable
+from penstock.router.memory import Groups, SessionTable
 
 
 def home(sessions: SessionTable, session_id: str) -> str | None:
@@ -66,7 +66,7 @@ def test_counts_are_those_of_a_plain_model(steps: list[tuple[str, str, str, int]
                 sessions.touch(session, now)
                 model.touch(session, now)
             case "drop":
-                assert sessions.drop(session) == (model.rows.pop(session, None) is not None)
+                assert (sessions.drop(session) is None) == (model.rows.pop(session, None) is None)
             case "forget":
                 sessions.forget_engine(engine)
                 model.forget_engine(engine)
@@ -78,17 +78,6 @@ def test_counts_are_those_of_a_plain_model(steps: list[tuple[str, str, str, int]
             assert sessions.counts(name) == model.counts(name)
         for name in "abcdef":
             assert home(sessions, name) == (model.rows[name][0] if name in model.rows else None)
-
-
-def test_loads_add_up_and_leave_nothing() -> None:
-    board = LoadTable()
-    board.add("e0", 1, 100, 40)
-    board.add("e0", 1, 10, 10)
-    board.add("e1", 1, 0, 1)
-    assert (board.of("e0"), board.of("e1"), board.of("e2")) == ((2, 110, 50), (1, 0, 1), (0, 0, 0))
-    board.add("e0", -1, -100, -40)
-    board.add("e0", -1, -10, -10)
-    assert board.of("e0") == (0, 0, 0)
 
 
 def test_groups_count_and_are_bounded() -> None:

@@ -15,9 +15,9 @@ from starlette.routing import BaseRoute
 
 from penstock.errors import PenstockError
 from penstock.guard import CONTROL_PATHS, PRIVATE_PATHS
-from penstock.router.access import DATA_PATHS, check_data_path
+from penstock.router.admin import DATA_PATHS
 from penstock.router.membership import EngineEntry
-from penstock.router.server import Router
+from penstock.router.server import Router, check_data_path
 from penstock.settings import RouterConfig
 
 pytestmark = pytest.mark.vllm
@@ -57,7 +57,7 @@ def test_every_route_of_vllm_is_a_data_path_or_refused(monkeypatch: pytest.Monke
     assert {"/v1/completions", "/pause", "/weight_checker", "/classify", "/fault_tolerance/apply"} <= routes
     known = {path.decode() for path in DATA_PATHS | CONTROL_PATHS | PRIVATE_PATHS} | BY_PREFIX
     unknown = routes - known
-    assert not unknown, f"add each to DATA_PATHS, CONTROL_PATHS or PRIVATE_PATHS of router/access.py: {sorted(unknown)}"
+    assert not unknown, f"add each to DATA_PATHS, CONTROL_PATHS or PRIVATE_PATHS of guard.py: {sorted(unknown)}"
     for path in routes - {path.decode() for path in DATA_PATHS}:
         with pytest.raises(PenstockError):
             check_data_path(re.sub(r"\{\w+\}", "x", path).encode())

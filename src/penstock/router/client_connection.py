@@ -10,10 +10,17 @@ import time
 from collections.abc import Callable
 from typing import Protocol, cast
 
-from penstock.router.access import HEALTH, Access
-from penstock.router.head import CHUNKED, RequestHead, parse_request
-from penstock.router.http import BodyReader, ChunkedReader, FramingError, LengthReader, RefusalError, chunk
-from penstock.router.metrics import Metrics
+from penstock.router.dispatcher import Metrics
+from penstock.router.http import (
+    CHUNKED,
+    BodyReader,
+    FramingError,
+    RefusalError,
+    RequestHead,
+    body_reader,
+    chunk,
+    parse_request,
+)
 from penstock.settings import RouterConfig
 
 IDLE_S = 75.0
@@ -28,9 +35,11 @@ _LONG = 16_384
 """Bytes from which on a view costs less than a copy."""
 _PIPELINE_LIMIT = 1 << 16
 _NEVER = float("inf")
-_COMPLETE = LengthReader(0)
+_COMPLETE = BodyReader(0)
 _BARE_LF = re.compile(rb"(?<!\r)\n")
 _CR = 13
+HEALTH = b"/router/health"
+"""Needs no key."""
 _BODY, _PIPELINE, _ANSWERS = 1, 2, 4
 """Reasons not to read, as bits."""
 
@@ -65,8 +74,7 @@ class Clients:
     Args:
         config: limits.
         metrics: where what never becomes a request is counted.
-        access: who may call.
-        open_call: returns what serves a request; RefusalError: nothing does.
+        open_call: returns what serves a request; RefusalError: it has not the key, or nothing serves it.
         most: connections that may be open before strangers are closed for newcomers.
     """
 
@@ -74,13 +82,11 @@ class Clients:
         self,
         config: RouterConfig,
         metrics: Metrics,
-        access: Access,
         open_call: Callable[[ClientConnection, RequestHead], Call],
         most: int,
     ) -> None:
         self.config = config
         self.metrics = metrics
-        self.access = access
         self.open_call = open_call
         self.most = most
         self.connected: set[ClientConnection] = set()
@@ -334,23 +340,12 @@ class ClientConnection(asyncio.Protocol):
         clients = self._clients
         if request.length == len(data) - start:  # all of it is here, and nothing else, as it mostly is
             self._body = _COMPLETE
-            if clients.access.asks_for_key or request.length > clients.config.max_body_bytes:
-                self._check(request)
-            if self._stranger:
-                self._introduce(request)
-            call = self._call = clients.open_call(self, request)
-            call.begin(data[start:] if len(data) < _LONG else memoryview(data)[start:], done=True)
+            self._open_call(request).begin(data[start:] if len(data) < _LONG else memoryview(data)[start:], done=True)
             return
-        if request.length == CHUNKED:
-            self._payload = []
-            body = self._body = ChunkedReader(self._payload)
-        else:
-            body = self._body = LengthReader(request.length)
+        self._payload = [] if request.length == CHUNKED else None
+        body = self._body = body_reader(request.length, self._payload)
         piece = self._follow(body, data, start)
-        self._check(request)
-        if self._stranger:
-            self._introduce(request)
-        call = self._call = clients.open_call(self, request)
+        call = self._open_call(request)
         if not body.done:
             self._body_by = time.monotonic() + clients.config.body_timeout_s
             self._await_body()
@@ -358,17 +353,17 @@ class ClientConnection(asyncio.Protocol):
                 self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         call.begin(piece, done=body.done)
 
-    def _check(self, request: RequestHead) -> None:
-        self._clients.access.check_key(request)
-        limit = self._clients.config.max_body_bytes
-        if request.length > limit:
-            raise RefusalError(413, "body_too_large", f"a body of {request.length} bytes is over the limit of {limit}")
-
-    def _introduce(self, request: RequestHead) -> None:
-        """It had the key, unless it called where nobody is asked for one."""
-        if not request.target.startswith(HEALTH):
+    def _open_call(self, request: RequestHead) -> Call:
+        clients = self._clients
+        call = clients.open_call(self, request)
+        if request.length > clients.config.max_body_bytes:
+            what = f"a body of {request.length} bytes is over the limit of {clients.config.max_body_bytes}"
+            raise RefusalError(413, "body_too_large", what)
+        if self._stranger and not request.target.startswith(HEALTH):  # it had the key, unless none is asked for there
             self._stranger = False
-            self._clients.strangers.pop(self, None)
+            clients.strangers.pop(self, None)
+        self._call = call
+        return call
 
     def _read_body(self, call: Call, body: BodyReader, data: bytes) -> None:
         piece = self._follow(body, data, 0)

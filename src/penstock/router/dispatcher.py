@@ -1,27 +1,79 @@
-"""Find an engine for each request: membership, placement, breakers and the gate together."""
+"""Find an engine for each request: membership, placement, breakers and the gate together.
+
+Whether an engine is well is for the owner of the fleet to decide (`fleet/supervise.py`), which takes it out of the set.
+Here a request that finds an engine down leaves it out, until a probe finds it up.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import replace
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Container, Coroutine, Sequence
 from typing import Any
 
-from penstock.router.backend import Backend, BackendWatch, KVStats
-from penstock.router.gate import ANY_ENGINE, NOWHERE, Gate, Kind, Lane, Waiter
-from penstock.router.head import RequestHead
-from penstock.router.http import RefusalError
+from penstock.router.backend import Backend, read_kv_stats, wait_until_well
+from penstock.router.gate import ENGINE, NOWHERE, Gate, Kind, Lane, Waiter
+from penstock.router.http import RefusalError, RequestHead
 from penstock.router.membership import EngineEntry, Membership
-from penstock.router.metrics import Metrics
-from penstock.router.placement import Placement, PlacementOptions
+from penstock.router.placement import Placement
 from penstock.router.policies import Defer
-from penstock.settings import RouterConfig
+from penstock.settings import RouterConfig, validate
 
 _EXPIRE_S = 0.75
 """Between two looks for idle sessions: before the placement looks by itself, which cannot wake waiting requests."""
 _MOST_LOST = 2
 """A request that so many engines broke on gets no other: it may be what ends them."""
+SECONDS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0,
+    1000.0, 2500.0,
+)  # fmt: skip
+"""Upper bounds of buckets: from a cached first token to an hour of waiting for a gate."""
+
+
+class Histogram:
+    """Counts of seconds by bucket, and their sum."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(SECONDS) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count one value: O(log buckets)."""
+        self.counts[bisect_left(SECONDS, value)] += 1
+        self.sum += value
+
+
+class Metrics:
+    """Plain counters, written by one event loop.
+
+    Once nothing is in flight, `requests` is the sum of `answered`, `errors`, `cancelled` and `broken`.
+    """
+
+    requests = 0
+    """Requests taken in: those with an acceptable head, for an engine."""
+    answered = 0
+    """Those that an engine answered in full, whatever the status."""
+    cancelled = 0
+    """Those whose client went away first."""
+    broken = 0
+    """Those whose answer ended before it was complete."""
+    bytes_in = bytes_out = 0
+    """Payload towards engines, and answers towards clients, framing of bodies included."""
+
+    def __init__(self) -> None:
+        self.errors: Counter[str] = Counter()
+        """Those that the router answered itself, by code."""
+        self.rejected: Counter[str] = Counter()
+        """What never became a request, by code: a bad head, a wrong key, an admin call that failed."""
+        self.retries: Counter[str] = Counter()
+        """Second goes by reason. `refused`: the engine took no connection; `hung_up`: it closed the connection without
+        an answer; `stale`: the same, on one that had been idle; `dead`: it answered that its core is dead."""
+        self.first_byte, self.duration = Histogram(), Histogram()
+        """The second: of requests that an engine answered in full."""
+        self.hold, self.gate = Histogram(), Histogram()
+        """Of requests that had to wait."""
 
 
 class Dispatcher:
@@ -29,20 +81,23 @@ class Dispatcher:
 
     Args:
         config: limits, and the options of placement.
-        metrics: where retries are counted.
         process: which of `config.workers` processes this is; each knows its own sessions and load.
     """
 
-    def __init__(self, config: RouterConfig, metrics: Metrics, *, process: int = 0) -> None:
-        self.metrics = metrics
+    def __init__(self, config: RouterConfig, *, process: int = 0) -> None:
+        self.metrics = Metrics()
         self.access_log = config.access_log
         self.membership = Membership()
         self.backends: dict[str, Backend] = {}
-        self.placement = Placement(PlacementOptions.of(config, process))
-        self.gate = Gate(max_held=config.max_held, max_held_bytes=config.max_held_bytes, max_hold_s=config.max_hold_s)
+        self.placement = Placement(config, process)
+        self.gate = Gate(config, self._place)
+        self.closed_adapters: set[str] = set()
+        """Adapters whose gate is closed."""
         # An engine is asked as often by several processes together as by one.
-        interval_s = config.engine_metrics_interval_s * config.workers
-        self._watch = BackendWatch(interval_s, self.backends.values, up=self._backend_up, kv_reported=self._kv_reported)
+        self._interval_s = config.engine_metrics_interval_s * config.workers
+        self._clock: asyncio.Task[None] | None = None
+        self._asking: dict[Backend, asyncio.Task[None]] = {}
+        """What is being asked of each engine besides requests: one thing at a time."""
         self._leaving: set[Backend] = set()
         self._expire_at = 0.0
 
@@ -61,47 +116,44 @@ class Dispatcher:
             UserError: a negative epoch, or two engines of one name or URL; nothing was changed.
         """
         self.membership = self.membership.replaced_by(epoch, entries)
-        before = dict(self.backends)
-        self.backends.clear()
-        stayed: set[str] = set()
-        for entry in self.membership.engines:
-            known = before.get(entry.name)
-            if known is not None and known.entry.place == entry.place:
-                del before[entry.name]
-                stayed.add(entry.name)
-                known.announce(entry)
-                if not known.down:
-                    self._watch.stop(known)
-                self.backends[entry.name] = known
-            else:
-                self.backends[entry.name] = Backend(entry)
         self.placement.set_engines(self.membership.engines)
-        for backend in self.backends.values():
-            if backend.down:
-                self.placement.mark(backend.name, down=True)
-        self.gate.keep_engines(stayed)
+        before, self.backends = self.backends, {}
+        for name, engine in self.placement.engines.items():
+            known = before.get(name)
+            if known is not None and known.engine is engine:
+                self.backends[name] = before.pop(name)
+                known.announced()
+                if not engine.down:
+                    self._stop_asking(known)
+            else:
+                self.backends[name] = Backend(engine)
         for backend in before.values():
-            self._watch.stop(backend)
+            self._stop_asking(backend)
             backend.remove()
             self._leaving.add(backend)
         for backend in self._leaving:
             if backend.name in cut:
                 backend.cut()
-        self._leaving = {backend for backend in self._leaving if backend.outstanding}
-        for name in list(self.gate.engines):  # its sessions may have to leave it now
-            self.gate.wake(Lane(Kind.ENGINE, name))
+        self._leaving = {backend for backend in self._leaving if backend.open}
         self.gate.recheck()
-        self._watch.start()
+        if self._interval_s and self._clock is None:
+            self._clock = asyncio.get_running_loop().create_task(self._tick())
 
     def set_gate(self, *, closed: bool, adapter: str | None = None, engine: str | None = None) -> None:
         """Close or open a gate: of an adapter, of an engine of the set, or for all. In force when this returns."""
-        if engine is not None and engine in self.backends:
+        if adapter is not None:
+            (self.closed_adapters.add if closed else self.closed_adapters.discard)(adapter)
+            if not closed:
+                self.gate.wake(Lane(Kind.ADAPTER, adapter))
+        elif engine is None:
+            self.gate.set(closed=closed)
+        elif engine in self.backends:
             self.placement.gate(engine, closed=closed)
-        self.gate.set(closed=closed, adapter=adapter, engine=engine)
+            self.gate.recheck()
 
-    def set_policy(self, policies: tuple[str, ...], options: Mapping[str, Any]) -> None:
-        """Place by these policies from now on, with these of `PolicyOptions` changed; ConfigError: there is no such."""
-        self.placement.set_policy(replace(self.placement.options, policies=policies, **options))
+    def set_policy(self, changes: dict[str, Any]) -> None:
+        """Place with these fields of `RouterConfig` changed from now on; ConfigError: one of them is wrong."""
+        self.placement.set_policy(validate(RouterConfig, {**self.placement.config.model_dump(), **changes}))
         self.gate.room()
 
     def finish_session(self, session_id: str) -> bool:
@@ -112,80 +164,106 @@ class Dispatcher:
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
-    def find(self, request: RequestHead, tried: Sequence[Backend], spared: Backend | None = None) -> Backend | Lane:
+    def find(self, waiter: Waiter) -> Backend | Lane:
         """Return an engine, where the request counts from now on until it has `left`, or what it has to wait for.
-
-        Args:
-            request: its head.
-            tried: engines that had it and broke it.
-            spared: one of them that gets it again if no other can.
 
         Raises:
             RefusalError: 502, only those that were tried could serve it.
         """
-        most = self.placement.most_tokens
-        if request.prompt_tokens + request.expected_tokens > most:
-            # Headers are hints: a false one must not fill an engine for all others.
-            request.prompt_tokens = min(request.prompt_tokens, most)
-            request.expected_tokens = min(request.expected_tokens, most - request.prompt_tokens)
-        gate = self.gate
-        if gate.adapters and request.adapter in gate.adapters:
+        request, tried = waiter.request, waiter.tried
+        if self.closed_adapters and request.adapter in self.closed_adapters:
             return Lane(Kind.ADAPTER, request.adapter)
-        if gate.crowded and self._joins_queue(request):
-            return Lane(Kind.ROOM, self.placement.needs(request))
-        name = self.placement.place(request, time.monotonic(), [b.name for b in tried] if tried else ())
-        if name is None and tried:
+        placement = self.placement
+        if self.gate.crowded and self._joins_queue(request):
+            return Lane(Kind.ROOM, placement.needs(request))
+        found = placement.place(request, time.monotonic(), [b.name for b in tried] if tried else ())
+        if found is None and tried:
             # What has come back under the name of an engine that died has not broken anything.
-            still = [backend.name for backend in tried if not backend.removed and backend is not spared]
-            name = self.placement.place(request, time.monotonic(), still)
-        if not isinstance(name, str):
-            return self._lane(request, tried, name)
-        backend = self.backends[name]
-        backend.outstanding += 1
-        backend.requests += 1
-        return backend
+            still = [backend.name for backend in tried if not backend.removed and backend is not waiter.spared]
+            found = placement.place(request, time.monotonic(), still)
+        if isinstance(found, str):
+            backend = self.backends[found]
+            backend.requests += 1
+            return backend
+        if found is Defer.WAIT:
+            return Lane(Kind.ROOM, placement.needs(request))
+        if found is Defer.GATED:
+            return ENGINE
+        if tried and placement.could_serve(request):
+            raise _engines_failed(tried)
+        return NOWHERE
 
     def left(self, request: RequestHead, backend: Backend, now: float, *, ok: bool) -> None:
         """The request is no longer with that engine: it was answered (`ok`), failed, or is taken back."""
-        backend.outstanding -= 1
         self.placement.done(request, backend.name, now, ok=ok)
         if self.gate.crowded:
             self.gate.room()
 
-    def retry(self, waiter: Waiter, tried: Sequence[Backend], reason: str) -> None:
+    def retry(self, waiter: Waiter, reason: str) -> None:
         """Place again a request that an engine did not take, or broke on; 502 for one that two engines broke on."""
-        if len(tried) >= _MOST_LOST:
-            waiter.refuse(_engines_failed(tried))
+        if len(waiter.tried) >= _MOST_LOST:
+            waiter.refuse(_engines_failed(waiter.tried))
             return
         self.metrics.retries[reason] += 1
         self.gate.submit(waiter)
 
-    # --- breakers ----------------------------------------------------------------------------------------------------
+    def _place(self, waiter: Waiter) -> Lane | None:
+        try:
+            found = self.find(waiter)
+        except RefusalError as refusal:
+            waiter.refuse(refusal)
+            return None
+        if isinstance(found, Lane):
+            return found
+        waiter.placed(found)
+        return None
 
-    def backend_refused(self, backend: Backend) -> None:
-        """It takes no requests: it is left out until its breaker closes, see `Backend.down`."""
-        if backend.removed or backend.down:
+    def _joins_queue(self, request: RequestHead) -> bool:
+        """Whether it opens a session while others like it wait for room, and it is not its turn."""
+        session_id = request.session_id
+        if session_id is None or not self.gate.waits_for_room(self.placement.needs(request)):
+            return False
+        return self.placement.sessions.get(session_id) is None
+
+    # --- breakers, and what is asked of engines ----------------------------------------------------------------------
+
+    def backend_refused(self, backend: Backend, *, dead: bool = False) -> None:
+        """It takes no requests, or is dead: it is left out until its breaker closes, see `Engine.down`."""
+        if backend.removed or backend.engine.down:
+            backend.engine.dead |= dead
             return
-        backend.mark(down=True)
-        self.placement.mark(backend.name, down=True)
-        self._watch.probe(backend)
-        self.gate.wake(Lane(Kind.ENGINE, backend.name))
+        backend.openings += 1
+        self.placement.mark(backend.name, down=True, dead=dead)
+        self._ask(backend, self._probe(backend))
+        self.gate.recheck()
 
-    def backend_died(self, backend: Backend, cause: str) -> None:
-        """An answer of it says that its core is dead."""
-        backend.dead = True
-        backend.dead_answers += 1
-        backend.failure = cause
-        self.backend_refused(backend)
+    def _ask(self, backend: Backend, work: Coroutine[Any, Any, None]) -> None:
+        self._stop_asking(backend)
+        task = self._asking[backend] = asyncio.get_running_loop().create_task(work)
+        task.add_done_callback(lambda task: self._asking.get(backend) is task and self._asking.pop(backend))
 
-    def _backend_up(self, backend: Backend) -> None:
-        backend.mark(down=False)
+    def _stop_asking(self, backend: Backend) -> None:
+        task = self._asking.pop(backend, None)
+        if task is not None:
+            task.cancel()
+
+    async def _probe(self, backend: Backend) -> None:
+        await wait_until_well(backend)
         self.placement.mark(backend.name, down=False)
         self.gate.recheck()
 
-    def _kv_reported(self, backend: Backend, stats: KVStats) -> None:
-        self.placement.report_kv(backend.name, kv_usage=stats.usage, kv_capacity=stats.capacity)
-        self.gate.room()
+    async def _tick(self) -> None:
+        while True:
+            for backend in self.backends.values():
+                if backend not in self._asking:
+                    self._ask(backend, self._read_kv(backend))
+            await asyncio.sleep(self._interval_s)  # another process's state: there is no event to wait for
+
+    async def _read_kv(self, backend: Backend) -> None:
+        stats = await read_kv_stats(backend)
+        if stats is not None:
+            self.placement.report_kv(backend.name, kv_usage=stats.usage, kv_capacity=stats.capacity)
+            self.gate.room()
 
     # --- time --------------------------------------------------------------------------------------------------------
 
@@ -201,29 +279,11 @@ class Dispatcher:
 
     async def close(self) -> None:
         """Close every connection to an engine."""
-        await self._watch.close()
+        tasks = [*self._asking.values(), *([self._clock] if self._clock else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*[backend.close() for backend in (*self.backends.values(), *self._leaving)])
-
-    # --- parts of it -------------------------------------------------------------------------------------------------
-
-    def _joins_queue(self, request: RequestHead) -> bool:
-        """Whether it opens a session while others like it wait for room, and it is not its turn."""
-        session_id = request.session_id
-        if session_id is None or not self.gate.waits_for_room(self.placement.needs(request)):
-            return False
-        return self.placement.sessions.get(session_id) is None
-
-    def _lane(self, request: RequestHead, tried: Sequence[Backend], answer: Defer | None) -> Lane:
-        """What a request waits for that was not placed; RefusalError: it need not wait."""
-        if answer is Defer.WAIT:
-            return Lane(Kind.ROOM, self.placement.needs(request))
-        if answer is Defer.GATED:
-            session = None if request.session_id is None else self.placement.sessions.get(request.session_id)
-            home = None if session is None else session.engine
-            return ANY_ENGINE if home not in self.gate.engines else Lane(Kind.ENGINE, home)
-        if tried and self.placement.could_serve(request):
-            raise _engines_failed(tried)
-        return NOWHERE
 
 
 def _engines_failed(tried: Sequence[Backend]) -> RefusalError:

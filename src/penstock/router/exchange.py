@@ -12,19 +12,27 @@ import time
 
 import orjson
 
-from penstock.router.answer import Answer
-from penstock.router.backend import OWN_SHORTAGES, Backend, BackendConnection, ConnectionUser, Waiting
+from penstock.router.backend import OWN_SHORTAGES, Backend, BackendConnection, ConnectionUser, cause_of_death
 from penstock.router.client_connection import ClientConnection
 from penstock.router.dispatcher import Dispatcher
-from penstock.router.gate import Lane, Waiter
-from penstock.router.head import CHUNKED, UNTIL_CLOSE, RequestHead, ResponseHead
-from penstock.router.http import WHOLE_CHUNK_LIMIT, WHOLE_CHUNK_OPENING, FramingError, RefusalError, shown
+from penstock.router.gate import Waiter
+from penstock.router.http import (
+    CHUNKED,
+    UNTIL_CLOSE,
+    WHOLE_CHUNK_LIMIT,
+    WHOLE_CHUNK_OPENING,
+    BodyReader,
+    FramingError,
+    RefusalError,
+    RequestHead,
+    ResponseHead,
+    body_reader,
+    parse_response,
+)
 
 REPLAY_LIMIT = 1 << 20
 """Bytes of request body kept for a retry. A request is placed once its body or so much of it has come: a client that
 stalls holds neither an engine's connection nor a share of its KV cache. While it is held, no more is read of it."""
-_CONTINUE = 100
-"""A status that is the router's own to send."""
 _INTERIM_LIMIT = 1 << 16
 """Bytes of informational answers that a request may get; its client may not read them, and more may follow."""
 _TRACE_ID = re.compile(rb"[0-9A-Fa-f]{2}-([0-9A-Fa-f]{32})-")
@@ -35,60 +43,48 @@ _access = logging.getLogger("penstock.router.access")
 class Exchange(Waiter, ConnectionUser):
     """The life of one request."""
 
+    backend: Backend | None = None
+    """Where it is placed."""
+    gone = False
+    """Nothing more is to be done: answered, broken, refused, or the client went away."""
+    bytes_in = bytes_out = 0
+    status = 0
+    outcome = ""
+    """Empty: answered by an engine; `cancelled`: its client went away; `broken: ...`: an engine did not complete its
+    answer; any other: the code of the error that the router answered."""
+    first_byte_at = 0.0
+    """When an engine's answer began, by `time.monotonic()`; 0: it did not."""
+    _connection: BackendConnection | None = None
+    _answer: Answer
+    _body_done = False
+    """The whole request has come in, and been sent where a connection is attached."""
+    _replay: bytes | bytearray | memoryview | None = b""
+    _submitted = False
+    """Enough of its body has come, and the gate got it."""
+    _interim_bytes = 0
+    _head_sent = False
+    """The client has the head of the engine's answer."""
+    _announced_close = _by_close = False
+    """The connection of the client ends with the answer; the second: its end is the answer's only end."""
+
     def __init__(self, client: ClientConnection, request: RequestHead, dispatcher: Dispatcher) -> None:
-        self.request = request
-        self.backend: Backend | None = None
-        """Where it is placed."""
-        self.tried: list[Backend] = []
-        """Engines that took the request, and then closed the connection without an answer or were dead."""
-        self.gone = False
-        """Nothing more is to be done: answered, broken, refused, or the client went away."""
-        self.bytes_in = self.bytes_out = 0
-        self.hold_seconds = self.gate_seconds = 0.0
-        self.status = 0
-        self.outcome = ""
-        """Empty: answered by an engine; `cancelled`: its client went away; `broken: ...`: an engine did not complete
-        its answer; any other: the code of the error that the router answered."""
+        super().__init__(request)
         self.started_at = time.monotonic()
-        self.first_byte_at = 0.0
-        """When an engine's answer began, by `time.monotonic()`; 0: it did not."""
         self._client = client
         self._dispatcher = dispatcher
-        self._connection: BackendConnection | None = None
-        self._answer: Answer
-        self._body_done = False
-        """The whole request has come in, and been sent where a connection is attached."""
-        self._replay: bytes | bytearray | memoryview | None = b""
-        self._buffered = self._incoming = 0
-        """Bytes kept of it, and those that the gate counts while they are still coming in."""
-        self._interim_bytes = 0
-        self._submitted = False
-        """Enough of its body has come, and the gate got it."""
-        self._spared: Backend | None = None
-        """One of `tried` that may only have closed an idle connection: it gets the request again if no other can."""
-        self._head_sent = False
-        """The client has the head of the engine's answer."""
-        self._announced_close = self._by_close = False
-        """The connection of the client ends with the answer; the second: its end is the answer's only end."""
 
     # --- from the client ---------------------------------------------------------------------------------------------
 
     def begin(self, piece: bytes | memoryview, *, done: bool) -> None:
         """See `Call`: find an engine."""
-        self._body_done = done
         self.bytes_in = len(piece)
-        self._replay = piece
-        self._buffered = len(self.request.fields) + len(piece)
+        self.buffered = len(self.request.fields) + len(piece)
         self._dispatcher.metrics.requests += 1
-        if done or self._buffered > REPLAY_LIMIT:
-            self._submit()
-        else:
-            self._replay = bytearray(piece)
-            self._count_incoming(self._buffered)
+        self._replay = piece if done else bytearray(piece)
+        self._came(self.buffered, done=done)
 
     def add_body(self, piece: bytes | memoryview, *, done: bool) -> None:
         """See `Call`."""
-        self._body_done = done
         self.bytes_in += len(piece)
         connection = self._connection
         if connection is not None:
@@ -97,22 +93,27 @@ class Exchange(Waiter, ConnectionUser):
             if not isinstance(self._replay, bytearray):
                 self._replay = bytearray(self._replay)
             self._replay += piece
-            self._buffered += len(piece)
-            if self._buffered > REPLAY_LIMIT:
+            self.buffered += len(piece)
+            if self.buffered > REPLAY_LIMIT:
                 if connection is not None:
                     self._replay = None
                 elif not done:
                     self.adjust_reading()
+        self._came(len(piece), done=done)
+
+    def _came(self, size: int, *, done: bool) -> None:
+        """So much more of it is here: enough to place it, or the gate counts it."""
+        self._body_done = done
         if not self._submitted:
-            if done or self._buffered > REPLAY_LIMIT:
-                self._submit()
+            if done or self.buffered > REPLAY_LIMIT:
+                self._submitted = True
+                self._dispatcher.gate.submit(self)
             else:
-                self._count_incoming(len(piece))
+                self._dispatcher.gate.keep(self, size)
 
     def cancel(self) -> None:
         """See `Call`; so must the engine's work for it."""
         if not self.gone:
-            self._dispatcher.gate.discard(self)
             self._end("cancelled")
 
     def pause(self, *, paused: bool) -> None:
@@ -120,56 +121,18 @@ class Exchange(Waiter, ConnectionUser):
         if self._connection is not None and self._head_sent:
             self._connection.set_reading(reading=not paused)
 
-    # --- from the gate -----------------------------------------------------------------------------------------------
-
-    def try_place(self) -> Lane | None:
-        """See `Waiter`."""
-        try:
-            found = self._dispatcher.find(self.request, self.tried, self._spared)
-        except RefusalError as refusal:
-            self.refuse(refusal)
-            return None
-        if isinstance(found, Lane):
-            return found
-        self.backend = found
-        self._connect(found)
-        return None
-
-    def kept_bytes(self) -> int:
-        """See `Waiter`."""
-        return self._buffered
-
-    def needs(self) -> str:
-        """See `Waiter`."""
-        version, adapter = self.request.min_weight_version, self.request.adapter
-        needs = ([f"weight version {version} or newer"] if version else []) + (
-            [f"adapter {shown(adapter)}"] if adapter is not None else []
-        )
-        return f" with {' and '.join(needs)}" if needs else ""
-
-    def refuse(self, refusal: RefusalError) -> None:
-        """Answer it here; where an answer is under way already, break that off."""
-        if self.gone:
-            return
-        self._dispatcher.gate.discard(self)
-        if self._head_sent:
-            self._break(str(refusal))
-            return
-        self.status = refusal.status
-        self._end(refusal.code)
-        self._client.answer_refusal(refusal)
-
     # --- the way to the engine ---------------------------------------------------------------------------------------
 
-    def _connect(self, backend: Backend) -> None:
+    def placed(self, backend: Backend) -> None:
         """Send it on a connection of the pool; on a new one where none is idle, or an engine has lost it before."""
+        self.backend = backend
         connection = None if self.tried else backend.take()
-        if connection is not None:
-            self._send(connection)
+        if connection is None:
+            backend.connect(self)
         else:
-            backend.connect(Waiting(self._send, self._not_connected))
+            self.connected(connection)
 
-    def _send(self, connection: BackendConnection) -> bool:
+    def connected(self, connection: BackendConnection) -> bool:
         """Send everything that has come so far; False: the client has gone meanwhile."""
         if self.gone:
             return False
@@ -178,12 +141,12 @@ class Exchange(Waiter, ConnectionUser):
         connection.user = self
         head = self.request.to_engine(connection.backend.fields)
         connection.transport.write(b"".join((head, self._replay or b"")))
-        if self._buffered > REPLAY_LIMIT:
+        if self.buffered > REPLAY_LIMIT:
             self._replay = None
             self.adjust_reading()
         return True
 
-    def _not_connected(self, error: OSError | None) -> None:
+    def not_connected(self, error: OSError | None) -> None:
         """The engine refused, or left the set; nothing was sent, so any engine may have the request."""
         backend = self.backend
         if self.gone or backend is None:
@@ -194,18 +157,18 @@ class Exchange(Waiter, ConnectionUser):
             return
         self._displace(backend)
         self._dispatcher.backend_refused(backend)
-        self._dispatcher.retry(self, self.tried, "refused")
+        self._dispatcher.retry(self, "refused")
 
     def adjust_reading(self) -> None:
         """Read from the client only what can be passed on."""
         connection = self._connection
-        full = self._buffered > REPLAY_LIMIT if connection is None else connection.write_paused
+        full = self.buffered > REPLAY_LIMIT if connection is None else connection.write_paused
         self._client.block_body(blocked=full)
 
     # --- the way back ------------------------------------------------------------------------------------------------
 
     def received(self, data: bytes) -> None:
-        """See `ConnectionUser`."""
+        """Pass on a piece of the answer, or what has become of the request with it."""
         answer = self._answer
         if (
             # A token of a stream: nearly always one whole chunk, which need not be read.
@@ -221,9 +184,8 @@ class Exchange(Waiter, ConnectionUser):
             self.first_byte_at = time.monotonic()
         try:
             piece = answer.feed(data)
-            if answer.interim is not None:
-                self._pass_interim(answer.interim)
-                answer.interim = None
+            if answer.interim:
+                self._pass_interim(answer)
         except FramingError as error:
             self._drop_connection()
             self._break(f"bad answer: {error}")
@@ -240,16 +202,17 @@ class Exchange(Waiter, ConnectionUser):
         elif answer.death:
             self._died(answer.death)
 
-    def _pass_interim(self, interim: list[ResponseHead]) -> None:
+    def _pass_interim(self, answer: Answer) -> None:
         """Pass on informational answers; RefusalError: 502, they are too many."""
-        for response in interim:
+        for response in answer.interim:
             head = response.to_client()
             self._interim_bytes += len(head)
             if self._interim_bytes > _INTERIM_LIMIT:
                 what = f"the engine sent over {_INTERIM_LIMIT} bytes of informational answers (1xx) and no other"
                 raise RefusalError(502, "bad_engine_response", what)
-            if self.request.http_1_1 and response.status != _CONTINUE:
+            if self.request.http_1_1 and response.status != _CONTINUE:  # which is the router's own to send
                 self._client.transport.write(head)
+        answer.interim = []
 
     def _respond(self, response: ResponseHead) -> bytes:
         """Nothing is retried from here on; returns the answer's head as the client gets it."""
@@ -277,32 +240,33 @@ class Exchange(Waiter, ConnectionUser):
         self._end("")
         self._client.exchange_over(close=self._announced_close)
 
+    # --- what goes wrong ---------------------------------------------------------------------------------------------
+
     def lost(self, error: Exception | None) -> None:
         """The engine's connection is gone."""
         connection, self._connection = self._connection, None
         if connection is None:
             return
         if self._answer.response is None:
-            self._unanswered(connection)
+            # On a connection used before, it may have closed that one as idle before our bytes arrived, or died of
+            # them.
+            stale = connection.reused and not self.first_byte_at
+            if stale:
+                self.spared = connection.backend
+            self._lose(connection.backend, "stale" if stale else "hung_up", "closed the connection unanswered")
         elif self._answer.ends_with_connection and error is None:
             self._answered()
         else:
             self._break(f"the engine closed the connection inside its answer{f': {error}' if error else ''}")
-
-    def _unanswered(self, connection: BackendConnection) -> None:
-        """The engine closed the connection before the client had a byte of its answer."""
-        # On a connection used before, it may have closed that one as idle before our bytes arrived, or died of them.
-        stale = connection.reused and not self.first_byte_at
-        if stale:
-            self._spared = connection.backend
-        self._lose(connection.backend, "stale" if stale else "hung_up", "closed the connection unanswered")
 
     def _died(self, cause: str) -> None:
         """The engine's answer says that its core is dead."""
         self._drop_connection()
         backend = self.backend
         if backend is not None:
-            self._dispatcher.backend_died(backend, cause)
+            backend.dead_answers += 1
+            backend.failure = cause
+            self._dispatcher.backend_refused(backend, dead=True)
             self._lose(backend, "dead", f"is dead: {cause}")
 
     def _lose(self, backend: Backend, reason: str, what: str) -> None:
@@ -312,10 +276,24 @@ class Exchange(Waiter, ConnectionUser):
         self.tried.append(backend)
         self.first_byte_at = 0.0
         if again:
-            self._dispatcher.retry(self, self.tried, reason)
+            self._dispatcher.retry(self, reason)
         else:
             why = f"{what}, and the request is over {REPLAY_LIMIT} bytes to replay"
             self.refuse(RefusalError(502, "engine_failed", f"engine {backend.name} {why}"))
+
+    def _displace(self, backend: Backend) -> None:
+        """It is not with its engine any longer, and may go to another."""
+        self._connection = self.backend = None
+        self._dispatcher.left(self.request, backend, time.monotonic(), ok=False)
+
+    def refuse(self, refusal: RefusalError) -> None:
+        """Answer it here; where an answer is under way already, break that off."""
+        if self._head_sent and not self.gone:
+            self._break(str(refusal))
+        elif not self.gone:
+            self.status = refusal.status
+            self._end(refusal.code)
+            self._client.answer_refusal(refusal)
 
     def _break(self, reason: str) -> None:
         """The answer cannot be completed: the client must see that, so its connection ends here."""
@@ -325,49 +303,29 @@ class Exchange(Waiter, ConnectionUser):
         self._end(f"broken: {reason}")
         self._client.cut(reset=self._by_close)
 
-    # --- its end -----------------------------------------------------------------------------------------------------
-
-    def _count_incoming(self, size: int) -> None:
-        self._dispatcher.gate.keep(size)
-        self._incoming += size
-
-    def _release(self) -> None:
-        self._dispatcher.gate.release(self._incoming)
-        self._incoming = 0
-
-    def _submit(self) -> None:
-        self._submitted = True
-        if self._incoming:
-            self._release()
-        self._dispatcher.gate.submit(self)
-
     def _drop_connection(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.drop()
 
-    def _displace(self, backend: Backend) -> None:
-        """It is not with its engine any longer, and may go to another."""
-        self._connection = self.backend = None
-        self._dispatcher.left(self.request, backend, time.monotonic(), ok=False)
+    # --- its end -----------------------------------------------------------------------------------------------------
 
     def _end(self, outcome: str) -> None:
         now = time.monotonic()
         self.gone = True
         self.outcome = outcome
-        if self._connection is not None:
-            self._drop_connection()
+        self._drop_connection()
         dispatcher = self._dispatcher
         if self.backend is not None:
             dispatcher.left(self.request, self.backend, now, ok=not outcome)
+        else:
+            dispatcher.gate.discard(self)
         self._replay = None
-        if self._incoming:
-            self._release()
-        self._record(now)
+        self._count(now)
         if dispatcher.access_log:
             _access.info(self._access_line(now))
 
-    def _record(self, now: float) -> None:
+    def _count(self, now: float) -> None:
         metrics = self._dispatcher.metrics
         metrics.bytes_in += self.bytes_in
         metrics.bytes_out += self.bytes_out
@@ -407,3 +365,135 @@ class Exchange(Waiter, ConnectionUser):
             "outcome": self.outcome or "ok",
         }
         return orjson.dumps(line).decode()
+
+
+# --- The engine's answer ---------------------------------------------------------------------------------------------
+
+_MAX_SUSPECT = 16_384
+"""Bytes of an answer, framing and all, that are read at most before it goes on: such an error has about 200."""
+_LINES, _EVENTS = b"application/x-ndjson", b"text/event-stream"
+_LINE_END, _EVENT_END = re.compile(rb"\n"), re.compile(rb"\r?\n\r?\n")
+_MAX_HEAD = 262_144
+"""Bytes; an engine's head is trusted more than a client's, but not without bound."""
+_CONTINUE, _SWITCHING, _OK, _ERROR = 100, 101, 200, 500
+
+
+class Answer:
+    """An engine's answer: its head, where its body ends, and whether it says that the engine is dead.
+
+    `feed` it, then read what it has become. vLLM's API server outlives its engine core by about a second. In vLLM 0.26
+    and 0.32 it then answers 500 with the message of `EngineDeadError`; a stream, which has its 200 already, begins with
+    an event that holds the same error, as Penstock's lines of progress do. Such an answer is a suspect until its
+    beginning is here. Any other error says something of the request and nothing of the engine.
+    """
+
+    response: ResponseHead | None = None
+    """Its head, once it may go to the client."""
+    death = ""
+    """The error of an engine whose core is dead; such an answer has no `response`."""
+    done = False
+    between_chunks = False
+    """It is passed on as it comes, and the next byte is the first of a chunk."""
+    _suspect: tuple[ResponseHead, BodyReader, list[bytes]] | None = None
+    """Its head, and what reads the beginning of its body."""
+    _body: BodyReader | None = None
+    _payload: list[bytes] | None = None
+    """Where chunks are taken apart, for a client of HTTP/1.0."""
+    _buffer = b""
+    """What came of the head, or of the body of a suspect."""
+    _start = b""
+    """The body of a suspect without its framing."""
+
+    def __init__(self, request: RequestHead) -> None:
+        self.interim: list[ResponseHead] = []
+        """Informational answers (1xx) that came before it, to be taken out by the reader."""
+        self._request = request
+
+    @property
+    def ends_with_connection(self) -> bool:
+        """Whether its end is the end of the engine's connection."""
+        return self.response is not None and self.response.length == UNTIL_CLOSE
+
+    def feed(self, data: bytes) -> bytes:
+        """Read on; returns what of the body goes to the client, behind `response` where that has just come.
+
+        Raises:
+            FramingError: the body is not well-formed, or more came than the answer.
+            RefusalError: 502, the head is not one of HTTP.
+        """
+        if self._suspect is not None:
+            return self._read_suspect(*self._suspect, data)
+        return self._read_head(data) if self._body is None else self._follow(self._body, data, 0)
+
+    def _read_head(self, data: bytes) -> bytes:
+        data, self._buffer = self._buffer + data, b""
+        start = 0
+        while True:
+            end = data.find(b"\r\n\r\n", start) + 4
+            if end < 4:  # noqa: PLR2004 - not found
+                if len(data) > _MAX_HEAD:
+                    what = f"the engine's head is longer than {_MAX_HEAD} bytes"
+                    raise RefusalError(502, "bad_engine_response", what)
+                self._buffer = data[start:]
+                return b""
+            response = parse_response(data[start:end], self._request.method)
+            if response.status >= _OK:
+                break
+            if response.status == _SWITCHING:
+                raise RefusalError(502, "bad_engine_response", "the engine switched protocols, which was not asked for")
+            self.interim.append(response)
+            start = end
+        if not _is_suspect(response):
+            return self._begin(response, data, end)
+        payload: list[bytes] = []
+        self._suspect = response, body_reader(response.length, payload), payload
+        return self._read_suspect(*self._suspect, data[end:])
+
+    def _read_suspect(self, response: ResponseHead, body: BodyReader, payload: list[bytes], data: bytes) -> bytes:
+        """Keep it until enough of its body is here to see whether the core is dead."""
+        end = body.feed(data)
+        self._buffer += data
+        self._start += b"".join(payload) if response.length == CHUNKED else data[:end]
+        payload.clear()
+        start, done = self._start, body.done or body.size >= _MAX_SUSPECT
+        if _is_stream(response):
+            is_lines = response.content_type.startswith(_LINES)
+            first, *rest = (_LINE_END if is_lines else _EVENT_END).split(start, 1)
+            start, done = first if is_lines else first.partition(b"data:")[2], done or bool(rest)
+        self.death = cause_of_death(start) if done else ""
+        if self.death or not done:
+            return b""
+        came, self._buffer, self._suspect = self._buffer, b"", None
+        return self._begin(response, came, 0)
+
+    def _begin(self, response: ResponseHead, data: bytes, start: int) -> bytes:
+        self.response = response
+        if response.length == len(data) - start:  # all of it is here
+            self.done = True
+            return data[start:]
+        self._payload = None if self._request.http_1_1 or response.length != CHUNKED else []
+        self._body = body_reader(response.length, self._payload)
+        return self._follow(self._body, data, start)
+
+    def _follow(self, body: BodyReader, data: bytes, start: int) -> bytes:
+        if body.feed(data, start) < len(data):
+            # Bytes after the answer: it is not the answer to this request, or the next one's would not be.
+            raise FramingError("the engine sent more than its answer")
+        self.done = body.done
+        if self._payload is None:
+            self.between_chunks = body.between_chunks and not body.done
+            return data[start:]
+        piece = b"".join(self._payload)
+        self._payload.clear()
+        return piece
+
+
+def _is_suspect(response: ResponseHead) -> bool:
+    """Whether the beginning of the body has to be seen before the head goes to the client."""
+    if response.status == _ERROR:
+        return 0 < response.length <= _MAX_SUSPECT or response.length == CHUNKED
+    return response.status == _OK and response.length == CHUNKED and _is_stream(response)
+
+
+def _is_stream(response: ResponseHead) -> bool:
+    return response.content_type.startswith((_LINES, _EVENTS))

@@ -8,8 +8,7 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from penstock.router.admin import state
-from penstock.router.dispatcher import Dispatcher
-from penstock.router.metrics import Histogram, Metrics
+from penstock.router.dispatcher import SECONDS, Dispatcher, Histogram, Metrics
 
 PREFIX = "penstock_router_"
 """Of every name."""
@@ -40,7 +39,7 @@ class Family(NamedTuple):
 
 def families(dispatcher: Dispatcher) -> list[Family]:
     """Every figure for Prometheus."""
-    gate, statistics = dispatcher.gate, dispatcher.placement.statistics
+    gate, placement = dispatcher.gate, dispatcher.placement
     engines = state(dispatcher)["engines"]
 
     def gauge(name: str, what: str, value: float) -> Family:
@@ -54,16 +53,15 @@ def families(dispatcher: Dispatcher) -> list[Family]:
     def counts(name: str, what: str, label: str, values: Mapping[str, int]) -> Family:
         return Family(f"{PREFIX}{name}_total", "counter", what, [Sample({label: k}, n) for k, n in values.items()])
 
-    turns = {kind: getattr(statistics, kind) for kind in ("opened", "stayed", "moved", "rehomed", "single")}
     held = [Sample({"for": kind}, count) for kind, count in gate.held_by().items()]
     return [
         *_counted(dispatcher.metrics),
         Family(f"{PREFIX}held", "gauge", "Requests waiting now, by what they wait for.", held),
         gauge("held_bytes", "Most bytes that are kept of requests that wait or are still coming in.", gate.held_bytes),
         gauge("gate_closed", "1 while the gate for all is closed.", gate.closed),
-        gauge("sessions", "Sessions known.", len(dispatcher.placement.sessions)),
-        counts("placements", "Requests placed, by the policy that chose the engine.", "rule", statistics.rules),
-        counts("turns", "Requests placed, by what became of their session.", "session", turns),
+        gauge("sessions", "Sessions known.", len(placement.sessions)),
+        counts("placements", "Requests placed, by the policy that chose the engine.", "rule", placement.rules),
+        counts("turns", "Requests placed, by what became of their session.", "session", placement.turns),
         of_engines("outstanding", "Requests sent and not answered in full.", "outstanding"),
         of_engines("outstanding_tokens", "Prompt and expected tokens of those.", "outstanding_tokens"),
         of_engines("resident_tokens", "Context that lives there.", "resident_tokens"),
@@ -96,7 +94,7 @@ def _counted(metrics: Metrics) -> list[Family]:
     return [
         total("requests", "Requests taken in.", metrics.requests),
         total("answered", "Requests that an engine answered in full.", metrics.answered),
-        by("code", "errors", "Requests that the router answered itmetrics.", metrics.errors),
+        by("code", "errors", "Requests that the router answered itself.", metrics.errors),
         total("cancelled", "Requests whose client went away.", metrics.cancelled),
         total("broken", "Answers that an engine did not complete.", metrics.broken),
         by("code", "rejected", "Calls that never became a request to an engine.", metrics.rejected),
@@ -113,7 +111,7 @@ def _counted(metrics: Metrics) -> list[Family]:
 def buckets(histogram: Histogram) -> list[Sample]:
     """Cumulative counts up to each bound, the sum and the count."""
     running = list(accumulate(histogram.counts))
-    bounds = [f"{bound:g}" for bound in histogram.bounds]
+    bounds = [f"{bound:g}" for bound in SECONDS]
     buckets = [Sample({"le": le}, n, "_bucket") for le, n in zip([*bounds, "+Inf"], running, strict=True)]
     return [*buckets, Sample({}, histogram.sum, "_sum"), Sample({}, running[-1], "_count")]
 

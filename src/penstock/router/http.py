@@ -1,4 +1,7 @@
-"""What the router answers itself: an error a client can tell from an engine's by its `X-Penstock-Error` header.
+"""HTTP/1.1 as the router reads and writes it: its own answers, heads, and where bodies end.
+
+What goes out is never a slice of a head that came in: an engine or a client reads what this router understood, and
+nothing else. The checks follow RFC 9112 (sections 2.2, 3, 5, 6) and RFC 9110 (7.6.1), in their strict reading.
 
 A request's chunks are framed anew for the engine (`chunk`). An answer's chunks go to the client as they came: a token
 of a stream must cost next to nothing. The chunked reader is stricter than the RFC, so that a peer behind us finds no
@@ -8,13 +11,15 @@ errors.
 
 from __future__ import annotations
 
+import functools
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 
 import orjson
 
 from penstock.errors import PenstockError
+from penstock.router.policies import Hints
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 408: "timeout_error", 409: "conflict_error"}
 RETRY_AFTER_S = 5
@@ -72,49 +77,296 @@ def response(
     return head.encode("latin-1") + (b"" if head_only else content)
 
 
-@dataclass(eq=False)
-class Hints:
-    """What a request's headers say, as far as placing it goes."""
+# --- heads ------------------------------------------------------------------------------------------------------------
 
-    session_id: str | None = None
-    """`X-Session-ID`, the conversation that this is a turn of."""
-    group_id: str | None = None
-    """`X-Group-ID`, the group of samples that this is one of."""
-    min_weight_version: int = 0
-    """`X-Weight-Version`: an engine with older weights may not answer."""
-    prompt_tokens: int = 0
-    """`X-Prompt-Tokens`; 0: not said."""
-    expected_tokens: int = 0
-    """`X-Expected-Tokens`: most that the answer may add, all samples together; 0: not said."""
-    adapter: str | None = None
-    """`X-Adapter`: the adapter that has to be loaded."""
-    prefix_hashes: bytes | None = None
-    """`X-Prefix-Hashes` as it came."""
+CHUNKED = -1
+"""Body length of a chunked message."""
+UNTIL_CLOSE = -2
+"""Body length of a response that ends with its connection."""
+
+Value = bytes | int | str | None
+Field = tuple[bytes, bytes]
+
+_TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]++"  # possessive: no head is read twice
+_REQUEST_LINE = re.compile(rb"(" + _TOKEN + rb") ([^\0- \x7f]+) HTTP/(\d\.\d)\r\n")
+_STATUS_LINE = re.compile(rb"HTTP/1\.([01]) (\d{3})(?: [\t -~\x80-\xff]*)?\r\n")
+_FIELD = re.compile(rb"(?<=\n)(" + _TOKEN + rb"):[ \t]*+([\t -~\x80-\xff]*+)\r\n")
+_METHODS = {b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"OPTIONS"}
+_TARGET = re.compile(rb"/[!\"$-~]*")
+"""No fragment (RFC 9112, 3.2.1), nothing outside ASCII."""
+_HOST = re.compile(rb"[0-9A-Za-z._:\[\]%-]*")
+_NOT_HOP_BY_HOP = {b"content-length", b"transfer-encoding", b"host", b"authorization", b"trailer"}
+_LONGEST_KNOWN, _MOST_KNOWN = 1024, 1024
+_PUBLIC = frozenset(b"accept accept-encoding accept-language content-type user-agent".split())
+"""Fields without a role that hold no secret and do not differ from request to request."""
+_MAX_DIGITS = 15
+_MAX_ID = 512
+_MAX_ADAPTER = 256
+_STATUS_LINES: dict[int, bytes] = {
+    status: b"HTTP/1.1 %d %b\r\n" % (status, status.phrase.encode()) for status in HTTPStatus
+}
+_BODILESS = {204, 304}
 
 
-_TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
+def _malformed(what: str, status: int = 400, code: str = "bad_request") -> RefusalError:
+    return RefusalError(status, code, what)
+
+
+def _whole_number(field: str) -> Callable[[bytes], int]:
+    def make(value: bytes) -> int:
+        if not value.isdigit() or len(value) > _MAX_DIGITS:
+            raise _malformed(f"{field} must be a whole number, got {shown(value, 40)}")
+        return int(value)
+
+    return make
+
+
+def _text(field: str, limit: int, code: str = "bad_request") -> Callable[[bytes], str | None]:
+    def make(value: bytes) -> str | None:
+        if len(value) > limit:
+            raise _malformed(f"{field} has {len(value)} bytes, over the limit of {limit}", code=code)
+        try:
+            return value.decode() or None  # as clients send names beyond ASCII, and as the admin calls say them
+        except UnicodeDecodeError:
+            return value.decode("latin-1")
+
+    return make
+
+
+def _host(value: bytes) -> bytes:
+    if not _HOST.fullmatch(value):
+        raise _malformed(f"Host {shown(value)} is not a host name with a port")
+    return value
+
+
+_Role = tuple[str, Callable[[bytes], Value], bool]
+"""Of a field that means something to the router: its attribute, what makes the value, and whether the field goes on."""
+_GOES_ON, _ENDS_HERE = True, False
+_HOP_BY_HOP = b"keep-alive proxy-connection proxy-authorization te upgrade http2-settings"
+_FRAMING: dict[bytes, _Role] = {
+    b"content-length": ("content_length", _whole_number("Content-Length"), _ENDS_HERE),
+    b"transfer-encoding": ("transfer_encoding", bytes.lower, _ENDS_HERE),
+    b"connection": ("connection", bytes.lower, _ENDS_HERE),
+    **dict.fromkeys(_HOP_BY_HOP.split(), ("hop_by_hop", bytes, _ENDS_HERE)),
+}
+_LISTS = {"connection", "hop_by_hop"}
+"""What may occur more than once."""
+_RESPONSE_ROLES = _FRAMING | {b"content-type": ("content_type", bytes.lower, _GOES_ON)}
+_REQUEST_ROLES = _FRAMING | {
+    b"host": ("host", _host, _GOES_ON),
+    b"expect": ("expect", bytes.lower, _ENDS_HERE),  # the router itself says when to go on
+    b"trailer": ("trailer", bytes, _ENDS_HERE),  # chunked bodies are framed anew, without trailers
+    b"authorization": ("authorization", bytes, _ENDS_HERE),  # the router's key; an engine gets its own
+    b"x-api-key": ("x_api_key", bytes, _ENDS_HERE),
+    b"x-data-parallel-rank": ("dp_rank", bytes, _ENDS_HERE),  # the membership's to say
+    b"x-session-id": ("session_id", _text("X-Session-ID", _MAX_ID, "bad_session_id"), _GOES_ON),
+    b"x-group-id": ("group_id", _text("X-Group-ID", _MAX_ID), _GOES_ON),
+    b"x-weight-version": ("min_weight_version", _whole_number("X-Weight-Version"), _GOES_ON),
+    b"x-prompt-tokens": ("prompt_tokens", _whole_number("X-Prompt-Tokens"), _GOES_ON),
+    b"x-expected-tokens": ("expected_tokens", _whole_number("X-Expected-Tokens"), _GOES_ON),
+    b"x-adapter": ("adapter", _text("X-Adapter", _MAX_ADAPTER), _GOES_ON),
+    b"x-prefix-hashes": ("prefix_hashes", bytes, _GOES_ON),
+    b"origin": ("origin", bytes, _GOES_ON),
+    b"traceparent": ("traceparent", bytes, _GOES_ON),
+}
+
+
+class _Head:
+    """What requests and responses have in common. A field that is missing is the class's default."""
+
+    content_length: int | None = None
+    transfer_encoding: bytes | None = None
+    connection: bytes | None = None
+    http_1_1: bool = True
+    keep_alive: bool = True
+    length: int = 0
+    """Bytes of body, or CHUNKED, or UNTIL_CLOSE."""
+    is_public: bool = True
+    """Nothing in it can be a secret or one request's own: a copy of it may be kept."""
+    fields: bytes
+    """Whole lines to pass on, without a word on framing and connection."""
+    framing: bytes = b""
+    """The line that tells the body's length, if there is one."""
+
+
+class RequestHead(_Head, Hints):
+    """A request's head, judged. See `parse_request`."""
+
+    method: bytes
+    target: bytes
+    host: bytes | None = None
+    expect: bytes | None = None
+    """100-continue, or nothing."""
+    authorization: bytes = b""
+    x_api_key: bytes = b""
+    hop_by_hop: bytes = b""
+    origin: bytes | None = None
+    """`Origin`: the web page that a browser sends this for."""
+    traceparent: bytes = b""
+
+    def to_engine(self, extra: bytes = b"") -> bytes:
+        """The head that an engine gets; `extra`: whole lines that the router adds for that engine."""
+        return b"%b %b HTTP/1.1\r\n%b%b%b\r\n" % (self.method, self.target, extra, self.fields, self.framing)
+
+
+class ResponseHead(_Head):
+    """A response's head, judged. See `parse_response`."""
+
+    status: int
+    content_type: bytes = b""
+    """In lower case."""
+
+    def to_client(self, *, http_1_1: bool = True, connection: bytes = b"") -> bytes:
+        """The head for a client: whether it can read chunks, and the `Connection` to say; empty: nothing is said."""
+        line = _STATUS_LINES.get(self.status) or b"HTTP/1.1 %d \r\n" % self.status
+        framing = self.framing if http_1_1 or self.length != CHUNKED else b""
+        said = b"Connection: %b\r\n" % connection if connection else b""
+        return b"%b%b%b%b\r\n" % (line, self.fields, framing, said)
+
+
+def parse_request(head: bytes) -> RequestHead:
+    """Judge one head, from the request line to the empty line; what is returned is never changed.
+
+    Raises:
+        RefusalError: with status 400, 417, 501 or 505.
+    """
+    request = _known.get(head)
+    if request is None:
+        request = _request(head)
+        if request.is_public and len(head) <= _LONGEST_KNOWN:
+            if len(_known) >= _MOST_KNOWN:
+                _known.clear()
+            _known[head] = request
+    return request
+
+
+_known: dict[bytes, RequestHead] = {}
+"""Requests whose heads are equal to the byte, as those of one session can be, are read once; no secret is kept."""
+
+
+def _request(head: bytes) -> RequestHead:
+    line = _REQUEST_LINE.match(head)
+    if line is None:
+        raise _malformed(f"malformed head: the request line is {shown(head.splitlines()[0])}")
+    request = RequestHead()
+    request.method, request.target, version = line.groups()
+    if version != b"1.1":
+        if version != b"1.0":
+            raise _malformed("only HTTP/1.1 and HTTP/1.0 are served", 505, "version_not_supported")
+        request.http_1_1 = request.keep_alive = False
+    if request.method not in _METHODS:
+        raise _malformed(f"method {shown(request.method, 40)} is not supported", 501, "method_not_supported")
+    if not _TARGET.fullmatch(request.target):
+        raise _malformed(f"request target {shown(request.target)} must be a path, /... without #")
+    fields = _read_fields(head, line.end(), _REQUEST_ROLES, request)
+    if request.host is None:
+        if request.http_1_1:
+            raise _malformed("header Host is missing")
+        fields.append((b"Host", b"localhost"))
+    if request.expect is not None and request.expect != b"100-continue":
+        raise _malformed(f"cannot meet Expect: {shown(request.expect)}", 417, "bad_expectation")
+    _finish(request, fields)
+    secret = request.authorization or request.x_api_key or request.hop_by_hop
+    own = request.prompt_tokens or request.expected_tokens or request.traceparent  # the placement may change the first
+    request.is_public = request.is_public and not (secret or own or b"?" in request.target)  # a query may hold a token
+    if request.transfer_encoding is not None and not request.http_1_1:
+        raise _malformed("Transfer-Encoding does not go with HTTP/1.0")
+    return request
+
+
+def parse_response(head: bytes, method: bytes) -> ResponseHead:
+    """Judge an engine's head; `method` is the request's, since a HEAD has no body in its answer.
+
+    Raises:
+        RefusalError: 502, for a head that is not HTTP/1.x or whose framing is ambiguous.
+    """
+    known = len(head) <= _LONGEST_KNOWN and b"ookie" not in head  # no secret is kept
+    try:
+        return (_response if known else _response.__wrapped__)(head, method)
+    except RefusalError as error:
+        raise RefusalError(502, "bad_engine_response", f"the engine's answer is not valid HTTP: {error}") from error
+
+
+@functools.lru_cache(maxsize=256)  # many answers of one second have one head; what it returns is never changed
+def _response(head: bytes, method: bytes) -> ResponseHead:
+    line = _STATUS_LINE.match(head)
+    status = 0 if line is None else int(line[2])
+    if line is None or status < HTTPStatus.CONTINUE:
+        raise _malformed(f"its status line is {shown(head.splitlines()[0])}")
+    response = ResponseHead()
+    response.status = status
+    response.http_1_1 = response.keep_alive = line[1] == b"1"
+    response.length = UNTIL_CLOSE
+    _finish(response, _read_fields(head, line.end(), _RESPONSE_ROLES, response))
+    if method == b"HEAD" or status < HTTPStatus.OK or status in _BODILESS:
+        response.length = 0
+        if status < HTTPStatus.OK or status == HTTPStatus.NO_CONTENT:
+            response.framing = b""
+    return response
+
+
+def _read_fields(head: bytes, start: int, roles: Mapping[bytes, _Role], judged: _Head) -> list[Field]:
+    """Set the attributes of `judged` that the fields from `start` on have values for; returns the fields that go on."""
+    fields: list[Field] = _FIELD.findall(head, start)
+    if head.count(b"\n") != len(fields) + 2:  # with the first line and the empty one
+        raise _malformed("malformed head: a line is not one header field")
+    seen: set[str] = set()
+    kept: list[Field] = []
+    for field in fields:
+        name = field[0].lower()
+        if name in roles:
+            attribute, make, goes_on = roles[name]
+            value = make(field[1].rstrip(b" \t"))
+            if attribute in seen:
+                if attribute not in _LISTS:
+                    raise _malformed(f"header {name.decode()} occurs more than once")
+                value = b"%b,%b" % (getattr(judged, attribute), value)
+            seen.add(attribute)
+            setattr(judged, attribute, value)
+            if not goes_on:
+                continue
+        elif name not in _PUBLIC:
+            judged.is_public = False
+        kept.append(field)
+    return kept
+
+
+def _finish(head: _Head, fields: list[Field]) -> None:
+    """Decide whether the connection goes on, where the body ends, and what lines go on."""
+    if head.connection is not None:
+        # Empty elements of the list mean nothing (RFC 9110, 5.6.1.2).
+        options = {option.strip(b" \t") for option in head.connection.split(b",")} - {b""}
+        if stolen := options & _NOT_HOP_BY_HOP:
+            raise _malformed(f"Connection must not name {min(stolen).decode()}")
+        head.keep_alive = b"close" not in options and (head.http_1_1 or b"keep-alive" in options)
+        fields = [field for field in fields if field[0].lower() not in options]
+    head.fields = b"\r\n".join([*map(b": ".join, fields), b""])
+    if head.transfer_encoding is not None:
+        if head.content_length is not None:
+            raise _malformed("Transfer-Encoding does not go with Content-Length")
+        if head.transfer_encoding != b"chunked":
+            what = f"Transfer-Encoding {shown(head.transfer_encoding)}"
+            raise _malformed(f"{what}: only chunked is supported", 501, "coding_not_supported")
+        head.length = CHUNKED
+        head.framing = b"Transfer-Encoding: chunked\r\n"
+    elif head.content_length is not None:
+        head.length = head.content_length
+        head.framing = b"Content-Length: %d\r\n" % head.length
+
+
+# --- bodies -----------------------------------------------------------------------------------------------------------
+
 _CHUNK_SIZE = re.compile(
     rb"([0-9A-Fa-f]{1,15})(?:;" + _TOKEN + rb"(?:=(?:" + _TOKEN + rb'|"[\t !#-\[\]-~]*"))?)*'  # no escapes in quotes
 )
-_FRAMING = rb"(?!(?i:content-length|transfer-encoding|trailer|connection|upgrade|te|host):)"
-_TRAILER = re.compile(_FRAMING + _TOKEN + rb":[\t -~\x80-\xff]*")
+_NO_FRAMING = rb"(?!(?i:content-length|transfer-encoding|trailer|connection|upgrade|te|host):)"
+_TRAILER = re.compile(_NO_FRAMING + _TOKEN + rb":[\t -~\x80-\xff]*")
 """No field that would say anew where the message ends (RFC 9110, 6.5.1)."""
 _MAX_LINE = 4096
 _MAX_TRAILERS = 8192
-
-
-def _openings(limit: int) -> tuple[bytes, ...]:
-    impossible = b"-" * limit
-    openings = [impossible] * limit
-    for size in range(1, limit):
-        line = b"%x\r\n" % size
-        if len(line) + size + 2 < limit:
-            openings[len(line) + size + 2] = line
-    return tuple(openings)
-
-
 WHOLE_CHUNK_LIMIT = 4096
-WHOLE_CHUNK_OPENING = _openings(WHOLE_CHUNK_LIMIT)
+_SIZES = {len(b"%x\r\n" % size) + size + 2: b"%x\r\n" % size for size in range(1, WHOLE_CHUNK_LIMIT)}
+WHOLE_CHUNK_OPENING = tuple(_SIZES.get(length, b"-" * WHOLE_CHUNK_LIMIT) for length in range(WHOLE_CHUNK_LIMIT))
 """By its length in bytes, how a block begins that is exactly one chunk, with its size written as engines write it.
 
 A block between two chunks that begins so and ends with CRLF is one whole chunk: what is in between is not looked at.
@@ -133,41 +385,24 @@ class FramingError(Exception):
 
 
 class BodyReader:
-    """Follows one body."""
+    """Follows one body of `length` bytes; UNTIL_CLOSE: it ends with its connection."""
 
-    done = False
     size: int = 0
     """Bytes so far, chunk sizes, extensions and trailers included."""
     between_chunks = False
     """Whether the next byte is the first of a chunk."""
-
-    def feed(self, data: bytes, start: int = 0) -> int:
-        """Follow `data` from `start`, and return the index behind this body's last byte in it.
-
-        That is `len(data)` unless the body ended (`done`).
-        """
-        self.size += len(data) - start
-        return len(data)
-
-
-class LengthReader(BodyReader):
-    """A body of `length` bytes; 0 is a message without one."""
 
     def __init__(self, length: int) -> None:
         self._left = length
         self.done = length == 0
 
     def feed(self, data: bytes, start: int = 0) -> int:
-        """See `BodyReader`."""
-        taken = min(len(data) - start, self._left)
+        """Follow `data` from `start`; returns the index behind this body's last byte in it, the end unless `done`."""
+        taken = len(data) - start if self._left < 0 else min(len(data) - start, self._left)
         self._left -= taken
         self.size += taken
         self.done = not self._left
         return start + taken
-
-
-class CloseReader(BodyReader):
-    """A response body that ends with the connection."""
 
 
 class ChunkedReader(BodyReader):
@@ -178,12 +413,13 @@ class ChunkedReader(BodyReader):
     """
 
     _carry: bytes = b""
-    _left = 0
     _after_chunk = False
     _in_trailers = False
     _trailer_bytes = 0
 
     def __init__(self, payload: list[bytes] | None = None) -> None:
+        super().__init__(0)
+        self.done = False
         self._payload = payload
 
     def feed(self, data: bytes, start: int = 0) -> int:
@@ -254,3 +490,8 @@ class ChunkedReader(BodyReader):
             raise FramingError(f"bad chunk size line {shown(data[at:line_end])}")
         self._left = int(size[1], 16)
         self._in_trailers = self._left == 0
+
+
+def body_reader(length: int, payload: list[bytes] | None = None) -> BodyReader:
+    """Make what follows a body of a head's `length`."""
+    return ChunkedReader(payload) if length == CHUNKED else BodyReader(length)

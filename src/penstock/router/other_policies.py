@@ -22,7 +22,7 @@ class Random(Policy):
 
     def choose(self, snapshot: Snapshot, request: RequestView) -> EngineView:  # noqa: ARG002 - the interface
         """See `Policy`."""
-        return snapshot.engines[draw(self._options.seed, snapshot.placed, len(snapshot.engines))]
+        return snapshot.engines[draw(self._seed, snapshot.placed, len(snapshot.engines))]
 
 
 class RoundRobin(Policy):
@@ -44,7 +44,7 @@ class PowerOfTwo(Policy):
         engines, count = snapshot.engines, len(snapshot.engines)
         if count == 1:
             return engines[0]
-        pair = draw(self._options.seed, snapshot.placed, count * (count - 1))  # which of the ordered pairs of two
+        pair = draw(self._seed, snapshot.placed, count * (count - 1))  # which of the ordered pairs of two
         first, second = divmod(pair, count - 1)
         one, other = engines[first], engines[second + (second >= first)]
         return other if other.outstanding < one.outstanding else one
@@ -93,11 +93,11 @@ class PrefixAware(Policy):
 
     def choose(self, snapshot: Snapshot, request: RequestView) -> EngineView | Defer:
         """See `Policy`."""
-        held = {h.engine: h.tokens for h in request.prefix_holders if h.tokens >= self._options.prefix_length}
+        held = {h.engine: h.tokens for h in request.prefix_holders if h.tokens >= self._config.prefix_length}
         if not held:
             return Defer.PASS
         engines = snapshot.engines
-        most = self._options.overload_threshold * max(1.0, sum([e.outstanding for e in engines]) / len(engines))
+        most = self._config.overload_threshold * max(1.0, sum([e.outstanding for e in engines]) / len(engines))
         able = [e for e in engines if e.name in held and e.outstanding <= most]
         return max(able, key=lambda e: (held[e.name], -e.outstanding)) if able else Defer.PASS
 
@@ -118,4 +118,4 @@ class ConsistentHash(Policy):
             return rendezvous(request.session_id.encode(), snapshot.engines)
         if request.prefix is not None:
             return rendezvous(request.prefix, snapshot.engines)
-        return snapshot.engines[draw(self._options.seed, snapshot.placed, len(snapshot.engines))]
+        return snapshot.engines[draw(self._seed, snapshot.placed, len(snapshot.engines))]

@@ -1,133 +1,148 @@
 """Everything that placing a request needs, without I/O and without a clock of its own.
 
-The router's dispatcher and the discrete-event fleet use it alike.
+The router's dispatcher and the discrete-event fleet use it alike. What it remembers of the past is in `memory.py`.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Self
+from typing import Any, cast
 
 from penstock.errors import StateError
-from penstock.router.http import Hints
 from penstock.router.membership import EngineEntry
-from penstock.router.memory import (
-    Candidate,
-    Candidates,
-    Groups,
-    LoadTable,
-    Prefixes,
-    Session,
-    SessionStats,
-    SessionTable,
-    new_tuple,
-)
-from penstock.router.policies import Defer, EngineView, PolicyOptions, ReadsPrefixes, RequestView, make_policy
+from penstock.router.memory import Groups, Load, Prefixes, Session, SessionStats, SessionTable
+from penstock.router.policies import Defer, EngineView, Hints, Policies, ReadsPrefixes, RequestView, Snapshot
 from penstock.settings import RouterConfig
 from penstock.wire import parse_prefix_hashes
 
 _SWEEP_S = 1.0
 """Between two looks for sessions that are idle or forgotten."""
-_NO_TURNS = (0, 0)
+MOST_TOKENS = 1 << 20
+"""Most that a request's headers can claim where nobody says what an engine holds: the longest contexts of today."""
+_new_tuple = cast("Any", tuple).__new__
+"""Of a named tuple, at half the price of calling its class."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlacementOptions(PolicyOptions):
-    """What can be set about placement."""
+class Engine:
+    """One engine as it was announced, what is placed there, and what has become of it since."""
 
-    policies: tuple[str, ...] = ("bounded-sticky",)
-    """In order: who has no opinion leaves the choice to the next."""
-    session_ttl_s: float = 1800.0
-    """A session is forgotten when it was not used for so long."""
+    down = False
+    """The breaker is open: a connection was refused, or an answer said that the core is dead."""
+    dead = False
+    """An answer said that its core is dead: until it is marked up, an announcement does not close the breaker."""
+    gated = False
+    kv_usage = -1.0
+    kv_capacity = 0
+    kv_reported_at = 0
+    """Tokens in flight there when it reported its KV usage."""
+    place = -1
+    """Its place among the engines that take new requests; -1: it is none of them."""
 
-    @classmethod
-    def of(cls, config: RouterConfig, process: int = 0) -> Self:
-        """Those of one process of a router."""
-        given = config.model_dump()
-        named = {field.name: given[field.name] for field in fields(cls) if field.name in given}
-        return cls(**named, policies=tuple(config.policy.split(",")), processes=config.workers, seed=process)
+    def __init__(self, entry: EngineEntry, load: Load) -> None:
+        self.name = entry.name
+        self.load = load
+        self.view = EngineView(entry.name)
+        self.announce(entry)
 
-
-@dataclass
-class Statistics:
-    """Placements so far, counted."""
-
-    stayed: int = 0
-    """Later turns on the engine of their session."""
-    moved: int = 0
-    """Later turns that the policy put elsewhere, though the session's engine could have served them."""
-    rehomed: int = 0
-    """Later turns, and second tries, of sessions whose engine could not serve them."""
-    opened: int = 0
-    """First turns."""
-    single: int = 0
-    """Requests without a session."""
-    waited: int = 0
-    """Times that a request had to wait for room, `Defer.WAIT`."""
-    failed: int = 0
-    """Placements that ended without a complete answer."""
-    rules: Counter[str] = field(default_factory=Counter[str])
-    """Placements by the policy of the list that chose; `draining`: the session's engine takes nothing else."""
+    def announce(self, entry: EngineEntry) -> None:
+        """Take over what the fleet says of it now."""
+        self.entry = entry
+        self.weight_version = entry.weight_version
+        self.adapters = None if entry.adapters is None else frozenset(entry.adapters)
+        self.down = self.dead
 
     @property
-    def placed(self) -> int:
-        """Placements."""
-        return self.stayed + self.moved + self.rehomed + self.opened + self.single
+    def serves(self) -> bool:
+        """Whether requests may go there, those of its own sessions at least."""
+        return self.entry.eligible and not self.down
+
+    def has(self, request: Hints) -> bool:
+        """Whether it has what a request asks for."""
+        return self.weight_version >= request.min_weight_version and (
+            request.adapter is None or self.adapters is None or request.adapter in self.adapters
+        )
+
+    def look(self, resident: int) -> EngineView:
+        """What policies see of it, with so much context of sessions that live there."""
+        load, usage = self.load, self.kv_usage
+        if load.tokens > self.kv_reported_at and self.kv_capacity and usage >= 0:
+            usage += (load.tokens - self.kv_reported_at) / self.kv_capacity
+        figures = (load.requests, load.tokens, load.resident + resident, usage, self.kv_capacity)
+        return _new_tuple(EngineView, (self.name, self.weight_version, *figures))
 
 
 class Placement:
     """Puts requests on engines: who may serve them, what the policy says, and what has to be remembered for it.
 
     Args:
-        options: the policies and their options.
+        config: the policies and their options.
+        process: which of `config.workers` processes this is; each knows its own sessions and load.
     """
 
-    def __init__(self, options: PlacementOptions | None = None) -> None:
-        self.options = options or PlacementOptions()
+    def __init__(self, config: RouterConfig | None = None, process: int = 0) -> None:
+        self._process = self._placed = process
+        self.set_policy(config or RouterConfig())
+        self.engines: dict[str, Engine] = {}
         self.sessions = SessionTable()
-        self.loads = LoadTable()
-        self.statistics = Statistics()
-        self._policy = make_policy(self.options.policies, self.options)
-        self._reads_prefixes = self._policy.reads_prefixes
-        self._candidates = Candidates(self.sessions, self.loads)
-        self._engines = self._candidates.engines
+        self.rules: Counter[str] = Counter()
+        """Placements by the policy of the list that chose; `draining`: the session's engine takes nothing else."""
+        self.turns = Counter(stayed=0, moved=0, rehomed=0, opened=0, single=0)
+        """Placements by what became of the session: later turns that stayed, that the policy moved, and those whose
+        engine could not serve them; first turns; requests without a session."""
+        self._loads: dict[str, Load] = {}
         self._prefixes = Prefixes()
         self._groups = Groups()
-        self._placed = self.options.seed
-        self._in_flight: dict[str, dict[str, tuple[int, int]]] = {}
-        """Turns in flight of each session on each engine, and what they are expected to add there together."""
-        self._session_stats = SessionStats()
-        self._added_share = self._session_stats.added_share
+        self._in_flight: dict[str, int] = {}
+        """Turns in flight of each session."""
+        self._stats = SessionStats()
+        self._added_share = self._stats.added_share
         self._sweep_at = 0.0
+        self._open: list[Engine] = []
+        """Those that take new requests."""
+        self._arrange()
 
-    def set_policy(self, options: PlacementOptions) -> None:
+    def set_policy(self, config: RouterConfig) -> None:
         """Place by other policies from now on; what is known of sessions, loads and prefixes stays."""
-        self._policy = make_policy(options.policies, options)
-        self._reads_prefixes = self._policy.reads_prefixes
-        self.options = options
+        self._policy = Policies(config, self._process)
+        self.config = config
 
     # --- engines -----------------------------------------------------------------------------------------------------
 
     def set_engines(self, entries: Sequence[EngineEntry]) -> None:
-        """Take over a full set. Sessions of an engine that left have no home; its requests may still be `done`."""
-        left, updated = self._candidates.set(entries)
-        for name in left:
-            self.sessions.forget_engine(name)
-        for name in (*left, *updated):  # new weights: what was cached is of no use to anybody
-            self._prefixes.forget_engine(name)
-        self._candidates.all_changed()
+        """Take over a full set. Sessions of an engine that left have no home; its requests may still be `done`.
 
-    def mark(self, name: str, *, down: bool) -> None:
-        """Note whether an engine takes connections; an announcement makes it up again."""
-        self._engine(name).down = down
-        self._candidates.arrange()
+        An engine with another URL or rank than before is another engine, even under its old name.
+        """
+        before = dict(self.engines)
+        self.engines.clear()
+        for entry in entries:
+            known = before.get(entry.name)
+            if known is not None and known.entry.place == entry.place:
+                del before[entry.name]
+                if known.weight_version != entry.weight_version:
+                    self._prefixes.forget_engine(entry.name)  # what was cached is of no use to anybody
+                known.announce(entry)
+                self.engines[entry.name] = known
+            else:
+                self.engines[entry.name] = Engine(entry, self._loads.setdefault(entry.name, Load()))
+        for name in before:
+            self.sessions.forget_engine(name)
+            self._prefixes.forget_engine(name)
+        self._loads = {name: load for name, load in self._loads.items() if load.requests or name in self.engines}
+        self._arrange()
+
+    def mark(self, name: str, *, down: bool, dead: bool = False) -> None:
+        """Note whether an engine takes connections; an announcement makes it up again, unless it is `dead`."""
+        engine = self._engine(name)
+        engine.down, engine.dead = down, dead
+        self._arrange()
 
     def gate(self, name: str, *, closed: bool) -> None:
         """Close or open the gate of one engine: nothing new goes there, and its sessions wait for it (`GATED`)."""
         self._engine(name).gated = closed
-        self._candidates.arrange()
+        self._arrange()
 
     def report_kv(self, name: str, *, kv_usage: float, kv_capacity: int) -> None:
         """What an engine says of its KV cache.
@@ -138,29 +153,12 @@ class Placement:
             kv_capacity: tokens it holds; 0: not known.
         """
         engine = self._engine(name)
-        known, engine.kv_usage, engine.kv_capacity = engine.kv_capacity, kv_usage, kv_capacity
-        if kv_capacity != known:
-            self._candidates.arrange()
-        _, engine.kv_reported_at, _ = self.loads.of(name)
-        self._candidates.changed(name)
-
-    @property
-    def most_tokens(self) -> int:
-        """Most tokens that a request's headers can claim: more than one sequence can have fits on no engine."""
-        return self._candidates.most_tokens
-
-    def needs(self, request: Hints) -> tuple[int, str | None]:
-        """What tells a request that waits for room from others: see `Candidates.needs`."""
-        return self._candidates.needs(request.min_weight_version, request.adapter)
+        engine.kv_usage, engine.kv_capacity, engine.kv_reported_at = kv_usage, kv_capacity, engine.load.tokens
+        self._arrange()
 
     def views(self) -> Mapping[str, EngineView]:
         """Every engine of the set, as policies see it."""
-        self._candidates.refresh()
-        return {name: engine.view for name, engine in self._engines.items()}
-
-    def sessions_on(self, name: str) -> int:
-        """Sessions that live on an engine; what a drain waits for."""
-        return self.sessions.counts(name)[0]
+        return {name: engine.view for name, engine in self.engines.items()}
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -168,7 +166,7 @@ class Placement:
         """Choose an engine; its load and residency are accounted at once, until `done`.
 
         Args:
-            request: what its headers say.
+            request: what its headers say; token counts that no engine can hold are lowered.
             now: seconds, by a clock that never goes back.
             tried: engines that had this request and broke it.
 
@@ -178,30 +176,32 @@ class Placement:
         """
         if now >= self._sweep_at:
             self.expire(now)
+        if request.prompt_tokens + request.expected_tokens > self.most_tokens:
+            # Headers are hints: a false one must not fill an engine for all others.
+            request.prompt_tokens = min(request.prompt_tokens, self.most_tokens)
+            request.expected_tokens = min(request.expected_tokens, self.most_tokens - request.prompt_tokens)
         session_id = request.session_id
         record = None if session_id is None else self.sessions.get(session_id)
         home = None if record is None else self._home(record.engine, request, tried)
         if home is not None and home.place < 0:
-            return Defer.GATED if home.gated else self._record(request, now, tried, record, home, home.name, "draining")
-        version, adapter = request.min_weight_version, request.adapter
-        snapshot = self._candidates.snapshot(version, adapter, tried, self._placed)
+            return Defer.GATED if home.gated else self._record(request, now, tried, record, home, home, "draining")
+        snapshot = self._snapshot(request, tried)
         if snapshot is None:
-            return Defer.GATED if self._candidates.gated(version, adapter, tried) else None
+            return Defer.GATED if self._any_gated(request, tried) else None
+        wanted = self._policy.reads_prefixes
         boundaries = ()
-        if self._reads_prefixes is ReadsPrefixes.ALWAYS or (home is None and self._reads_prefixes):
-            boundaries = parse_prefix_hashes(request.prefix_hashes or b"")
+        if wanted and request.prefix_hashes and (home is None or wanted is ReadsPrefixes.ALWAYS):
+            boundaries = parse_prefix_hashes(request.prefix_hashes)
         group_id = None if home is not None else request.group_id
-        view = self._view(request, boundaries, group_id, record, home)
-        rule, answer = self._policy.ask(snapshot, view)
+        rule, answer = self._policy.ask(snapshot, self._view(request, boundaries, group_id, record, home))
         if isinstance(answer, Defer):
-            self.statistics.waited += 1
             return answer
         if boundaries:
-            least = self.options.prefix_length
+            least = self.config.prefix_length
             self._prefixes.note(answer.name, [boundary for boundary in boundaries if boundary[0] >= least])
         if group_id is not None:
             self._groups.note(group_id, answer.name)
-        return self._record(request, now, tried, record, home, answer.name, rule)
+        return self._record(request, now, tried, record, home, self.engines[answer.name], rule)
 
     def choose(self, request: Hints, now: float) -> str | None:
         """Place a request without a session that is sent past the router; None: it would have to wait.
@@ -216,9 +216,9 @@ class Placement:
 
     def could_serve(self, request: Hints) -> bool:
         """Whether an engine may serve the request if those it was tried on are asked again; where `place` says None."""
-        return self._candidates.snapshot(request.min_weight_version, request.adapter, (), 0) is not None
+        return self._snapshot(request, ()) is not None
 
-    def done(self, request: Hints, name: str, now: float, *, ok: bool) -> None:
+    def done(self, request: Hints, name: str, now: float, *, ok: bool) -> None:  # noqa: ARG002 - other routers count it
         """The request is no longer on the engine that `place` answered, once for each such answer.
 
         Args:
@@ -229,29 +229,26 @@ class Placement:
         """
         session_id = request.session_id
         tokens = request.prompt_tokens + request.expected_tokens
+        load = self._loads[name]
         if session_id is None:
-            self.loads.add(name, -1, -tokens, -(tokens or 1))
+            load.add(-1, -tokens, -(tokens or 1))
         else:
-            in_flight = self._in_flight[session_id]
-            turns, expected = in_flight.pop(name)
-            own = expected // turns
-            if turns > 1:
-                in_flight[name] = (turns - 1, expected - own)
-            elif not in_flight:
+            load.add(-1, -tokens, -request.counted_tokens)
+            in_flight = self._in_flight[session_id] - 1
+            if in_flight:
+                self._in_flight[session_id] = in_flight
+            else:
                 del self._in_flight[session_id]
-            self.loads.add(name, -1, -tokens, -own)
             self.sessions.touch(session_id, now)
-            self._session_stats.ended += 1
-        self._candidates.changed(name)
-        if not ok:
-            self.statistics.failed += 1
+            self._stats.ended += 1
+        self._changed(name)
 
     def finish_session(self, session_id: str) -> bool:
         """Forget a session: nothing of it is needed any more. False: it was not known."""
-        record = self.sessions.get(session_id)
+        record = self.sessions.drop(session_id)
         if record is not None and record.engine is not None:
-            self._candidates.changed(record.engine)
-        return self.sessions.drop(session_id)
+            self._changed(record.engine)
+        return record is not None
 
     def expire(self, now: float) -> int:
         """Forget sessions not used for `session_ttl_s`; those idle for long stay, but count as resident no longer.
@@ -266,15 +263,88 @@ class Placement:
         self._sweep_at = now + _SWEEP_S
         for session_id in self._in_flight:
             self.sessions.touch(session_id, now)
-        ttl = self.options.session_ttl_s
-        idle = min(ttl, self._session_stats.idle_s)
-        self._added_share = self._session_stats.added_share
+        ttl = self.config.session_ttl_s
+        idle = min(ttl, self._stats.idle_s)
+        self._added_share = self._stats.added_share
         ceased = self.sessions.expire(idle_before=now - idle, gone_before=now - ttl)
         if ceased:
-            self._candidates.all_changed()
+            self._arrange()
         return ceased
 
+    def needs(self, request: Hints) -> tuple[int, str | None]:
+        """What a request asks for, as far as engines differ in it: those with equal needs can go to the same engines.
+
+        So there are no more of them than versions times adapters that engines have, whatever names clients invent.
+        """
+        place = bisect_left(self._versions, request.min_weight_version)
+        version = 0 if not place else self._versions[place] if place < len(self._versions) else -1
+        adapter = request.adapter
+        if adapter is None or adapter in self._adapters:
+            return version, adapter
+        return version, "" if self._adapters_differ else None  # engines that list none may serve it
+
     # --- parts of it -------------------------------------------------------------------------------------------------
+
+    def _engine(self, name: str) -> Engine:
+        engine = self.engines.get(name)
+        if engine is None:
+            known = ", ".join(self.engines) or "none"
+            raise StateError(f"there is no engine {name!r}; known: {known}")
+        return engine
+
+    def _arrange(self) -> None:
+        """Something changed in which engines take new requests, or in the figures of many."""
+        self._open = []
+        for engine in self.engines.values():
+            takes_new = engine.serves and not engine.entry.draining and not engine.gated
+            engine.place = len(self._open) if takes_new else -1
+            engine.view = engine.look(self.sessions.counts(engine.name)[1])
+            if takes_new:
+                self._open.append(engine)
+        self._views = [engine.view for engine in self._open]
+        self._resident = sum([view.resident_tokens for view in self._views])
+        self._versions = sorted({engine.weight_version for engine in self._open})
+        listed = [engine.adapters for engine in self._open if engine.adapters is not None]
+        self._adapters_differ = bool(listed)
+        self._adapters = frozenset[str]().union(*listed)
+        limits = [
+            min(filter(None, (e.entry.max_model_len, e.kv_capacity)), default=MOST_TOKENS)
+            for e in self.engines.values()
+        ]
+        self.most_tokens = max(limits, default=MOST_TOKENS)
+        """More fits on no engine: more than one sequence can have."""
+
+    def _changed(self, name: str) -> None:
+        """Bring the view of one engine up to date."""
+        engine = self.engines.get(name)
+        if engine is not None:
+            view = engine.look(self.sessions.counts(name)[1])
+            if engine.place >= 0:
+                self._resident += view.resident_tokens - engine.view.resident_tokens
+                self._views[engine.place] = view
+            engine.view = view
+
+    def _snapshot(self, request: Hints, tried: Collection[str]) -> Snapshot | None:
+        """The engines that may serve a new request; None: there is none."""
+        if not self._open:
+            return None
+        version, adapter = request.min_weight_version, request.adapter
+        if version > self._versions[0] or tried or (adapter is not None and self._adapters_differ):
+            able = [engine.view for engine in self._open if engine.has(request) and engine.name not in tried]
+            return Snapshot.of(able, self._placed) if able else None
+        return _new_tuple(Snapshot, (tuple(self._views), self._placed, self._resident))
+
+    def _any_gated(self, request: Hints, tried: Collection[str]) -> bool:
+        """Whether an engine could serve a new request if its gate were open."""
+        gated = (e for e in self.engines.values() if e.gated and e.serves and not e.entry.draining)
+        return any(engine.has(request) and engine.name not in tried for engine in gated)
+
+    def _home(self, name: str | None, request: Hints, tried: Collection[str]) -> Engine | None:
+        """A session's engine, if it may serve this request now or when its gate opens."""
+        home = None if name is None else self.engines.get(name)
+        if home is None or name in tried or not home.has(request):
+            return None
+        return home if home.place >= 0 or (home.serves and self._policy.sticky) else None
 
     def _view(
         self,
@@ -282,10 +352,13 @@ class Placement:
         boundaries: Sequence[tuple[int, bytes]],
         group_id: str | None,
         record: Session | None,
-        home: Candidate | None,
+        home: Engine | None,
     ) -> RequestView:
         """The request as policies see it."""
-        return new_tuple(
+        prefix, most = None, self.config.prefix_length
+        if boundaries:  # the longest beginning that has at most `prefix_length` tokens, or the shortest there is
+            prefix = max((b for b in boundaries if b[0] <= most), default=boundaries[0])[1]
+        return _new_tuple(
             RequestView,
             (
                 request.session_id,
@@ -295,34 +368,10 @@ class Placement:
                 request.prompt_tokens,
                 int(request.expected_tokens * self._added_share),
                 self._prefixes.holders(boundaries) if boundaries else (),
-                self._prefix(boundaries) if boundaries else None,
+                prefix,
                 () if group_id is None else self._groups.placed(group_id),
             ),
         )
-
-    def _engine(self, name: str) -> Candidate:
-        engine = self._engines.get(name)
-        if engine is None:
-            known = ", ".join(self._engines) or "none"
-            raise StateError(f"there is no engine {name!r}; known: {known}")
-        return engine
-
-    def _home(self, name: str | None, request: Hints, tried: Collection[str]) -> Candidate | None:
-        """A session's engine, if it may serve this request now or when its gate opens."""
-        home = None if name is None else self._engines.get(name)
-        if home is None or home.weight_version < request.min_weight_version or name in tried:
-            return None
-        adapter = request.adapter
-        if adapter is not None and home.adapters is not None and adapter not in home.adapters:
-            return None
-        if home.place < 0 and not (home.serves and self._policy.sticky):
-            return None
-        return home
-
-    def _prefix(self, boundaries: Sequence[tuple[int, bytes]]) -> bytes:
-        """Hash of the longest beginning that has at most `prefix_length` tokens, or of the shortest there is."""
-        most = self.options.prefix_length
-        return max((b for b in boundaries if b[0] <= most), default=boundaries[0])[1]
 
     def _record(
         self,
@@ -330,43 +379,34 @@ class Placement:
         now: float,
         tried: Collection[str],
         record: Session | None,
-        home: Candidate | None,
-        name: str,
+        home: Engine | None,
+        engine: Engine,
         rule: str,
     ) -> str:
         """Account for a placement."""
-        session_id = request.session_id
+        session_id, name = request.session_id, engine.name
         tokens = request.prompt_tokens + request.expected_tokens
         if session_id is None:
             # What nobody has said counts as one token, so that requests and sessions are at least counted.
-            self.loads.add(name, 1, tokens, tokens or 1)
+            engine.load.add(1, tokens, tokens or 1)
+            turn = "single"
         else:
-            context = request.prompt_tokens
-            in_flight = self._in_flight.get(session_id)
+            context, turn, left = request.prompt_tokens, "opened", None
             if record is not None:
                 context = context or record.tokens
-                if not in_flight and not tried:
-                    self._session_stats.came_back(now - record.used, context - record.tokens, request.expected_tokens)
-                if record.engine is not None and record.engine != name:
-                    self._candidates.changed(record.engine)
+                if session_id not in self._in_flight and not tried:
+                    self._stats.came_back(now - record.used, context - record.tokens, request.expected_tokens)
+                turn = "rehomed" if home is None else "stayed" if home is engine else "moved"
+                left = record.engine
+            if request.expected_tokens:  # else the head may be one that many requests share
+                request.counted_tokens = int(request.expected_tokens * self._added_share)
+            engine.load.add(1, tokens, request.counted_tokens)
+            self._in_flight[session_id] = self._in_flight.get(session_id, 0) + 1
             self.sessions.record(session_id, name, context or 1, now)
-            own = int(request.expected_tokens * self._added_share)
-            self.loads.add(name, 1, tokens, own)
-            turns, expected = (in_flight or {}).get(name, _NO_TURNS)
-            self._in_flight.setdefault(session_id, {})[name] = (turns + 1, expected + own)
-        self._candidates.changed(name)
+            if left is not None and left != name:
+                self._changed(left)
+        self._changed(name)
         self._placed += 1
-        statistics = self.statistics
-        statistics.rules[rule] += 1
-        if home is not None:
-            if home.name == name:
-                statistics.stayed += 1
-            else:
-                statistics.moved += 1
-        elif record is not None:
-            statistics.rehomed += 1
-        elif session_id is not None:
-            statistics.opened += 1
-        else:
-            statistics.single += 1
+        self.rules[rule] += 1
+        self.turns[turn] += 1
         return name

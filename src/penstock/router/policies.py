@@ -8,7 +8,7 @@ request. So the same policies run in the router and in the discrete-event fleet 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from functools import lru_cache
@@ -16,8 +16,8 @@ from hashlib import blake2b
 from operator import attrgetter
 from typing import NamedTuple, Self
 
-from penstock.errors import ConfigError
-from penstock.rooms import plugged_as, plugged_in
+from penstock.rooms import plugged_in
+from penstock.settings import RouterConfig
 
 
 class EngineView(NamedTuple):
@@ -36,6 +36,28 @@ class EngineView(NamedTuple):
     -1: not known."""
     kv_capacity: int = 0
     """Tokens that its KV cache holds; 0: not known."""
+
+
+@dataclass(eq=False)
+class Hints:
+    """What a request's headers say, as far as placing it goes."""
+
+    session_id: str | None = None
+    """`X-Session-ID`, the conversation that this is a turn of."""
+    group_id: str | None = None
+    """`X-Group-ID`, the group of samples that this is one of."""
+    min_weight_version: int = 0
+    """`X-Weight-Version`: an engine with older weights may not answer."""
+    prompt_tokens: int = 0
+    """`X-Prompt-Tokens`; 0: not said."""
+    expected_tokens: int = 0
+    """`X-Expected-Tokens`: most that the answer may add, all samples together; 0: not said."""
+    adapter: str | None = None
+    """`X-Adapter`: the adapter that has to be loaded."""
+    prefix_hashes: bytes | None = None
+    """`X-Prefix-Hashes` as it came."""
+    counted_tokens: int = 0
+    """Set by the placement: what of `expected_tokens` it counts on the engine."""
 
 
 class PrefixHolder(NamedTuple):
@@ -108,35 +130,22 @@ class ReadsPrefixes(IntEnum):
     ALWAYS = 2
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyOptions:
-    """What can be set about policies. `RouterConfig` has the same names and defaults."""
-
-    prefix_length: int = 2048
-    """Shortest shared prefix, in tokens, for which an engine is preferred."""
-    overload_threshold: float = 1.5
-    """`prefix-aware` leaves an engine alone that has more than so many times the mean of outstanding requests."""
-    kv_admission: float = 0.92
-    """New sessions wait while resident and expected context would exceed this share of every KV cache."""
-    balance_factor: float = 1.1
-    """An engine takes more as long as its resident tokens are at most so many times the mean, and `slack_tokens`."""
-    slack_tokens: int = 8192
-    seed: int = 0
-    """Of random choices, and where rotation begins."""
-    processes: int = 1
-    """So many processes place requests on the same engines, each with about such a part of the load."""
-
-
 class Policy:
-    """Picks one of the engines that may serve a request; one object is used for all requests."""
+    """Picks one of the engines that may serve a request; one object is used for all requests.
+
+    Args:
+        config: its options, and how many processes place requests on the same engines.
+        seed: of random choices.
+    """
 
     sticky = False
     """Whether a session belongs to its engine: it waits for that engine's gate, and stays while it is drained."""
     reads_prefixes = ReadsPrefixes.NEVER
     """Which requests it wants prefixes of."""
 
-    def __init__(self, options: PolicyOptions) -> None:
-        self._options = options
+    def __init__(self, config: RouterConfig, seed: int = 0) -> None:
+        self._config = config
+        self._seed = seed
 
     def choose(self, snapshot: Snapshot, request: RequestView) -> EngineView | Defer:
         """Return one of `snapshot.engines`, or why none."""
@@ -232,12 +241,11 @@ class BoundedSticky(Policy):
     sticky = True
     reads_prefixes = ReadsPrefixes.OPENING
 
-    def __init__(self, options: PolicyOptions) -> None:
-        self._prefix_length = options.prefix_length
-        self._processes = options.processes
-        self._kv_admission = options.kv_admission
-        self._balance_factor = options.balance_factor
-        self._slack = options.slack_tokens / options.processes
+    def __init__(self, config: RouterConfig, seed: int = 0) -> None:
+        super().__init__(config, seed)
+        self._processes = config.workers
+        self._balance_factor = config.balance_factor
+        self._slack = config.slack_tokens / config.workers
 
     def choose(self, snapshot: Snapshot, request: RequestView) -> EngineView | Defer:
         """See `Policy`."""
@@ -264,7 +272,7 @@ class BoundedSticky(Policy):
         if not engine.kv_capacity or not engine.resident_tokens:
             return True
         context = engine.resident_tokens + request.prompt_tokens + request.expected_tokens
-        return context <= self._kv_admission * engine.kv_capacity / self._processes
+        return context <= self._config.kv_admission * engine.kv_capacity / self._processes
 
     def _preferred(self, engines: Sequence[EngineView], request: RequestView) -> Sequence[EngineView]:
         """Of the group's samples the fewest, and of these engines those that hold the prompt's beginning."""
@@ -273,7 +281,7 @@ class BoundedSticky(Policy):
             near = min(map(RESIDENT_TOKENS, engines)) + self._slack
             engines = [engine for engine in engines if engine.resident_tokens <= near]
             engines = lowest(engines, lambda engine: placed.get(engine.name, 0))
-        least = max(self._prefix_length, request.prompt_tokens / _SHARED_SHARE)
+        least = max(self._config.prefix_length, request.prompt_tokens / _SHARED_SHARE)
         holders = {holder.engine for holder in request.prefix_holders if holder.tokens >= least}
         return [engine for engine in engines if engine.name in holders] or engines
 
@@ -302,49 +310,29 @@ class BoundedSticky(Policy):
         return target if gain > max(cost, self._slack) else home
 
 
-POLICIES = plugged_as("policy")
-"""Names of all policies; those of `other_policies.py` are imported when they are chosen."""
-_PASS = Defer.PASS
-LAST_RESORT = "requests"
-"""Asked when all others have passed."""
+_LAST_RESORT = "requests"
 
 
-class Hierarchy:
-    """Policies in order: who passes leaves the choice to the next one. The last never passes.
+class Policies:
+    """Policies in order: one without an opinion leaves the choice to the next. `requests`, the last, always has one.
 
     Args:
-        policies: by their names.
+        config: their names and options.
+        seed: of random choices.
     """
 
-    def __init__(self, policies: Mapping[str, Policy]) -> None:
-        (self._first_name, self._first), *self._others = policies.items()
-        self.sticky = any(policy.sticky for policy in policies.values())
-        self.reads_prefixes = max(policy.reads_prefixes for policy in policies.values())
+    def __init__(self, config: RouterConfig, seed: int = 0) -> None:
+        names = dict.fromkeys([*config.policy.split(","), _LAST_RESORT])
+        self._policies: list[tuple[str, Policy]] = [
+            (name, plugged_in(f"policy.{name}")(config, seed)) for name in names
+        ]
+        self.sticky = any(policy.sticky for _, policy in self._policies)
+        self.reads_prefixes = max(policy.reads_prefixes for _, policy in self._policies)
 
     def ask(self, snapshot: Snapshot, request: RequestView) -> tuple[str, EngineView | Defer]:
         """The answer, and the name of the policy that gave it."""
-        answer = self._first.choose(snapshot, request)
-        if answer is not _PASS:
-            return self._first_name, answer
-        for name, policy in self._others:
+        for name, policy in self._policies:
             answer = policy.choose(snapshot, request)
-            if answer is not _PASS:
+            if answer is not Defer.PASS:
                 return name, answer
-        return "", _PASS
-
-
-def make_policy(names: Sequence[str], options: PolicyOptions | None = None) -> Hierarchy:
-    """The policies of those names, in that order, with `requests` as the last resort.
-
-    Raises:
-        ConfigError: no name, one that is not in `POLICIES`, or one that occurs twice.
-    """
-    if not names:
-        raise ConfigError(f"no routing policy given; known: {', '.join(POLICIES)}")
-    for place, name in enumerate(names):
-        if name not in POLICIES:
-            raise ConfigError(f"unknown routing policy {name!r}; known: {', '.join(POLICIES)}")
-        if name in names[:place]:
-            raise ConfigError(f"routing policy {name!r} is named twice; its second answer would be its first")
-    chosen = options or PolicyOptions()
-    return Hierarchy({name: plugged_in(f"policy.{name}")(chosen) for name in dict.fromkeys((*names, LAST_RESORT))})
+        raise AssertionError(f"policy {_LAST_RESORT} has an opinion")

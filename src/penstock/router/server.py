@@ -1,4 +1,4 @@
-"""The router as one object: a listening socket, its clients, and the dispatcher behind them."""
+"""The router as one object: a listening socket, its clients, who may call what, and the dispatcher behind them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import errno
 import resource
 import socket
 import time
+from collections.abc import Collection, Iterable
 
 from penstock.errors import StateError, UserError
-from penstock.router.access import Access, check_data_path
-from penstock.router.admin import Admin, AdminCall
-from penstock.router.client_connection import Call, ClientConnection, Clients
+from penstock.guard import cross_site, has_key, kind_of_path
+from penstock.router.admin import DATA_PATHS, Admin, AdminCall
+from penstock.router.client_connection import HEALTH, Call, ClientConnection, Clients
 from penstock.router.dispatcher import Dispatcher
 from penstock.router.exchange import Exchange
-from penstock.router.head import RequestHead
-from penstock.router.metrics import Metrics
+from penstock.router.http import RefusalError, RequestHead, shown
 from penstock.settings import RouterConfig, refuse_open_host
 
 BACKLOG = 4096
@@ -25,6 +25,73 @@ _OWN_FILES = 64
 """Descriptors that a router needs besides those of its clients and of the connections to engines."""
 _OWN = {b"/", b"/router", b"/metrics"}
 """The router's own endpoints besides those under `/router/`: any engine's metrics would be one of many."""
+
+
+_CHANGES = {b"/router/engines", b"/router/gate", b"/router/policy"}
+_READS = {b"GET", b"HEAD"}
+
+
+class Access:
+    """The rules of one router.
+
+    Args:
+        api_key: asked for on every request but the health check; None: nobody is asked.
+        admin_key: asked for where a call changes the router, and accepted everywhere; None: `api_key` does.
+        hosts: names that `Host` may have in calls to the router itself, besides those of `penstock.guard`.
+    """
+
+    def __init__(self, api_key: str | None, admin_key: str | None, hosts: Iterable[str] = ()) -> None:
+        self._api_key = api_key
+        self._admin_key = admin_key
+        self._hosts = {name.lower() for name in hosts}
+        self._asks_for_key = api_key is not None or admin_key is not None
+
+    def check_key(self, request: RequestHead) -> None:
+        """Return if the request has the key that it needs; RefusalError: 401."""
+        if not self._asks_for_key:
+            return
+        path = request.target.partition(b"?")[0]
+        needs_admin = self._admin_key is not None and path in _CHANGES and request.method not in _READS
+        if (self._api_key is None and not needs_admin) or (path == HEALTH and request.method == b"GET"):
+            return
+        accepted = (self._admin_key,) if needs_admin else (self._admin_key, self._api_key)
+        if not has_key(request.authorization, [key for key in accepted if key is not None]):
+            kind = "admin" if needs_admin else "API"
+            what = "is wrong" if request.authorization else "is missing"
+            raise RefusalError(401, "bad_api_key", f"the router's {kind} key {what}: send Authorization: Bearer KEY")
+
+    def check_page(self, request: RequestHead) -> None:
+        """Return if a call to the router's own endpoints comes from no web page; RefusalError: 403."""
+        fields = [(b"host", b"localhost" if request.host is None else request.host)]
+        if request.origin is not None:
+            fields.append((b"origin", request.origin))
+        why = cross_site(fields, self._hosts, setting="router.allowed_hosts")
+        if why is not None:
+            call = f"{request.method.decode()} {shown(request.target)[1:-1]}"
+            raise RefusalError(403, "cross_site", f"{call}: {why}")
+
+
+def check_data_path(path: bytes, added: Collection[bytes] = ()) -> None:
+    """Return if requests for `path` go to an engine; `added`: paths of the configuration.
+
+    Raises:
+        RefusalError: 400 for a path that servers read in different ways, 403 for a call to one engine, 404 for any
+            other path.
+    """
+    if path in added or path in DATA_PATHS:
+        return
+    kind = kind_of_path(path)
+    if kind == "ambiguous":
+        what = "without escapes, empty or dot segments and special characters"
+        raise RefusalError(400, "bad_path", f"path {shown(path)} is not canonical; send it {what}")
+    name = shown(path)[1:-1]
+    if kind == "control":
+        what = f"{name} would reach one engine only"
+        raise RefusalError(403, "control_call", f"{what}; control goes to every engine by the fleet's own client")
+    if kind == "private":
+        raise RefusalError(403, "control_call", f"{name} would tell of one engine only; ask that engine itself")
+    hint = "GET / lists the data calls that are; router.data_paths adds to them"
+    raise RefusalError(404, "unknown_path", f"{name} is not served here: {hint}")
 
 
 class Router:
@@ -51,10 +118,11 @@ class Router:
     ) -> None:
         self.config = config or RouterConfig()
         self._keys = api_key, admin_key
-        self.metrics = Metrics()
-        self.dispatcher = Dispatcher(self.config, self.metrics, process=process)
+        self.dispatcher = Dispatcher(self.config, process=process)
+        self.metrics = self.dispatcher.metrics
         self.admin = Admin(self.dispatcher, api_key, admin_key)
-        self.clients = Clients(self.config, self.metrics, self._access(""), self._open_call, _most_clients())
+        self.access = self._access("")
+        self.clients = Clients(self.config, self.metrics, self._open_call, _most_clients())
         self._added_paths = frozenset(path.encode() for path in self.config.data_paths.split(",") if path)
         self._server: asyncio.Server | None = None
         self._sweep_timer: asyncio.TimerHandle | None = None
@@ -79,7 +147,7 @@ class Router:
         host = self.config.host if host is None else host
         port = self.config.port if port is None else port
         refuse_open_host(host, self._keys[0])
-        self.clients.access = self._access(host)
+        self.access = self._access(host)
         self.clients.most = _most_clients()
         loop = asyncio.get_running_loop()
         try:
@@ -111,12 +179,13 @@ class Router:
         """Return what serves a request: the router itself, or an engine.
 
         Raises:
-            RefusalError: 400, 403 or 404 for a path that no engine is asked for (`penstock.router.access`), 403 for a
-                call to the router itself that comes from a web page.
+            RefusalError: 401 without the key, 400, 403 or 404 for a path that no engine is asked for, 403 for a call to
+                the router itself that comes from a web page.
         """
+        self.access.check_key(request)
         path = request.target.partition(b"?")[0]
         if path in _OWN or path.startswith(b"/router/"):
-            self.clients.access.check_page(request)
+            self.access.check_page(request)
             return AdminCall(client, request, self.admin)
         check_data_path(path, self._added_paths)
         return Exchange(client, request, self.dispatcher)
