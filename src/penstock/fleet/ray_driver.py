@@ -60,10 +60,8 @@ class EngineActor:
     """Holds one bundle of an engine on a Ray node. The engine's first actor runs its server, and says when it ends.
 
     The server holds the read end of a lifeline whose write end is in the actor's process: it ends with the actor, and
-    so with the node's Ray and with the fleet. Answers are plain values: no exception is unpickled elsewhere.
-
-    Args:
-        plan: an `ActorPlan` as JSON.
+    so with the node's Ray and with the fleet. Answers are plain values: no exception is unpickled elsewhere. `plan` is
+    an `ActorPlan` as JSON.
     """
 
     def __init__(self, plan: str) -> None:
@@ -84,13 +82,9 @@ class EngineActor:
         """
         plan = self._plan
         try:
+            host = _host(plan, node_ip, with_key=bool(api_key))
             self._process = await EngineProcess.launch(
-                plan.engine,
-                name=plan.name,
-                log_dir=plan.log_dir,
-                api_key=api_key,
-                gpus=gpus,
-                host=_host(plan, node_ip, with_key=bool(api_key)),
+                plan.engine, name=plan.name, log_dir=plan.log_dir, api_key=api_key, gpus=gpus, host=host
             )
         except PenstockError as error:
             return {"error": error_to_json(error)}
@@ -133,15 +127,20 @@ def _end_with(parent: int) -> None:
 
 @dataclass(slots=True)
 class _Placed:
-    """An engine's bundles, kept while it is started anew; where its node is lost, Ray places them on another."""
+    """An engine's bundles, kept while it is restarted; where its node is lost, Ray places them on another."""
 
     group: Any
     bundles: range
     own: bool
     """The group is this engine's, not one that was given."""
-    actors: list[Any] = field(default_factory=list)
-    ended: asyncio.Future[int] | None = None
+    actors: list[Any] = field(default_factory=list[Any])
     remove_log: bool = False
+
+    def drop(self, ray: Any) -> None:
+        """Kill the actors, and with them the server."""
+        for actor in self.actors:
+            ray.kill(actor)
+        self.actors = []
 
 
 class RayDriver:
@@ -152,7 +151,6 @@ class RayDriver:
         self._given: Any = None
         """A placement group that was given."""
         self._engines: dict[str, _Placed] = {}
-        self._watches: set[asyncio.Task[None]] = set()
 
     async def open(self, address: str, cpus: float, folder: str, group: str | None) -> dict[str, Any]:
         """Join a cluster at `address` (as `ray.init` takes it), or start one of this machine (`local`) in `folder`.
@@ -165,7 +163,8 @@ class RayDriver:
         Raises:
             ConfigError: none is there.
         """
-        self._ray = ray = importlib.import_module("ray")
+        ray: Any = importlib.import_module("ray")
+        self._ray = ray
         options: dict[str, Any] = {"address": address, "log_to_driver": False, "configure_logging": False}
         if address == "local":
             options |= {
@@ -182,9 +181,12 @@ class RayDriver:
                 group_id = importlib.import_module("ray._raylet").PlacementGroupID.from_hex(group)
                 self._given = importlib.import_module("ray.util.placement_group").PlacementGroup(group_id)
         except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+            # What Ray says of a token that is missing is in its log alone.
+            hint = "where it asks for a token (as one of Ray 2.60's `ray start` does), set RAY_AUTH_MODE=token; or "
             raise ConfigError(
-                f"cannot join the Ray cluster at {address}: {_one_line(error)}; {_token_hint()}start one with "
-                "`ray start --head`, or leave fleet.ray_address and RAY_ADDRESS out to have one for this fleet alone"
+                f"cannot join the Ray cluster at {address}: {_one_line(error)}; "
+                f"{'' if os.environ.get('RAY_AUTH_MODE') else hint}start one with `ray start --head`, or leave "
+                "fleet.ray_address and RAY_ADDRESS out to have one for this fleet alone"
             ) from error
         return {"ip": ray.util.get_node_ip_address(), "nodes": [n["Resources"] for n in ray.nodes() if n["Alive"]]}
 
@@ -211,9 +213,7 @@ class RayDriver:
             EngineStartError: there was no room, or it did not start; its bundles are still set aside.
             ConfigError: what its node said of its configuration.
         """
-        ray = self._ray
         placed = self._engines.get(engine) or self._place(engine, bundles)
-        placed.ended = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(timeout_s):
                 await placed.group.ready()
@@ -224,26 +224,26 @@ class RayDriver:
             if len({ip for ip, _ in nodes}) > 1:
                 raise ConfigError(f"bundles of engine {engine} lie on several nodes; give another ray_placement_group")
             placed.remove_log = not plan["keep_log"] and node_ip != plan["launcher_ip"]
-            gpus = [gpu for _, its in nodes for gpu in its]
-            answer = await placed.actors[0].start.remote(api_key, node_ip, gpus)
+            answer = await placed.actors[0].start.remote(api_key, node_ip, [gpu for _, its in nodes for gpu in its])
         except TimeoutError as error:
             why = f"the Ray cluster had no room for {bundles} on one node within {timeout_s:g} s"
             raise EngineStartError(why, engine=engine) from error
-        except ray.exceptions.RayError as error:
-            self._drop(placed)
+        except self._ray.exceptions.RayError as error:
             why = f"Ray did not place {bundles}, or its actor died while it started: {_one_line(error)}"
             raise EngineStartError(why, engine=engine) from error
         if "error" in answer:
             raise error_from_json(answer["error"])
-        watch = asyncio.create_task(self._watch(placed))
-        self._watches.add(watch)
-        watch.add_done_callback(self._watches.discard)
         return str(answer["url"])
 
     async def wait(self, engine: str) -> int:
         """Exit status of an engine's process; that of a SIGKILL where its actor or node is lost."""
-        placed = self._engines.get(engine)
-        return -signal.SIGKILL if placed is None or placed.ended is None else await asyncio.shield(placed.ended)
+        status, placed = -signal.SIGKILL, self._engines.get(engine)
+        if placed is not None and (actors := placed.actors):
+            with suppress(self._ray.exceptions.RayError):
+                status = await actors[0].wait.remote()
+            if placed.actors is actors:
+                placed.drop(self._ray)
+        return status
 
     async def stop(self, engine: str, timeout_s: float) -> None:
         """End an engine's process: SIGTERM, and SIGKILL after `timeout_s` seconds."""
@@ -252,13 +252,13 @@ class RayDriver:
             with suppress(TimeoutError, self._ray.exceptions.RayError):  # it is killed in any case
                 async with asyncio.timeout(timeout_s + ACTOR_S):
                     await placed.actors[0].stop.remote(timeout_s, remove_log=placed.remove_log)
-            self._drop(placed)
+            placed.drop(self._ray)
 
     async def release(self, engine: str) -> None:
         """Give back an engine's bundles, and end whatever still runs there."""
         placed = self._engines.pop(engine, None)
         if placed is not None:
-            self._drop(placed)
+            placed.drop(self._ray)
             if placed.own:
                 self._ray.util.remove_placement_group(placed.group)
 
@@ -298,39 +298,16 @@ class RayDriver:
         runs = (range(i, i + count) for i in range(0, self._given.bundle_count - count + 1, count))
         return next((run for run in runs if not taken & set(run)), None)
 
-    async def _watch(self, placed: _Placed) -> None:
-        ended, status = placed.ended, -signal.SIGKILL
-        with suppress(self._ray.exceptions.RayError):
-            status = await placed.actors[0].wait.remote()
-        if ended is placed.ended:
-            self._drop(placed, status)
-
-    def _drop(self, placed: _Placed, status: int = -signal.SIGKILL) -> None:
-        """Kill an engine's actors, and with them its server."""
-        for actor in placed.actors:
-            self._ray.kill(actor)
-        placed.actors = []
-        if placed.ended is not None and not placed.ended.done():
-            placed.ended.set_result(status)
-
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:500]
-
-
-def _token_hint() -> str:
-    """What Ray says of a token that is missing is in its log alone."""
-    if os.environ.get("RAY_AUTH_MODE"):
-        return ""
-    return "where it asks for a token (as one of Ray 2.60's `ray start` does), set RAY_AUTH_MODE=token; or "
 
 
 async def serve(listening: socket.socket) -> None:
     """Answer calls until the launcher ends this process."""
     driver = RayDriver()
     names = ("open", "room", "start", "wait", "stop", "release", "close")
-    server = CallServer(PREFIX, {name: getattr(driver, name) for name in names})
-    await server.start(listening)
+    await CallServer(PREFIX, {name: getattr(driver, name) for name in names}).start(listening)
     await asyncio.Event().wait()
 
 

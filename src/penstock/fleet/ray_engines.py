@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from penstock.errors import ConfigError, DeadlineError, EngineDeadError, EngineError, EngineHTTPError
 from penstock.fleet.calls import CallClient
@@ -34,14 +34,11 @@ REACH_S = 5.0
 ROOM_S = 5.0
 """So long a cluster may take to say that it has room."""
 
-KILL_S = 30.0
-"""After so long an engine that was killed counts as ended without an answer: its node is lost."""
-
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """A Ray that may not be part of a larger cluster, as on systems where it has none, listens on loopback only."""
 
 MARGIN_S = 30.0
-"""What a call may take besides the engine's own time."""
+"""What a call may take besides the engine's own time. An engine that is killed has ended then: its node is lost."""
 
 SHUTDOWN_S = 20.0
 """What Ray may take to leave a cluster, or to end one of its own."""
@@ -51,7 +48,7 @@ FOREVER_S = 10 * 365 * 24 * 3600.0
 
 
 class Driver(CallClient):
-    """The process that drives Ray for a fleet (`ray_driver.py`). Build it with `start`, and `end` it."""
+    """The process that drives Ray for a fleet."""
 
     def __init__(self, child: ChildProcess, path: Path) -> None:
         super().__init__(path, PREFIX, "the process that drives Ray")
@@ -66,9 +63,8 @@ class Driver(CallClient):
             listening.listen()  # calls wait in the queue until it has started
             fd = listening.fileno()
             argv = (sys.executable, "-m", "penstock.fleet.ray_driver", str(fd))
-            return cls(
-                await ChildProcess.start(argv, name="ray", log=log, env=env, pass_fds=(fd,), scratch=folder), path
-            )
+            child = await ChildProcess.start(argv, name="ray", log=log, env=env, pass_fds=(fd,), scratch=folder)
+        return cls(child, path)
 
     async def ask(self, name: str, /, *, deadline_s: float, **arguments: Any) -> Any:
         """Call a method of `RayDriver`; raises as it does, or EngineDeadError where the process ended or failed."""
@@ -95,7 +91,8 @@ class RayEngine:
         self.url = url
         self._driver = driver
         self._status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._tasks = [asyncio.create_task(self._until_ended(), name=f"ray-{name}")]
+        self._watch = asyncio.create_task(self._until_ended(), name=f"ray-{name}")
+        self._killing: asyncio.Task[None] | None = None
 
     async def wait(self) -> int:
         """Wait until it has ended; returns its exit status, that of a SIGKILL where its node is lost."""
@@ -103,23 +100,18 @@ class RayEngine:
 
     async def stop(self, timeout_s: float) -> None:
         """SIGTERM to its process group, and SIGKILL after `timeout_s` seconds; returns when it has ended."""
-        if not self._status.done():
-            try:
-                await self._driver.ask("stop", deadline_s=timeout_s + MARGIN_S, engine=self.name, timeout_s=timeout_s)
-            except EngineError as error:
-                logger.warning("engine %s did not end in good order: %s", self.name, error)
-                self.kill()
-        await self.wait()
+        if self._status.done():
+            return
+        try:
+            await self._driver.ask("stop", deadline_s=timeout_s + MARGIN_S, engine=self.name, timeout_s=timeout_s)
+        except EngineError as error:  # its node or the driver is lost
+            logger.warning("engine %s did not end in good order: %s", self.name, error)
+        self._ended(-signal.SIGKILL)
 
     def kill(self) -> None:
         """SIGKILL to its process group."""
-        if not self._status.done() and len(self._tasks) == 1:
-            self._tasks.append(asyncio.create_task(self._kill(), name=f"ray-kill-{self.name}"))
-
-    async def _kill(self) -> None:
-        with suppress(EngineError):  # its node or the driver is lost
-            await self._driver.ask("stop", deadline_s=KILL_S, engine=self.name, timeout_s=0.0)
-        self._ended(-signal.SIGKILL)
+        if self._killing is None:
+            self._killing = asyncio.create_task(self.stop(0.0), name=f"ray-kill-{self.name}")
 
     async def _until_ended(self) -> None:
         try:
@@ -134,7 +126,7 @@ class RayEngine:
 
 
 class RayLauncher:
-    """Places engines by Ray; see `engines.Launcher`. The cluster is joined by the first `launch`.
+    """Places engines by Ray; see `engines.EngineFactory`. The cluster is joined by the first `launch`.
 
     Args:
         fleet: `ray_address`, `ray_cpus`, `ray_gpus`, `ray_placement_group`, and how many engines there will be.
@@ -149,7 +141,7 @@ class RayLauncher:
         self._joining = asyncio.Lock()
         self._driver: Driver | None = None
         self._ip = ""
-        self._profile: Literal["cpu", "gpu"] = "cpu"
+        self._has_gpus = False
         self._placed: set[str] = set()
         """Engines that have bundles."""
 
@@ -220,10 +212,11 @@ class RayLauncher:
 
     def _resolved(self, config: EngineConfig) -> EngineConfig:
         """The profile `auto` is what the cluster has, not what this machine has."""
-        return config.model_copy(update={"profile": self._profile}) if config.profile == "auto" else config
+        profile = "gpu" if self._has_gpus else "cpu"
+        return config.model_copy(update={"profile": profile}) if config.profile == "auto" else config
 
     async def _joined(self, config: EngineConfig) -> Driver:
-        """The driver, which is started first, and anew where it has ended."""
+        """The driver, which is started first, and again where it has ended."""
         async with self._joining:
             if self._driver is not None and self._driver.child.returncode is None:
                 return self._driver
@@ -236,13 +229,15 @@ class RayLauncher:
             return driver
 
     async def _join(self, config: EngineConfig, wanted: int) -> Driver:
-        address = self._fleet.ray_address or os.environ.get("RAY_ADDRESS") or _joined_here() or "local"
+        ray: Any = sys.modules.get("ray")  # a process that has not imported it has joined no cluster
+        here = ray.get_runtime_context().gcs_address if ray is not None and ray.is_initialized() else None
+        address = self._fleet.ray_address or os.environ.get("RAY_ADDRESS") or here or "local"
         await _reach(address)
         env = {"RAY_USAGE_STATS_ENABLED": "0"}
-        folder = Path(tempfile.mkdtemp(prefix="ray-"))
         if address == "local":
             env |= LOOPBACK | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         with ExitStack() as undo:
+            folder = Path(tempfile.mkdtemp(prefix="ray-"))
             undo.callback(shutil.rmtree, folder, ignore_errors=True)
             driver = self._driver = await Driver.start(self._log_dir / "ray.log", env, folder)
             undo.pop_all()
@@ -255,7 +250,7 @@ class RayLauncher:
             raise _unreachable(address, f"no answer within {OPEN_S:g} s") from error
         self._ip = found["ip"]
         nodes: list[dict[str, float]] = found["nodes"]
-        self._profile = "gpu" if any(node.get("GPU") for node in nodes) else "cpu"
+        self._has_gpus = any(node.get("GPU") for node in nodes)
         if self._fleet.ray_placement_group is None:
             _check_room(bundles_of(self._resolved(config), self._fleet), nodes, wanted)
         return driver
@@ -293,7 +288,7 @@ def _check_room(bundles: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[
 
 
 async def _reach(address: str) -> None:
-    """Raise ConfigError where nobody listens at an address of the form HOST:PORT."""
+    """Raise ConfigError where no program listens at an address of the form HOST:PORT."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or "/" in host:
         return
@@ -310,9 +305,3 @@ def _unreachable(address: str, why: str) -> ConfigError:
         f"no Ray cluster is at {address} ({why}); start one with `ray start --head`, or leave fleet.ray_address and "
         "RAY_ADDRESS out to have one for this fleet alone"
     )
-
-
-def _joined_here() -> str | None:
-    """The cluster that this process is a driver or worker of."""
-    ray: Any = sys.modules.get("ray")  # who has not imported it has joined none
-    return ray.get_runtime_context().gcs_address if ray is not None and ray.is_initialized() else None
