@@ -63,6 +63,19 @@ class _Outcome(Generic[T]):
         return True
 
 
+async def settled(work: Coroutine[Any, Any, T], event: Coroutine[Any, Any, object]) -> asyncio.Task[T]:
+    """Run `work` to its end, or until `event` returns; returns its task, which is cancelled in the latter case."""
+    working, watching = asyncio.create_task(work), asyncio.create_task(event)
+    tasks = (working, watching)
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    return working
+
+
 async def cancelled(task: asyncio.Task[Any]) -> None:
     """Cancel a task, wait for its end, and raise what broke it before that, if something did."""
     task.cancel()

@@ -289,8 +289,11 @@ class ServerSpec(Section):
     @classmethod
     def _of_text(cls, given: Any) -> Any:
         fields = {"url": given} if isinstance(given, str) else given
-        if not isinstance(fields, dict):
+        if isinstance(fields, cls):
             return fields
+        if not isinstance(fields, dict):
+            what = f"a server is its URL or a ServerSpec, and not {given!r}; several are given one by one"
+            raise ValueError(what)  # noqa: TRY004 - pydantic's
         known = cast("dict[str, Any]", fields)
         if "url" not in known:
             return known

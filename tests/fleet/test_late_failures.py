@@ -12,8 +12,7 @@ from supervise_rig import begins_to_return, dies_and_returns, restarting, until_
 from penstock.engine.control import ControlClient
 from penstock.errors import PenstockError, StateError
 from penstock.fleet.engines import LaunchedEngines
-from penstock.fleet.fan_out import fan_out
-from penstock.fleet.member import Lifecycle, Member, State
+from penstock.fleet.member import Lifecycle, Member, State, fan_out
 
 
 async def asked(bench: Bench) -> None:

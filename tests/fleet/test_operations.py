@@ -19,8 +19,7 @@ from penstock.errors import (
     UpdateError,
     UserError,
 )
-from penstock.fleet.fan_out import fan_out
-from penstock.fleet.member import State
+from penstock.fleet.member import State, fan_out
 from penstock.types import PauseMode
 
 KINDS = ["refuse", "hang", "die", "garbage"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.engine.control import CoreState
-from penstock.fleet.fan_out import Occupation
+from penstock.fleet.roster import Occupation
 from penstock.fleet.supervise import YOUNG, CoreSilentError, probe
 from penstock.sim import VirtualClock, run_virtual
 

@@ -16,8 +16,8 @@ from penstock.aio import in_thread
 from penstock.engine.capabilities import Capability, require
 from penstock.engine.control import IN_FLIGHT, AdapterLoad, ControlClient
 from penstock.errors import DeadlineError, EngineHTTPError, PenstockError, StateError, UserError
-from penstock.fleet.fan_out import OperationQueue, fan_out
-from penstock.fleet.member import Member
+from penstock.fleet.member import Member, fan_out
+from penstock.fleet.operations import OperationQueue
 from penstock.fleet.roster import Roster
 from penstock.fleet.stores import Stores
 from penstock.parsing import parse_json

@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 from penstock.aio import cancelled, in_thread
 from penstock.engine.control import ControlClient
 from penstock.errors import DeadlineError, EngineHTTPError, PenstockError, TransferError, WeightsError
-from penstock.fleet.fan_out import Call, FanOut, fan_out
-from penstock.fleet.member import Clock, Member, updatable
+from penstock.fleet.member import Call, Clock, FanOut, Member, fan_out, updatable
 from penstock.fleet.roster import Roster
 from penstock.fleet.update import Fetching
 from penstock.types import EngineUpdate

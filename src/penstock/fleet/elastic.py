@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from penstock.errors import (
-    ConfigError,
     DeadlineError,
     EngineDeadError,
     EngineStartError,
@@ -381,23 +380,14 @@ def place_of(url: str) -> str:
 def specs_of(servers: Iterable[str | ServerSpec]) -> tuple[ServerSpec, ...]:
     """Read what a caller gave: URLs, with `#dp=N` behind them where so many ranks are to be addressed, or specs.
 
-    Specs may come as dictionaries too, from another process.
-
-    Raises:
-        ConfigError: one is malformed.
-        UserError: one is named twice.
+    Specs may come as dictionaries too, from another process. Raises ConfigError: one is malformed; UserError: one is
+    named twice.
     """
-    given: Iterable[object] = servers if isinstance(cast("object", servers), Iterable) else (servers,)
-    specs = tuple(s if isinstance(s, ServerSpec) else validate(ServerSpec, _fields(s)) for s in given)
+    given: Iterable[Any] = (
+        servers if isinstance(cast("object", servers), Iterable) else cast("Iterable[Any]", (servers,))
+    )
+    specs = tuple(s if isinstance(s, ServerSpec) else validate(ServerSpec, s) for s in given)
     places = [place_of(spec.url) for spec in specs]
     if twice := next((spec.url for spec in specs if places.count(place_of(spec.url)) > 1), None):
         raise UserError(f"the server {twice} is named twice; two engines have the url then")
     return specs
-
-
-def _fields(server: object) -> Mapping[str, Any]:
-    if isinstance(server, Mapping):
-        return cast("Mapping[str, Any]", server)
-    if not isinstance(server, str):
-        raise ConfigError(f"a server is its URL or a ServerSpec, and not {server!r}; several are given one by one")
-    return {"url": server}

@@ -8,9 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from penstock.aio import all_or_first_error
 from penstock.engine.launch import EngineProcess, resolve_profile
@@ -20,56 +18,30 @@ from penstock.process import shortage
 from penstock.settings import EngineConfig
 
 
-class EngineFactory(Protocol):
-    """Where engine processes run: `LocalEngines`, `ray_engines.RayLauncher`.
+class EngineFactory:
+    """Starts engines as children of this process; `ray_engines.RayLauncher` starts them elsewhere.
 
     What is set aside for an engine (GPUs, a placement group) is kept from its first start to `release`, through its
-    deaths.
+    deaths. Engines ask for `api_key`, and each appends to a file of its name in `log_dir`.
     """
 
+    def __init__(self, api_key: str | None, log_dir: Path) -> None:
+        self.api_key = api_key
+        self.log_dir = log_dir.absolute()
+
     async def launch(self, config: EngineConfig, name: str, gpus: Sequence[str]) -> EngineHandle:
-        """Start the server of an engine and return when it is ready.
-
-        Raises:
-            PenstockError: it did not start; nothing is left of it.
-        """
-        ...
-
-    async def place(self, config: EngineConfig, taken: Sequence[Sequence[str]]) -> tuple[str, ...]:
-        """Choose GPUs for one engine more, where others have `taken`. Raises ConfigError where there is no room."""
-        ...
-
-    async def release(self, name: str) -> None:
-        """Give back what was set aside for an engine that has ended for good."""
-        ...
-
-    async def close(self) -> None:
-        """Leave nothing behind: every engine has ended."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class LocalEngines:
-    """Starts engines as children of this process; see `EngineFactory`."""
-
-    api_key: str | None
-    """What they ask for from now on."""
-    log_dir: Path
-    """Each appends to a file of its name."""
-
-    async def launch(self, config: EngineConfig, name: str, gpus: Sequence[str]) -> EngineProcess:
-        """Start a server that sees `gpus`, and return when it is ready. Raises EngineStartError or ConfigError."""
+        """Start a server that sees `gpus`, and return when it is ready. Raises PenstockError; nothing is left then."""
         return await EngineProcess.launch(config, name=name, log_dir=self.log_dir, api_key=self.api_key, gpus=gpus)
 
     async def place(self, config: EngineConfig, taken: Sequence[Sequence[str]]) -> tuple[str, ...]:
-        """Choose GPUs of this machine. Raises ConfigError where there is no room."""
+        """Choose GPUs for one engine more, where others have `taken`. Raises ConfigError where there is no room."""
         return place(config, visible_gpus(), taken) if resolve_profile(config) == "gpu" else ()
 
     async def release(self, name: str) -> None:
-        """Do nothing: which GPUs are taken is known from the engines that there are."""
+        """Give back what was set aside for an engine that has ended for good: of GPUs here, nothing is noted."""
 
     async def close(self) -> None:
-        """Do nothing: every engine has ended."""
+        """Leave nothing behind: every engine has ended."""
 
 
 class LaunchedEngines:

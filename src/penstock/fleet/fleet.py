@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, closing
+from contextlib import AsyncExitStack, aclosing, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from penstock.aio import settled
 from penstock.engine.client import Counters, DataClient
 from penstock.engine.interface import Engine
-from penstock.errors import StateError
+from penstock.errors import EngineError, StateError
 from penstock.fleet.member import EngineStatus, State
-from penstock.fleet.roster import Admin, Roster, each_while_engines_remain, while_engines_remain
+from penstock.fleet.roster import Admin, Roster
 from penstock.fleet.update import recovered
 from penstock.rooms import plugged_in
 from penstock.settings import EngineConfig, FleetConfig, RouterConfig, ServerSpec
@@ -412,3 +413,51 @@ class Fleet(Engine):
             if self.endpoint is not None and self.endpoint.stopping.is_set():
                 raise StateError(self.endpoint.STOPPED)
             raise StateError("this fleet was torn down")
+
+
+async def while_engines_remain(roster: Roster, work: Coroutine[Any, Any, T]) -> T:
+    """Return what `work` does; raise `roster.lost_error` as soon as no engine is left that could do it.
+
+    Requests that find no engine wait in the router, which does not know whether one will come.
+    """
+    done = await settled(work, roster.until(roster.is_lost))
+    try:
+        if done.cancelled():
+            raise roster.lost_error()
+        return done.result()
+    except EngineError:
+        roster.raise_if_lost()
+        raise
+
+
+async def each_while_engines_remain(roster: Roster, items: AsyncGenerator[T]) -> AsyncGenerator[T]:
+    """Yield each of `items`, none of which is None; raises as `while_engines_remain`.
+
+    Read in the caller's own task, where a task for each item would cost as much as reading it.
+    """
+    waiting: asyncio.Timeout | None = None
+
+    def give_up(_: asyncio.Task[bool]) -> None:
+        if waiting is not None:
+            waiting.reschedule(0.0)
+
+    lost = asyncio.create_task(roster.until(roster.is_lost))
+    lost.add_done_callback(give_up)
+    try:
+        async with aclosing(items):
+            while True:
+                try:
+                    async with asyncio.timeout(0.0 if lost.done() else None) as waiting:
+                        item = await anext(items, None)
+                finally:
+                    waiting = None
+                if item is None:
+                    return
+                yield item
+    except TimeoutError:
+        raise roster.lost_error() from None
+    except EngineError:
+        roster.raise_if_lost()
+        raise
+    finally:
+        lost.cancel()

@@ -18,7 +18,7 @@ from penstock.engine.capabilities import smallest_vocabulary
 from penstock.engine.client import DataClient
 from penstock.engine.launch import resolve_profile, server_command
 from penstock.errors import ConfigError, EngineError, StateError, UserError
-from penstock.fleet.engines import LaunchedEngines, LocalEngines, assign, visible_gpus
+from penstock.fleet.engines import EngineFactory, LaunchedEngines, assign, visible_gpus
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.member import Lifecycle, Member, State, updatable
 from penstock.fleet.operations import Operations
@@ -144,7 +144,7 @@ async def _launched(
             engine,
             plugged_in("launcher.ray")(fleet, api_key=engine_key, log_dir=logs.path)
             if fleet.launcher == "ray"
-            else LocalEngines(engine_key, logs.path),
+            else EngineFactory(engine_key, logs.path),
             api_key=engine_key,
             # vLLM measures what its GPU has free while it starts, so those that share one start one after another.
             parallel_starts=1 if shared else max(1, fleet.engines),

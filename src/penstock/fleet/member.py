@@ -1,4 +1,4 @@
-"""The life of an engine as the fleet sees it: one table of states, and the one place that changes a state.
+"""An engine as the fleet sees it: the one table of states, and calls to one engine or to many at once.
 
 The table needs no I/O, and its clock is injected, so it is tested without a process.
 """
@@ -8,25 +8,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Protocol, Self
+from typing import Generic, Protocol, Self, TypeVar
 
 from penstock.engine.control import ControlClient, EngineInfo
-from penstock.errors import DeadlineError, StateError
+from penstock.errors import DeadlineError, EngineError, FanOutError, PenstockError, StateError
 from penstock.router.membership import EngineEntry
 from penstock.settings import ServerSpec
 from penstock.types import EngineStats
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 Clock = Callable[[], float]
 """Monotonic seconds."""
 CONNECT_S = 15.0
 """Deadline of the first question to an engine: one that hangs is not waited for as long as for an update."""
+Call = Callable[[ControlClient], Awaitable[T]]
 RANK = ".dp"
 """Between the name of a server and the number of one of its data-parallel ranks."""
 
@@ -360,3 +362,79 @@ class EngineStatus:
     weight_version: int
     stats: EngineStats | None
     """None where the engine does not say, or was not asked."""
+
+
+# --- Calls to engines -------------------------------------------------------------------------------------------------
+
+
+OnFailure = Callable[[Member, PenstockError], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class FanOut(Generic[T]):
+    """What each engine of a snapshot answered, by name and in the snapshot's order; each is in one of the two."""
+
+    results: Mapping[str, T]
+    failures: Mapping[str, PenstockError]
+
+    def raise_for(self, what: str) -> None:
+        """Raise `FanOutError` with every failure, if one engine failed; of a single engine, its own error."""
+        if not self.results and len(self.failures) == 1:
+            self.raise_first()
+        if self.failures:
+            each = "; ".join(f"{name}: {error}" for name, error in self.failures.items())
+            count = len(self.failures) + len(self.results)
+            raise FanOutError(
+                f"{what} failed on {len(self.failures)} of {count} engines ({each})",
+                failures=self.failures,
+                results=self.results,
+            )
+
+    def raise_first(self) -> None:
+        """Raise the failure of the first engine that failed, if one did."""
+        for error in self.failures.values():
+            raise error
+
+
+async def ask(member: Member, call: Call[T], *, deadline_s: float) -> T:
+    """Return what one engine answers to `call`. Whatever goes wrong is a `PenstockError`."""
+    try:
+        async with asyncio.timeout(deadline_s):
+            return await call(member.control)
+    except TimeoutError as error:
+        late = f"no answer within {deadline_s:g} s"
+        raise DeadlineError(late, seconds=deadline_s, engine=member.name) from error
+    except PenstockError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise EngineError(f"answered something that cannot be read: {error!r}", engine=member.name) from error
+
+
+async def fan_out(
+    members: Sequence[Member], call: Call[T], *, deadline_s: float, on_failure: OnFailure | None = None
+) -> FanOut[T]:
+    """Make `call` on every member at once and wait for every outcome; a failure of one does not touch the others.
+
+    Each has `deadline_s` seconds; then its outcome is a `DeadlineError`. `on_failure` is awaited as soon as an engine
+    has failed, while others may still be at work, unless it has been restarted since it was asked.
+    """
+    results: dict[str, T] = {}
+    failures: dict[str, PenstockError] = {}
+
+    async def outcome(member: Member) -> None:
+        control = member.control
+        try:
+            results[member.name] = await ask(member, call, deadline_s=deadline_s)
+        except PenstockError as error:
+            failures[member.name] = error
+            if on_failure is not None and member.control is control:
+                await on_failure(member, error)
+
+    async with asyncio.TaskGroup() as group:
+        for member in members:
+            group.create_task(outcome(member))
+    names = [member.name for member in members]
+    return FanOut(
+        {name: results[name] for name in names if name in results},
+        {name: failures[name] for name in names if name in failures},
+    )

@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from penstock.aio import cancelled, in_thread
+from penstock.aio import Changes, in_thread, settled
 from penstock.engine.capabilities import Capability, require
 from penstock.engine.control import CoreState
 from penstock.errors import DeadlineError, EngineDeadError, PenstockError, StateError, UserError
-from penstock.fleet.fan_out import Call, FanOut, OperationQueue, fan_out
-from penstock.fleet.member import SERVABLE, Member, State, Substate, foreign_to, why
-from penstock.fleet.roster import Roster
+from penstock.fleet.member import SERVABLE, Call, FanOut, Member, State, Substate, fan_out, foreign_to, why
+from penstock.fleet.roster import Occupation, Roster
 from penstock.fleet.stores import Stores
 from penstock.fleet.update import MEMORY_TAGS, Updater, bring_in, put_right, resume, wrong_weights
 from penstock.rooms import plugged_in
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 RECHECK_S = 5.0
 """Between two questions to an engine without our plugin for the weights that its owner gave it."""
@@ -33,18 +33,104 @@ DROPS_WEIGHTS = 2
 """The sleep level that does not keep the weights."""
 
 
+class OperationQueue(Changes):
+    """Runs operations one after another. A begun one runs to its end even where its caller is cancelled."""
+
+    def __init__(self, occupation: Occupation) -> None:
+        super().__init__()
+        self._occupation = occupation
+        self.turns: list[object] = []
+        """Of the operations in their order; the first is under way, and keeps its place until it has ended."""
+        self._passable = False
+        self._passing = 0
+        self._running: set[asyncio.Task[Any]] = set()
+        self.closed = False
+
+    def check_open(self) -> None:
+        """Raise StateError after `close`."""
+        if self.closed:
+            raise StateError("this fleet was torn down")
+
+    async def close(self) -> None:
+        """Let no further operation begin, and cancel the one that runs."""
+        self.closed = True
+        if running := set(self._running):
+            for task in running:
+                task.cancel()
+            await asyncio.wait(running)
+
+    async def run(
+        self,
+        operation: Callable[[], Coroutine[Any, Any, T]],
+        after: Callable[[], None] = lambda: None,
+        *,
+        occupies: bool = True,
+        urgent: bool = False,
+    ) -> T:
+        """Run `operation` in its turn, and `after` when it is over or never began.
+
+        An engine may answer nothing else while an operation `occupies` it. An `urgent` one does not wait for one that
+        is `passable`.
+        """
+        begun = False
+
+        async def in_turn() -> T:
+            nonlocal begun
+            async with self._turn(urgent=urgent):
+                self.check_open()
+                begun = True
+                with self._occupation.going_on() if occupies else nullcontext():
+                    return await operation()
+
+        def over(task: asyncio.Task[T]) -> None:
+            self._running.discard(task)
+            after()
+
+        task = asyncio.create_task(in_turn())
+        self._running.add(task)
+        task.add_done_callback(over)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if self.closed and task.cancelled():  # by `close`, not by the caller
+                raise StateError("this fleet was torn down in the middle of the operation") from None
+            if not begun:
+                task.cancel()
+            raise
+
+    @asynccontextmanager
+    async def passable(self) -> AsyncGenerator[None]:
+        """Let urgent operations run during this block of the present one, which waits for them at its end."""
+        self._passable = True
+        self.announce()
+        try:
+            yield
+        finally:
+            self._passable = False
+            await self.until(lambda: not self._passing)
+
+    @asynccontextmanager
+    async def _turn(self, *, urgent: bool) -> AsyncGenerator[None]:
+        """Wait for the turn, or for leave to pass the operation that is under way."""
+        turn = object()
+        self.turns.append(turn)
+        passes = False
+        try:
+            await self.until(lambda: self.turns[0] is turn or (urgent and self._passable))
+            passes = self.turns[0] is not turn
+            self._passing += passes
+            yield
+        finally:
+            self._passing -= passes
+            self.turns.remove(turn)
+            self.announce()
+
+
 class Operations:
     """Pause, resume, sleep, wake and update over a roster, and what they leave the fleet in.
 
-    Args:
-        roster: the engines.
-        store: where versions lie.
-        min_engines: see `Updater`.
-        control_timeout_s: deadline of a control call.
-        request_timeout_s: deadline of a generation request, and so of a pause that waits for them.
-        recovery_timeout_s: how long an update waits for engines that restart, where too few are left.
-        max_adapters: see `FleetAdapters`.
-        paused: what the engines are in at first.
+    A pause that waits for requests has the deadline of one, `request_timeout_s`. Where too few engines are left, an
+    update waits `recovery_timeout_s` for those that restart. `paused`: what the engines are in at first.
     """
 
     def __init__(
@@ -87,14 +173,9 @@ class Operations:
         While one of mode `wait` waits for requests, `abort` and `resume` need no turn. `resume` ends it, and so does
         cancelling its caller: all engines go on as before.
 
-        Args:
-            mode: what happens to requests in flight.
-            clear_cache: recompute KV at resume.
-            timeout_s: if an engine has not paused by then, all go on as before, and that is a DeadlineError. Default:
-                the deadline of a request for a pause that waits, else that of a control call; an engine that has not
-                paused by then is dead.
-
         Raises:
+            DeadlineError: an engine has not paused within `timeout_s`; all go on as before. Without `timeout_s` it is
+                dead after the deadline of a request, for a pause that waits, or of a control call.
             StateError: generation is paused already, or the pause was ended while it waited.
         """
         if timeout_s is not None and timeout_s <= 0:
@@ -158,7 +239,8 @@ class Operations:
         async def run() -> None:
             self._require("sleep", "sleep")
             async with self._gate_closed():
-                self._note_asleep(MEMORY_TAGS)
+                for member in self._roster.live():
+                    member.asleep = MEMORY_TAGS
                 await self.refusable(lambda engine: engine.sleep(level), "sleep")
                 self._asleep = MEMORY_TAGS
                 if level == DROPS_WEIGHTS:
@@ -181,7 +263,8 @@ class Operations:
                 if missing or not tags:
                     await self.refusable(lambda engine: engine.wake_up(missing), "wake-up")
                 self._asleep -= set(tags or MEMORY_TAGS)
-                self._note_asleep(self._asleep)
+                for member in self._roster.live():
+                    member.asleep = self._asleep
                 if self.paused and not self._asleep:
                     # Engines with our plugin have stayed paused; vLLM's own wake-up resumes, with nothing in flight.
                     await self._pause_engines(PauseMode.KEEP, clear_cache=False)
@@ -190,11 +273,7 @@ class Operations:
 
     async def abort(self) -> None:
         """End every request in flight with what it has; a pause that waits for them ends with it."""
-
-        async def run() -> None:
-            await self.refusable(lambda engine: engine.abort(), "abort", needs="abort")
-
-        await self.queue.run(run, urgent=True)
+        await self.queue.run(lambda: self.refusable(lambda engine: engine.abort(), "abort", needs="abort"), urgent=True)
 
     async def reset_prefix_cache(self) -> None:
         """Forget cached prefixes."""
@@ -252,14 +331,18 @@ class Operations:
         `deadline_s` is the probe's: operations must not wait longer for a core that hangs.
         """
         stale = self._roster.version < self._usable_from
-        restless = self.queue.busy or self._roster.occupation.going or bool(self._asleep) or stale
+        restless = bool(self.queue.turns) or self._roster.occupation.going or bool(self._asleep) or stale
         if member.state not in SERVABLE or not member.info.capabilities.plugin or restless:
             return
         unknown = member.foreign is None and said.foreign is not None
         if unknown or said.paused != self.paused or wrong_weights(member, said):
-            await self.queue.run_unless_closed(
-                lambda: put_right(member, self._roster, paused=self.paused, deadline_s=deadline_s)
-            )
+            try:
+                await self.queue.run(
+                    lambda: put_right(member, self._roster, paused=self.paused, deadline_s=deadline_s), occupies=False
+                )
+            except StateError:
+                if not self.queue.closed:
+                    raise
 
     async def update(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int | None, *, kv: KV = "recompute"
@@ -363,16 +446,12 @@ class Operations:
         self, pausing: Coroutine[Any, Any, tuple[str, ...]], waiting: _WaitingPause
     ) -> tuple[str, ...] | None:
         """Return what `pausing` does; None where the pause was ended while it waited."""
-        work, given_up = asyncio.create_task(pausing), asyncio.create_task(waiting.given_up.wait())
         self._waiting_pause = waiting
         try:
             async with self.queue.passable():
-                await asyncio.wait((work, given_up), return_when=asyncio.FIRST_COMPLETED)
+                work = await settled(pausing, waiting.given_up.wait())
         finally:
             self._waiting_pause = None
-            await cancelled(given_up)
-            if not work.done():
-                await cancelled(work)
         return None if work.cancelled() else work.result()
 
     async def refusable(self, call: Call[None], what: str, *, needs: Capability | None = None) -> None:
@@ -380,10 +459,6 @@ class Operations:
         if needs is not None:
             self._require(needs, what)
         await self._roster.command(call, what=what, deadline_s=self._control_s, refusable=True)
-
-    def _note_asleep(self, tags: frozenset[str]) -> None:
-        for member in self._roster.live():
-            member.asleep = tags
 
     def _move_all(self, state: State, reason: str) -> None:
         for member in self._roster.live():

@@ -19,6 +19,7 @@ from typing import Any
 
 from penstock.errors import ConfigError, DeadlineError, EngineDeadError, EngineError, EngineHTTPError
 from penstock.fleet.calls import CallClient
+from penstock.fleet.engines import EngineFactory
 from penstock.fleet.ray_driver import PREFIX, ActorPlan
 from penstock.process import ChildProcess
 from penstock.settings import EngineConfig, FleetConfig
@@ -125,8 +126,8 @@ class RayEngine:
             self._status.set_result(status)
 
 
-class RayLauncher:
-    """Places engines by Ray; see `engines.EngineFactory`. The cluster is joined by the first `launch`.
+class RayLauncher(EngineFactory):
+    """Places engines by Ray. The cluster is joined by the first `launch`.
 
     Args:
         fleet: `ray_address`, `ray_cpus`, `ray_gpus`, `ray_placement_group`, and how many engines there will be.
@@ -135,9 +136,8 @@ class RayLauncher:
     """
 
     def __init__(self, fleet: FleetConfig, *, api_key: str | None, log_dir: Path) -> None:
+        super().__init__(api_key, log_dir)
         self._fleet = fleet
-        self._api_key = api_key
-        self._log_dir = log_dir.absolute()
         self._joining = asyncio.Lock()
         self._driver: Driver | None = None
         self._ip = ""
@@ -164,7 +164,7 @@ class RayLauncher:
         plan = ActorPlan(
             name=name,
             engine=config,
-            log_dir=self._log_dir,
+            log_dir=self.log_dir,
             keep_log=self._fleet.log_dir is not None,
             launcher_ip=self._ip,
             gpus=config.profile == "gpu",
@@ -178,7 +178,7 @@ class RayLauncher:
                 engine=name,
                 bundles=bundles_of(config, self._fleet),
                 plan=plan.model_dump(mode="json"),
-                api_key=self._api_key,
+                api_key=self.api_key,
                 timeout_s=config.start_timeout_s,
             )
             undo.pop_all()
@@ -239,7 +239,7 @@ class RayLauncher:
         with ExitStack() as undo:
             folder = Path(tempfile.mkdtemp(prefix="ray-"))
             undo.callback(shutil.rmtree, folder, ignore_errors=True)
-            driver = self._driver = await Driver.start(self._log_dir / "ray.log", env, folder)
+            driver = self._driver = await Driver.start(self.log_dir / "ray.log", env, folder)
             undo.pop_all()
         there = {"address": address, "folder": str(folder), "group": self._fleet.ray_placement_group}
         cpus = self._fleet.engines * sum(bundle["CPU"] for bundle in bundles_of(config, self._fleet))

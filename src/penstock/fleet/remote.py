@@ -21,10 +21,9 @@ from penstock.errors import EngineDeadError, EngineError, PenstockError, StateEr
 from penstock.fleet.adapters import FleetAdapters
 from penstock.fleet.calls import CallClient
 from penstock.fleet.elastic import Elastic
-from penstock.fleet.fan_out import FanOut
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.launch import Terms, data_client
-from penstock.fleet.member import Lifecycle, Member, State
+from penstock.fleet.member import FanOut, Lifecycle, Member, State
 from penstock.fleet.native import NativeCalls
 from penstock.fleet.operations import Operations
 from penstock.fleet.roster import Roster

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
-from contextlib import aclosing
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
 
 from penstock.aio import Changes
 from penstock.engine.capabilities import Capabilities
@@ -14,14 +14,12 @@ from penstock.engine.control import ControlClient
 from penstock.errors import (
     DeadlineError,
     EngineDeadError,
-    EngineError,
     EngineHTTPError,
     PenstockError,
     StateError,
     UserError,
 )
-from penstock.fleet.fan_out import Call, FanOut, Occupation, ask, fan_out
-from penstock.fleet.member import SERVABLE, EngineStatus, Member, State, why
+from penstock.fleet.member import SERVABLE, Call, EngineStatus, FanOut, Member, State, ask, fan_out, why
 from penstock.router.admin_client import RouterState
 from penstock.router.membership import EngineEntry
 from penstock.types import EngineStats
@@ -43,6 +41,54 @@ class Admin(Protocol):
     async def set_engines(self, epoch: int, engines: Sequence[EngineEntry], cut: Sequence[str] = ()) -> None: ...  # noqa: D102
     async def gate(self, closed: bool) -> None: ...  # noqa: D102, FBT001 - the router's own signature
     async def engines(self) -> RouterState: ...  # noqa: D102
+
+
+TICK_S = 1.0
+"""At most so much of one wait for a timer counts; an event loop that stands still makes one wait long."""
+
+
+class Occupation(Changes):
+    """Calls of ours under way that may keep engines' cores from answering anything else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = 0
+        """How many there have been."""
+        self._calls = 0
+
+    @contextmanager
+    def going_on(self) -> Generator[None]:
+        """While such a call is under way."""
+        self._calls += 1
+        self.begun += 1
+        self.announce()
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            self.announce()
+
+    @property
+    def going(self) -> bool:
+        """One is under way."""
+        return self._calls > 0
+
+    async def over(self) -> None:
+        """Return when there is none."""
+        await self.until(lambda: not self.going)
+
+    async def without(self, seconds: float) -> None:
+        """Return when there has been none for so many seconds in all, from now on.
+
+        Seconds in which this event loop stood still do not count: a trainer may compute in the thread that runs it, and
+        an answer that came meanwhile has not been read.
+        """
+        now = asyncio.get_running_loop().time
+        while seconds > 0:
+            await self.over()
+            since, at_most = now(), min(seconds, TICK_S)
+            interrupted = await self.until(lambda: self.going, deadline_s=at_most)
+            seconds -= min(now() - since, at_most) if interrupted else at_most
 
 
 class Roster(Changes):
@@ -402,57 +448,3 @@ class Roster(Changes):
         if not members:
             self.raise_if_lost()
         return outcome
-
-
-async def while_engines_remain(roster: Roster, work: Coroutine[Any, Any, T]) -> T:
-    """Return what `work` does; raise `roster.lost_error` as soon as no engine is left that could do it.
-
-    Requests that find no engine wait in the router, which does not know whether one will come.
-    """
-    doing = asyncio.create_task(work)
-    lost = asyncio.create_task(roster.until(roster.is_lost))
-    try:
-        await asyncio.wait((doing, lost), return_when=asyncio.FIRST_COMPLETED)
-        if not doing.done():
-            raise roster.lost_error()
-        return doing.result()
-    except EngineError:
-        roster.raise_if_lost()
-        raise
-    finally:
-        lost.cancel()
-        doing.cancel()
-        await asyncio.wait((doing, lost))
-
-
-async def each_while_engines_remain(roster: Roster, items: AsyncGenerator[T]) -> AsyncGenerator[T]:
-    """Yield each of `items`, none of which is None; raises as `while_engines_remain`.
-
-    Read in the caller's own task, where a task for each item would cost as much as reading it.
-    """
-    waiting: asyncio.Timeout | None = None
-
-    def give_up(_: asyncio.Task[bool]) -> None:
-        if waiting is not None:
-            waiting.reschedule(0.0)
-
-    lost = asyncio.create_task(roster.until(roster.is_lost))
-    lost.add_done_callback(give_up)
-    try:
-        async with aclosing(items):
-            while True:
-                try:
-                    async with asyncio.timeout(0.0 if lost.done() else None) as waiting:
-                        item = await anext(items, None)
-                finally:
-                    waiting = None
-                if item is None:
-                    return
-                yield item
-    except TimeoutError:
-        raise roster.lost_error() from None
-    except EngineError:
-        roster.raise_if_lost()
-        raise
-    finally:
-        lost.cancel()

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 from pydantic import TypeAdapter, ValidationError
 
+from penstock.aio import settled
 from penstock.engine.control import EngineInfo
 from penstock.errors import EngineError, StateError, UserError
 from penstock.fleet.adapters import FleetAdapters, LoraPaths
@@ -302,17 +303,10 @@ class Endpoint:
 
     async def during(self, work: Coroutine[Any, Any, T]) -> T:
         """Return what `work` returns. Raises StateError if the fleet is told to end; `work` is cancelled then."""
-        working = asyncio.create_task(work)
-        stopping = asyncio.create_task(self.stopping.wait())
-        try:
-            await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
-            if stopping.done():
-                raise StateError(self.STOPPED)
-            return working.result()
-        finally:
-            stopping.cancel()
-            working.cancel()
-            await asyncio.wait((stopping, working))
+        done = await settled(work, self.stopping.wait())
+        if self.stopping.is_set():
+            raise StateError(self.STOPPED)
+        return done.result()
 
     def _calls(self) -> dict[str, Call]:
         """Name the calls; some arguments are read from JSON before."""

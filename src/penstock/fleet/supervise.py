@@ -16,9 +16,8 @@ from penstock.aio import all_or_first_error, cancelled
 from penstock.engine.control import ControlClient, CoreState
 from penstock.errors import DeadlineError, EngineDeadError, PenstockError, StateError
 from penstock.fleet.engines import LaunchedEngines
-from penstock.fleet.fan_out import TICK_S, Occupation, fan_out
-from penstock.fleet.member import SERVABLE, Clock, Lifecycle, Member, State
-from penstock.fleet.roster import Roster
+from penstock.fleet.member import SERVABLE, Clock, Lifecycle, Member, State, fan_out
+from penstock.fleet.roster import TICK_S, Occupation, Roster
 from penstock.http import UnreachableError
 from penstock.process import backoff_s
 from penstock.settings import FleetConfig, ServerSpec

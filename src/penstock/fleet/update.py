@@ -16,8 +16,7 @@ from penstock.aio import in_thread
 from penstock.engine.capabilities import Capability, require
 from penstock.engine.control import ControlClient, CoreState
 from penstock.errors import EngineError, PenstockError, StateError, UpdateError, UserError
-from penstock.fleet.fan_out import Call, ask, fan_out
-from penstock.fleet.member import SERVABLE, Clock, Member, State, updatable, why
+from penstock.fleet.member import SERVABLE, Call, Clock, Member, State, ask, fan_out, updatable, why
 from penstock.fleet.roster import Roster
 from penstock.fleet.stores import Store, Stores
 from penstock.rooms import plugged_as, plugged_in
