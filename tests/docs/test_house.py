@@ -25,7 +25,7 @@ SIDE_ROOMS = tuple(
     f"penstock.{room}"
     for room in (
         "cli", "engine.experts", "engine.layouts", "engine.openai", "engine.vanilla", "facade",
-        "fleet.adapters", "fleet.attach", "fleet.calls", "fleet.delivery", "fleet.detach",
+        "fleet.adapters", "fleet.attach", "fleet.calls", "fleet.delivery",
         "fleet.elastic", "fleet.native", "fleet.ray", "fleet.remote", "fleet.service",
         "fleet.vllm_router", "gateway", "observe", "plugin.adapters", "plugin.cores", "plugin.kept_kv", "plugin.native",
         "plugin.quantised", "rollout", "router.figures", "router.merge",

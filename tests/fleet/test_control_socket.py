@@ -30,7 +30,6 @@ from penstock.errors import (
     UserError,
     WeightsError,
 )
-from penstock.fleet import detach as detach_module
 from penstock.fleet import ray_engines
 from penstock.fleet import remote as link_module
 from penstock.fleet.member import State
@@ -265,7 +264,7 @@ async def test_a_start_that_is_given_up_does_not_stay(daemons: Callable[[], set[
 
 def test_a_detached_start_has_the_time_that_ray_has() -> None:
     engine = EngineConfig(model="m", start_timeout_s=100.0)
-    local, ray = (detach_module.deadline_s(engine, FleetConfig(launcher=launcher)) for launcher in ("local", "ray"))
+    local, ray = (link_module.deadline_s(engine, FleetConfig(launcher=launcher)) for launcher in ("local", "ray"))
     assert local > engine.start_timeout_s
     assert ray > 2 * engine.start_timeout_s + ray_engines.OPEN_S + ray_engines.MARGIN_S
 
@@ -279,7 +278,7 @@ async def test_a_start_that_fails_at_its_last_step_does_not_stay_either(
         held.update(daemons())
         raise EngineDeadError("no engine is left")
 
-    monkeypatch.setattr(detach_module, "adopt", not_adopted)
+    monkeypatch.setattr(link_module, "adopt", not_adopted)
     try:
         with pytest.raises(EngineDeadError, match="no engine is left"):
             await Fleet.launch("sim-model", engines=1, detach=True, **OPTIONS)
@@ -301,7 +300,7 @@ def daemons(monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[psutil.Process]
     def found() -> set[psutil.Process]:
         every = psutil.process_iter(["cmdline", "environ"])
         ours = (p for p in every if (p.info["environ"] or {}).get("PENSTOCK_TEST") == mark)
-        return {p for p in ours if "penstock.fleet.detach" in (p.info["cmdline"] or [])}
+        return {p for p in ours if "penstock.fleet.remote" in (p.info["cmdline"] or [])}
 
     return found
 

@@ -262,11 +262,11 @@ async def test_one_whose_removal_was_given_up_and_that_dies_serves_again_when_it
         home = next(i for i, engine in enumerate(engines) if engine.scheduler.running)
         member = fleet._roster.members[home]
         removing = begun(fleet.remove(home))
-        await until(lambda: member.drain_mode is Substate.ALL and not fleet._operations.queue.busy)
+        await until(lambda: member.drain_mode is Substate.ALL and not fleet._operations.queue.turns)
         await give_up(removing)
         launcher.processes[home].kill()
         await fleet._roster.until(lambda: member.state is State.SERVING)
-        await until(lambda: not fleet._operations.queue.busy)
+        await until(lambda: not fleet._operations.queue.turns)
         known = (await fleet._roster.admin.engines()).engines
         assert {engine.name: engine.eligible for engine in known} == {"e0": True, "e1": True}
         assert len((await busy)[0].token_ids) == 400
@@ -277,7 +277,7 @@ async def test_a_drain_ends_with_the_fleet() -> None:
         await fleet.sample([1, 2], 1, {"max_tokens": 2}, session_id="s")
         home = next(s.name for s in await fleet.engines() if s.stats is not None and s.stats.generation_tokens)
         draining = begun(fleet.drain(home))
-        await until(lambda: fleet._elastic.find(home).state is State.DRAINING and not fleet._operations.queue.busy)
+        await until(lambda: fleet._elastic.find(home).state is State.DRAINING and not fleet._operations.queue.turns)
         await fleet.teardown()
         with pytest.raises(StateError, match="torn down"):
             await asyncio.wait_for(draining, 5.0)

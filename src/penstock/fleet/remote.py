@@ -1,10 +1,21 @@
-"""A fleet that another process owns: the client of its control API, and a `Fleet` over it."""
+"""A fleet that another process owns: started detached, the client of its control API, and a `Fleet` over it.
+
+`python -m penstock.fleet.remote` is the process of a detached fleet, of a session of its own. It has its `Plan` as JSON
+on stdin, and answers on stdout with a line of JSON: the fleet's URL, or the error that kept it from starting. It ends
+by its control socket or by SIGTERM, and its engines and router with it, however it ends.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, suppress
@@ -12,25 +23,47 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
+import orjson
 from pydantic import TypeAdapter
 
 from penstock.aio import cancelled, in_thread
 from penstock.engine.control import ControlClient
 from penstock.engine.vanilla import VanillaReplies
-from penstock.errors import EngineDeadError, EngineError, PenstockError, StateError, UserError, error_from_json
+from penstock.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineError,
+    PenstockError,
+    StateError,
+    UserError,
+    error_from_json,
+    error_to_json,
+)
 from penstock.fleet.adapters import FleetAdapters
 from penstock.fleet.calls import CallClient
 from penstock.fleet.elastic import Elastic
 from penstock.fleet.fleet import Fleet
-from penstock.fleet.launch import Terms, data_client
+from penstock.fleet.launch import Terms, data_client, made
 from penstock.fleet.member import FanOut, Lifecycle, Member, State
 from penstock.fleet.native import NativeCalls
 from penstock.fleet.operations import Operations
 from penstock.fleet.roster import Roster
-from penstock.fleet.service import CALLS, PREFIX, QUIET_S, FleetState, MemberState, present, socket_of, state_of
+from penstock.fleet.service import (
+    CALLS,
+    PREFIX,
+    QUIET_S,
+    FleetState,
+    MemberState,
+    folder,
+    names_this_machine,
+    present,
+    socket_of,
+    state_of,
+)
 from penstock.parsing import reading
+from penstock.process import read_start
 from penstock.router.admin_client import RouterAdmin
-from penstock.settings import ServerSpec
+from penstock.settings import EngineConfig, FleetConfig, RouterConfig, Section, ServerSpec
 from penstock.types import KV, AdapterStatus, UpdateReport
 from penstock.weights.adapter_files import AdapterFiles
 from penstock.weights.shared_memory import SharedMemoryStore
@@ -38,14 +71,24 @@ from penstock.weights.shared_memory import SharedMemoryStore
 if TYPE_CHECKING:
     import torch
 
+API_KEY_ENV = "PENSTOCK_API_KEY"
+MARGIN_S = 60.0
+"""What a start may take besides its engines."""
+JOIN_RAY_S = 150.0
+"""The same where a Ray cluster has to be started or joined before."""
 ANSWER_S = 10.0
 """Deadline of what is answered at once."""
 CALL_S = 24 * 3600.0
 """Of a call that ends with an operation; each step of that has its own deadline in the other process."""
 
 logger = logging.getLogger(__name__)
-_REPORT = TypeAdapter(UpdateReport)
-_ADAPTERS = TypeAdapter(dict[str, AdapterStatus])
+RESULTS: Mapping[str, TypeAdapter[Any]] = {
+    "update": TypeAdapter(UpdateReport),
+    "adapter_update_from": TypeAdapter(UpdateReport),
+    "adapter_load": TypeAdapter(UpdateReport | None),
+    "adapter_statuses": TypeAdapter(dict[str, AdapterStatus]),
+}
+"""By call: what its result is read as. Others are plain JSON."""
 
 
 class FleetClient(CallClient):
@@ -71,20 +114,19 @@ class FleetClient(CallClient):
         """Make a call of `Operations` or `Elastic`; returns its result, and the state after it."""
         answer = await self.call(name, deadline_s=CALL_S, **arguments)
         with reading("answer of a fleet", EngineError):
-            return answer["result"], state_of(answer["state"])
+            result = answer["result"]
+            result = RESULTS[name].validate_python(result) if name in RESULTS else result
+            return result, state_of(answer["state"])
 
     async def stop(self) -> None:
-        """End the fleet; it has ended when this returns."""
+        """End the fleet."""
         await self.call("stop", deadline_s=CALL_S)
 
 
 async def adopt(client: FleetClient, url: str, terms: Terms) -> Fleet:
-    """Return a fleet over the one that `client` reaches; its engines run on after `teardown`.
+    """Return a fleet over the one that `client` reaches, and closes; its engines run on after `teardown`.
 
-    Args:
-        client: of the fleet's owner; closed with the fleet.
-        url: of its router.
-        terms: of these calls; without `api_key` the fleet's own key is sent, which its owner gives.
+    Without `api_key` in its terms, requests have the key that the owner gives.
 
     Raises:
         EngineDeadError: the owner is gone, or there is no engine; `DeadlineError`: it does not answer.
@@ -151,9 +193,7 @@ class AdoptedRoster(Roster):
         try:
             result, state = await self._client.order(call, **arguments)
         except EngineDeadError as error:
-            if self.lost is not None:
-                raise EngineDeadError(self.lost) from error
-            raise
+            raise EngineDeadError(self.lost or str(error)) from error
         await self.take(state)
         return result
 
@@ -196,16 +236,8 @@ class AdoptedRoster(Roster):
         return member
 
 
-def _report(result: Any) -> UpdateReport:
-    with reading("report of an update", EngineError):
-        return _REPORT.validate_python(result)
-
-
 class Remote:
-    """What the owner of a fleet has of a `kind` in `CALLS`: each method is a call, with the arguments by their names.
-
-    A call ends with the operation, whose steps have deadlines, or when the owner is gone or hangs.
-    """
+    """What the owner of a fleet has of a `kind` in `CALLS`: each method is a call, arguments by name."""
 
     def __init__(self, kind: type, call: Callable[..., Awaitable[Any]]) -> None:
         self._kind = kind
@@ -243,19 +275,9 @@ class RemoteAdapters(Remote):
         files = await in_thread(lambda: AdapterFiles.of_tensors(tensors, config))
         try:
             given = {"name": name, "source": files.source, "version": version, "kv": kv}
-            return _report(await self._call("adapter_update_from", **given))
+            return await self._call("adapter_update_from", **given)
         finally:
             files.close()
-
-    async def load(self, name: str, path: str, timeout_s: float) -> UpdateReport | None:
-        """See `FleetAdapters.load`."""
-        result = await self._call("adapter_load", name=name, path=path, timeout_s=timeout_s)
-        return None if result is None else _report(result)
-
-    async def statuses(self) -> dict[str, AdapterStatus]:
-        """See `FleetAdapters.statuses`."""
-        with reading("adapters of a fleet", EngineError):
-            return _ADAPTERS.validate_python(await self._call("adapter_statuses"))
 
 
 class RemoteElastic(Remote):
@@ -309,10 +331,7 @@ class RemoteOperations(Remote):
     async def update(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int | None, *, kv: KV = "recompute"
     ) -> UpdateReport:
-        """Publish here, and let the engines map it. Once begun, it runs to its end even if this call is cancelled.
-
-        The owner keeps the memory, for engines that return after this process has ended.
-        """
+        """Publish here, and let the engines map it; the owner keeps the memory. A begun one runs to its end."""
         self._roster.check_reachable()  # a lost owner may stand still, and its engines read what would be written
         if self._update is not None and not self._update.done():
             raise StateError("a weight update is under way; await it before the next one")
@@ -333,10 +352,149 @@ class RemoteOperations(Remote):
         manifest = await in_thread(lambda: self._store.publish(version, named_tensors))
         published = time.monotonic() - began
         try:
-            result = await self._call("update", manifest=manifest.to_json(), kv=kv)
+            report = await self._call("update", manifest=manifest.to_json(), kv=kv)
         finally:
             if self._roster.version == version:
                 self._store.commit(manifest)  # these bytes stay until the one after the next
-        report = _report(result)
         longer = {name: published + report.seconds[name] for name in ("publish", "total")}
         return replace(report, seconds={**report.seconds, **longer})
+
+
+# --- detached ---------------------------------------------------------------------------------------------------------
+
+
+class Plan(Section):
+    """What the process is started with."""
+
+    engine: EngineConfig
+    fleet: FleetConfig
+    router: RouterConfig
+    log: Path
+    """Where stderr goes."""
+    keep_log: bool
+    """Leave the log behind after an end in good order."""
+
+
+async def launch_detached(engine: EngineConfig, router: RouterConfig, terms: Terms) -> Fleet:
+    """Launch a detached fleet, and return a `Fleet` over it when it serves.
+
+    If this call is cancelled before that, or our process ends, the other one ends too.
+
+    Raises:
+        PenstockError: what kept it from starting, as `Fleet.launch` raises it.
+    """
+    if (socket_of(router.url) is None) if router.url else not names_this_machine(router.host):
+        raise UserError(
+            "a detached fleet is found by its control socket, which needs router.host 127.0.0.1, localhost or "
+            f"0.0.0.0, got {router.url or router.host!r}; take one of them, or leave detach off"
+        )
+    fleet = terms.fleet
+    log = _log_file(fleet)
+    # The fleet would ask for a key of our own environment, and nobody here would send it.
+    env = {name: value for name, value in os.environ.items() if name != API_KEY_ENV}
+    if terms.api_key:
+        env[API_KEY_ENV] = terms.api_key
+    plan = Plan(engine=engine, fleet=fleet, router=router, log=log, keep_log=fleet.log_dir is not None)
+    process, report_fd = _spawn(plan, env)
+    async with AsyncExitStack() as undo:
+        undo.callback(process.terminate)
+        url = await read_start(
+            report_fd,
+            deadline_s(engine, fleet),
+            "the process of the detached fleet",
+            lambda: f"its log ({log}) says:\n{log.read_text()[-2000:]}",
+        )
+        undo.pop_all()
+        client = FleetClient.to(url)
+        undo.push_async_callback(_stop, client)
+        adopted = await adopt(client, url, terms)
+        undo.pop_all()
+    return adopted
+
+
+async def _stop(client: FleetClient) -> None:
+    async with client:
+        with suppress(PenstockError):  # it is gone, or ends
+            await client.stop()
+
+
+def deadline_s(engine: EngineConfig, fleet: FleetConfig) -> float:
+    """Return how long a start may take. Ray may search for room for an engine for as long as that takes to start."""
+    engines = engine.start_timeout_s * max(1, fleet.engines)
+    return 2 * engines + JOIN_RAY_S if fleet.launcher == "ray" else engines + MARGIN_S
+
+
+def _spawn(plan: Plan, env: dict[str, str]) -> tuple[subprocess.Popen[bytes], int]:
+    """Start the process; returns it, and where its report can be read."""
+    read_fd, write_fd = os.pipe()
+    with plan.log.open("ab") as log, os.fdopen(write_fd, "wb") as report:
+        argv = [sys.executable, "-m", "penstock.fleet.remote"]
+        process = subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=report, stderr=log, env=env, start_new_session=True
+        )
+    # Reaped when it ends before us.
+    threading.Thread(
+        target=process.communicate, args=(plan.model_dump_json().encode(),), name="detached-fleet", daemon=True
+    ).start()
+    return process, read_fd
+
+
+def _log_file(fleet: FleetConfig) -> Path:
+    if fleet.log_dir is None:
+        handle, path = tempfile.mkstemp(prefix="fleet-", suffix=".log", dir=folder())
+        os.close(handle)
+        return Path(path)
+    log = made(fleet.log_dir).absolute() / "fleet.log"
+    try:
+        log.open("ab").close()
+    except OSError as error:
+        raise ConfigError(f"{log} cannot be written: {error.strerror}; choose another fleet.log_dir") from error
+    return log
+
+
+def main() -> int:
+    """Own the fleet, and return the exit status."""
+    plan = Plan.model_validate_json(sys.stdin.buffer.read())
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
+    logging.getLogger("penstock").setLevel(logging.INFO)
+    try:
+        asyncio.run(_own(plan, os.environ.get(API_KEY_ENV) or None))
+    except asyncio.CancelledError:
+        _say({"error": error_to_json(UserError("it was stopped before it had started"))})
+        return 1
+    except PenstockError as error:
+        _say({"error": error_to_json(error)})
+        return 1
+    except BrokenPipeError:
+        return 1  # the starter was gone before the fleet was there
+    if not plan.keep_log:
+        plan.log.unlink(missing_ok=True)
+    return 0
+
+
+async def _own(plan: Plan, api_key: str | None) -> None:
+    """Launch the fleet, report where it is, and keep it until it is stopped. Cancelled by a signal before it serves."""
+    owner = asyncio.current_task()
+
+    def stop() -> None:
+        if owner is not None and not owner.cancelling():  # a second signal does not cut the teardown short
+            owner.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+    async with Fleet.launch(plan.engine, fleet=plan.fleet, router=plan.router, api_key=api_key) as fleet:
+        fleet.endpoint.log = plan.log
+        _say({"url": fleet.url})
+        os.dup2(2, 1)
+        with suppress(asyncio.CancelledError):
+            await fleet.endpoint.stopping.wait()
+
+
+def _say(line: dict[str, Any]) -> None:
+    with suppress(ValueError):  # of a stdout that was closed
+        sys.stdout.buffer.write(orjson.dumps(line) + b"\n")
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
