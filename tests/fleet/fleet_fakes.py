@@ -18,6 +18,7 @@ from penstock.fleet.operations import Operations
 from penstock.fleet.roster import Roster
 from penstock.router.admin_client import EngineLoad, RouterState
 from penstock.router.membership import EngineEntry
+from penstock.settings import FleetConfig
 from penstock.types import KV, EngineStats, EngineUpdate, PauseMode
 from penstock.weights.manifest import WeightManifest
 
@@ -246,9 +247,6 @@ class FakeStore:
         self.error: Exception | None = None
         self.published: list[tuple[int, Any]] = []
 
-    def shared_folder(self) -> Path | None:
-        return None
-
     def publish(self, version: int, named_tensors: Any) -> WeightManifest:
         if self.error is not None:
             raise self.error
@@ -288,7 +286,11 @@ class Bench:
             url = f"http://127.0.0.1:{port}"
             self.roster.admit(Member(name, url, fake, info, lifecycle, 0, process=self.process[name]))
         self.operations = Operations(
-            self.roster, self.store, min_engines=min_engines, control_timeout_s=DEADLINE_S, request_timeout_s=30.0
+            self.roster,
+            self.store,
+            FleetConfig(engines=max(1, min_engines), min_engines=min_engines),
+            control_timeout_s=DEADLINE_S,
+            request_timeout_s=30.0,
         )
 
     async def started(self) -> Bench:

@@ -202,3 +202,15 @@ async def test_a_pause_of_one_holds_on_engines_that_join_and_ends_with_a_resume(
     await adapters.resume("x")
     await waiting
     assert not bench.engine["a"].paused_adapters | bench.engine["b"].paused_adapters
+
+
+async def test_engines_of_another_host_read_an_adapter_in_the_folder_that_they_share(tmp_path: Path) -> None:
+    bench = await bench_with()
+    bench.roster.members[0].url = "http://192.0.2.1:8000"
+    adapters = bench.operations.adapters
+    with pytest.raises(WeightsError, match=r"a cannot read this process's memory .* set fleet\.weight_folder"):
+        await adapters.update("style", tensors(1.0), CONFIG)
+    adapters._folder = tmp_path
+    await adapters.update("style", tensors(1.0), CONFIG)
+    (file,) = tmp_path.rglob("*.safetensors")
+    assert tmp_path / "adapters" in file.parents

@@ -204,7 +204,7 @@ class FleetMachine(RuleBasedStateMachine):
         for _, _, task in self.asked:
             if task.done():
                 task.result()
-        if not self.fleet._operations.queue.busy:
+        if not self.fleet._operations.queue.turns:
             for member in self.fleet._roster.live():
                 engine = self.network.nodes[member.url].engine
                 assert engine.death or engine.paused == self.fleet._operations.paused, f"{member.name}: {member.state}"

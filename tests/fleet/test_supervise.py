@@ -108,7 +108,7 @@ async def test_any_answer_of_a_core_is_a_sign_of_life(kind) -> None:
 async def test_a_core_may_be_silent_while_a_call_of_ours_keeps_it_busy() -> None:
     bench = await Bench("ab").started()
     bench.operations = Operations(
-        bench.roster, bench.store, min_engines=1, control_timeout_s=60.0, request_timeout_s=60.0
+        bench.roster, bench.store, FleetConfig(), control_timeout_s=60.0, request_timeout_s=60.0
     )
     engine = bench.engine["a"]
     engine.health = lambda _: asyncio.sleep(0)  # its server is not its core
@@ -136,7 +136,7 @@ async def test_a_core_may_be_silent_while_a_call_of_ours_keeps_it_busy() -> None
 async def test_a_core_that_hangs_as_it_is_put_right_holds_up_no_operation() -> None:
     bench = await Bench("ab").started()
     bench.operations = Operations(
-        bench.roster, bench.store, min_engines=1, control_timeout_s=3600.0, request_timeout_s=3600.0
+        bench.roster, bench.store, FleetConfig(), control_timeout_s=3600.0, request_timeout_s=3600.0
     )
     said = CoreState(paused=True, weight_version=0)
     bench.engine["a"].faults["question"] = "hang"

@@ -238,7 +238,7 @@ async def test_it_misses_no_update_where_one_follows_another_at_once() -> None:
     await bench.roster.mark_dead(member, "gone")
     bench.engine["a"].busy.clear()
     first = asyncio.create_task(bench.operations.update([], None))
-    await until(lambda: bench.operations.queue.busy)
+    await until(lambda: bench.operations.queue.turns)
     member.lifecycle.to(State.LAUNCHING, "test")
     member.lifecycle.to(State.SYNCING, "test")
     member.weight_version = bench.engine["b"].version = 0

@@ -15,12 +15,13 @@ from aiohttp import web
 from penstock.aio import in_thread
 from penstock.engine.capabilities import Capability, require
 from penstock.engine.control import IN_FLIGHT, AdapterLoad, ControlClient
-from penstock.errors import DeadlineError, EngineHTTPError, PenstockError, StateError, UserError
-from penstock.fleet.member import Member, fan_out
+from penstock.errors import DeadlineError, EngineHTTPError, PenstockError, StateError, UserError, WeightsError
+from penstock.fleet.member import Member, fan_out, updatable
 from penstock.fleet.operations import OperationQueue
 from penstock.fleet.roster import Roster
-from penstock.fleet.stores import Stores
+from penstock.fleet.stores import is_local
 from penstock.parsing import parse_json
+from penstock.settings import FleetConfig
 from penstock.types import KV, AdapterStatus, UpdateReport, check_kv
 from penstock.weights.adapter_files import AdapterFiles
 
@@ -47,24 +48,22 @@ class FleetAdapter:
 class FleetAdapters:
     """The adapters of a fleet's engines, by name. What changes engines has its turn among the operations.
 
-    `most` names are kept; one more evicts the one that was used least recently. `timeout_s`: of a control call.
+    `fleet.max_adapters` names are kept; one more evicts the one used least recently. `timeout_s`: of a control call.
     """
 
     def __init__(
         self,
         roster: Roster,
-        store: Stores,
         queue: OperationQueue,
         check_awake: Callable[[], None],
-        *,
-        most: int,
+        fleet: FleetConfig,
         timeout_s: float,
     ) -> None:
         self._roster = roster
-        self._store = store
         self._queue = queue
         self._check_awake = check_awake
-        self._most = most
+        self._most = fleet.max_adapters
+        self._folder = fleet.weight_folder
         self._timeout_s = timeout_s
         self._known: dict[str, FleetAdapter] = {}
         self._highest: dict[str, int] = {}
@@ -89,7 +88,7 @@ class FleetAdapters:
         """
         self._check(name, version)
         check_kv(kv)
-        began, shared = time.perf_counter(), self._store.shared_folder()
+        began, shared = time.perf_counter(), self._shared_folder()
         files = await in_thread(lambda: AdapterFiles.of_tensors(tensors, config, shared=shared))
         took = time.perf_counter() - began
         return await self._turn("update_adapter", lambda: self._put(name, files, version, self._timeout_s, took, kv))
@@ -304,6 +303,21 @@ class FleetAdapters:
         """Return the last version that an earlier owner of these engines gave a name; 0: none."""
         outcome = await fan_out(self._roster.live(), lambda engine: engine.adapters(), deadline_s=self._timeout_s)
         return max((loads[name].version or 0 for loads in outcome.results.values() if name in loads), default=0)
+
+    def _shared_folder(self) -> Path | None:
+        """Where engines read files that memory of this host cannot bring; WeightsError: they need one, there is none.
+
+        None: memory can bring them.
+        """
+        far = [m.name for m in updatable(self._roster.members) if not (is_local(m) and m.info.capabilities.plugin)]
+        if not far:
+            return None
+        if self._folder is None:
+            raise WeightsError(
+                f"{', '.join(far)} cannot read this process's memory (another host, or no plugin): set "
+                "fleet.weight_folder, which they see under the same path"
+            )
+        return self._folder / "adapters"
 
     def _check(self, name: str, version: int | None) -> None:
         """Raise UserError for a name or a version that cannot be."""

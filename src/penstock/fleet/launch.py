@@ -232,11 +232,10 @@ async def assemble(
     operations = Operations(
         roster,
         store,
-        min_engines=fleet.min_engines,
+        fleet,
         control_timeout_s=terms.control_timeout_s,
         request_timeout_s=terms.request_timeout_s,
         recovery_timeout_s=engines.config.start_timeout_s if engines is not None else 0.0,
-        max_adapters=fleet.max_adapters,
         paused=roster.members[0].info.paused,
     )
     join = attached.join if attached is not None else None

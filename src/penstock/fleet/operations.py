@@ -18,6 +18,7 @@ from penstock.fleet.roster import Occupation, Roster
 from penstock.fleet.stores import Stores
 from penstock.fleet.update import MEMORY_TAGS, Updater, bring_in, put_right, resume, wrong_weights
 from penstock.rooms import plugged_in
+from penstock.settings import FleetConfig
 from penstock.types import KV, PauseMode, UpdateReport, check_kv
 from penstock.weights.manifest import WeightManifest
 
@@ -137,12 +138,11 @@ class Operations:
         self,
         roster: Roster,
         store: Stores,
+        fleet: FleetConfig,
         *,
-        min_engines: int,
         control_timeout_s: float,
         request_timeout_s: float,
         recovery_timeout_s: float = 0.0,
-        max_adapters: int = 256,
         paused: bool = False,
     ) -> None:
         self.paused = paused
@@ -152,20 +152,18 @@ class Operations:
         self.queue = OperationQueue(roster.occupation)
         self._roster = roster
         self._store = store
-        self._min_engines = min_engines
+        self._min_engines = fleet.min_engines
         self._recovery_s = recovery_timeout_s
         self._control_s = control_timeout_s
         self._request_s = request_timeout_s
-        self._updater = Updater(roster, store, self._gate_closed, min_engines, control_timeout_s)
+        self._updater = Updater(roster, store, self._gate_closed, fleet.min_engines, control_timeout_s)
         self._asleep: frozenset[str] = frozenset()
         self._usable_from = 0
         """Weights older than this version are gone from memory (sleep level 2)."""
         self._updating = False
         self._waiting_pause: _WaitingPause | None = None
         self.native = plugged_in("native")(self, roster, control_timeout_s)
-        self.adapters = plugged_in("adapters")(
-            roster, store, self.queue, self.check_weights_awake, most=max_adapters, timeout_s=control_timeout_s
-        )
+        self.adapters = plugged_in("adapters")(roster, self.queue, self.check_weights_awake, fleet, control_timeout_s)
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool, timeout_s: float | None = None) -> None:
         """Close the gate, then pause every engine.

@@ -113,6 +113,7 @@ BACKOFF_S = 0.1
 STEADY_S = 60.0
 """A router that has run for so long is well: should it end, the wait before its restart is short again."""
 HUNG_CHECKS = 3
+ProbeEngines = Callable[[], Awaitable[None]]
 
 
 async def settle(roster: Roster, interval_s: float) -> None:
@@ -144,9 +145,7 @@ class RouterGuard:
         self._dead_answers: dict[str, int] = {}
         self._watch: asyncio.Task[None] | None = None
 
-    def watch(
-        self, roster: Roster, fleet: FleetConfig, probe_engines: Callable[[], Awaitable[None]] | None = None
-    ) -> None:
+    def watch(self, roster: Roster, fleet: FleetConfig, probe_engines: ProbeEngines | None = None) -> None:
         """Watch it from now on; a new router gets the roster's gate and engines. `max_restarts` is of engines only.
 
         Where an answer told the router that an engine's core is dead, `probe_engines` is called.
@@ -162,9 +161,7 @@ class RouterGuard:
         finally:
             await self._router.stop()
 
-    async def _guard(
-        self, roster: Roster, fleet: FleetConfig, probe_engines: Callable[[], Awaitable[None]] | None
-    ) -> None:
+    async def _guard(self, roster: Roster, fleet: FleetConfig, probe_engines: ProbeEngines | None) -> None:
         async def until_ended() -> None:
             hung = asyncio.create_task(self._until_hung(roster, fleet, probe_engines), name="health-router")
             try:
@@ -176,9 +173,7 @@ class RouterGuard:
         budget = RestartBudget(None, STEADY_S, BACKOFF_S)
         await keep_running(until_ended, lambda: self._restart(roster), budget, asyncio.sleep)
 
-    async def _until_hung(
-        self, roster: Roster, fleet: FleetConfig, probe_engines: Callable[[], Awaitable[None]] | None
-    ) -> None:
+    async def _until_hung(self, roster: Roster, fleet: FleetConfig, probe_engines: ProbeEngines | None) -> None:
         clock = asyncio.get_running_loop().time
         answered, missed, late = clock(), 0, False
         # By number, since a sleep of ours is no silence of the router's, and by time, since a call has a deadline too.

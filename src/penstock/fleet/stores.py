@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
@@ -58,7 +57,7 @@ class Stores:
     def __init__(self, settings: FleetConfig, members: Callable[[], Sequence[Member]], timeout_s: float) -> None:
         if settings.weight_transport == "delta":
             plugged_in("store_needs.delta")()  # refused here if it must be: before engines start
-        self._settings = settings
+        self.settings = settings
         self._members = members
         self._timeout_s = timeout_s
         self._copies = SharedMemoryStore()
@@ -83,13 +82,13 @@ class Stores:
 
         self._provider = named_tensors if isinstance(named_tensors, TensorProvider) else None
         gathers = getattr(named_tensors, "specs", None) is not None
-        if gathers and self._settings.weight_transport == "cuda_ipc":
+        if gathers and self.settings.weight_transport == "cuda_ipc":
             raise WeightsError(
                 "cuda_ipc shows engines weights that stay where they are, and a learner of several ranks gathers them "
                 "layer by layer: set fleet.weight_transport to auto, shared_memory or broadcast"
             )
-        if self._settings.weight_transport != "auto":
-            return self._by(self._settings.weight_transport).publish(version, named_tensors)
+        if self.settings.weight_transport != "auto":
+            return self._by(self.settings.weight_transport).publish(version, named_tensors)
         tensors = iter(named_tensors)
         again = tensors is not named_tensors
         first = next(checked(tensors))
@@ -98,23 +97,6 @@ class Stores:
         logger.debug("weight version %d goes by %s", version, chosen)
         begun = itertools.chain([first], tensors)
         return self._by(chosen).publish(version, _Begun(begun, named_tensors) if again else begun)
-
-    def shared_folder(self) -> Path | None:
-        """Where engines of this fleet read files that memory of this host cannot bring; None: it can bring them.
-
-        Raises:
-            WeightsError: they need one, and there is none.
-        """
-        members = self._members()
-        if all(_is_local(member) and member.info.capabilities.plugin for member in members):
-            return None
-        if (folder := self._settings.weight_folder) is None:
-            far = ", ".join(m.name for m in members if not (_is_local(m) and m.info.capabilities.plugin))
-            raise WeightsError(
-                f"{far} cannot read this process's memory (another host, or no plugin): set fleet.weight_folder, which "
-                "they see under the same path"
-            )
-        return folder / "adapters"
 
     def adopt(self, manifest: WeightManifest) -> WeightManifest:
         """Take over what another process published, by the transport that it chose."""
@@ -141,16 +123,16 @@ class Stores:
         """
         current = self.current
         if current is not None and current.version == version:
-            return current if _is_local(member) or not self._last_is_copy else None
-        if self._lent is None or self._lent[0].version != version or not _is_local(member):
+            return current if is_local(member) or not self._last_is_copy else None
+        if self._lent is None or self._lent[0].version != version or not is_local(member):
             return None
         return self._copy(*self._lent)
 
     def _keeps_copy(self) -> bool:
-        if (asked := self._settings.weight_host_copy) is not None:
+        if (asked := self.settings.weight_host_copy) is not None:
             return asked
         members = self._members()
-        return len(members) <= 1 and all(map(_is_local, members))
+        return len(members) <= 1 and all(map(is_local, members))
 
     def _copy(self, manifest: WeightManifest, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
         """Keep a version in shared memory. WeightsError: the tensors are not those that were sent."""
@@ -175,9 +157,9 @@ class Stores:
 
     def _by(self, transport: Transport) -> Store:
         """The store to publish to, for the engines as they are now."""
-        members, address = self._members(), self._settings.weight_address
-        if transport == "broadcast" and address in LOOPBACK and not all(map(_is_local, members)):
-            others = ", ".join(member.name for member in members if not _is_local(member))
+        members, address = self._members(), self.settings.weight_address
+        if transport == "broadcast" and address in LOOPBACK and not all(map(is_local, members)):
+            others = ", ".join(member.name for member in members if not is_local(member))
             raise WeightsError(
                 f"{others} cannot reach this trainer at {address}: set fleet.weight_address to the address that this "
                 "host has in their network"
@@ -189,7 +171,7 @@ class Stores:
         return self.of(transport)
 
     def _make(self, transport: str) -> Store:
-        settings = self._settings
+        settings = self.settings
         if transport == "broadcast":
             return plugged_in("store.broadcast")(
                 address=settings.weight_address, timeout_s=SEND_SHARE * self._timeout_s
@@ -220,10 +202,10 @@ def choose(device: torch.device, members: Sequence[Member]) -> Transport:
     Bytes in host memory are mapped by engines of this host. Tensors on a GPU that an engine uses too are read there by
     it; NCCL refuses two ranks on one GPU. To engines with GPUs of their own they go over NVLink or the network.
     """
-    local = all(_is_local(member) for member in members)
+    local = all(is_local(member) for member in members)
     if device.type != "cuda":
         return "shared_memory" if local else "broadcast"
-    of_engines = {gpu for member in members if _is_local(member) for gpu in member.gpus}
+    of_engines = {gpu for member in members if is_local(member) for gpu in member.gpus}
     if local and all(member.info.engine == "sim" for member in members):
         return "shared_memory"
     names = visible_gpus()
@@ -238,6 +220,6 @@ def _devices(members: Sequence[Member]) -> list[str]:
     return [f"cuda:{names.index(gpu)}" for gpu in sorted({g for m in members for g in m.gpus}) if gpu in names]
 
 
-def _is_local(member: Member) -> bool:
+def is_local(member: Member) -> bool:
     """Whether it runs on this host, as far as its address says."""
     return (urlsplit(member.url).hostname or "") in LOOPBACK
