@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.aio import all_or_first_error, cancelled
+from penstock.aio import cancelled
 from penstock.engine.control import ControlClient, CoreState
 from penstock.errors import DeadlineError, EngineDeadError, PenstockError, StateError
 from penstock.fleet.engines import LaunchedEngines
@@ -265,10 +265,12 @@ class Supervisor:
             if not isinstance(error, DeadlineError):
                 await self._roster.mark_dead(member, f"health check failed: {error}")
 
-        async def both(engine: ControlClient) -> None:
-            await all_or_first_error((engine.health(PROBE_ALL_S), engine.state()))
-
-        await fan_out(self._roster.live(), both, deadline_s=PROBE_ALL_S, on_failure=failed)
+        await fan_out(
+            self._roster.live(),
+            lambda engine: probe(engine, self._roster.occupation, hang_s=self._fleet.hang_timeout_s),
+            deadline_s=PROBE_ALL_S,
+            on_failure=failed,
+        )
 
     # --- return ------------------------------------------------------------------------------------------------------
 
