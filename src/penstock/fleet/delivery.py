@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from types import TracebackType
@@ -13,7 +12,7 @@ from typing import Any, TypeVar
 from penstock.aio import cancelled, in_thread
 from penstock.engine.control import ControlClient
 from penstock.errors import DeadlineError, EngineHTTPError, PenstockError, TransferError, WeightsError
-from penstock.fleet.member import Call, Clock, FanOut, Member, fan_out, updatable
+from penstock.fleet.member import Call, FanOut, Member, fan_out, updatable
 from penstock.fleet.roster import Roster
 from penstock.fleet.update import Fetching
 from penstock.types import EngineUpdate
@@ -33,10 +32,8 @@ SENDINGS = 4
 class Delivery(Fetching):
     """Sends versions to the engines. It keeps one group for as long as the same engines are there."""
 
-    def __init__(
-        self, sender: BroadcastStore, roster: Roster, deadline_s: float, clock: Clock = time.monotonic
-    ) -> None:
-        super().__init__(roster, deadline_s, clock)
+    def __init__(self, sender: BroadcastStore, roster: Roster, deadline_s: float) -> None:
+        super().__init__(roster, deadline_s)
         self.sender = sender
         self.fresh = False
         """The last `gather` formed a group, and did not find it."""

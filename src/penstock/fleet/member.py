@@ -1,13 +1,12 @@
 """An engine as the fleet sees it: the one table of states, and calls to one engine or to many at once.
 
-The table needs no I/O, and its clock is injected, so it is tested without a process.
+The table needs no I/O, so it is tested without a process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -24,8 +23,6 @@ from penstock.types import EngineStats
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-Clock = Callable[[], float]
-"""Monotonic seconds."""
 CONNECT_S = 15.0
 """Deadline of the first question to an engine: one that hangs is not waited for as long as for an update."""
 Call = Callable[[ControlClient], Awaitable[T]]
@@ -95,9 +92,8 @@ SERVABLE = frozenset({State.SERVING, State.PAUSED, State.DRAINING})
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One change of state; `at` in seconds of the injected clock."""
+    """One change of state."""
 
-    at: float
     old: State
     new: State
     reason: str
@@ -106,7 +102,7 @@ class Change:
 class Lifecycle:
     """The state of one engine and how it came to it."""
 
-    def __init__(self, engine: str, *, clock: Clock = time.monotonic) -> None:
+    def __init__(self, engine: str) -> None:
         self.engine = engine
         self.history: list[Change] = []
         """Every change so far, oldest first."""
@@ -117,14 +113,13 @@ class Lifecycle:
         self.reason = ""
         """Why it stands there; empty before the first change. Read only."""
         self._substate: Substate | None = None
-        self._clock = clock
 
     @classmethod
     def reported(cls, engine: str, state: State, reason: str) -> Self:
         """Return the life of an engine whose table another process holds."""
         life = cls(engine)
         life.state, life.reason = state, reason
-        life.history.append(Change(life._clock(), state, state, reason))
+        life.history.append(Change(state, state, reason))
         return life
 
     @property
@@ -148,7 +143,7 @@ class Lifecycle:
             )
         self._substate = self._checked(new, substate)
         self.state, self.reason = new, reason
-        self.history.append(Change(self._clock(), old, new, reason))
+        self.history.append(Change(old, new, reason))
         level = logging.WARNING if new is State.DEAD else logging.INFO
         logger.log(level, "engine %s: %s -> %s: %s", self.engine, old, new, reason)
 

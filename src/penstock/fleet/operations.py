@@ -16,7 +16,7 @@ from penstock.errors import DeadlineError, EngineDeadError, PenstockError, State
 from penstock.fleet.member import SERVABLE, Call, FanOut, Member, State, Substate, fan_out, foreign_to, why
 from penstock.fleet.roster import Occupation, Roster
 from penstock.fleet.stores import Stores
-from penstock.fleet.update import MEMORY_TAGS, Updater, bring_in, put_right, resume, wrong_weights
+from penstock.fleet.update import MEMORY_TAGS, Updater, bring_in, put_right, wrong_weights
 from penstock.rooms import plugged_in
 from penstock.settings import FleetConfig
 from penstock.types import KV, PauseMode, UpdateReport, check_kv
@@ -191,7 +191,9 @@ class Operations:
                     self._move_all(State.PAUSED, f"pause_generation ({mode})")
                     self.paused, self.kv_stays = True, not clear_cache
                     return
-                await self._roster.command(resume, what="resume after the pause", deadline_s=self._control_s)
+                await self._roster.command(
+                    lambda engine: engine.resume(), what="resume after the pause", deadline_s=self._control_s
+                )
                 if late is None:
                     raise StateError("the pause was ended while it waited for requests; every engine goes on as before")
                 raise DeadlineError(
@@ -217,7 +219,7 @@ class Operations:
                 raise StateError("generation is not paused; pause_generation first")
             async with self._gate_closed():
                 self.paused = False
-                await self._roster.command(resume, what="resume", deadline_s=self._control_s)
+                await self._roster.command(lambda engine: engine.resume(), what="resume", deadline_s=self._control_s)
                 self._move_all(State.SERVING, "resume_generation")
             return None
 

@@ -16,7 +16,7 @@ from penstock.aio import cancelled
 from penstock.engine.control import ControlClient, CoreState
 from penstock.errors import DeadlineError, EngineDeadError, PenstockError, StateError
 from penstock.fleet.engines import LaunchedEngines
-from penstock.fleet.member import SERVABLE, Clock, Lifecycle, Member, State, fan_out
+from penstock.fleet.member import SERVABLE, Lifecycle, Member, State, fan_out
 from penstock.fleet.roster import TICK_S, Occupation, Roster
 from penstock.http import UnreachableError
 from penstock.process import backoff_s
@@ -28,6 +28,8 @@ PROBE_ALL_S = 0.5
 """How long an engine has to answer after another has died. One that does not answer is left to its usual probe."""
 WATCHED = SERVABLE | {State.SYNCING}
 
+Clock = Callable[[], float]
+"""Monotonic seconds."""
 Sleep = Callable[[float], Awaitable[None]]
 Join = Callable[[Lifecycle, ServerSpec, Sequence[Member]], Awaitable[Member]]
 """Joins a server of others beside the members of a fleet: `attach.AttachedServers.join`."""

@@ -16,7 +16,7 @@ from penstock.aio import in_thread
 from penstock.engine.capabilities import Capability, require
 from penstock.engine.control import ControlClient, CoreState
 from penstock.errors import EngineError, PenstockError, StateError, UpdateError, UserError
-from penstock.fleet.member import SERVABLE, Call, Clock, Member, State, ask, fan_out, updatable, why
+from penstock.fleet.member import SERVABLE, Call, Member, State, ask, fan_out, updatable, why
 from penstock.fleet.roster import Roster
 from penstock.fleet.stores import Store, Stores
 from penstock.rooms import plugged_as, plugged_in
@@ -32,10 +32,9 @@ ANSWER_S = 10.0
 class Fetching:
     """Brings a version to engines that fetch it themselves; `fleet/delivery.py` sends one to them instead."""
 
-    def __init__(self, roster: Roster, deadline_s: float, clock: Clock) -> None:
+    def __init__(self, roster: Roster, deadline_s: float) -> None:
         self.roster = roster
         self.deadline_s = deadline_s
-        self.clock = clock
 
     async def ready(
         self, members: Sequence[Member], manifest: WeightManifest
@@ -64,9 +63,9 @@ class Fetching:
         """Have every engine prepare a version; raises the refusal of one, by any other error that engine is DEAD."""
 
         async def seconds(engine: ControlClient) -> float:
-            began = self.clock()
+            began = time.monotonic()
             await engine.prepare_weights(manifest)
-            return self.clock() - began
+            return time.monotonic() - began
 
         async def failed(member: Member, error: PenstockError) -> None:
             if not isinstance(error, UserError):
@@ -93,7 +92,6 @@ class Updater:
     gate: Callable[[], AbstractAsyncContextManager[None]]
     min_engines: int
     deadline_s: float
-    clock: Clock = time.monotonic
     _ways: dict[str, Fetching] = field(default_factory=dict[str, "Fetching"], init=False)
     """By transport; one that sends keeps its group from update to update."""
 
@@ -111,7 +109,7 @@ class Updater:
             WeightsError: the tensors cannot be sent, or an engine refuses them; nothing was changed.
             UpdateError: fewer than `min_engines` made it; those that are left serve the version before it.
         """
-        began = self.clock()
+        began = time.monotonic()
         asked = updatable(self.roster.members)
         self._need(asked, version, "before it began")
         manifest = await in_thread(lambda: publish(version))
@@ -123,32 +121,31 @@ class Updater:
 
     def _way(self, transport: str) -> Fetching:
         if transport not in self._ways:
-            basics = self.roster, self.deadline_s, self.clock
             if transport in plugged_as("delivery"):
                 store = self.store.of(transport) if isinstance(self.store, Stores) else self.store
-                self._ways[transport] = plugged_in(f"delivery.{transport}")(store, *basics)
+                self._ways[transport] = plugged_in(f"delivery.{transport}")(store, self.roster, self.deadline_s)
             else:
-                self._ways[transport] = Fetching(*basics)
+                self._ways[transport] = Fetching(self.roster, self.deadline_s)
         return self._ways[transport]
 
     async def _put_in_force(
         self, manifest: WeightManifest, asked: Sequence[Member], way: Fetching, began: float, *, kv: KV
     ) -> UpdateReport:
         """An update from what was published on; see `run`."""
-        published, version = self.clock(), manifest.version
+        published, version = time.monotonic(), manifest.version
         members, prepared = await way.ready(asked, manifest)
-        ready = self.clock()
+        ready = time.monotonic()
         self._need(updatable(members), version, "when they had prepared it")
         async with self.gate():
-            closed = self.clock()
+            closed = time.monotonic()
             applied = await self._apply(updatable(members), manifest, way, kv=kv)
             committed = [m for m in members if m.name in applied and m.updatable]
             await self._commit_or_go_back(committed, applied, manifest)
             await self.roster.push_or_defer(f"its engines serve weight version {self.roster.version}")
-        opened = ended = self.clock()
+        opened = ended = time.monotonic()
         if self.roster.version == version:
             await in_thread(lambda: self._keep(manifest))  # it may copy all of it, or wait for a disk
-            ended = self.clock()
+            ended = time.monotonic()
         self._need(committed, version, "when it was applied")
         return UpdateReport(
             version=version,
@@ -298,11 +295,6 @@ async def put(engine: ControlClient, manifest: WeightManifest) -> EngineUpdate:
     return await engine.apply_weights(manifest.version)
 
 
-async def resume(engine: ControlClient) -> None:
-    """Let an engine generate again."""
-    await engine.resume()
-
-
 async def bring_to_version(
     member: Member, roster: Roster, current: WeightManifest | None, *, deadline_s: float
 ) -> bool:
@@ -394,7 +386,7 @@ async def bring_in(
         # A server that others started has KV of its own, which must not outlive a native update.
         await one(lambda engine: engine.pause(PauseMode.KEEP, clear_cache=True))
     elif member.process is None and member.info.capabilities.pause:  # paused by its owner, or by us when it was torn
-        await one(resume)
+        await one(lambda engine: engine.resume())
     if member.control is not control:
         raise StateError(f"engine {member.name} was restarted while it joined")
     roster.admit(member)
