@@ -16,7 +16,7 @@ from penstock.aio import in_thread
 from penstock.engine.capabilities import Capability, require
 from penstock.engine.control import IN_FLIGHT, AdapterLoad, ControlClient
 from penstock.errors import DeadlineError, EngineHTTPError, PenstockError, StateError, UserError, WeightsError
-from penstock.fleet.member import Member, fan_out, updatable
+from penstock.fleet.member import Member, fan_out
 from penstock.fleet.operations import OperationQueue
 from penstock.fleet.roster import Roster
 from penstock.fleet.stores import is_local
@@ -309,7 +309,7 @@ class FleetAdapters:
 
         None: memory can bring them.
         """
-        far = [m.name for m in updatable(self._roster.members) if not (is_local(m) and m.info.capabilities.plugin)]
+        far = [m.name for m in self._roster.updatable() if not (is_local(m) and m.info.capabilities.plugin)]
         if not far:
             return None
         if self._folder is None:

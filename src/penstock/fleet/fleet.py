@@ -58,6 +58,7 @@ class Fleet(Engine):
         self._operations = operations
         self._elastic = elastic
         self.data = data
+        data.kept = lambda: roster.kv_kept_versions
         self._owned = owned
         self._ending: asyncio.Task[None] | None = None
 

@@ -20,7 +20,7 @@ from penstock.engine.launch import resolve_profile, server_command
 from penstock.errors import ConfigError, EngineError, StateError, UserError
 from penstock.fleet.engines import EngineFactory, LaunchedEngines, assign, visible_gpus
 from penstock.fleet.fleet import Fleet
-from penstock.fleet.member import Lifecycle, Member, State, updatable
+from penstock.fleet.member import Lifecycle, Member, State
 from penstock.fleet.operations import Operations
 from penstock.fleet.roster import Roster
 from penstock.fleet.router_process import OpenRouter, check_router, open_router, settle
@@ -224,7 +224,7 @@ async def assemble(
     if not members or len(members) < fleet.min_engines:
         raise UserError(f"there are {len(members)} engines, the fleet needs at least {fleet.min_engines}")
     roster = await _roster(router, members)
-    store = Stores(fleet, lambda: updatable(roster.members), terms.control_timeout_s)
+    store = Stores(fleet, roster.updatable, terms.control_timeout_s)
     owned.callback(store.close)
     data = data_client(router.url, terms.api_key, roster, owned, terms)
     if attached is not None:
@@ -283,7 +283,6 @@ def data_client(url: str, api_key: str | None, roster: Roster, owned: AsyncExitS
         stream_chunk_tokens=terms.fleet.stream_chunk_tokens,
     )
     data.http.back = roster.router_back
-    data.kept = lambda: roster.kv_kept_versions
     owned.push_async_callback(data.close)
     return data
 

@@ -19,7 +19,7 @@ from penstock.errors import (
     StateError,
     UserError,
 )
-from penstock.fleet.member import SERVABLE, Call, EngineStatus, FanOut, Member, State, ask, fan_out, why
+from penstock.fleet.member import SERVABLE, Call, EngineStatus, FanOut, Member, State, ask, fan_out, updatable, why
 from penstock.router.admin_client import RouterState
 from penstock.router.membership import EngineEntry
 from penstock.types import EngineStats
@@ -141,6 +141,10 @@ class Roster(Changes):
     def live(self) -> tuple[Member, ...]:
         """Return a snapshot of those whose weights are confirmed: SERVING, PAUSED or DRAINING."""
         return tuple(m for m in self.members if m.state in SERVABLE)
+
+    def updatable(self) -> list[Member]:
+        """Return those that take part in the next update."""
+        return updatable(self.members)
 
     def asked(self) -> list[tuple[str, Capabilities]]:
         """Return engines that get requests, or may soon."""

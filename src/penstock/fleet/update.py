@@ -110,7 +110,7 @@ class Updater:
             UpdateError: fewer than `min_engines` made it; those that are left serve the version before it.
         """
         began = time.monotonic()
-        asked = updatable(self.roster.members)
+        asked = self.roster.updatable()
         self._need(asked, version, "before it began")
         manifest = await in_thread(lambda: publish(version))
         way = self._way(manifest.transport)
