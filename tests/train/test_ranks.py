@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
-import re
 import resource
-import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import contextmanager
@@ -15,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import pytest_asyncio
 import torch
@@ -321,46 +317,9 @@ async def test_bf16_weights_give_about_the_gradient_of_bf16_by_autocast(group: R
     assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=0.2)
 
 
-@contextmanager
-def own_memory(pids: list[int]) -> Generator[list[int]]:
-    """Watch memory that processes do not share with files; gives the most that any of them took meanwhile, bytes."""
-
-    def now() -> list[int]:
-        statuses = (Path(f"/proc/{pid}/status").read_text() for pid in pids)
-        return [int(re.findall(r"RssAnon:\s+(\d+) kB", status)[0]) << 10 for status in statuses]
-
-    def watch() -> None:
-        while not ended.wait(0.001):
-            most[:] = map(max, most, now())
-
-    ended, before = threading.Event(), now()
-    most, taken = list(before), list[int]()
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield taken
-    finally:
-        ended.set()
-        thread.join()
-        taken += [peak - start for peak, start in zip(most, before, strict=True)]
-
-
 def save_deep(folder: Path, dtype: torch.dtype, **shape: int) -> str:
     Qwen3ForCausalLM(Qwen3Config(vocab_size=64, **{**SHAPE, **shape})).to(dtype).save_pretrained(folder)
     return str(folder)
-
-
-async def test_no_rank_holds_the_whole_model_while_it_is_loaded(group: RankGroup, tmp_path: Path):
-    wide = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 10}
-    model = save_deep(tmp_path / "wide", torch.bfloat16, **wide)
-    ranks = [child.pid for child in psutil.Process().children() if "penstock.train.rank" in child.cmdline()]
-    assert len(ranks) == group.size - 1
-    with own_memory([os.getpid(), *ranks]) as taken:
-        learner = learner_of(group, model)
-    whole = 4 * sum(math.prod(spec.shape) for spec in learner.weights(None).specs or ())
-    # Half of it is the shards; a rank that loads it whole takes 1.5. Buffers of the load vary with the machine's load.
-    assert max(taken) < 0.9 * whole, [most / whole for most in taken]
-    assert min(taken[1:]) > 0.4 * whole, "the measurement sees the shards"
 
 
 async def test_weights_that_are_stored_in_half_precision_are_trained_in_fp32(group: RankGroup, tmp_path: Path):

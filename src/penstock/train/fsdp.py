@@ -25,7 +25,8 @@ from penstock.errors import PenstockError
 from penstock.train.batching import MicroBatch, collate
 from penstock.train.fit import check_fits
 from penstock.train.interface import AdamSpec, Datum, Outputs, StepFigures
-from penstock.train.learner import LocalLearner, ServedDtype, stored_dtypes
+from penstock.train.learner import LocalLearner, ServedDtype
+from penstock.train.loading import ModuleLoader, checkpoint_files, load_whole, without_weights
 from penstock.train.losses import LossSpec
 from penstock.train.policy_model import PolicyModel, compute_dtype, weights_dtype
 from penstock.train.rank_group import RankGroup
@@ -114,20 +115,20 @@ class ShardedLearner(LocalLearner):
         devices = self._ranks.size if self.device.type == "cuda" else 1  # CPUs have one memory
         check_fits(model_path, self.config, self.device, frozen_bytes=dtype.itemsize, ranks=devices)
         held = weights_dtype(self.config, self.device)
-        stored = set(stored_dtypes(model_path).values())
-        # A file of one dtype is mapped and not copied, so a rank has no more than its shards in memory of its own.
-        read = stored.pop() if len(stored) == 1 and held == torch.float32 else held
-        policy = PolicyModel(model_path, self.config, torch.device("cpu"), read)  # whole on no GPU
+        files = checkpoint_files(model_path)
+        model = without_weights(model_path, held) if files else load_whole(model_path, held)
+        policy = PolicyModel(model, model_path, self.config, self.device)
         policy.autocast = False  # what is gathered is cast instead
         half = dtype != torch.float32
         precision = MixedPrecisionPolicy(dtype, torch.float32) if half else MixedPrecisionPolicy()
         mesh = init_device_mesh(self.device.type, (self._ranks.size,))
+        loader = ModuleLoader(model, model_path, files) if files else None
         for part in (*policy.layers, policy):
+            if loader is not None:  # a layer is whole here until it is sharded, and no more than one at once
+                loader.load(model if part is policy else part)
             sharded: Any = fully_shard(part, mesh=mesh, mp_policy=precision)
             sharded.set_gradient_divide_factor(1.0)  # sums, not means over ranks
             sharded.set_force_sum_reduction_for_comms(enable=True)  # gloo has no other
-            if held == torch.float32:
-                part.float()  # of the shards alone
         return policy
 
     def _run(self, loss: LossSpec, data: Sequence[Datum]) -> Outputs:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
@@ -28,15 +27,13 @@ from penstock.train.batching import MicroBatch, default_device, micro_batch_toke
 from penstock.train.checkpoint import LearnerState, read_tensors, write_tensors
 from penstock.train.fit import check_fits
 from penstock.train.interface import AdamSpec, Datum, Learner, LoraSpec, Outputs, StepFigures
+from penstock.train.loading import load_whole, stored_dtypes
 from penstock.train.losses import LossSpec, loss_named
-from penstock.train.policy_model import PolicyModel, compute_dtype
+from penstock.train.policy_model import PolicyModel, compute_dtype, weights_dtype
 from penstock.weights.checkpoint_names import checkpoint_tensors, is_adapter, plain_name
 
 if TYPE_CHECKING:
     from penstock.train.lora import Adapters
-
-_STORED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Dtypes of a safetensors header that weights can be cast to; of others (quantized ones) the config's goes."""
 
 ServedDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -293,7 +290,8 @@ class LocalLearner(Learner):
 
     def _load_policy(self, model_path: str) -> PolicyModel:
         check_fits(model_path, self.config, self.device, frozen_bytes=compute_dtype(self.config, self.device).itemsize)
-        return PolicyModel(model_path, self.config, self.device)
+        model = load_whole(model_path, weights_dtype(self.config, self.device)).to(self.device)
+        return PolicyModel(model, model_path, self.config, self.device)
 
     def _batches(self, data: Sequence[Datum], loss: LossSpec) -> list[MicroBatch]:
         """What this process evaluates of the data; refuses, on every rank alike, what cannot be evaluated."""
@@ -358,20 +356,7 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def stored_dtypes(model_path: str) -> dict[str, torch.dtype]:
-    """Return the dtype of each tensor in a checkpoint's folder; nothing for a hub name, or files of another format."""
-    folder = Path(model_path)
-    dtypes: dict[str, torch.dtype] = {}
-    for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else ():
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - not a mapping
-                stored = tensors.get_slice(name).get_dtype()
-                if stored in _STORED:
-                    dtypes[name] = _STORED[stored]
-    return dtypes
-
-
 def _config_dtype(model_path: str) -> torch.dtype:
-    """What the checkpoint's config says; an engine goes by it where it has no headers, as under a hub name."""
+    """What the checkpoint's config says; an engine goes by it where a tensor's header says nothing."""
     config: Any = AutoConfig.from_pretrained(model_path)
     return config.dtype or config.get_text_config().dtype or torch.float32

@@ -17,8 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging as hf_logging
 
 from penstock.config import TrainConfig
 from penstock.errors import ConfigError
@@ -43,24 +41,24 @@ class PolicyModel(nn.Module):
     """A causal language model of transformers, without `[tokens, vocabulary]` logits.
 
     Args:
-        model_path: folder or hub name of a causal language model.
-        config: its `dtype`, `recompute`, `offload_activations`, `compile` and `lora`.
-        device: where the weights lie.
-        dtype: of the weights; default: `weights_dtype`.
+        model: of transformers; on `device`, or without weights as yet.
+        model_path: folder or hub name that an error names.
+        config: its `dtype`, `recompute`, `offload_activations` and `compile`.
+        device: that it computes on.
 
     Attributes:
-        model: the transformers model.
+        model: see above.
         autocast: matrices are multiplied in bf16 by autocast; off where the weights themselves are cast.
 
     Raises:
-        ConfigError: the model cannot be loaded, or transforms its logits in a way that is not supported.
+        ConfigError: the model transforms its logits, or attends, in a way that is not supported.
     """
 
-    def __init__(
-        self, model_path: str, config: TrainConfig, device: torch.device, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, model: Any, model_path: str, config: TrainConfig, device: torch.device) -> None:
         super().__init__()
-        self.model = _load_model(model_path, dtype or weights_dtype(config, device)).to(device)
+        _check(model, model_path)
+        use_packed_attention(model, model_path)
+        self.model = model
         self.device_type = device.type
         self.fuse = config.compile
         self.autocast = compute_dtype(config, device) == torch.bfloat16
@@ -153,16 +151,10 @@ def _effective_weight(matrix: Any) -> Tensor:
     return weight
 
 
-def _load_model(model_path: str, dtype: torch.dtype) -> Any:
-    hf_logging.disable_progress_bar()  # it would write over the live display
-    try:
-        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load model {model_path!r} for training: {error}") from error
+def _check(model: Any, model_path: str) -> None:
+    """Refuse a model whose logits are more than its output matrix times its last hidden state."""
     for name in _HEAD_TRANSFORMS:
         if getattr(model.config, name, None) not in (None, 1.0):
             raise ConfigError(f"model {model_path!r} sets {name}, which the learner does not support")
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise ConfigError(f"model {model_path!r} has a bias in its output layer, which the learner does not support")
-    use_packed_attention(model, model_path)
-    return model

@@ -1,0 +1,136 @@
+"""A causal language model of transformers from its checkpoint: whole, or one module at a time where ranks share it."""
+
+# transformers and safetensors ship partial types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportMissingTypeStubs=false
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import logging as hf_logging
+from transformers.utils.hub import cached_file
+
+from penstock.errors import ConfigError
+
+_STORED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Dtypes of a safetensors header that weights can be cast to; of others (quantized ones) the config's goes."""
+_ABSENT_IS_NONE: dict[str, Any] = {
+    "_raise_exceptions_for_missing_entries": False,
+    "_raise_exceptions_for_connection_errors": False,
+}
+
+
+def load_whole(model_path: str, dtype: torch.dtype) -> Any:
+    """Load all weights into this process. ConfigError: they cannot be read."""
+    with _refusing(model_path):
+        return AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)
+
+
+def without_weights(model_path: str, dtype: torch.dtype) -> Any:
+    """Build a model whose parameters have shapes and no values; its buffers have theirs."""
+    with _refusing(model_path), init_empty_weights(include_buffers=False):
+        config = AutoConfig.from_pretrained(model_path)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def checkpoint_files(model_path: str) -> list[str]:
+    """Find a checkpoint's safetensors files in a folder or, by its name, on the hub; none: it is of another format."""
+    if single := cached_file(model_path, SAFE_WEIGHTS_NAME, **_ABSENT_IS_NONE):
+        return [single]
+    if (index := cached_file(model_path, SAFE_WEIGHTS_INDEX_NAME, **_ABSENT_IS_NONE)) is None:
+        return []
+    names: set[str] = set(json.loads(Path(index).read_text())["weight_map"].values())
+    return [str(cached_file(model_path, name)) for name in sorted(names)]
+
+
+def stored_dtypes(model_path: str) -> dict[str, torch.dtype]:
+    """Return the dtype of each tensor of a checkpoint; nothing for files of another format than safetensors."""
+    dtypes: dict[str, torch.dtype] = {}
+    for file in checkpoint_files(model_path):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                stored = tensors.get_slice(name).get_dtype()
+                if stored in _STORED:
+                    dtypes[name] = _STORED[stored]
+    return dtypes
+
+
+class ModuleLoader:
+    """Gives the modules of a model their weights, one after another: whoever shards each one holds no more than it.
+
+    Args:
+        model: of `without_weights`.
+        model_path: its checkpoint.
+        files: `checkpoint_files` of it. They are mapped, so what is read and not copied is no memory of this process.
+    """
+
+    def __init__(self, model: Any, model_path: str, files: Sequence[str]) -> None:
+        self._model, self._path = model, model_path
+        self._names = {module: f"{name}." if name else "" for name, module in model.named_modules()}
+        self._mapping: Any = get_model_conversion_mapping(model)
+        self._left: dict[str, dict[str, Any]] = {}
+        """By a tensor's name in the model: what it is made of, by the names of the checkpoint."""
+        renamings = [entry for entry in self._mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in self._mapping if isinstance(entry, WeightConverter)]
+        state = model.state_dict()
+        with _refusing(model_path):
+            for file in files:
+                opened: Any = safe_open(file, framework="pt")
+                for name in opened.keys():  # noqa: SIM118 - not a mapping
+                    found, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+                    target = name if found not in state and name in state else found
+                    self._left.setdefault(target, {})[name] = opened.get_slice(name)
+
+    def load(self, module: nn.Module) -> None:
+        """Fill a module; the model itself: all that is left.
+
+        Raises:
+            ConfigError: a tensor of it is missing, of another shape, or cannot be read.
+        """
+        prefix = self._names[module]
+        targets = [target for target in self._left if target.startswith(prefix)]
+        parts = {name: part for target in targets for name, part in self._left.pop(target).items()}
+        with _refusing(self._path):
+            options = LoadStateDictConfig(dtype=self._model.dtype, weight_mapping=self._mapping)
+            info, _ = convert_and_load_state_dict_in_model(self._model, parts, options)
+        if module is self._model:
+            self._model.tie_weights(missing_keys=_empty(module))
+        wrong = [prefix + name for name in sorted(_empty(module))]
+        if wrong := [*wrong, *map(str, info.mismatched_keys), *info.conversion_errors]:
+            raise ConfigError(
+                f"cannot load model {self._path!r} for training: its checkpoint lacks {wrong[0]}, or has it in another "
+                f"shape ({len(wrong)} tensors in all)"
+            )
+
+
+def _empty(module: nn.Module) -> set[str]:
+    named = module.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in named if parameter.is_meta}
+
+
+@contextmanager
+def _refusing(model_path: str) -> Generator[None]:
+    hf_logging.disable_progress_bar()  # it would write over the live display
+    try:
+        yield
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(f"cannot load model {model_path!r} for training: {error}") from error
