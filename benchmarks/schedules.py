@@ -1,16 +1,21 @@
-"""Schedules beside each other: samples a second under heavy-tailed lengths, and wall time to a fixed accuracy.
+"""Schedules beside each other: samples a second under heavy-tailed lengths, and wall time to a fixed reward.
 
     python benchmarks/schedules.py --profile gpu --size 0.6b --seeds 0 1 --results FILE    two GPUs: engine and learner
     python benchmarks/schedules.py --profile gpu --size 0.6b --schedules colocated --results FILE    one GPU, in turns
-    python benchmarks/schedules.py --profile gpu --to-accuracy 0.6 --seeds 0 --results FILE
+    python benchmarks/schedules.py --profile gpu --to-reward 0.5 --seeds 0 1 2 --results FILE    the sorter learns
     python benchmarks/schedules.py --quick                                        simulated engines
 
-Every run starts from the same weights; the engines stay up between runs. A short run comes first and counts for none:
-it bears the compilation of kernels, which would be the first schedule's. `--results` keeps a line for each run, so that
-seeds can be added later; the rows are medians over all of its lines. Lengths are drawn from a Pareto distribution by
-the prompt, so each schedule makes the same ones: most are short, a few reach `--max-tokens`. With `--size` the model
-has random weights in the shape of that Qwen3, and a reward is a coin thrown by the response, so that all of it is
-trained on. With `--to-accuracy` the policy decides its lengths itself, and accuracy is measured every `--every` steps.
+Every run starts from the same weights, samples without seeds and writes no checkpoint; the engines stay up between
+runs. A short run comes first and counts for none: it bears the compilation of kernels. `--results` keeps a line for
+each run, so that seeds can be added later; the rows are medians over all of its lines.
+
+Lengths are drawn from a Pareto distribution by the prompt, so each schedule makes the same ones: most are short, a few
+reach `--max-tokens`. With `--size` the model has random weights in the shape of that Qwen3, and a reward is a coin
+thrown by the response's token ids, so that all of it is trained on. With 64 groups of 8 and 256 tokens, generation and
+training of a synchronous step take about as long as each other, as in runs of larger models.
+
+With `--to-reward` the policy decides its lengths, and a run ends when the mean reward of its last `WINDOW` steps is
+there: training rewards, so that no evaluation stands between the steps.
 
 Bars: `async` makes at least 1.6 times the samples a second of `sync`, and `one_step_off` at least as many as `sync`.
 """
@@ -19,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import hashlib
 import itertools
 import json
@@ -42,7 +48,7 @@ from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Reporter
 from penstock.rollout.environment import Task, load_environment
 from penstock.rollout.single_turn import SingleTurnGenerator
-from penstock.rollout.tokenizer import load_tokenizer
+from penstock.rollout.tokenizer import Tokenizer, load_tokenizer
 from penstock.train.grpo import Trainee
 from penstock.train.interface import Learner
 from penstock.train.learner import LocalLearner
@@ -57,13 +63,32 @@ ASYNC_BAR, ONE_STEP_BAR = 1.6, 1.0
 BEGAN = time.monotonic()
 WARM_UP = -1
 """Seed of the run that is not measured, and its name; it has 2 steps."""
+UNREACHED_S = 3600.0
+"""Stands for the time of a run that ended before its reward."""
+WINDOW = 3
+"""Steps over which a reward is averaged."""
+
+
+class Unsaved(Trainee):
+    """Leaves the state of learner and optimiser out of checkpoints: gigabytes that no run takes up again."""
+
+    def save(self, folder: Path) -> Mapping[str, Any]:
+        """See `Trainee.save`."""
+        del folder
+        return {}
+
+
+class ReachedError(Exception):
+    """The reward is reached: it ends a run."""
 
 
 class Progress(Reporter):
     """Says on stderr when each part of a run ended, in seconds since the benchmark began."""
 
-    def __init__(self, name: str, began: float) -> None:
-        self._name, self._began = name, began
+    def __init__(self, name: str, began: float, target: float | None = None) -> None:
+        self._name, self._began, self._target = name, began, target
+        self.rewards: list[float] = []
+        self.seconds = 0.0
 
     def on_phase(self, name: str) -> None:
         """See `Reporter`."""
@@ -71,7 +96,13 @@ class Progress(Reporter):
 
     def on_step(self, metrics: Mapping[str, float]) -> None:
         """See `Reporter`."""
-        self.on_phase(f"step {metrics['step']:.0f} took {metrics['seconds/step']:.1f} s")
+        self.rewards.append(metrics["reward_mean"])
+        self.seconds += metrics["seconds/step"]
+        took = f"{metrics['seconds/step']:.1f} s, {metrics['seconds/training']:.1f} s of it training"
+        self.on_phase(f"step {metrics['step']:.0f} took {took}; reward {self.rewards[-1]:.3f}")
+        last = self.rewards[-WINDOW:]
+        if self._target is not None and len(last) == WINDOW and statistics.fmean(last) >= self._target:
+            raise ReachedError
 
 
 class HeavyTailed(SingleTurnGenerator):
@@ -82,12 +113,22 @@ class HeavyTailed(SingleTurnGenerator):
     ) -> list[Sample]:
         if params.temperature:  # evaluations are left alone
             length = heavy_tailed(repr(list(prompt_ids)), params.max_tokens)
-            params = replace(params, max_tokens=length, ignore_eos=True)
+            # Seeds belong to `sync` alone, and vLLM draws for seeded requests one by one.
+            params = replace(params, max_tokens=length, ignore_eos=True, seed=None)
         return await super()._sample(prompt_ids, n, params, session)
 
 
+class Ids(Tokenizer):
+    """Spells responses as their ids: most of those that a model of random weights makes have no text."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """See `Tokenizer.decode`."""
+        del skip_special_tokens
+        return " ".join(map(str, token_ids))
+
+
 class Coin(HeavyTailed):
-    """Rewards of 0 and 1 that the response's text decides, as a model of random weights solves no task."""
+    """Rewards of 0 and 1 that the response decides, as a model of random weights solves no task."""
 
     def _reward(self, task: Task, text: str) -> float:
         del task
@@ -132,10 +173,10 @@ def config_of(given: argparse.Namespace, schedule: str, seed: int, folder: Path)
     tree["fleet"] |= {"engines": given.engines}
     tree["rollout"] |= {"groups_per_batch": given.groups, "max_tokens": given.max_tokens}
     tree["train"] |= {
-        "steps": steps, "schedule": schedule, "max_staleness": 2,
+        "steps": steps, "schedule": schedule, "max_staleness": given.max_staleness,
         "checkpoint_every": steps, "dtype": "auto", "micro_batch_tokens": 16_384,
     }  # fmt: skip
-    tree["eval"] = {"size": 16 if given.to_accuracy is None else 512, "every": given.every if given.to_accuracy else 0}
+    tree["eval"] = {"size": 1}
     return RunConfig.model_validate(tree)
 
 
@@ -145,39 +186,45 @@ async def one_run(config: RunConfig, fleet: Fleet, learner: Learner, given: argp
         learner.versions[None] = fleet.weight_version + 1
     environment = load_environment(config.environment, config.seed)
     params = SamplingParams(max_tokens=config.rollout.max_tokens)
-    target = given.to_accuracy
-    generator = SingleTurnGenerator if target is not None else Coin if given.size else HeavyTailed
-    folder = RunFolder.create(config.run_dir / config.name, config)
+    target = None if config.name.endswith(str(WARM_UP)) else given.to_reward
+    tokenizer = load_tokenizer(str(config.engine.model))
+    tokenizer = Ids(tokenizer.huggingface) if given.size else tokenizer
+    generator = SingleTurnGenerator if given.to_reward is not None else Coin if given.size else HeavyTailed
+    folder, progress = RunFolder.create(config.run_dir / config.name, config), Progress(config.name, BEGAN, target)
 
     async def loads() -> Mapping[str, int]:
         return {engine.name: engine.outstanding for engine in (await fleet.router_admin.engines()).engines}
 
-    summary = await train(
-        config,
-        fleet,
-        learner=Trainee(learner, config.train, 1.0, config.rollout.max_tokens),
-        generator=generator(fleet, load_tokenizer(str(config.engine.model)), environment, params, 4096),
-        environment=environment,
-        folder=folder,
-        reporter=Progress(config.name, BEGAN),
-        loads=loads,
-    )
+    reached = False
+    try:
+        await train(
+            config,
+            fleet,
+            learner=Unsaved(learner, config.train, 1.0, config.rollout.max_tokens),
+            generator=generator(fleet, tokenizer, environment, params, 4096),
+            environment=environment,
+            folder=folder,
+            reporter=progress,
+            loads=loads,
+        )
+    except ReachedError:
+        reached = True
     rows = folder.metrics()
-    ends = dict(
-        zip((int(row["step"]) for row in rows), itertools.accumulate(r["seconds/step"] for r in rows), strict=True)
-    )
-    reached = [ends.get(step, 0.0) for step, value in summary.evaluations.items() if target and value >= target]
     # The first step fills the pipeline, the last one has nothing to overlap with.
     inner = rows[1:-1] or rows
+    spent = sum(row["seconds/step"] for row in inner)
     return {
         "schedule": config.train.schedule,
         "seed": config.seed,
-        "samples_per_second": sum(r["samples"] for r in inner) / sum(r["seconds/step"] for r in inner),
-        "idle": dict(summary.idle),
+        "samples_per_second": sum(row["samples"] for row in inner) / spent,
+        "training_share": sum(row["seconds/training"] for row in inner) / spent,
+        "idle_learner": statistics.fmean(row["idle/learner"] for row in inner),
+        "idle_engines": statistics.fmean(row.get("idle/engines", 0.0) for row in inner),
         "staleness_mean": statistics.fmean(row["staleness_mean"] for row in rows),
-        "target": target,
-        "seconds_to_target": min(reached, default=None),
-        "accuracy": summary.accuracy_after,
+        "target": given.to_reward,
+        "seconds_to_target": progress.seconds if reached else None,
+        "steps": len(rows),
+        "rewards": [round(reward, 3) for reward in progress.rewards],
     }
 
 
@@ -189,32 +236,40 @@ async def measure(given: argparse.Namespace, folder: Path, results: Path) -> Non
         runs = itertools.product(given.seeds, given.schedules)
         for seed, schedule in itertools.chain([(WARM_UP, given.schedules[0])], runs):
             config = config_of(given, schedule, seed, folder)
-            learner = await asyncio.to_thread(
-                LocalLearner, str(given.model), config.train, seed=seed,
-                served_dtype=config.engine.dtype,
-            )  # fmt: skip
-            found = await one_run(config, fleet, learner, given)
+            found = await one_run(config, fleet, await asyncio.to_thread(learner_of, config), given)
             if seed == WARM_UP:
                 continue
-            found |= {"profile": given.profile, "engines": given.engines, "model": given.size or given.model.name}
+            gpus = given.engines + (schedule != "colocated")
+            found |= {"profile": given.profile, "gpus": gpus, "model": given.size or given.model.name}
             _common.note(json.dumps(found))
             with results.open("a") as out:
                 out.write(json.dumps(found) + "\n")
 
 
+def learner_of(config: RunConfig) -> Learner:
+    """A learner that has just loaded the model."""
+    gc.collect()
+    return LocalLearner(config.engine.model, config.train, seed=config.seed, served_dtype=config.engine.dtype)
+
+
 def rows_of(runs: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Compare the schedules of all runs; those to an accuracy by their time."""
-    rates: dict[str, list[float]] = {}
+    """Compare the schedules of all runs for each GPU: samples a second, and the time to a reward."""
+    rates, times = dict[str, list[float]](), dict[str, list[float]]()
     for run in runs:
         if run["target"] is None:
-            rates.setdefault(run["schedule"], []).append(run["samples_per_second"])
-    middle = {schedule: statistics.median(found) for schedule, found in rates.items()}
+            rates.setdefault(run["schedule"], []).append(run["samples_per_second"] / run["gpus"])
+        else:
+            times.setdefault(run["schedule"], []).append(run["seconds_to_target"] or UNREACHED_S)
+    rows: list[Row] = []
     bars = {"async": ASYNC_BAR, "one_step_off": ONE_STEP_BAR, "colocated": 0.0}
-    return [
-        _common.compare(f"{schedule}, samples/s by sync", middle[schedule], middle["sync"], bar=bar, want="at least")
-        for schedule, bar in bars.items()
-        if schedule in middle and "sync" in middle
-    ]
+    for schedule, bar in bars.items():
+        if schedule in rates and "sync" in rates:
+            ours, peer = (statistics.median(rates[name]) for name in (schedule, "sync"))
+            rows.append(_common.compare(f"{schedule}, samples/s a GPU by sync", ours, peer, bar=bar, want="at least"))
+    for schedule, found in times.items():
+        case = f"{schedule}, s to the reward, {len(found)} seeds"
+        rows.append(_common.single(case, statistics.median(found), bar=UNREACHED_S - 1, want="at most"))
+    return rows
 
 
 def main() -> int:
@@ -226,12 +281,12 @@ def main() -> int:
     options.add_argument("--model", type=Path, default=MODEL, help="folder of a sorter")
     options.add_argument("--size", choices=sorted(_dummy_models.SHAPES), help="random weights of this shape instead")
     options.add_argument("--engines", type=int, default=1)
-    options.add_argument("--steps", type=int, default=20)
-    options.add_argument("--groups", type=int, default=32)
+    options.add_argument("--steps", type=int, default=14)
+    options.add_argument("--groups", type=int, default=64, help="of 8 samples, in each step")
     options.add_argument("--max-tokens", type=int, default=256)
+    options.add_argument("--max-staleness", type=int, default=2, help="of async, in versions")
     options.add_argument("--sim-tokens-per-second", type=float, default=200.0, help="of each request")
-    options.add_argument("--to-accuracy", type=float)
-    options.add_argument("--every", type=int, default=5)
+    options.add_argument("--to-reward", type=float, help="end a run there; --steps bounds it")
     options.add_argument("--results", type=Path)
     given = options.parse_args()
     if given.quick:

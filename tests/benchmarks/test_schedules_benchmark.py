@@ -8,7 +8,8 @@ import schedules
 
 
 def run_of(schedule: str, rate: float, target: float | None = None) -> dict[str, object]:
-    return {"schedule": schedule, "samples_per_second": rate, "target": target}
+    gpus = 1 if schedule == "colocated" else 2
+    return {"schedule": schedule, "samples_per_second": rate, "target": target, "seconds_to_target": rate, "gpus": gpus}
 
 
 def test_lengths_are_heavy_tailed_and_of_the_prompt_alone() -> None:
@@ -22,9 +23,18 @@ def test_lengths_are_heavy_tailed_and_of_the_prompt_alone() -> None:
 
 def test_rows_compare_medians_over_seeds_with_the_synchronous_schedule() -> None:
     runs = [run_of("sync", rate) for rate in (1.0, 2.0, 9.0)]
-    runs += [run_of("async", 3.0), run_of("one_step_off", 3.0), run_of("async", 99.0, target=0.5)]
+    runs += [run_of("async", 3.0), run_of("one_step_off", 3.0), run_of("colocated", 2.0)]
+    runs += [run_of("async", rate, target=0.5) for rate in (7.0, 9.0, 99.0)]
     rows = {row.case: row for row in schedules.rows_of(runs)}
-    assert rows["async, samples/s by sync"].ratio == 1.5
-    assert not rows["async, samples/s by sync"].ok
-    assert rows["one_step_off, samples/s by sync"].ok
+    assert rows["async, samples/s a GPU by sync"].ratio == 1.5
+    assert not rows["async, samples/s a GPU by sync"].ok
+    assert rows["one_step_off, samples/s a GPU by sync"].ok
+    assert rows["colocated, samples/s a GPU by sync"].ratio == 2.0
+    assert rows["async, s to the reward, 3 seeds"].ours == 9.0
     assert schedules.rows_of([run_of("async", 3.0)]) == []
+
+
+def test_rewards_of_a_model_of_random_weights_differ_between_responses() -> None:
+    tokenizer = schedules.Ids(schedules.load_tokenizer(str(schedules.MODEL)).huggingface)
+    texts = {tokenizer.decode([120_000 + i, 5]) for i in range(20)}
+    assert len({schedules._digest(text) % 2 for text in texts}) == 2
