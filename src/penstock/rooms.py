@@ -53,8 +53,8 @@ PLACES = {
     "router.vllm-router": "penstock.fleet.vllm_router:VllmRouterAdmin",
     "router.workers": "penstock.router.workers:of_arguments",
     "token_meter": "penstock.token_meter:TokenMeter",
-    "workers.metrics": "penstock.router.merge:merge_metrics",
-    "workers.states": "penstock.router.merge:merge_states",
+    "workers.metrics": "penstock.router.figures:merge_metrics",
+    "workers.states": "penstock.router.figures:merge_states",
     # Of a transport: the trainer's store, an engine core's check of the bytes, and a worker's source.
     "store.broadcast": "penstock.weights.broadcast:BroadcastStore",
     "store.cuda_ipc": "penstock.weights.cuda_ipc:CudaIpcStore",

@@ -28,14 +28,14 @@ SIDE_ROOMS = tuple(
         "fleet.adapters", "fleet.attach", "fleet.calls", "fleet.delivery",
         "fleet.elastic", "fleet.native", "fleet.ray", "fleet.remote", "fleet.service",
         "fleet.vllm_router", "gateway", "observe", "plugin.adapters", "plugin.cores", "plugin.kept_kv", "plugin.native",
-        "plugin.quantised", "rollout", "router.figures", "router.merge",
+        "plugin.quantised", "rollout", "router.figures",
         "router.other_policies", "router.workers", "sim", "token_meter", "train", "weights.broadcast",
         "weights.cuda_ipc", "weights.delta", "weights.disk", "weights.group", "weights.transfer",
     )
 )  # fmt: skip
 SPINE_FILES, SPINE_LINES = 59, 16_300
 """The most that the spine has now; the target is 60 files and 10,000 lines."""
-SOURCE_FILES, SOURCE_LINES = 233, 47_600
+SOURCE_FILES, SOURCE_LINES = 231, 47_600
 """The most that `src` has now; the target is 230 files and 38,000 lines."""
 
 
@@ -183,6 +183,9 @@ def test_every_place_of_a_side_room_is_asked_for_and_filled() -> None:
 def test_the_walks_of_the_architecture_name_files_of_the_spine() -> None:
     page = (SOURCE.parents[1] / "ARCHITECTURE.md").read_text()
     walks = page.partition("## Walks")[2].partition("## States")[0]
-    named = {f"penstock.{name.replace('/', '.')}" for name in re.findall(r"`(?!tests/)([\w/]+)\.py`", walks)}
+    named = {
+        f"penstock.{name.replace('/', '.').removesuffix('.__init__')}"
+        for name in re.findall(r"`(?!tests/)([\w/]+)\.py`", walks)
+    }
     assert len(named) > 30
     assert named <= spine()

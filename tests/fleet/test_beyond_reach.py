@@ -14,8 +14,8 @@ from penstock import Fleet
 from penstock.cli.status import status
 from penstock.errors import EngineDeadError
 from penstock.fleet.service import beyond_reach
+from penstock.router import EngineEntry
 from penstock.router.admin_client import RouterAdmin
-from penstock.router.membership import EngineEntry
 from penstock.router.server import Router
 from penstock.settings import RouterConfig
 

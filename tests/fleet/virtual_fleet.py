@@ -24,12 +24,12 @@ from penstock.fleet.launch import Terms, assemble
 from penstock.fleet.member import Lifecycle, Member, State, connect_engine
 from penstock.fleet.router_process import OpenRouter
 from penstock.http import HttpTransport
+from penstock.router import EngineEntry
 from penstock.router.admin_client import EngineLoad, RouterState
 from penstock.router.backend import Backend
 from penstock.router.dispatcher import Dispatcher
 from penstock.router.gate import Waiter
 from penstock.router.http import RefusalError, RequestHead
-from penstock.router.membership import EngineEntry
 from penstock.settings import EngineConfig, FleetConfig, RouterConfig
 from penstock.sim import Fault, FaultKind, Phase, SimConfig, SimEngine
 from penstock.sim.clock import VirtualClock, VirtualLoop

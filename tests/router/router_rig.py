@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from penstock.router import EngineEntry
 from penstock.router.admin_client import RouterAdmin, RouterState
-from penstock.router.membership import EngineEntry
 from penstock.router.server import Router
 from penstock.settings import RouterConfig
 

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 from router_rig import eventually
 
+from penstock.router import EngineEntry
 from penstock.router.backend import Backend
 from penstock.router.dispatcher import Dispatcher
 from penstock.router.gate import ENGINE, NOWHERE, Gate, Kind, Lane, Waiter
 from penstock.router.http import RefusalError, RequestHead
-from penstock.router.membership import EngineEntry
 from penstock.settings import RouterConfig
 
 ROOM = Lane(Kind.ROOM, (0, None))

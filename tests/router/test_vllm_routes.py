@@ -15,8 +15,8 @@ from starlette.routing import BaseRoute
 
 from penstock.errors import PenstockError
 from penstock.guard import CONTROL_PATHS, PRIVATE_PATHS
+from penstock.router import EngineEntry
 from penstock.router.admin import DATA_PATHS
-from penstock.router.membership import EngineEntry
 from penstock.router.server import Router, check_data_path
 from penstock.settings import RouterConfig
 

@@ -20,8 +20,8 @@ from penstock.errors import (
     UserError,
 )
 from penstock.fleet.member import SERVABLE, Call, EngineStatus, FanOut, Member, State, ask, fan_out, updatable, why
+from penstock.router import EngineEntry
 from penstock.router.admin_client import RouterState
-from penstock.router.membership import EngineEntry
 from penstock.types import EngineStats
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from typing import Any, Literal
 from penstock.aio import all_or_first_error
 from penstock.errors import UserError
 from penstock.http import HttpTransport
+from penstock.router import EngineEntry, Membership
 from penstock.router.admin_client import EngineLoad, RouterState
-from penstock.router.membership import EngineEntry, Membership
 
 logger = logging.getLogger(__name__)
 

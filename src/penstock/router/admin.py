@@ -14,11 +14,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from penstock.errors import ConfigError, PenstockError, StateError, UserError
 from penstock.guard import DATA_PATHS as ENGINE_PATHS
 from penstock.rooms import plugged_in
+from penstock.router import EngineEntry
 from penstock.router.backend import Backend
 from penstock.router.client_connection import ClientConnection
 from penstock.router.dispatcher import Dispatcher
 from penstock.router.http import RefusalError, RequestHead, response
-from penstock.router.membership import EngineEntry
 from penstock.router.policies import EngineView, Hints
 
 

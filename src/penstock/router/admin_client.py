@@ -14,7 +14,7 @@ from penstock.errors import EngineDeadError, EngineHTTPError, StateError, UserEr
 from penstock.http import HttpTransport
 from penstock.parsing import reading
 from penstock.rooms import plugged_in
-from penstock.router.membership import EngineEntry
+from penstock.router import EngineEntry
 
 T = TypeVar("T")
 

@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import Container, Coroutine, Sequence
 from typing import Any
 
+from penstock.router import EngineEntry, Membership
 from penstock.router.backend import Backend, read_kv_stats, wait_until_well
 from penstock.router.gate import ENGINE, NOWHERE, Gate, Kind, Lane, Waiter
 from penstock.router.http import RefusalError, RequestHead
-from penstock.router.membership import EngineEntry, Membership
 from penstock.router.placement import Placement
 from penstock.router.policies import Defer
 from penstock.settings import RouterConfig, validate
