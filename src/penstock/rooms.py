@@ -29,7 +29,6 @@ PLACES = {
     "generator.agent": "penstock.gateway.training:AgentRollouts",
     "kept_kv.core": "penstock.plugin.kept_kv:KeptKV",
     "kept_kv.salting": "penstock.plugin.kept_kv:Salting",
-    "kept_kv.served": "penstock.plugin.kept_kv:KeptRequests",
     "launcher.ray": "penstock.fleet.ray_engines:RayLauncher",
     "layouts.check": "penstock.engine.layouts:check",
     "layouts.simulated": "penstock.engine.layouts:simulated_vocabulary",

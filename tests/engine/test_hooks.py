@@ -16,9 +16,8 @@ import orjson
 import pytest
 
 from penstock.plugin import compat
-from penstock.plugin.compat import ADAPTER_MARK, VERSION_MARK, TokenVersions
+from penstock.plugin.compat import MARK, TokenVersions
 from penstock.plugin.hooks import RequestHooks
-from penstock.plugin.kept_kv import MARK
 from penstock.types import SamplingParams
 from penstock.wire import FINAL_ONLY, PROGRESS_HEADER, SPANS_HEADER, UNKNOWN_VERSION, generate_body
 
@@ -71,6 +70,10 @@ class Engine:
     def step(state: State, tokens: int, finish: str | None = None) -> None:
         state.output_token_ids += [7] * tokens
         assert state.make_request_output([7] * tokens, None, finish, None) == (tokens, finish), "vLLM's own answer"
+
+
+def mark_of(**said: Any) -> Any:
+    return SimpleNamespace(request_id=MARK + json.dumps(said))
 
 
 STREAM = b"text/event-stream; charset=utf-8"
@@ -129,7 +132,7 @@ async def test_the_cores_mark_among_its_outputs_is_the_version_from_there_on():
     async def during():
         sample = engine.sample("generate-tokens-x")
         engine.step(sample, 3)
-        mark = SimpleNamespace(request_id=f"{VERSION_MARK}4")
+        mark = mark_of(version=4)
         assert engine.process_outputs([mark]) == [mark.request_id], "vLLM passes over a request that it does not know"
         engine.step(sample, 2)
 
@@ -142,16 +145,15 @@ async def test_the_cores_marks_say_which_tokens_attend_to_kept_kv():
 
     async def during():
         first, second = engine.sample("generate-tokens-x"), engine.sample("generate-tokens-x", 1)
-        for marks, version in (((), 0), (((True, [first]),), 4), (((False, [first]), (True, [second])), 4)):
-            for keeps, states in marks:
-                ids = json.dumps([keeps, [state.request_id for state in states]])
-                engine.process_outputs([SimpleNamespace(request_id=f"{MARK}{ids}")])
+        for marks, version in (((), 0), ((("kept", [first]),), 4), ((("anew", [first]), ("kept", [second])), 4)):
+            for what, states in marks:
+                engine.process_outputs([mark_of(**{what: [state.request_id for state in states]})])
             spans.versions.version = version
             engine.step(first, 2)
             engine.step(second, 1)
         engine.request_states.pop(second.request_id)
-        engine.process_outputs([SimpleNamespace(request_id=f"{MARK}[true, []]")])
-        assert spans.kept.notes(second.request_id) is None, "it has ended"
+        engine.process_outputs([mark_of(kept=[])])
+        assert spans.versions.notes_of(second, 0) is None, "it has ended"
 
     made = [[0, 0, 2], [4, 2, 4, kept], [4, 4, 6]], [[0, 0, 1], [4, 1, 2], [4, 2, 3, kept]]
     assert header(await serve(spans, engine, during)) == list(made)
@@ -165,7 +167,7 @@ async def test_tokens_of_an_adapter_are_counted_under_its_own_version_in_their_c
         sample.lora_name = "ä:1"
         engine.step(sample, 1)
         for core, version, tokens in ((0, 1, 2), (1, 9, 1), (0, 2, 3)):
-            engine.process_outputs([SimpleNamespace(request_id=f"{ADAPTER_MARK}{core}:{version}:ä:1")])
+            engine.process_outputs([mark_of(engine_index=core, adapter="ä:1", adapter_version=version)])
             engine.step(sample, tokens)
             engine.step(base, 1)
 
@@ -449,6 +451,6 @@ def test_the_version_of_one_that_does_not_is_kept_and_marked_among_its_outputs_t
     processor = SimpleNamespace(process_outputs=lambda outputs: passed.extend(o.request_id for o in outputs))
     versions.install(SimpleNamespace(output_processor=processor))
     processor.process_outputs(marks[0][1].outputs)
-    assert (versions.version, passed) == (7, [f"{VERSION_MARK}7"])
+    assert (versions.version, passed) == (7, [f'{MARK}{{"version": 7}}'])
     assert versions.of_newest(SimpleNamespace()) == 7
     assert versions.of_newest(SimpleNamespace(weight_version_starts=[("default", 0), ("3", 5)])) == 3

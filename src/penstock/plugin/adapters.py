@@ -117,7 +117,7 @@ class CoreAdapters:
             preempted, kept = self._preempt(name), 0
         else:
             preempted, kept = self._kv.keep_of(self._requests(name))
-        compat.mark_adapter(self._core, name, version)
+        compat.send_mark(self._core, engine_index=self._core.engine_index, adapter=name, adapter_version=version)
         end = time.perf_counter()
         seconds = {"pause": paused - began, "load": loaded - paused, "resume": end - loaded, "bubble": end - began}
         return {"version": version, "seconds": seconds, "preempted": preempted, "kept": kept}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import importlib.util
+import json
 import runpy
 import sys
 import time
@@ -23,10 +24,8 @@ from typing import Any
 from penstock.errors import StateError
 from penstock.wire import INITIAL_VERSION, Notes, version_number, version_of_tokens
 
-VERSION_MARK = "penstock-weight-version:"
-"""Begins the id of an output that belongs to no request: outputs after it are of the version that the id ends in."""
-ADAPTER_MARK = "penstock-adapter-version:"
-"""The same for an adapter; the core's number, the version and the adapter's name follow."""
+MARK = "penstock:"
+"""Begins the id of an output that belongs to no request; JSON follows, which is true of the outputs after it."""
 OUTPUTS_PER_TICK = 128
 """vLLM's output handler yields to the loop after so many outputs (VLLM_V1_OUTPUT_PROC_CHUNK_SIZE's default)."""
 
@@ -61,17 +60,17 @@ def label_core(core: Any, version: int) -> None:
         core.set_weight_version(str(version))
         return
     core._penstock_version = version  # noqa: SLF001
-    send_mark(core, f"{VERSION_MARK}{version}")
+    send_mark(core, version=version)
 
 
-def send_mark(core: Any, text: str) -> None:
-    """Send every API server an output that belongs to no request, whose id is `text`, between those that do."""
-    _put_output(core, range(len(core.addresses.outputs)), request_id=text)
+def send_mark(core: Any, **said: Any) -> None:
+    """Tell every API server something between its outputs (`TokenVersions`).
 
-
-def mark_adapter(core: Any, name: str, version: int) -> None:
-    """Tell every API server that tokens of an adapter are of this version from here on; no vLLM labels adapters."""
-    send_mark(core, f"{ADAPTER_MARK}{core.engine_index}:{version}:{name}")
+    `version` is that of weights, `adapter` and `adapter_version` are of the core `engine_index`, since no vLLM labels
+    adapters; `kept` and `anew` are requests that keep KV of older weights, and that compute it anew.
+    """
+    name = MARK + json.dumps(said)
+    _put_output(core, range(len(core.addresses.outputs)), request_id=name)
 
 
 def abort_unknown(core: Any, request: Any) -> None:
@@ -134,26 +133,32 @@ class TokenVersions:
         """The last that was set, for an engine that labels nothing."""
         self.adapters: dict[tuple[int, str], Notes] = {}
         """What tokens of an adapter are labelled with, by the number of the core and the adapter's name."""
+        self._kept: set[str] = set()
+        """Requests that have KV of older weights."""
 
     def install(self, engine: Any) -> None:
-        """Read the marks of `label_core` and `mark_adapter` among the outputs."""
+        """Read the marks of the cores among the outputs."""
         processor = engine.output_processor
-        processor.process_outputs = functools.partial(self._process, processor.process_outputs)
+        processor.process_outputs = functools.partial(self._process, processor, processor.process_outputs)
 
-    def _process(self, process_outputs: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(outputs) == 1:  # a mark comes alone, belongs to no request, and vLLM passes over it
-            name = outputs[0].request_id
-            if name.startswith(VERSION_MARK):
-                self.version = int(name.removeprefix(VERSION_MARK))
-            elif name.startswith(ADAPTER_MARK):
-                core, version, adapter = name.removeprefix(ADAPTER_MARK).split(":", 2)
-                self.adapters[int(core), adapter] = {"adapter": adapter, "adapter_version": int(version)}
+    def _process(self, processor: Any, process_outputs: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        # A mark comes alone, belongs to no request, and vLLM passes over it.
+        if len(outputs) == 1 and outputs[0].request_id.startswith(MARK):
+            said = json.loads(outputs[0].request_id.removeprefix(MARK))
+            self.version = said.get("version", self.version)
+            if "adapter" in said:
+                self.adapters[said.pop("engine_index"), said["adapter"]] = said
+            if "kept" in said:
+                self._kept = {name for name in (*self._kept, *said["kept"]) if name in processor.request_states}
+            self._kept.difference_update(said.get("anew", ()))
         return process_outputs(outputs, *args, **kwargs)
 
     def notes_of(self, state: Any, core: int) -> Notes | None:
         """Return what else made the newest tokens of a RequestState that runs in this core."""
-        name = state.lora_name
-        return None if name is None else self.adapters.get((core, name)) or {"adapter": name}
+        notes = Notes(kv_kept=True) if state.request_id in self._kept else Notes()
+        if (name := state.lora_name) is not None:
+            notes |= self.adapters.get((core, name)) or {"adapter": name}
+        return notes or None
 
     def of_newest(self, state: Any) -> int:
         """The version of the newest tokens of a RequestState."""

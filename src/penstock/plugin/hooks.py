@@ -22,8 +22,7 @@ from penstock.errors import RequestError
 from penstock.plugin.compat import TokenVersions, seed_versions
 from penstock.plugin.pause import ROUTES, PauseControl
 from penstock.plugin.progress import CURRENT, RequestProgress, SampleProgress, serve
-from penstock.rooms import plugged_in
-from penstock.wire import GENERATE, PROGRESS_HEADER, RESUME_ARG, Notes, check_part, parts_of
+from penstock.wire import GENERATE, PROGRESS_HEADER, RESUME_ARG, check_part, parts_of
 
 GENERATION = frozenset({GENERATE, "/v1/completions", "/v1/chat/completions"})
 ABORTS = frozenset({"/abort_requests", "/inference/v1/abort_requests"})
@@ -36,7 +35,6 @@ class RequestHooks:
 
     def __init__(self) -> None:
         self.versions = TokenVersions()
-        self.kept = plugged_in("kept_kv.served")()
         self._installed = False
         self.pausing = PauseControl()
         self.adapters_used: dict[str, float] = {}
@@ -54,7 +52,6 @@ class RequestHooks:
         processor.add_request = functools.partial(self._add, processor, processor.add_request)
         core.add_request_async = functools.partial(self._add_to_core, processor, core, core.add_request_async)
         self.versions.install(engine)
-        self.kept.install(processor)
 
     async def pass_on(self, app: Any, scope: dict[str, Any], receive: Any, send: Any) -> None:
         """Serve a request of vLLM's own, and report its progress (`progress.py`)."""
@@ -123,15 +120,10 @@ class RequestHooks:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        in_flight.count(sample, self._made_by(sample), finish_reason, stop_reason)
+        made_by = self.versions.of_newest(sample.state), self.versions.notes_of(sample.state, sample.core)
+        in_flight.count(sample, made_by, finish_reason, stop_reason)
         output = make_request_output(new_token_ids, pooling_output, finish_reason, stop_reason, *args, **kwargs)
         return in_flight.lighten(output)
-
-    def _made_by(self, sample: SampleProgress) -> tuple[int, Notes | None]:
-        notes = Notes()
-        for some in (self.kept.notes(sample.state.request_id), self.versions.notes_of(sample.state, sample.core)):
-            notes.update(some or Notes())
-        return self.versions.of_newest(sample.state), notes or None
 
     async def _add_to_core(self, processor: Any, core: Any, add_request_async: Any, request: Any) -> None:
         in_flight = CURRENT.get()

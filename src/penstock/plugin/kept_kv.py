@@ -20,11 +20,6 @@ from typing import Any
 
 from penstock.errors import StateError
 from penstock.plugin.compat import send_mark
-from penstock.wire import Notes
-
-MARK = "penstock-kv-kept:"
-"""Begins the id of an output that belongs to no request: JSON of `[kept, request ids]` follows."""
-
 
 # --- the salt ---------------------------------------------------------------------------------------------------------
 # vLLM looks up cached prefixes by tokens, a request's `cache_salt` and, for an adapter, its name and path. It knows no
@@ -54,9 +49,6 @@ def salt_of(
 
 class Salting:
     """Salts every request of one engine core with the versions in force when it looks for cached KV.
-
-    So whatever an older request computes, before a change or after, lies under a salt that no new request has. One
-    that has no KV, because it waits or was preempted, gets the salt in force as it looks.
 
     Args:
         core: vLLM's.
@@ -149,7 +141,8 @@ class KeptKV:
                 scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
                 scheduler._preempt_request(request, time.monotonic())  # noqa: SLF001 - as vLLM's reset of all
         kept = {request.request_id for request in chosen if request.num_computed_tokens}
-        self._tell(kept - self._kept, kept=True)
+        if new := sorted(kept - self._kept):
+            send_mark(self._core, kept=new)
         self._kept = (self._kept & scheduler.requests.keys()) | kept
         return len(kept)
 
@@ -159,41 +152,11 @@ class KeptKV:
             # A resumed request is among the new ones in vLLM's second model runner.
             begun = {*scheduled.scheduled_cached_reqs.resumed_req_ids}
             begun.update(new.req_id for new in scheduled.scheduled_new_reqs)
-            self._tell(self._kept & begun, kept=False)
+            if anew := sorted(self._kept & begun):
+                send_mark(self._core, anew=anew)
             self._kept -= begun
-
-    def _tell(self, requests: Iterable[str], *, kept: bool) -> None:
-        if names := sorted(requests):
-            send_mark(self._core, MARK + json.dumps([kept, names]))
 
 
 def _makes_tokens(request: Any) -> bool:
     """All its tokens have KV but the last one, which this engine made."""
     return request.num_output_tokens > 0 and request.num_computed_tokens >= request.num_tokens - 1
-
-
-# --- in the API server's process -------------------------------------------------------------------------------------
-
-
-class KeptRequests:
-    """The requests of one API server that have KV of older weights."""
-
-    def __init__(self) -> None:
-        self._names: set[str] = set()
-
-    def install(self, processor: Any) -> None:
-        """Read the marks among the outputs that vLLM's OutputProcessor gets."""
-        processor.process_outputs = functools.partial(self._process, processor, processor.process_outputs)
-
-    def notes(self, request_id: str) -> Notes | None:
-        """What its newest tokens have to say."""
-        return {"kv_kept": True} if request_id in self._names else None
-
-    def _process(self, processor: Any, process_outputs: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(outputs) == 1 and outputs[0].request_id.startswith(MARK):
-            kept, names = json.loads(outputs[0].request_id.removeprefix(MARK))
-            if kept:
-                self._names = {name for name in (*self._names, *names) if name in processor.request_states}
-            else:
-                self._names.difference_update(names)
-        return process_outputs(outputs, *args, **kwargs)
