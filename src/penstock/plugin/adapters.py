@@ -103,13 +103,10 @@ class CoreAdapters:
     def _load(self, order: Mapping[str, Any], began: float) -> dict[str, Any]:
         name, version, paused = order["name"], order["version"], time.perf_counter()
         problems = self._core.collective_rpc("penstock_load_adapter", args=(dict(order),))
+        if all(problems):
+            raise WeightsError(problems[0])
         if any(problems):
-            refused = next(filter(None, problems))
-            raise (
-                WeightsError(refused)
-                if all(problems)
-                else EngineError(f"some workers lack adapter {name!r}: {refused}")
-            )
+            raise EngineError(f"some workers lack adapter {name!r}: {next(filter(None, problems))}")
         self.loaded[name] = LoadedAdapter(order["id"], next(self._loads))
         loaded = time.perf_counter()
         self._kv.salting.install()
@@ -199,21 +196,21 @@ def check_adapter(source: Mapping[str, Any], spec: WeightSpec) -> None:
     file = Path(source.get("file") or Path(source["path"], "adapter_model.safetensors"))
     if not file.is_file():
         return  # a name of the hub, or other files: vLLM reads them
-    halves = {name: (match, shape) for name, shape in _shapes(file) if (match := _HALF.fullmatch(name))}
-    known = False
-    layers = {match[1] for name in spec.shapes if (match := _LAYER.match(name))}
-    for name, (match, shape) in halves.items():
-        base = spec.shapes.get(f"{match['module']}.weight")
+    known, layers = False, {match[1] for name in spec.shapes if (match := _LAYER.match(name))}
+    of_adapter: set[str] = set()
+    for name, shape in _shapes(file):
+        if (match := _HALF.fullmatch(name)) is None:
+            continue
+        base, axis = spec.shapes.get(f"{match['module']}.weight"), 1 if match["half"] == "A" else 0
         known |= base is not None
-        if base is not None and shape[1 if match["half"] == "A" else 0] != base[1 if match["half"] == "A" else 0]:
+        of_adapter |= {layer[1]} if (layer := _LAYER.match(match["module"])) else set()
+        if base is not None and shape[axis] != base[axis]:
             raise WeightsError(
                 f"the adapter is of another model: its tensor {name!r} has shape {shape}, and the engine's "
                 f"{match['module']!r} has {base}"
             )
-    for match, _ in halves.values() if known else ():
-        layer = _LAYER.match(match["module"])
-        if layer is not None and layer[1] not in layers:
-            raise WeightsError(f"the adapter is of another model: the engine's has no {layer[1]!r}")
+    if known and (missing := sorted(of_adapter - layers)):
+        raise WeightsError(f"the adapter is of another model: the engine's has no {missing[0]!r}")
 
 
 def _shapes(file: Path) -> list[tuple[str, tuple[int, ...]]]:
@@ -301,11 +298,7 @@ def read_from(source: Mapping[str, Any]) -> Generator[str]:
 
 
 class ServedAdapters:
-    """The adapters of one API server.
-
-    Args:
-        hooks: of its requests.
-    """
+    """The adapters of one API server: their names in vLLM's table, and calls that every core answers."""
 
     def __init__(self, hooks: RequestHooks) -> None:
         self._hooks = hooks

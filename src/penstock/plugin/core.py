@@ -132,7 +132,9 @@ class CoreControl:
         """Version of the last update of ours, if that kept the KV cache."""
         self.routes: dict[str, Route] = {
             "/penstock/weights/prepare": self._prepare,
-            "/penstock/weights/group": self._join_group,
+            "/penstock/weights/group": lambda body: self.in_core(
+                lambda: self._call_workers("penstock_join_group", body)
+            ),
             "/penstock/weights/apply": lambda body: self.in_core(self._update(body).apply),
             "/penstock/weights/load": lambda body: self.in_core(self._update(body).load),
             "/penstock/weights/commit": lambda body: self.in_core(self._update(body).commit),
@@ -247,12 +249,6 @@ class CoreControl:
         self._spec = spec
         return spec
 
-    def _join_group(self, body: Any) -> Future[Any]:
-        if not isinstance(body, dict):
-            raise WeightsError("the body must be a JSON object that describes a group")
-
-        return self.in_core(lambda: self._call_workers("penstock_join_group", body))
-
     def _call_workers(self, method: str, given: Any) -> dict[str, Any]:
         for problem in self.core.collective_rpc(method, args=(given,)):
             if problem is not None:
@@ -311,6 +307,7 @@ class CoreUpdate:
     def __init__(self, control: CoreControl, version: int, kv: KV) -> None:
         self._control = control
         self._core = control.core
+        self._pausing = control.pausing
         self._version = version
         self._kv: KV = kv
         self._commits = False
@@ -325,27 +322,27 @@ class CoreUpdate:
         """Pause, load the prepared version, and stay held until `commit`; a future if a step is under way."""
         self._began = time.perf_counter()
         self._control.step_cap.end()
-        self._control.pausing.require_awake()
+        self._pausing.require_awake()
         if self._kv == "keep_in_flight":
             self._control.kv.check()
         prepared = self._core.collective_rpc("penstock_prepared")
         if any(version != self._version for version in prepared):
             raise StateError(f"weight version {self._version} is not prepared here (prepared: {prepared})")
-        if self._control.pausing.makes_tokens:
-            self._control.pausing.meter.begin(self._version, self._core.scheduler.get_request_counts()[0])
+        if self._pausing.makes_tokens:
+            self._pausing.meter.begin(self._version, self._core.scheduler.get_request_counts()[0])
         # Also if it is paused: a pause that waits lets requests go on, and one that keeps may still wait for a step.
-        self._control.pausing.begin_update()
+        self._pausing.begin_update()
         return at_boundary(self._core, self._load_paused)
 
     def _load_paused(self) -> dict[str, Any]:
         try:  # vLLM serves the last of those that wait for a step first: a later sleep has happened by now
-            self._control.pausing.require_awake()
+            self._pausing.require_awake()
         except StateError as error:
-            self._control.pausing.drop_update()
+            self._pausing.drop_update()
             raise StateError(f"weight version {self._version} was not loaded: {error}") from error
         core, paused = self._core, time.perf_counter()
         in_flight = sum(core.scheduler.get_request_counts())  # a paused scheduler calls none of them unfinished
-        self._control.pausing.weights_are_out()
+        self._pausing.weights_are_out()
         kept = in_flight if self._kv == "keep" else 0
         if self._kv == "recompute":
             clear_kv(core)
@@ -369,7 +366,7 @@ class CoreUpdate:
     def commit(self) -> None:
         """Label the loaded weights; the core goes on unless a client has paused it or put it to sleep."""
         compat.label_core(self._core, self._version)
-        self._control.pausing.weights_are_in()
+        self._pausing.weights_are_in()
 
 
 def at_boundary(core: Any, work: Callable[[], Any]) -> Any:

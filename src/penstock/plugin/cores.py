@@ -25,11 +25,7 @@ _OK = 200
 
 
 class CoreCalls:
-    """Control calls that every core of one engine does.
-
-    Args:
-        hooks: of its requests.
-    """
+    """Control calls that every core of one engine does."""
 
     def __init__(self, hooks: RequestHooks) -> None:
         self._hooks = hooks
@@ -124,7 +120,7 @@ def check_replicas(checksums: Sequence[str], replicas: int) -> None:
     """Compare a dense model's data-parallel replicas rank by rank; a mixture of experts is spread over them.
 
     Args:
-        checksums: of every rank, shape `[replicas * ranks of one]`, replica by replica.
+        checksums: of every rank, replica by replica.
         replicas: how many.
 
     Raises:

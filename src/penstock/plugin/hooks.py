@@ -79,15 +79,9 @@ class RequestHooks:
             self._in_flight.discard(request)
 
     def _add(
-        self,
-        processor: Any,
-        add_request: Any,
-        request: Any,
-        prompt: Any,
-        parent_req: Any = None,
-        request_index: int = 0,
-        queue: Any = None,
-    ) -> None:
+        self, processor: Any, add_request: Any, request: Any, prompt: Any, parent_req: Any = None,
+        request_index: int = 0, queue: Any = None,
+    ) -> None:  # fmt: skip
         in_flight = CURRENT.get()
         if request.lora_request is not None:
             self.adapters_used[request.lora_request.lora_name] = time.monotonic()
@@ -109,17 +103,9 @@ class RequestHooks:
         state.make_request_output = functools.partial(self._count, in_flight, sample, state.make_request_output)
 
     def _count(
-        self,
-        in_flight: RequestProgress,
-        sample: SampleProgress,
-        make_request_output: Any,
-        new_token_ids: Any,
-        pooling_output: Any,
-        finish_reason: Any,
-        stop_reason: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+        self, in_flight: RequestProgress, sample: SampleProgress, make_request_output: Any,
+        new_token_ids: Any, pooling_output: Any, finish_reason: Any, stop_reason: Any, *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
         made_by = self.versions.of_newest(sample.state), self.versions.notes_of(sample.state, sample.core)
         in_flight.count(sample, made_by, finish_reason, stop_reason)
         output = make_request_output(new_token_ids, pooling_output, finish_reason, stop_reason, *args, **kwargs)
@@ -178,13 +164,7 @@ async def _names_in(receive: Any) -> tuple[frozenset[str] | None, Any]:
 
 
 def part_of(request: Any, index: int, samples: int, config: Any) -> dict[str, Any] | None:
-    """What sample `index` of an EngineCoreRequest has already, taken out of its extra arguments.
-
-    Args:
-        request: not yet known to vLLM.
-        index: among the samples of its prompt.
-        samples: how many its prompt has.
-        config: vLLM's ModelConfig.
+    """Take what sample `index` of a prompt's `samples` has already out of an EngineCoreRequest's extra arguments.
 
     Raises:
         VLLMValidationError: it does not fit itself or this model. vLLM answers 400; its core would die of it.

@@ -1,8 +1,10 @@
 """Updates after which requests in flight keep their KV, and new requests reuse nothing of older weights.
 
-In the engine core, a request's `cache_salt` names the weights that were in force when it last looked for cached KV. So
-whatever an older request computes, before the update or after, lies under a salt that no new request has. A request
-that has no KV, because it waits or was preempted, gets the salt in force as it looks; what it has is computed anew.
+vLLM looks up cached prefixes by tokens, a request's `cache_salt` and, for an adapter, its name and path. It knows no
+versions, so KV outlives the weights that made it. In the engine core, a request's `cache_salt` names the weights that
+were in force when it last looked for cached KV. So whatever an older request computes, before the update or after, lies
+under a salt that no new request has. A request that has no KV, because it waits or was preempted, gets the salt in
+force as it looks; what it has is computed anew.
 
 The core tells the API server which requests keep KV, and when one computes anew, by marks among its outputs: they are
 in order with the tokens. vLLM (0.26 to 0.33) has no extension point for this; the salt itself is one.
@@ -21,24 +23,14 @@ from typing import Any
 from penstock.errors import StateError
 from penstock.plugin.compat import send_mark
 
-# --- the salt ---------------------------------------------------------------------------------------------------------
-# vLLM looks up cached prefixes by tokens, a request's `cache_salt` and, for an adapter, its name and path. It knows no
-# versions, so KV outlives the weights that made it.
-
 
 def salt_of(
     caller_salt: str | None, weights_version: int | None, adapter: str | None, adapter_version: int | None
 ) -> str | None:
-    """Return the `cache_salt` of a request; requests with equal ones share cached prefixes.
+    """Return the `cache_salt` of a request: requests with equal ones share cached prefixes.
 
-    Args:
-        caller_salt: the request's own, which separates callers.
-        weights_version: of the base, where its KV must not outlive it; None: no salt for it.
-        adapter: name of the request's LoRA adapter.
-        adapter_version: of that adapter; None: not known, no salt for it.
-
-    Returns:
-        ASCII letters and digits that differ if any argument does; the caller's salt where neither version is given.
+    It differs if any argument does. It is the caller's own where no version counts: neither that of the base's
+    weights, nor that of the request's adapter.
     """
     if weights_version is None and adapter_version is None:
         return caller_salt
@@ -90,9 +82,6 @@ class Salting:
 def _salt_for(request: Any, own: str | None, versions: tuple[int | None, int | None]) -> str | None:
     name = None if request.lora_request is None else request.lora_request.lora_name
     return salt_of(own, versions[0], name, versions[1])
-
-
-# --- in the core's process -------------------------------------------------------------------------------------------
 
 
 class KeptKV:

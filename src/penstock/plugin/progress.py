@@ -109,10 +109,6 @@ class SampleProgress:
             "whole_only": self._whole_only,
         }
 
-    def spans(self) -> list[list[Any]]:
-        """Return `[version, start, end]` parts that cover its tokens exactly."""
-        return spans_of(self.versions)
-
 
 class RequestProgress:
     """One HTTP request and its samples.
@@ -178,8 +174,8 @@ class RequestProgress:
         return [sample.take_updates(asked=self.asked) for sample in self.samples.values() if sample.has_updates]
 
     def spans(self) -> list[list[list[Any]]]:
-        """For each sample, prompt by prompt; a sample without a token has no span."""
-        by_place = {sample.place: sample.spans() for sample in self.samples.values()}
+        """`[version, start, end]` parts of each sample, prompt by prompt; one without a token has none."""
+        by_place = {sample.place: spans_of(sample.versions) for sample in self.samples.values()}
         return [by_place.get(place, []) for place in range(1 + max(by_place, default=-1))]
 
 
@@ -213,23 +209,29 @@ async def serve(app: Any, scope: Any, receive: Any, send: Any, request: RequestP
 
 
 class _AnswerReporter:
-    """Adds a header to vLLM's answer, or comments to its stream."""
+    """Adds a header to vLLM's answer, or comments to its stream, and the ends that vLLM's streams leave out.
+
+    vLLM sends no event without a token before a choice's first one. A choice that is aborted while it waits would end
+    without a finish reason, as if it were whole. Needed until vLLM sends those events; 0.26 and 0.32 do not.
+    """
 
     def __init__(self, send: Any, request: RequestProgress, path: str, *, progress: bool) -> None:
         self._send = send
         self._request = request
         self._progress = progress
+        self._path = path
         self._streams = False
-        self._aborts = _Aborts(request, path)
-        self._in_tokens = path == GENERATE
         self._start: dict[str, Any] | None = None
-        """Held back with the answer, whose length changes."""
+        """Held back with the answer of the token endpoint, whose length changes."""
         self._answer = bytearray()
+        self._first_event = b""
+        self._aborts_seen: set[int] = set()
 
     async def send(self, message: dict[str, Any]) -> None:
+        in_tokens = self._path == GENERATE
         if message["type"] == "http.response.start":
             message = {**message, "headers": [*message["headers"], *self._more_headers(message["headers"])]}
-            if self._in_tokens and not self._streams:
+            if in_tokens and not self._streams:
                 self._start = message
                 return
         elif self._start is not None:
@@ -242,7 +244,7 @@ class _AnswerReporter:
             await self._send({**self._start, "headers": headers})
             message = {"type": "http.response.body", "body": answer}
         elif self._streams and (body := message.get("body")):
-            message = {**message, "body": self._more_body(name_tokens(body) if self._in_tokens else body)}
+            message = {**message, "body": self._more_body(name_tokens(body) if in_tokens else body)}
         await self._send(message)
 
     def _more_headers(self, headers: Any) -> list[tuple[bytes, bytes]]:
@@ -254,42 +256,23 @@ class _AnswerReporter:
         return [(SPANS_HEADER.lower().encode(), spans)] if len(b"[]") < len(spans) < MAX_SPANS_HEADER else []
 
     def _more_body(self, body: bytes) -> bytes:
-        self._aborts.read(body)
+        if body.startswith(EVENT):  # one of vLLM's
+            self._first_event = self._first_event or body
+            if ABORTED in body:
+                choices = _event(body).get("choices", ())
+                self._aborts_seen |= {one["index"] for one in choices if one.get("finish_reason") == "abort"}
         if self._progress and (updates := self._request.take_updates()):
             body = comment({"samples": updates}) + body
         before, done, after = body.rpartition(DONE)
         if not done:
             return body
-        return before + self._aborts.missing_ends() + comment({"versions": self._request.spans()}) + done + after
+        return before + self._missing_ends() + comment({"versions": self._request.spans()}) + done + after
 
-
-class _Aborts:
-    """Ends that vLLM's streams leave out.
-
-    vLLM sends no event without a token before a choice's first one. A choice that is aborted while it waits would end
-    without a finish reason, as if it were whole. Needed until vLLM sends those events; 0.26 and 0.32 do not.
-    """
-
-    def __init__(self, request: RequestProgress, path: str) -> None:
-        self._request = request
-        self._path = path
-        self._first = b""
-        self._ended: set[int] = set()
-
-    def read(self, body: bytes) -> None:
-        """Read a part of the stream, which is one event of vLLM's."""
-        if not body.startswith(EVENT):
-            return
-        self._first = self._first or body
-        if ABORTED in body:
-            choices = _event(body).get("choices", ())
-            self._ended.update(choice["index"] for choice in choices if choice.get("finish_reason") == "abort")
-
-    def missing_ends(self) -> bytes:
+    def _missing_ends(self) -> bytes:
         """An event for each aborted choice whose end the stream lacks."""
         samples = self._request.samples.values() if self._path in EMPTY else ()
-        places = sorted({sample.place for sample in samples if sample.finish == "abort"} - self._ended)
-        first = _event(self._first) if places and self._first else {}
+        places = sorted({sample.place for sample in samples if sample.finish == "abort"} - self._aborts_seen)
+        first = _event(self._first_event) if places and self._first_event else {}
         if not places or "error" in first:
             return b""
         head = {key: first[key] for key in ("id", "object", "created", "model") if key in first}

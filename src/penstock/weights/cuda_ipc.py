@@ -146,11 +146,7 @@ os.register_at_fork(before=_no_fork.acquire, after_in_parent=_no_fork.release, a
 
 
 def borrow(path: str, ended: Callable[[], None]) -> None:
-    """Have `ended` called, in a thread of its own, when the lease is over.
-
-    Raises:
-        WeightsError: it is over already, or this is no lease.
-    """
+    """Have `ended` called, in a thread of its own, when the lease is over. WeightsError: it is, or is no lease."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -181,11 +177,10 @@ class CudaIpcStore(Store):
     transport = TRANSPORT
 
     def __init__(self, devices: Sequence[torch.device | str] = ()) -> None:
-        """Open a store.
+        """Open a store for the GPUs that engines run on, all of them; default: that of the first tensor.
 
-        Args:
-            devices: GPUs that engines run on, all of them; default: that of the first tensor. A tensor that is not on
-                a device, or not contiguous, gets a copy there, in memory that is kept for the next version.
+        A tensor that is not on a device, or not contiguous, gets a copy there, in memory that is kept for the next
+        version.
         """
         self._given = tuple(_indexed(torch.device(device)) for device in devices)
         self._copies: dict[tuple[torch.device, str], torch.Tensor] = {}
@@ -266,11 +261,7 @@ class CudaIpcStore(Store):
 
 
 def _part(device: torch.device, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """Where the tensors of one device lie.
-
-    Returns:
-        `blocks`, `[handle, bytes]` of each allocation, and `places`, `[block, bytes from its start]` of each tensor.
-    """
+    """`blocks`, `[handle, bytes]` of each allocation, and `places`, `[block, bytes from its start]` of each tensor."""
     numbers: dict[int, int] = {}
     blocks: list[list[str | int]] = []
     places: list[list[int]] = []

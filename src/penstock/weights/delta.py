@@ -49,11 +49,7 @@ class DeltaStore(DiskStore):
     transport = TRANSPORT
 
     def publish(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
-        """Write what differs from the whole version, or all, and describe it; see `DiskStore.publish`.
-
-        Raises:
-            WeightsError: zstd is not installed, too.
-        """
+        """Write what differs from the whole version, or all, and describe it; see `DiskStore.publish`."""
         from penstock.weights.pack import write  # noqa: PLC0415 - the core must import without torch
 
         zstd()
@@ -93,11 +89,7 @@ class DeltaStore(DiskStore):
 
 
 def read_delta(manifest: WeightManifest) -> memoryview | None:
-    """Read the delta that makes a version of the whole file; None: the whole file is that version.
-
-    Raises:
-        WeightsError: it is gone or damaged, or the manifest is malformed.
-    """
+    """Read the delta that makes a version of the whole file; None: the whole file is that version already."""
     where = manifest.location
     with reading("weight manifest", WeightsError):
         name, nbytes, checksum = where["delta"], int(where["delta_bytes"]), int(where["delta_checksum"])
@@ -119,7 +111,7 @@ def write_delta(
         file: open for writing.
         old: reads from an offset so many bytes of the base.
         new: the version that results.
-        entries: the tensors.
+        entries: its tensors.
 
     Returns:
         Bytes of the file, and their CRC-32.
@@ -253,20 +245,14 @@ class DeltaBase:
         self._lock = threading.Lock()
 
     def bring(self, manifest: WeightManifest) -> WeightManifest:
-        """Make the image that version.
-
-        Args:
-            manifest: of the transport `delta`.
-
-        Returns:
-            The manifest for workers, of the transport `shared_memory`.
+        """Make the image a version, and return the manifest for workers, of the transport `shared_memory`.
 
         Raises:
             WeightsError: a file is gone or damaged, or a tensor that resulted is not what was sent, or not finite.
         """
         with self._lock:
             self._make(manifest)
-        location = {"path": f"/proc/{os.getpid()}/fd/{self._fd}"}
+        location = {"path": shared_memory.path_of(self._fd)}
         return replace(manifest, transport=shared_memory.TRANSPORT, location=location)
 
     def _make(self, manifest: WeightManifest) -> None:

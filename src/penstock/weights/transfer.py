@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,27 +35,19 @@ than to send. Larger ones go from where they lie to where they belong, without a
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Tensors `[start, stop)` of the version, sent together.
-
-    Attributes:
-        start: index of the first.
-        stop: index after the last.
-        offsets: of each in the packed buffer, in bytes; None: it goes alone. Shape `[stop - start]`.
-        packed_bytes: size of the packed buffer.
-    """
+    """Tensors `[start, stop)` of the version, sent together."""
 
     start: int
     stop: int
     offsets: tuple[int | None, ...]
+    """Of each in the packed buffer, in bytes; None: it goes alone."""
     packed_bytes: int
 
 
 def cut(sizes: Sequence[int], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
-    """Cut consecutive tensors into buckets, by their sizes alone, so that every rank finds the same.
+    """Cut consecutive tensors of these bytes into buckets, by their sizes alone, so that every rank finds the same.
 
-    Args:
-        sizes: bytes of each tensor, in the version's order.
-        bucket_bytes: the limit; a larger tensor has a bucket of its own.
+    A tensor larger than a bucket has one of its own.
     """
     cuts: list[int] = []
     held = 0
@@ -64,19 +56,14 @@ def cut(sizes: Sequence[int], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
             cuts.append(index)
             held = 0
         held += size
-    return [_bucket(sizes, start, stop) for start, stop in pairwise([*cuts, len(sizes)])]
-
-
-def _bucket(sizes: Sequence[int], start: int, stop: int) -> Bucket:
-    offsets: list[int | None] = []
-    end = 0
-    for size in sizes[start:stop]:
-        if size >= PACKED_BELOW:
-            offsets.append(None)
-            continue
-        offsets.append(end)
-        end += -(-size // ALIGNMENT) * ALIGNMENT
-    return Bucket(start, stop, tuple(offsets), end)
+    buckets: list[Bucket] = []
+    for start, stop in pairwise([*cuts, len(sizes)]):
+        small = [-(-size // ALIGNMENT) * ALIGNMENT if size < PACKED_BELOW else 0 for size in sizes[start:stop]]
+        *begins, end = accumulate(small, initial=0)
+        alone = [size >= PACKED_BELOW for size in sizes[start:stop]]
+        offsets = tuple(None if is_alone else begin for begin, is_alone in zip(begins, alone, strict=True))
+        buckets.append(Bucket(start, stop, offsets, end))
+    return buckets
 
 
 def describe(named_tensors: NamedTensors) -> tuple[tuple[TensorEntry, ...], torch.device]:
@@ -117,13 +104,7 @@ def describe(named_tensors: NamedTensors) -> tuple[tuple[TensorEntry, ...], torc
 def check_same_bits(sent: WeightManifest, copy: WeightManifest, named_tensors: NamedTensors) -> None:
     """Check that a copy in shared memory is of the version that was sent: the trainer may have changed the tensors.
 
-    Args:
-        sent: what `describe` described.
-        copy: of `named_tensors`.
-        named_tensors: a list is summed again on its device; of what is gathered at each pass, the copy is.
-
-    Raises:
-        WeightsError: they differ.
+    A list is summed again on its device; of what is gathered at each pass, the copy is. WeightsError: they differ.
     """
     if isinstance(named_tensors, list):
         entries, _ = describe(named_tensors)
@@ -200,35 +181,27 @@ def _begin(group: Group, bucket: Bucket, entries: Sequence[TensorEntry], place: 
     """Begin to receive a bucket: what to wait for, and its tensors in order."""
     packed = torch.empty(bucket.packed_bytes, dtype=torch.uint8, device=group.device)
     tensors: list[torch.Tensor] = []
-    alone: list[torch.Tensor] = []
+    incoming: list[torch.Tensor] = []
     for entry, offset in zip(entries[bucket.start : bucket.stop], bucket.offsets, strict=True):
         dtype: torch.dtype = getattr(torch, entry.dtype)
         if offset is not None:
             tensors.append(packed[offset : offset + entry.nbytes].view(dtype).view(entry.shape))
             continue
         target = place(entry)
-        if target is None:
-            target = torch.empty(entry.shape, dtype=dtype, device=group.device)
-        tensors.append(target)
-        alone.append(target)
-    return group.start([*map(_bytes, alone), packed] if bucket.packed_bytes else [*map(_bytes, alone)]), tensors
+        tensors.append(torch.empty(entry.shape, dtype=dtype, device=group.device) if target is None else target)
+        incoming.append(_bytes(tensors[-1]))
+    return group.start([*incoming, packed] if bucket.packed_bytes else incoming), tensors
 
 
 def _outgoing(bucket: Bucket, tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """What is sent of a bucket, in the order in which `_begin` receives it."""
     packed = torch.empty(bucket.packed_bytes, dtype=torch.uint8, device=device)
-    alone: list[torch.Tensor] = []
-    parts: list[torch.Tensor] = []
-    places: list[torch.Tensor] = []
-    for tensor, offset in zip(tensors, bucket.offsets, strict=True):
-        source = _bytes(tensor.detach().to(device).contiguous())
-        if offset is None:
-            alone.append(source)
-        elif source.numel():
-            parts.append(source)
-            places.append(packed[offset : offset + source.numel()])
-    if parts:
-        torch._foreach_copy_(places, parts)  # pyright: ignore[reportPrivateUsage] - hundreds of copies in one kernel
+    sources = [_bytes(tensor.detach().to(device).contiguous()) for tensor in tensors]
+    pairs = list(zip(sources, bucket.offsets, strict=True))
+    alone = [source for source, offset in pairs if offset is None]
+    if parts := [(source, offset) for source, offset in pairs if offset is not None and source.numel()]:
+        places = [packed[offset : offset + source.numel()] for source, offset in parts]
+        torch._foreach_copy_(places, [source for source, _ in parts])  # hundreds of copies in one kernel
     return [*alone, packed] if bucket.packed_bytes else alone
 
 
