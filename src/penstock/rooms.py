@@ -28,7 +28,6 @@ PLACES = {
     "figures": "penstock.router.figures:text",
     "generator.agent": "penstock.gateway.training:AgentRollouts",
     "kept_kv.core": "penstock.plugin.kept_kv:KeptKV",
-    "kept_kv.salting": "penstock.plugin.kept_kv:Salting",
     "launcher.ray": "penstock.fleet.ray_engines:RayLauncher",
     "layouts.check": "penstock.engine.layouts:check",
     "layouts.simulated": "penstock.engine.layouts:simulated_vocabulary",

@@ -6,7 +6,7 @@ from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
-from penstock.plugin.kept_kv import Salting, salt_of
+from penstock.plugin.kept_kv import KeptKV, salt_of
 
 
 def test_each_argument_separates() -> None:
@@ -24,7 +24,7 @@ def test_without_versions_the_callers_salt_stays() -> None:
 
 
 def test_a_request_is_salted_as_it_looks_for_kv_and_keeps_its_callers_salt() -> None:
-    versions: dict[str, int | None] = {"base": None, "x": 1}
+    loads: dict[str, int | None] = {"x": 1}
     looked: list[str | None] = []
 
     def look_up(request: Any) -> None:
@@ -36,16 +36,16 @@ def test_a_request_is_salted_as_it_looks_for_kv_and_keeps_its_callers_salt() -> 
 
     manager = SimpleNamespace(get_computed_blocks=look_up)
     core: Any = SimpleNamespace(scheduler=SimpleNamespace(kv_cache_manager=manager), preprocess_add_request=preprocess)
-    salting = Salting(core, lambda lora: (versions["base"], versions[lora.lora_name]))
-    salting.install()
-    salting.install()
+    kv = KeptKV(core, lambda lora: loads[lora.lora_name])
+    kv.salt()
+    kv.salt()
     tuned = SimpleNamespace(lora_name="x")
     request, _ = core.preprocess_add_request(SimpleNamespace(cache_salt="mine", lora_request=tuned))
     manager.get_computed_blocks(request)
     assert request.block_hashes == ["old"], "nothing has changed since"
-    versions["base"] = 7
+    kv.version = 7
     manager.get_computed_blocks(request)
     assert request.block_hashes == []
-    versions["x"] = 2
+    loads["x"] = 2
     manager.get_computed_blocks(request)
     assert looked == [salt_of("mine", None, "x", 1), salt_of("mine", 7, "x", 1), salt_of("mine", 7, "x", 2)]

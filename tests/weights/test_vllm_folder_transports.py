@@ -53,7 +53,7 @@ async def test_a_damaged_file_is_refused_and_the_version_before_is_served_on(liv
 
     def damaged(*arguments):
         manifest = publish(*arguments)
-        newest = max(store._folder.path.glob("v*"), key=lambda file: file.stat().st_mtime_ns)
+        newest = max(store.folder.glob("v*"), key=lambda file: file.stat().st_mtime_ns)
         with newest.open("r+b") as file:
             file.seek(newest.stat().st_size * 2 // 3)
             byte = file.read(1)[0]

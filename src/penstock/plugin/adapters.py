@@ -109,7 +109,7 @@ class CoreAdapters:
             raise EngineError(f"some workers lack adapter {name!r}: {next(filter(None, problems))}")
         self.loaded[name] = LoadedAdapter(order["id"], next(self._loads))
         loaded = time.perf_counter()
-        self._kv.salting.install()
+        self._kv.salt()
         if order["kv"] == "recompute":
             preempted, kept = self._preempt(name), 0
         else:

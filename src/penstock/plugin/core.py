@@ -123,8 +123,7 @@ class CoreControl:
         self.core = core
         self.pausing = PauseState(core)
         self.step_cap = StepCap(core)
-        self.salting = plugged_in("kept_kv.salting")(core, lambda lora: (self.kv.version, self.adapters.load_of(lora)))
-        self.kv = plugged_in("kept_kv.core")(core, self.salting)
+        self.kv = plugged_in("kept_kv.core")(core, lambda lora: self.adapters.load_of(lora))  # noqa: PLW0108 - made below
         self.adapters = plugged_in("adapters.core")(core, self._change, self.kv)
         scheduler = core.scheduler
         scheduler.update_from_output = functools.partial(self._after_step, scheduler.update_from_output)

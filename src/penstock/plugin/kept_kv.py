@@ -39,30 +39,34 @@ def salt_of(
     return hashlib.sha256(named.encode()).hexdigest()
 
 
-class Salting:
-    """Salts every request of one engine core with the versions in force when it looks for cached KV.
+class KeptKV:
+    """Salts and kept requests of one engine core; methods run in its thread, between two steps, unless said.
 
     Args:
         core: vLLM's.
-        versions: returns the base's version and the adapter's for a LoRARequest, or None; asked in any thread.
+        load_of: which load brought the adapter of a LoRARequest, or None; asked in any thread.
     """
 
-    def __init__(self, core: Any, versions: Callable[[Any], tuple[int | None, int | None]]) -> None:
+    def __init__(self, core: Any, load_of: Callable[[Any], int | None]) -> None:
+        self.version: int | None = None
+        """Of the last update that kept KV in flight: the salt in force."""
         self._core = core
-        self._versions = versions
-        self._installed = False
+        self._load_of = load_of
+        self._salts = False
+        self._kept: set[str] = set()
+        """Requests with KV of older weights, as far as the API server was told."""
 
-    def install(self) -> None:
-        """Salt from now on, in the core's thread; again is harmless."""
-        if not self._installed:
-            self._installed = True
+    def salt(self) -> None:
+        """Salt every request from now on with the versions in force as it looks for cached KV; again is harmless."""
+        if not self._salts:
+            self._salts = True
             manager, core = self._core.scheduler.kv_cache_manager, self._core
             manager.get_computed_blocks = functools.partial(self._look_up, manager.get_computed_blocks)
             core.preprocess_add_request = functools.partial(self._salt, core.preprocess_add_request)
 
     def _salt(self, preprocess: Any, request: Any) -> Any:
         """Salt a request before its blocks are hashed, in the core's input thread."""
-        own, versions = request.cache_salt, self._versions(request.lora_request)
+        own, versions = request.cache_salt, (self.version, self._load_of(request.lora_request))
         request.cache_salt = _salt_for(request, own, versions)
         result = preprocess(request)
         result[0].penstock_salt = own, versions
@@ -71,29 +75,12 @@ class Salting:
     def _look_up(self, get_computed_blocks: Any, request: Any) -> Any:
         """Look for cached KV of the weights in force; vLLM does so where a request has none."""
         own, had = getattr(request, "penstock_salt", (request.cache_salt, (None, None)))
-        if (versions := self._versions(request.lora_request)) != had:
+        if (versions := (self.version, self._load_of(request.lora_request))) != had:
             request.penstock_salt = own, versions
             request.cache_salt = _salt_for(request, own, versions)
             request.block_hashes = []
             request.update_block_hashes()
         return get_computed_blocks(request)
-
-
-def _salt_for(request: Any, own: str | None, versions: tuple[int | None, int | None]) -> str | None:
-    name = None if request.lora_request is None else request.lora_request.lora_name
-    return salt_of(own, versions[0], name, versions[1])
-
-
-class KeptKV:
-    """Salts and kept requests of one engine core; methods run in the core's thread, between two steps."""
-
-    def __init__(self, core: Any, salting: Salting) -> None:
-        self._core = core
-        self.salting = salting
-        self.version: int | None = None
-        """Of the last update that kept KV in flight: the salt in force."""
-        self._kept: set[str] = set()
-        """Requests with KV of older weights, as far as the API server was told."""
 
     def check(self) -> None:
         """Raise StateError where KV leaves the engine: it would come back under other weights."""
@@ -105,7 +92,7 @@ class KeptKV:
 
     def keep_in_flight(self, version: int) -> int:
         """Let requests that are making tokens keep their KV; return how many. The core is paused, no step under way."""
-        self.salting.install()
+        self.salt()
         self.version = version
         self._core.reset_encoder_cache()
         return self._keep(self._core.scheduler.requests.values())
@@ -144,6 +131,11 @@ class KeptKV:
             if anew := sorted(self._kept & begun):
                 send_mark(self._core, anew=anew)
             self._kept -= begun
+
+
+def _salt_for(request: Any, own: str | None, versions: tuple[int | None, int | None]) -> str | None:
+    name = None if request.lora_request is None else request.lora_request.lora_name
+    return salt_of(own, versions[0], name, versions[1])
 
 
 def _makes_tokens(request: Any) -> bool:
