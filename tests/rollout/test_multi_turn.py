@@ -29,11 +29,6 @@ CONFIG = SimConfig(vocab_size=98, eos_token_id=2, eos_share=0.2, tokens_per_seco
 PARAMS = SamplingParams(max_tokens=24, temperature=0.7)
 
 
-@pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return chat_tokenizer(tmp_path_factory.mktemp("chat"))
-
-
 class Repeats(Environment):
     """Answers `turns` times; the reward of a turn is its number, that of the episode 100."""
 

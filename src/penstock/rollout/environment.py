@@ -10,9 +10,10 @@ import random
 import sysconfig
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
@@ -21,17 +22,30 @@ from penstock.errors import ConfigError, PenstockError, UserError
 from penstock.settings import did_you_mean
 
 Split = Literal["heldout", "warm_start", "train"]
+_PACKAGES = {
+    "skyrl-gym": "penstock.rollout.skyrl_gym_env:SkyRLEnvironment",
+    "verifiers": "penstock.rollout.verifiers_env:VerifiersEnvironment",
+}
+"""Prefixes of `environment.name`: an environment of that package by its own name."""
 MOST_DRAWS = 100_000
 """Tries of one call of `DrawnTasks`; one prompt in ten is held out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One problem. `prompt` is the text the policy sees; `metadata` is what the environment needs to score it."""
+    """One problem.
+
+    Attributes:
+        id: of the task.
+        prompt: text that the policy sees.
+        metadata: what the environment needs to score it.
+        messages: opening of an episode of several turns, in OpenAI's form; empty: `prompt` as the user's message.
+    """
 
     id: str
     prompt: str
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    messages: Sequence[Mapping[str, Any]] = ()
 
 
 class Response(str):  # noqa: SLOT000 - a str has no slots of its own beside its text
@@ -77,6 +91,23 @@ class Turn:
         return list(self.observation)
 
 
+class Dialogue:
+    """The environment's side of one episode. A subclass may keep what the episode changes.
+
+    Attributes:
+        opening: messages that the episode begins with, in OpenAI's form.
+    """
+
+    def __init__(self, environment: Environment, task: Task) -> None:
+        self.environment = environment
+        self.task = task
+        self.opening: Sequence[Mapping[str, Any]] = task.messages or [{"role": "user", "content": task.prompt}]
+
+    async def step(self, responses: Sequence[Response]) -> Turn | None:
+        """Answer the latest response; see `Environment.step`."""
+        return await self.environment.step(self.task, responses)
+
+
 class Environment(ABC):
     """A stream of tasks and a reward. Methods are deterministic: the same seed and index give the same task.
 
@@ -107,10 +138,53 @@ class Environment(ABC):
         del task, responses
         return None
 
+    @asynccontextmanager
+    async def dialogue(self, task: Task) -> AsyncGenerator[Dialogue]:
+        """Open an episode, and close it when the block ends; an environment whose `step` needs a state overrides it."""
+        yield Dialogue(self, task)
+
     @classmethod
     def has_turns(cls) -> bool:
         """Whether episodes may have several turns."""
-        return cls.step is not Environment.step
+        return cls.step is not Environment.step or cls.dialogue is not Environment.dialogue
+
+
+class ListedTasks(Environment):
+    """An environment with a list of tasks. Each pass over the training tasks has an order of its own.
+
+    Args:
+        tasks: all of them, if `split_of` their prompts decides which are held out; else those of training.
+        seed: of the order.
+        heldout: those held out.
+
+    Raises:
+        ConfigError: there is no task to train on.
+    """
+
+    def __init__(self, tasks: Sequence[Task], *, seed: int, heldout: Sequence[Task] | None = None) -> None:
+        self.seed = seed
+        self._train = list(tasks)
+        self._heldout = list(heldout or ())
+        if heldout is None:
+            self._heldout = [task for task in tasks if split_of(task.prompt) == "heldout"]
+            self._train = [task for task in tasks if split_of(task.prompt) != "heldout"]
+        if not self._train:
+            raise ConfigError(f"{type(self).__name__} has no task to train on")
+        self._pass, self._order = -1, [0]
+
+    def train_task(self, index: int) -> Task:
+        """Task `index` of the training stream."""
+        number, place = divmod(index, len(self._train))
+        if number != self._pass:
+            everything = range(len(self._train))
+            self._pass, self._order = number, random.Random(f"{self.seed}/{number}").sample(everything, len(everything))
+        return self._train[self._order[place]]
+
+    def heldout_tasks(self, n: int) -> list[Task]:
+        """The first `n` that are held out. UserError: there are fewer."""
+        if n > len(self._heldout):
+            raise UserError(f"{len(self._heldout)} tasks are held out, {n} were asked for; set eval.size")
+        return self._heldout[:n]
 
 
 class DrawnTasks(Environment):
@@ -242,11 +316,15 @@ def import_named(key: str, name: str) -> object:
 
 
 def _environment_class(name: str) -> Callable[..., Environment]:
+    kind, _, own_name = name.partition(":")
+    if kind in _PACKAGES and own_name:
+        return partial(cast("Any", import_named("environment.name", _PACKAGES[kind])), own_name)
     if name == "reasoning_gym":
         name = "penstock.rollout.reasoning_gym_env:ReasoningGymEnvironment"
     if ":" not in name:
         near = "; did you mean 'reasoning_gym'?" if difflib.get_close_matches(name, ["reasoning_gym"]) else ""
-        raise ConfigError(f"environment.name must be 'reasoning_gym' or 'module:Class', got {name!r}{near}")
+        known = "'reasoning_gym' or 'module:Class', 'verifiers:ID' or 'skyrl-gym:ID'"
+        raise ConfigError(f"environment.name must be {known}, got {name!r}{near}")
     cls = import_named("environment.name", name)
     if not (isinstance(cls, type) and issubclass(cls, Environment)):
         raise ConfigError(f"environment.name {name!r} is not a subclass of penstock.rollout.environment.Environment")

@@ -13,7 +13,7 @@ from penstock.config import RolloutConfig
 from penstock.engine.interface import Engine
 from penstock.errors import ConfigError, EngineError, PenstockError
 from penstock.rollout.chat_template import ChatTemplate
-from penstock.rollout.environment import Environment, Response, Task, Turn, user_code
+from penstock.rollout.environment import Dialogue, Environment, Response, Task, user_code
 from penstock.rollout.generator import Generator, GeneratorInput, GeneratorOutput
 from penstock.rollout.output_parser import OutputParser
 from penstock.rollout.single_turn import Places, SingleTurnGenerator, finite_reward, token_space
@@ -169,8 +169,14 @@ class MultiTurnGenerator(Generator):
         )
 
     async def _play(self, task: Task, params: SamplingParams, session: SessionId, group_id: str) -> Trajectory:
-        tools = self._environment.tools
-        row = TokenRow(tuple(self._template.render([{"role": "user", "content": task.prompt}], tools)))
+        async with self._environment.dialogue(task) as dialogue:
+            return await self._exchange(dialogue, params, session, group_id)
+
+    async def _exchange(
+        self, dialogue: Dialogue, params: SamplingParams, session: SessionId, group_id: str
+    ) -> Trajectory:
+        task, tools = dialogue.task, self._environment.tools
+        row = TokenRow(tuple(self._template.render(dialogue.opening, tools)))
         responses: list[Response] = []
         rewards: list[tuple[int, float]] = []
         while True:
@@ -179,7 +185,8 @@ class MultiTurnGenerator(Generator):
             row.add_sample(sample)
             stop_reason = sample.finish_reason
             responses.append(self._response(context, sample))
-            turn = await self._answer(task, responses)
+            with user_code(f"the environment's step of task {task.id!r} failed", PenstockError):
+                turn = await dialogue.step(responses)
             rewards.append((len(row.ids), finite_reward(turn.reward if turn else 0.0, task)))
             if turn is None or turn.done or stop_reason != "stop":
                 break
@@ -214,10 +221,6 @@ class MultiTurnGenerator(Generator):
         if not sample.token_ids and sample.finish_reason != "abort":
             raise EngineError("the engine returned a sample without a token")
         return sample
-
-    async def _answer(self, task: Task, responses: Sequence[Response]) -> Turn | None:
-        with user_code(f"the environment's step of task {task.id!r} failed", PenstockError):
-            return await self._environment.step(task, responses)
 
 
 def generator_for(

@@ -1,0 +1,117 @@
+"""`environment.name: skyrl-gym:ID`: an environment of SkyRL's gym, with its rows of data."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from penstock.errors import ConfigError, PenstockError
+from penstock.parsing import parse_json
+from penstock.rollout.environment import Dialogue, ListedTasks, Response, Task, Turn
+
+
+class SkyRLEnvironment(ListedTasks):
+    """Each episode has an instance of its own, made by `skyrl_gym.make`; its `step` runs in a thread.
+
+    Args:
+        name: under which the environment is registered.
+        seed: of the order of the training tasks.
+        data: rows of training in SkyRL's form, a file of JSON lines or parquet: `prompt` has messages, and the other
+            columns go to the environment as `extras`.
+        heldout_data: rows held out; default: a tenth of `data`, by a hash of the prompt.
+        env_config: of the environment, for all rows.
+        extras: for all rows; a row's own columns win.
+        imports: module that registers the environment, if it is not one of SkyRL's own.
+
+    Raises:
+        ConfigError: no such package, environment or file, or rows of another shape.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        seed: int,
+        data: str,
+        heldout_data: str | None = None,
+        env_config: Mapping[str, Any] | None = None,
+        extras: Mapping[str, Any] | None = None,
+        imports: str | None = None,
+    ) -> None:
+        try:
+            self._gym: Any = importlib.import_module("skyrl_gym")
+        except ImportError as error:
+            raise ConfigError(f"environment.name skyrl-gym:{name} needs its package: pip install skyrl-gym") from error
+        if imports is not None:
+            importlib.import_module(imports)
+        if name not in self._gym.registry:
+            raise ConfigError(f"skyrl-gym has no environment {name!r}; known: {', '.join(sorted(self._gym.registry))}")
+        self._name = name
+        self._config = SimpleNamespace(**(env_config or {}))
+        self._extras = dict(extras or {})
+        train = _tasks(name, Path(data))
+        heldout = None if heldout_data is None else _tasks(name, Path(heldout_data))
+        super().__init__(train, seed=seed, heldout=heldout)
+
+    def reward(self, task: Task, response_text: str) -> float:
+        """Nothing: the rewards of an episode are those of its steps."""
+        del task, response_text
+        return 0.0
+
+    @asynccontextmanager
+    async def dialogue(self, task: Task) -> AsyncGenerator[Dialogue]:
+        """Open an episode with an instance of its own."""
+        extras = {**self._extras, **task.metadata}
+        game = await asyncio.to_thread(self._gym.make, self._name, env_config=self._config, extras=extras)
+        try:
+            opening, _ = await asyncio.to_thread(game.init, [dict(message) for message in task.messages])
+            yield _SkyRLDialogue(self, task, game, opening)
+        finally:
+            await asyncio.to_thread(game.close)
+
+
+class _SkyRLDialogue(Dialogue):
+    def __init__(self, environment: SkyRLEnvironment, task: Task, game: Any, opening: Sequence[Any]) -> None:
+        super().__init__(environment, task)
+        self.opening = list(opening)
+        self._game = game
+
+    async def step(self, responses: Sequence[Response]) -> Turn | None:
+        """Give the latest response to the instance. PenstockError: it changes what the policy said."""
+        said = str(responses[-1])
+        out: Mapping[str, Any] = await asyncio.to_thread(self._game.step, said)
+        if out.get("postprocessed_action") not in (None, said):
+            raise PenstockError(
+                "the environment changes what the policy said (postprocessed_action), so the row would hold tokens "
+                "that no engine sampled; end responses with stop tokens instead"
+            )
+        observations, done = list(out["observations"] or ()), bool(out["done"])
+        return Turn(observations, reward=float(out["reward"]), done=done or not observations)
+
+
+def _tasks(name: str, path: Path) -> list[Task]:
+    try:
+        return [_task(f"{name}/{path.stem}/{number}", row) for number, row in enumerate(_rows(path))]
+    except (OSError, ImportError) as error:
+        raise ConfigError(f"the rows of skyrl-gym:{name} cannot be read: {error}") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path}: each row has a `prompt`, a list of messages with role and content") from error
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    if path.suffix == ".parquet":
+        table: Any = importlib.import_module("pandas").read_parquet(path)  # skyrl-gym needs pandas itself
+        return cast("list[dict[str, Any]]", table.to_dict("records"))
+    lines = path.read_text().splitlines()
+    return [parse_json(line, f"{path}, line {i}", ConfigError) for i, line in enumerate(lines, 1) if line.strip()]
+
+
+def _task(task_id: str, row: Mapping[str, Any]) -> Task:
+    messages = [{"role": message["role"], "content": message["content"]} for message in row["prompt"]]
+    text = "\n".join(str(message["content"]) for message in messages)
+    return Task(task_id, text, {name: value for name, value in row.items() if name != "prompt"}, messages)
