@@ -11,7 +11,7 @@ import _common
 import httpx
 
 from penstock import Fleet
-from penstock.gateway.server import serving
+from penstock.gateway.app import serving
 from penstock.gateway.service import Gateway, Tenant
 from penstock.gateway.turn import GatewayOptions
 from penstock.rollout.chat_template import ChatTemplate

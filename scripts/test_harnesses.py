@@ -33,7 +33,7 @@ from chat_model import chat_tokenizer  # noqa: E402
 from gateway_rig import THOUGHT, Rig, logprob  # noqa: E402
 from penstock.errors import PenstockError  # noqa: E402
 from penstock.gateway.agent import AgentGenerator  # noqa: E402
-from penstock.gateway.server import serving  # noqa: E402
+from penstock.gateway.app import serving  # noqa: E402
 from penstock.rollout.environment import Environment, Task  # noqa: E402
 from penstock.rollout.generator import GeneratorInput  # noqa: E402
 from penstock.types import Trajectory  # noqa: E402

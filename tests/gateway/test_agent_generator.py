@@ -16,7 +16,7 @@ import pytest
 from gateway_rig import KEY, Rig
 from penstock.errors import PenstockError
 from penstock.gateway.agent import AgentGenerator, Episode
-from penstock.gateway.server import serving
+from penstock.gateway.app import serving
 from penstock.rollout.environment import Environment, Task
 from penstock.rollout.generator import GeneratorInput
 from penstock.rollout.tokenizer import Tokenizer

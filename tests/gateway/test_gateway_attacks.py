@@ -14,10 +14,10 @@ from wire_clients import WIRES, Chat
 from gateway_rig import KEY, THOUGHT, Rig, auth
 from penstock.errors import ConfigError
 from penstock.gateway.agent import AgentGenerator, Episode
+from penstock.gateway.app import serving
 from penstock.gateway.graph import Limits
 from penstock.gateway.messages import ToolCall
 from penstock.gateway.responses import ResponsesDialect
-from penstock.gateway.server import serving
 from penstock.rollout.environment import Environment, Task
 from penstock.rollout.generator import GeneratorInput
 from penstock.rollout.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ import pytest
 
 from gateway_rig import KEY, Rig, auth
 from penstock import asgi as server
-from penstock.gateway.server import serving
+from penstock.gateway.app import serving
 from penstock.rollout.tokenizer import Tokenizer
 
 CHAT = "/v1/chat/completions"

@@ -10,8 +10,8 @@ from wire_clients import ECHOES, WIRES, Chat
 
 from gateway_rig import CALL, KEY, PARAMETERS, THOUGHT, Rig, auth, events_of
 from penstock.errors import DeadlineError
+from penstock.gateway.app import serving
 from penstock.gateway.dialect import dumps
-from penstock.gateway.server import serving
 from penstock.rollout.tokenizer import Tokenizer
 
 

@@ -30,3 +30,7 @@ class LookupTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
 class Lookups(vf.Taskset[LookupTask, vf.TasksetConfig]):
     def load(self) -> Iterable[LookupTask]:
         return [LookupTask(vf.TaskData(prompt=f"Where is book {i}?"), self.config.task) for i in range(40)]
+
+
+if __name__ == "__main__":  # verifiers serves the tools by running this module
+    Shelf.run()

@@ -12,7 +12,7 @@ from gateway_rig import Engine, Rig, logprob
 from penstock.config import EnvironmentConfig
 from penstock.errors import ConfigError, UserError
 from penstock.gateway.agent import AgentGenerator
-from penstock.gateway.server import serving
+from penstock.gateway.app import serving
 from penstock.rollout.environment import Environment, load_environment
 from penstock.rollout.generator import GeneratorInput
 from penstock.rollout.multi_turn import MultiTurnGenerator
@@ -56,8 +56,9 @@ async def test_a_task_with_a_tool_names_the_generator_that_plays_it(tokenizer: T
 
 @pytest.mark.parametrize("name", ["own_taskset", "own_tool_taskset"])
 async def test_verifiers_plays_its_own_environment_and_the_row_is_exact(
-    name: str, tokenizer: Tokenizer, tmp_path: Path
+    name: str, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))  # of the process that serves the tools
     from penstock.gateway.verifiers import play
 
     environment = load(name, **({"most_tasks": 50} if name == "own_taskset" else {}))

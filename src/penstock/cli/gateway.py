@@ -104,7 +104,7 @@ async def _serve(
     parsers: dict[str, str | None],
 ) -> None:
     from penstock.engine.client import DataClient  # noqa: PLC0415
-    from penstock.gateway.server import serving  # noqa: PLC0415
+    from penstock.gateway.app import serving  # noqa: PLC0415
     from penstock.gateway.service import Gateway  # noqa: PLC0415
     from penstock.gateway.turn import GatewayOptions  # noqa: PLC0415
     from penstock.process import raise_file_limit  # noqa: PLC0415

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import orjson
@@ -15,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from penstock.asgi import read_body
+from penstock.asgi import listening, read_body, serving_app
 from penstock.errors import UserError
 from penstock.gateway.anthropic import AnthropicDialect
 from penstock.gateway.chat import ChatDialect
@@ -66,6 +67,27 @@ def build_app(gateway: Gateway, *, keepalive_s: float = KEEPALIVE_S) -> Starlett
         routes.append(Route(f"{prefix}/v1/messages/count_tokens", counting, methods=["POST"]))
         routes.append(Route(f"{prefix}/v1/models", calls.on(chat, calls.models), methods=["GET"]))
     return Starlette(routes=routes, exception_handlers={404: _no_path})
+
+
+@asynccontextmanager
+async def serving(
+    gateway: Gateway, *, host: str = "127.0.0.1", port: int = 0, max_connections: int | None = None
+) -> AsyncGenerator[str]:
+    """Serve a gateway while the block runs, and give its base URL; port 0 is any free one.
+
+    Args:
+        gateway: to serve; it is closed at the end.
+        host: address to listen on.
+        port: to listen on.
+        max_connections: see `penstock.asgi.serving_app`.
+
+    Raises:
+        ConfigError: the address cannot be listened on.
+    """
+    listener = listening(host, port, "the gateway")
+    async with serving_app(build_app(gateway), listener, "the gateway", gateway.close, max_connections=max_connections):
+        shown = f"[{host}]" if ":" in host else host
+        yield f"http://{shown}:{listener.getsockname()[1]}"
 
 
 async def _no_path(http: Request, _: Exception) -> Response:

@@ -11,8 +11,8 @@ from pathlib import Path
 from penstock.config import RunConfig
 from penstock.errors import ConfigError
 from penstock.gateway.agent import Agent, AgentGenerator
+from penstock.gateway.app import serving
 from penstock.gateway.graph import Limits
-from penstock.gateway.server import serving
 from penstock.gateway.service import Gateway, Tenant
 from penstock.gateway.turn import GatewayOptions
 from penstock.guard import new_key
