@@ -22,12 +22,12 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT))
+sys.path += [str(ROOT), str(ROOT / "tests")]
 
 from examples.tools.guess import Guess  # noqa: E402
 from make_demo_model import IGNORE, MAX_LENGTH, new_model  # noqa: E402
 
-from penstock.rollout.char_tokenizer import save_char_tokenizer  # noqa: E402
+from char_tokenizer import save_char_tokenizer  # noqa: E402
 from penstock.rollout.environment import Task  # noqa: E402
 
 OUT = ROOT / "examples" / "models" / "guesser-0.8m"

@@ -19,6 +19,7 @@ import argparse
 import collections
 import itertools
 import statistics
+import sys
 import time
 from pathlib import Path
 
@@ -26,7 +27,9 @@ import torch
 from torch.nn import functional
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from penstock.rollout.char_tokenizer import save_char_tokenizer
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+
+from char_tokenizer import save_char_tokenizer
 from penstock.rollout.environment import Task
 from penstock.rollout.reasoning_gym_env import ReasoningGymEnvironment
 

@@ -23,7 +23,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from penstock.rollout.char_tokenizer import save_char_tokenizer
+from char_tokenizer import save_char_tokenizer
 from penstock.types import Sample
 
 MAX_LEN = 2048  # answers long enough that an update, however late on a busy machine, meets them

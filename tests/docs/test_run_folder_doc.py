@@ -27,9 +27,9 @@ def documented(text: str) -> dict[str, bool]:
 async def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from training_setup import config_of, save_nano_model
 
+    from char_tokenizer import save_char_tokenizer
     from penstock.config import RunConfig
     from penstock.observe.summary import Reporter
-    from penstock.rollout.char_tokenizer import save_char_tokenizer
     from penstock.train.run import run
 
     path = tmp_path_factory.mktemp("run")

@@ -20,10 +20,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from char_tokenizer import save_char_tokenizer
 from http_engine import HTTPEngine
 from nano_models import MAX_LEN, History, changed, save_adapter, save_dense
 from penstock.engine.launch import EngineProcess
-from penstock.rollout.char_tokenizer import save_char_tokenizer
 from penstock.settings import EngineConfig
 from penstock.types import SamplingParams
 

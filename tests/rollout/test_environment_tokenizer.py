@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from char_tokenizer import ALPHABET, SPECIAL_TOKENS, save_char_tokenizer
 from penstock.errors import UserError
-from penstock.rollout.char_tokenizer import ALPHABET, SPECIAL_TOKENS, save_char_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from char_tokenizer import save_char_tokenizer
 from chat_model import TEMPLATE, chat_tokenizer
 from http_engine import HTTPEngine
 from penstock.errors import ConfigError, PenstockError
-from penstock.rollout.char_tokenizer import save_char_tokenizer
 from penstock.rollout.chat_template import ChatTemplate
 from penstock.rollout.environment import Environment, Task, Turn
 from penstock.rollout.generator import GeneratorInput

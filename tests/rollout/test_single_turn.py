@@ -15,9 +15,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from char_tokenizer import save_char_tokenizer
 from http_engine import HTTPEngine
 from penstock.errors import ConfigError, PenstockError, RequestError
-from penstock.rollout.char_tokenizer import save_char_tokenizer
 from penstock.rollout.environment import Environment, Task
 from penstock.rollout.generator import GeneratorInput
 from penstock.rollout.single_turn import Places, SingleTurnGenerator

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from training_setup import Recorder, config_of, save_nano_model
 
+from char_tokenizer import save_char_tokenizer
 from penstock.config import RunConfig
 from penstock.errors import ConfigError
 from penstock.gateway.agent import Episode
 from penstock.observe.run_folder import RunFolder
-from penstock.rollout.char_tokenizer import save_char_tokenizer
 from penstock.train.run import run
 
 PROGRAM = Path(__file__).parents[1] / "gateway" / "agent_program.py"

@@ -13,8 +13,8 @@ import torch
 from random_trajectories import score
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from char_tokenizer import save_char_tokenizer
 from penstock.config import TrainConfig
-from penstock.rollout.char_tokenizer import save_char_tokenizer
 from penstock.rollout.reasoning_gym_env import ReasoningGymEnvironment
 from penstock.train.grpo import Trainee
 from penstock.train.learner import LocalLearner

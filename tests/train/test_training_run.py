@@ -16,12 +16,12 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from training_setup import Letters, Recorder, config_of, save_nano_model
 
+from char_tokenizer import save_char_tokenizer
 from penstock.config import RunConfig, load_config
 from penstock.errors import ConfigError, EngineStartError, StateError, UserError
 from penstock.fleet.remote import FleetClient
 from penstock.fleet.service import present
 from penstock.observe.run_folder import RunFolder
-from penstock.rollout.char_tokenizer import save_char_tokenizer
 from penstock.rollout.environment import Task, Turn
 from penstock.train.run import _learner, _served_dtype, run
 

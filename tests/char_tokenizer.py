@@ -41,7 +41,7 @@ def save_char_tokenizer(folder: Path, *, max_length: int, alphabet: str = ALPHAB
     if len(set(alphabet)) != len(alphabet):
         raise UserError(f"each character may occur once in the alphabet, got {alphabet!r}")
     try:
-        from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers  # noqa: PLC0415 - extra
+        from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     except ImportError as error:
         raise ConfigError("the character tokenizer needs `pip install 'penstock[train]'`") from error
     vocabulary = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *alphabet))}
