@@ -17,8 +17,7 @@ import torch
 
 from http_engine import HTTPEngine
 from penstock.errors import EngineDeadError, EngineError, EngineHTTPError, RequestError
-from penstock.sim.config import SimConfig
-from penstock.sim.faults import Fault, FaultKind, Phase
+from penstock.sim.config import Fault, FaultKind, Phase, SimConfig
 from penstock.sim.server import SimServer
 from penstock.sim.tokens import verify
 from penstock.types import PauseMode, SamplingParams

@@ -15,8 +15,7 @@ from http_engine import HTTPEngine
 from penstock import Fleet
 from penstock.cli.status import _cells, _collect
 from penstock.errors import EngineError, MissingCapabilityError
-from penstock.sim.config import SimConfig
-from penstock.sim.faults import Fault, FaultKind, Phase
+from penstock.sim.config import Fault, FaultKind, Phase, SimConfig
 from penstock.sim.server import SimServer
 from penstock.sim.tokens import verify
 from penstock.types import PauseMode, SamplingParams

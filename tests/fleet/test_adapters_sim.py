@@ -17,7 +17,7 @@ from penstock import Fleet, SamplingParams
 from penstock.errors import DeadlineError, EngineHTTPError, StateError, UserError
 from penstock.fleet.member import State
 from penstock.fleet.service import socket_of
-from penstock.sim.faults import FaultKind
+from penstock.sim.config import FaultKind
 from penstock.sim.server import SimServer
 from penstock.sim.tokens import verify
 from penstock.types import Sample
@@ -285,7 +285,7 @@ async def test_the_owners_socket_has_skyrls_paths() -> None:
 
 
 def test_the_digest_of_a_simulated_adapter_is_that_of_its_bytes(tmp_path: Path) -> None:
-    from penstock.sim.adapters import content_of
+    from penstock.sim.update import content_of
 
     (tmp_path / "file").write_bytes(b"bytes")
     assert content_of({"file": str(tmp_path / "file")}) == f"{zlib.crc32(b'bytes'):08x}"

@@ -27,8 +27,7 @@ from penstock.fleet.member import Lifecycle, State
 from penstock.http import HttpTransport
 from penstock.router.admin_client import RouterAdmin
 from penstock.settings import ServerSpec
-from penstock.sim.config import SimConfig
-from penstock.sim.faults import Fault, FaultKind, Phase
+from penstock.sim.config import Fault, FaultKind, Phase, SimConfig
 from penstock.sim.server import SimServer
 from penstock.types import PauseMode
 from sim_fleets import SIM, check, check_serves, generated, in_flight

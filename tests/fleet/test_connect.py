@@ -30,8 +30,7 @@ from penstock.router import EngineEntry
 from penstock.router.admin_client import RouterAdmin
 from penstock.router.server import Router
 from penstock.settings import EngineConfig
-from penstock.sim.config import SimConfig
-from penstock.sim.faults import Fault, FaultKind, Phase
+from penstock.sim.config import Fault, FaultKind, Phase, SimConfig
 from penstock.sim.server import SimServer
 from penstock.types import TensorSpec
 from sim_fleets import check, check_serves, impatient, in_flight

@@ -15,7 +15,7 @@ from own_answers import samples_of
 from penstock.errors import ConfigError
 from penstock.process import ChildProcess
 from penstock.sim import Fault, FaultKind, Phase, SimConfig, verify
-from penstock.sim.faults import FaultPlan
+from penstock.sim.config import FaultPlan
 from penstock.types import SamplingParams
 from penstock.weights.manifest import TensorEntry, WeightManifest
 

@@ -31,7 +31,7 @@ from penstock.observe.run_folder import RunFolder
 from penstock.observe.trajectory_log import TrajectoryRecord
 from penstock.rollout.environment import Task
 from penstock.rollout.generator import Generator, GeneratorInput, GeneratorOutput
-from penstock.sim.faults import Fault, FaultKind, Phase
+from penstock.sim.config import Fault, FaultKind, Phase
 from penstock.sim.tokens import verify
 from penstock.train import rollouts
 from penstock.train.interface import Outputs

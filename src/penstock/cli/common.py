@@ -1,25 +1,36 @@
-"""Shared by commands: checks before anything starts, an end by signal, a spinner."""
+"""Shared by commands: options, checks before anything starts, an end by signal, a spinner."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import json
+import logging
 import signal
 import socket
-from collections.abc import Coroutine, Generator
+from collections.abc import Coroutine, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
 
 from penstock.errors import UserError
-from penstock.hub import check_on_hub
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from penstock.config import RunConfig
     from penstock.settings import EngineConfig
 
+Host = Annotated[str, typer.Option(help="Address to listen on.")]
+Port = Annotated[int, typer.Option(help="Port to listen on; 0: any free one.", min=0, max=65535)]
+Cpu = Annotated[bool, typer.Option("--cpu", help="vLLM's CPU build.")]
+Gpu = Annotated[bool, typer.Option("--gpu", help="vLLM on GPUs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder or hub name.", show_default=False)]
 
 _HOW = {
     "gateway": "pip install 'penstock[gateway]'",
@@ -34,6 +45,24 @@ def require_extra(extra: str, *modules: str) -> None:
     missing = [module for module in modules if find_spec(module) is None]
     if missing:
         raise UserError(f"not installed: {', '.join(missing)}; {_HOW[extra]}")
+
+
+def only_one(**chosen: bool) -> str | None:
+    """The name of the one flag that is set; UserError: several are, and they exclude each other."""
+    names = [name for name, given in chosen.items() if given]
+    if len(names) > 1:
+        raise UserError(f"--{names[0]} and --{names[1]} exclude each other; give one of them")
+    return names[0] if names else None
+
+
+def run_config(flags: Mapping[str, Any], options: Sequence[str], sections: Sequence[str]) -> RunConfig:
+    """Flags and `key=value` options as one validated tree; a key of none of the `sections` is the engine's."""
+    from penstock.config import load_config  # noqa: PLC0415
+
+    named = tuple(f"{section}." for section in sections)
+    given = [option if option.startswith(named) else f"engine.{option}" for option in options]
+    values = (f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None)
+    return load_config(None, [*values, *given])
 
 
 def callable_url(url: str) -> tuple[str, bool]:
@@ -60,6 +89,7 @@ def check_port(host: str, port: int) -> None:
 def check_engine(config: EngineConfig) -> None:
     """Raise UserError where vLLM, the device or the model is missing. The simulated engine needs none of them."""
     from penstock.engine.launch import resolve_profile, server_command  # noqa: PLC0415
+    from penstock.hub import check_on_hub  # noqa: PLC0415
 
     profile = resolve_profile(config)
     if profile == "sim":
@@ -141,3 +171,24 @@ def waiting(what: str, console: Console) -> Generator[None]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         progress.add_task(what, total=None)
         yield
+
+
+class _ConsoleHandler(logging.Handler):
+    """One line a record, above the spinner; what follows the first line comes again in the error itself."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        style = "yellow" if record.levelno >= logging.WARNING else "dim"
+        text = f"{datetime.fromtimestamp(record.created).astimezone():%H:%M:%S} {record.getMessage().splitlines()[0]}"
+        self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def log_to(console: Console) -> logging.Logger:
+    """Show what our code logs; returns its logger."""
+    log = logging.getLogger("penstock")
+    log.addHandler(_ConsoleHandler(console))
+    log.setLevel(logging.INFO)
+    return log

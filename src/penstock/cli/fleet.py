@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from penstock.cli.common import Interrupted, callable_url, run_until_signal, waiting
+from penstock.cli.common import AsJson, Interrupted, callable_url, run_until_signal, waiting
 from penstock.errors import UserError
 
 if TYPE_CHECKING:
@@ -39,9 +39,7 @@ fleet = typer.Typer(
 
 
 @fleet.command("list")
-def list_engines(
-    url: Url = None, *, as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False
-) -> None:
+def list_engines(url: Url = None, *, as_json: AsJson = False) -> None:
     """Show every engine that ever joined: its state and why, its weight version, its GPUs.
 
     **Examples**

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.common import check_port, require_extra, run_until_signal
+from penstock.cli.common import Host, Port, check_port, require_extra, run_until_signal
 from penstock.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ def gateway(
     tokenizer: Annotated[
         str, typer.Option(metavar="FOLDER", help="Folder or hub name of the model's tokenizer.", show_default=False)
     ],
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.", min=0, max=65535)] = 8080,
+    host: Host = "127.0.0.1",
+    port: Port = 8080,
     policy: Annotated[
         str, typer.Option(help="extend: sampled tokens stay; faithful: each prompt as the template renders it.")
     ] = "extend",

@@ -15,13 +15,11 @@ from penstock import PenstockError, __version__
 from penstock.cli.common import Interrupted
 from penstock.cli.fleet import fleet
 from penstock.cli.gateway import gateway
-from penstock.cli.scenario import scenario
 from penstock.cli.serve import serve
 from penstock.cli.sim import sim
 from penstock.cli.status import status
-from penstock.cli.tinker import tinker
-from penstock.cli.tinker_api import tinker_api
-from penstock.cli.train import plot, train
+from penstock.cli.tinker import tinker, tinker_api
+from penstock.cli.train import plot, scenario, train
 from penstock.errors import UserError
 
 EXIT_FAILED = 1

@@ -7,26 +7,37 @@ import json
 import logging
 import shlex
 from contextlib import suppress
-from datetime import datetime
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli.common import callable_url, check_engine, check_port, run_until_signal, waiting
+from penstock.cli.common import (
+    Cpu,
+    Gpu,
+    Host,
+    Model,
+    Port,
+    callable_url,
+    check_engine,
+    check_port,
+    log_to,
+    only_one,
+    run_config,
+    run_until_signal,
+    waiting,
+)
 from penstock.errors import UserError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from penstock.config import RunConfig
 
-SECTIONS = ("engine.", "fleet.", "router.")
+SECTIONS = ("engine", "fleet", "router")
 OF_TRAIN = ("train", "rollout", "environment", "eval")
 """Sections of a run that mean nothing to a server."""
 
 
 def serve(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder or hub name.", show_default=False)],
+    model: Model,
     options: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Options of the engines.", show_default=False)
     ] = None,
@@ -43,8 +54,8 @@ def serve(
             show_default=False,
         ),
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.", min=0, max=65535)] = 8000,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
     router: Annotated[
         str, typer.Option(metavar="KIND", help="penstock, or vllm-router: one that runs at router.url.")
     ] = "penstock",
@@ -57,8 +68,8 @@ def serve(
             envvar="PENSTOCK_API_KEY", help="What callers must send; rather by the variable: ps shows options."
         ),
     ] = None,
-    cpu: Annotated[bool, typer.Option("--cpu", help="vLLM's CPU build.")] = False,
-    gpu: Annotated[bool, typer.Option("--gpu", help="vLLM on GPUs.")] = False,
+    cpu: Cpu = False,
+    gpu: Gpu = False,
     sim: Annotated[bool, typer.Option("--sim", help="The simulated engine; no model is loaded.")] = False,
     detach: Annotated[
         bool, typer.Option("--detach", help="Return when it serves; `penstock fleet stop` ends it.")
@@ -79,12 +90,33 @@ def serve(
 
     Keys and their meaning: docs/reference/configuration.md; `extra_args.NAME=VALUE` passes any other option on to vLLM.
     """
-    profiles = [name for name, chosen in (("cpu", cpu), ("gpu", gpu), ("sim", sim)) if chosen]
     count = engines if engines is not None else 0 if attach else 1
-    fleet = {"engines": count, "launcher": launcher, "attach": attach or []}
-    config = _config(model, options or [], fleet=fleet, router=router, host=host, port=port, profiles=profiles)
+    _check_sections(options or [])
+    flags = {
+        "engine.model": model,
+        "engine.profile": only_one(cpu=cpu, gpu=gpu, sim=sim),
+        "fleet.engines": count,
+        "fleet.launcher": launcher,
+        "fleet.attach": attach or [],
+        "router.kind": router,
+        "router.host": host,
+        "router.port": port,
+    }
+    config = run_config(flags, options or [], SECTIONS)
     _check(config, api_key)
     run_until_signal(_serve(config, api_key or None, detach=detach))
+
+
+def _check_sections(options: list[str]) -> None:
+    """Refuse keys of sections that a server does not have."""
+    from penstock.settings import EngineConfig  # noqa: PLC0415
+
+    for option in options:
+        section, dot, _ = option.partition("=")[0].partition(".")
+        if section in OF_TRAIN:
+            raise UserError(f"{option!r}: a server has no {section}; `penstock train` takes that section's keys")
+        if dot and section not in SECTIONS and section not in EngineConfig.model_fields:
+            raise UserError(f"{option!r}: there is no section {section!r}; known: engine, fleet, router")
 
 
 def _check(config: RunConfig, api_key: str | None) -> None:
@@ -98,36 +130,6 @@ def _check(config: RunConfig, api_key: str | None) -> None:
         check_engine(config.engine)
 
 
-def _config(
-    model: str,
-    options: list[str],
-    *,
-    fleet: dict[str, Any],
-    router: str,
-    host: str,
-    port: int,
-    profiles: list[str],
-) -> RunConfig:
-    """The flags and the `key=value` options as one validated tree; a key without a section is the engine's."""
-    from penstock.config import load_config  # noqa: PLC0415
-    from penstock.settings import EngineConfig  # noqa: PLC0415
-
-    if len(profiles) > 1:
-        raise UserError(f"--{profiles[0]} and --{profiles[1]} exclude each other; give one of them")
-    flags: dict[str, Any] = {"engine.model": model} | {f"fleet.{name}": value for name, value in fleet.items()}
-    flags |= {"router.kind": router, "router.host": host, "router.port": port}
-    if profiles:
-        flags["engine.profile"] = profiles[0]
-    for option in options:
-        section, dot, _ = option.partition("=")[0].partition(".")
-        if section in OF_TRAIN:
-            raise UserError(f"{option!r}: a server has no {section}; `penstock train` takes that section's keys")
-        if dot and f"{section}." not in SECTIONS and section not in EngineConfig.model_fields:
-            raise UserError(f"{option!r}: there is no section {section!r}; known: engine, fleet, router")
-    given = [option if option.startswith(SECTIONS) else f"engine.{option}" for option in options]
-    return load_config(None, [*(f"{key}={json.dumps(value)}" for key, value in flags.items()), *given])
-
-
 async def _serve(config: RunConfig, api_key: str | None, *, detach: bool) -> None:
     from rich.console import Console  # noqa: PLC0415
 
@@ -135,9 +137,7 @@ async def _serve(config: RunConfig, api_key: str | None, *, detach: bool) -> Non
     from penstock.fleet.service import socket_of  # noqa: PLC0415
 
     console = Console(stderr=True)
-    log = logging.getLogger("penstock")
-    log.addHandler(ConsoleHandler(console))
-    log.setLevel(logging.INFO)
+    log = log_to(console)
     logging.getLogger("penstock.fleet.service").setLevel(logging.WARNING)  # no control socket: that is said below
     count = config.fleet.engines + len(config.fleet.attach)
     what = f"{count} engine{'' if count == 1 else 's'} of {config.engine.model}"
@@ -162,19 +162,6 @@ async def _serve(config: RunConfig, api_key: str | None, *, detach: bool) -> Non
         with suppress(asyncio.CancelledError):
             await fleet.endpoint.stopping.wait()
         console.print("stopping")
-
-
-class ConsoleHandler(logging.Handler):
-    """One line a record, above the spinner; what follows the first line comes again in the error itself."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__()
-        self._console = console
-
-    def emit(self, record: logging.LogRecord) -> None:  # noqa: D102
-        style = "yellow" if record.levelno >= logging.WARNING else "dim"
-        text = f"{datetime.fromtimestamp(record.created).astimezone():%H:%M:%S} {record.getMessage().splitlines()[0]}"
-        self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def _usage(url: str, config: RunConfig, *, with_key: bool, detached: bool, ordered: bool) -> str:

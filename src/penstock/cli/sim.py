@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import difflib
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from penstock.cli.common import check_port
-from penstock.errors import ConfigError
-
-if TYPE_CHECKING:
-    from penstock.sim.config import SimConfig
+from penstock.cli.common import Host, Port, check_port
 
 
 def sim(
@@ -21,8 +15,8 @@ def sim(
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="How the engine is built.", show_default=False)
     ] = None,
     *,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.", min=0, max=65535)] = 8000,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
     api_key: Annotated[str | None, typer.Option(envvar="PENSTOCK_API_KEY", help="What callers must send.")] = None,
     fault: Annotated[list[str] | None, typer.Option(help="What goes wrong, as in the example; repeatable.")] = None,
 ) -> None:
@@ -36,41 +30,13 @@ def sim(
 
     Keys: the fields of `penstock.sim.config.SimConfig`. A fleet of them: `penstock serve any-name --sim --engines 4`.
     """
-    config = _config({"host": host, "port": port, "api_key": api_key or None}, options or [], fault or [])
-    check_port(host, port)
     from penstock.sim.__main__ import serve  # noqa: PLC0415
+    from penstock.sim.config import SimConfig  # noqa: PLC0415
+
+    config = SimConfig.read(options or [], fault or [], host=host, port=port, api_key=api_key or None)
+    check_port(host, port)
 
     asyncio.run(
         serve(config, lambda url: typer.echo(f"ready: simulated engine {config.served_model_name} at {url}/v1"))
     )
     typer.echo("stopped")
-
-
-def _config(flags: dict[str, Any], options: list[str], faults: list[str]) -> SimConfig:
-    from pydantic import TypeAdapter, ValidationError  # noqa: PLC0415
-    from yaml import YAMLError, safe_load  # noqa: PLC0415
-
-    from penstock.sim.config import SimConfig  # noqa: PLC0415
-    from penstock.sim.faults import Fault  # noqa: PLC0415
-
-    known = {field.name for field in dataclasses.fields(SimConfig)} - {*flags, "faults", "tensor_specs"}
-    for option in options:
-        key, equals, text = option.partition("=")
-        if not equals:
-            raise ConfigError(f"option {option!r} is not of the form key=value")
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
-            raise ConfigError(f"unknown sim option {key!r}; {hint}")
-        try:
-            flags[key] = safe_load(text)
-        except YAMLError:
-            raise ConfigError(f"option {option!r}: the value is not valid YAML") from None
-    flags["faults"] = tuple(Fault.parse(text) for text in faults)
-    try:
-        return TypeAdapter(SimConfig).validate_python(flags)
-    except ValidationError as error:
-        first = error.errors()[0]
-        if not first["loc"]:  # SimConfig's own check of how its values go together
-            raise ConfigError(first["msg"].removeprefix("Value error, ")) from None
-        raise ConfigError(f"sim option {first['loc'][0]!r}: {first['msg']}, got {first['input']!r}") from None

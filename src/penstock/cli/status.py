@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.cli.common import AsJson
 from penstock.errors import EngineDeadError, EngineError, EngineHTTPError, MissingCapabilityError, PenstockError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def status(
     api_key: Annotated[
         str | None, typer.Option(envvar="PENSTOCK_API_KEY", help="The key that `penstock serve` was given.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show the engines behind a router: state, weight version and load.
 

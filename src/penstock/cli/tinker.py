@@ -1,26 +1,45 @@
-"""`penstock tinker`: a service that the Tinker SDK trains and samples on."""
+"""`penstock tinker`: a service that the Tinker SDK trains and samples on; `penstock tinker-api`: more API processes."""
 
 from __future__ import annotations
 
-import json
-import logging
+import asyncio
+import os
+import socket
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli.common import check_engine, check_port, require_extra, run_until_signal, waiting
-from penstock.errors import UserError
+from penstock.cli.common import (
+    Cpu,
+    Gpu,
+    Host,
+    Model,
+    Port,
+    check_engine,
+    check_port,
+    log_to,
+    only_one,
+    require_extra,
+    run_config,
+    run_until_signal,
+    waiting,
+)
 
 if TYPE_CHECKING:
     from penstock.tinker.service import ServiceConfig
+    from penstock.tinker.service_state import Options
 
-SECTIONS = ("engine.", "fleet.", "router.", "train.")
+SECTIONS = ("engine", "fleet", "router", "train")
+Keys = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="YAML: NAME: {key, max_queued}; default: any key.", show_default=False),
+]
 
 
 def tinker(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder or hub name.", show_default=False)],
+    model: Model,
     options: Annotated[
         list[str] | None,
         typer.Argument(
@@ -32,12 +51,9 @@ def tinker(
     data: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Keeps checkpoints, futures and logs; of one service at a time.")
     ] = Path("tinker-data"),
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.", min=0, max=65535)] = 8765,
-    keys: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="YAML: NAME: {key, max_queued}; default: any key.", show_default=False),
-    ] = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8765,
+    keys: Keys = None,
     database: Annotated[
         str | None,
         typer.Option(metavar="URL", help="SQLAlchemy's; default: SQLite in the data folder.", show_default=False),
@@ -45,8 +61,8 @@ def tinker(
     stall_s: Annotated[
         float, typer.Option(help="Seconds after which a piece of training work hangs: the learner restarts.", min=1)
     ] = 3600.0,
-    cpu: Annotated[bool, typer.Option("--cpu", help="vLLM's CPU build.")] = False,
-    gpu: Annotated[bool, typer.Option("--gpu", help="vLLM on GPUs.")] = False,
+    cpu: Cpu = False,
+    gpu: Gpu = False,
 ) -> None:
     """Serve the Tinker SDK: training of many LoRA models on one base, and sampling of all of them, until Ctrl-C.
 
@@ -61,43 +77,29 @@ def tinker(
     Each call of the SDK, and what it does here: docs/tinker.md.
     """
     require_extra("tinker", "tinker", "sqlalchemy", "alembic", "starlette", "uvicorn", "peft", "transformers")
-    if cpu and gpu:
-        raise UserError("--cpu and --gpu exclude each other; give one of them")
+    from penstock.tinker.service import ServiceConfig  # noqa: PLC0415
+
+    profile = only_one(cpu=cpu, gpu=gpu)
     check_port(host, port)
-    profile = "cpu" if cpu else "gpu" if gpu else None
-    config = _config(
-        model, options or [], profile, engines, data=data, host=host, port=port, keys=keys, database=database,
+    flags = {"engine.model": model, "engine.profile": profile, "fleet.engines": engines, "router.port": 0}
+    run = run_config(flags, options or [], SECTIONS)
+    config = ServiceConfig(
+        run.engine, run.fleet, run.router, run.train, data=data, host=host, port=port, keys=keys, database=database,
         stall_s=stall_s,
     )  # fmt: skip
     check_engine(config.engine)
     run_until_signal(_serve(config))
 
 
-def _config(model: str, options: list[str], profile: str | None, engines: int, **own: Any) -> ServiceConfig:
-    from penstock.config import load_config  # noqa: PLC0415
-    from penstock.tinker.service import ServiceConfig  # noqa: PLC0415
-
-    flags: dict[str, Any] = {"engine.model": model, "fleet.engines": engines, "router.port": 0}
-    if profile is not None:
-        flags["engine.profile"] = profile
-    given = [option if option.startswith(SECTIONS) else f"engine.{option}" for option in options]
-    run = load_config(None, [*(f"{key}={json.dumps(value)}" for key, value in flags.items()), *given])
-    return ServiceConfig(run.engine, run.fleet, run.router, run.train, **own)
-
-
 async def _serve(config: ServiceConfig) -> None:
-    import asyncio  # noqa: PLC0415
     from contextlib import AsyncExitStack  # noqa: PLC0415
 
     from rich.console import Console  # noqa: PLC0415
 
-    from penstock.cli.serve import ConsoleHandler  # noqa: PLC0415
     from penstock.tinker.service import serving  # noqa: PLC0415
 
     console = Console(stderr=True)
-    log = logging.getLogger("penstock")
-    log.addHandler(ConsoleHandler(console))
-    log.setLevel(logging.INFO)
+    log_to(console)
     async with AsyncExitStack() as stack:
         with waiting(f"starting the service of {config.base_model}", console):
             service = await stack.enter_async_context(serving(config))
@@ -110,3 +112,37 @@ async def _serve(config: ServiceConfig) -> None:
         with suppress(asyncio.CancelledError):
             await service.fleet.endpoint.stopping.wait()
         console.print("stopping")
+
+
+def tinker_api(
+    *,
+    database: Annotated[str, typer.Option(metavar="URL", help="SQLAlchemy's, the service's own.", show_default=False)],
+    data: Annotated[Path, typer.Option(metavar="FOLDER", help="The service's data folder.")] = Path("tinker-data"),
+    host: Host = "127.0.0.1",
+    port: Port = 8766,
+    keys: Keys = None,
+) -> None:
+    """Serve the futures and samples of a running `penstock tinker` from another process, until Ctrl-C.
+
+    It samples by itself, over the engines that the database names; operations on models are left to the service.
+
+    **Example**
+
+    - `penstock tinker-api --database sqlite:///tinker-data/service.db --port 8766`
+    """
+    require_extra("tinker", "tinker", "sqlalchemy", "alembic", "starlette", "uvicorn")
+    from penstock.tinker.service_state import Options  # noqa: PLC0415
+    from penstock.tinker.tenants import read_keys  # noqa: PLC0415
+
+    check_port(host, port)
+    name = f"{socket.gethostname()}-{os.getpid()}"
+    options = Options(data=data.resolve(), database=database, tenants=read_keys(keys), name=name)
+    run_until_signal(_serve_api(options, host, port))
+
+
+async def _serve_api(options: Options, host: str, port: int) -> None:
+    from penstock.tinker.server import serving  # noqa: PLC0415
+
+    async with serving(options, host=host, port=port) as url:
+        typer.echo(f"ready: Tinker API at {url}\nCtrl-C stops it.")
+        await asyncio.Event().wait()

@@ -1,4 +1,4 @@
-"""`penstock train`, a training run from a YAML file, and `penstock plot`, its plots."""
+"""`penstock train`, a training run from a YAML file, `penstock plot`, its plots, and `penstock scenario`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli.common import Interrupted, check_engine, check_port, require_extra, run_until_signal
+from penstock.cli.common import Interrupted, check_engine, check_port, only_one, require_extra, run_until_signal
 
 if TYPE_CHECKING:
     from penstock.config import RunConfig
@@ -58,11 +58,9 @@ def _run_here(
 ) -> Path:
     """Check what can be checked without seconds of imports, and train; returns the run folder."""
     from penstock.config import load_config  # noqa: PLC0415
-    from penstock.errors import UserError  # noqa: PLC0415
     from penstock.observe.run_folder import RunFolder  # noqa: PLC0415
 
-    if resume and fresh:
-        raise UserError("--resume goes on with a run and --fresh deletes it; give one of them")
+    only_one(resume=resume, fresh=fresh)
     settings = load_config(config, overrides)
     folder = settings.run_dir / settings.name
     RunFolder.check_free(folder)  # `run` locks it; this is said before seconds of imports
@@ -147,3 +145,60 @@ def plot(
         raise UserError("--out is of a comparison, and there is one run; its plots go to RUN/plots")
     for file in (*draw_plots(folders[0]), folders[0].write_trace()):
         typer.echo(str(file))
+
+
+scenario = typer.Typer(
+    name="scenario", help="Run the scenarios of the plan, each with its own checklist.", invoke_without_command=True
+)
+
+
+@scenario.command("list")
+def list_scenarios() -> None:
+    """Show every scenario, with what it needs."""
+    from rich.console import Console  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+
+    from penstock.train.scenarios.table import SCENARIOS, needs  # noqa: PLC0415
+
+    table = Table("name", "what", "needs", box=None)
+    for each in SCENARIOS.values():
+        table.add_row(each.name, each.what, needs(each) + (f", and {each.missing}" if each.missing else ""))
+    Console().print(table)
+
+
+@scenario.command("run")
+def run_one(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="One of `penstock scenario list`.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Values instead of the scenario's.", show_default=False),
+    ] = None,
+    *,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Engines of vLLM's CPU build.")] = False,
+    sim: Annotated[bool, typer.Option("--sim", help="Simulated engines: the logic alone, nothing is learned.")] = False,
+    model: Annotated[Path, typer.Option(help="Folder of the policy.")] = Path("examples/models/sorter-0.8m"),
+    data: Annotated[Path | None, typer.Option(help="gsm8k: a folder of GSM8K's shape; default: a stand-in.")] = None,
+    run_dir: Annotated[Path, typer.Option(help="Parent of run folders; scenarios.jsonl is written there.")] = Path(
+        "runs/scenarios"
+    ),
+) -> None:
+    """Run one scenario and check it: one row, exit status 1 where a check fails.
+
+    **Examples**
+
+    - `penstock scenario run async --cpu`
+    - `penstock scenario run lora --cpu train.steps=10` (a shorter run gains less)
+    """
+    require_extra("train", "torch", "transformers", "safetensors", "matplotlib")
+    from penstock.train.scenarios.table import check_machine, scenario_named  # noqa: PLC0415
+
+    profile = only_one(cpu=cpu, sim=sim) or "gpu"
+    chosen = scenario_named(name)
+    gpus = check_machine(chosen, profile)
+    config = chosen.config(profile=profile, run_dir=run_dir, model=model, overrides=overrides or [], gpus=gpus)
+    check_engine(config.engine)
+    from penstock.train.scenarios.run import run_scenario  # noqa: PLC0415 - seconds: torch
+
+    result = run_until_signal(run_scenario(chosen, config, data=data))
+    typer.echo(result.row())
+    raise typer.Exit(0 if result.ok else 1)

@@ -5,9 +5,8 @@
 """
 
 from penstock.sim.clock import DeadlockError, VirtualClock, run_virtual
-from penstock.sim.config import SimConfig
+from penstock.sim.config import Fault, FaultKind, Phase, SimConfig
 from penstock.sim.engine import SimEngine
-from penstock.sim.faults import Fault, FaultKind, Phase
 from penstock.sim.server import SimServer
 from penstock.sim.tokens import Model, expected_logprob, expected_token, verify
 

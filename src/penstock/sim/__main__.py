@@ -14,8 +14,7 @@ from pathlib import Path
 
 from penstock.errors import ConfigError, PenstockError, UserError
 from penstock.process import raise_file_limit, watch_lifeline
-from penstock.sim.config import SimConfig
-from penstock.sim.faults import Fault
+from penstock.sim.config import Fault, SimConfig
 from penstock.sim.server import SimServer
 from penstock.types import TensorSpec
 

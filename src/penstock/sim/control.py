@@ -6,156 +6,123 @@ A server without Penstock's plugin (`SimConfig.plain`) has those that vLLM has w
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from enum import StrEnum
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import CollectorRegistry
 
-from penstock.errors import EngineDeadError, StateError, TransferError, UserError, WeightsError
-from penstock.sim.adapters import NotFoundError
-from penstock.sim.config import SimConfig
+from penstock.errors import EngineDeadError, UserError, WeightsError
+from penstock.sim.call import Call, InvalidFieldError, error_answer
+from penstock.sim.config import Fault, Phase, SimConfig
 from penstock.sim.engine import SimEngine
-from penstock.sim.faults import Fault, Phase
-from penstock.sim.http import RANKS, InvalidFieldError, engine_of, error_answer, json_answer, json_body
+from penstock.sim.update import NotFoundError
 from penstock.types import KV, PauseMode
 from penstock.weights.manifest import WeightManifest
+from penstock.wire import ADAPTERS, INFO
 
-E = TypeVar("E", bound=StrEnum)
+Handler = Callable[[Call], Awaitable[Any]]
+OK = {"ok": True}
 
 # --- Penstock's own --------------------------------------------------------------------------------------------------
 
 
-async def info(http: web.Request) -> web.Response:
-    """`GET /penstock/info`."""
-    engine = engine_of(http)
-    engine.check_alive()
-    config, weights = engine.config, engine.weights
-    return json_answer(
-        {
-            "engine": "sim",
-            "vllm": config.vllm_version,
-            "weight_version": weights.version,
-            "kv_kept": weights.version == weights.kv_kept,
-            "kv_in_flight": True,
-            "paused": engine.paused,
-            "tp": 1,
-            "pp": 1,
-            "dp": config.data_parallel_size,
-            "vocab_size": config.vocab_size,
-            "max_model_len": config.max_model_len,
-            "transports": ["broadcast", "delta", "disk", "shared_memory"],
-            "logprobs_mode": config.logprobs_mode,
-        }
-    )
+async def _info(call: Call) -> dict[str, Any]:
+    call.engine.check_alive()
+    config, weights = call.engine.config, call.engine.weights
+    return {
+        "engine": "sim",
+        "vllm": config.vllm_version,
+        "weight_version": weights.version,
+        "kv_kept": weights.version == weights.kv_kept,
+        "kv_in_flight": True,
+        "paused": call.engine.paused,
+        "tp": 1,
+        "pp": 1,
+        "dp": config.data_parallel_size,
+        "vocab_size": config.vocab_size,
+        "max_model_len": config.max_model_len,
+        "transports": ["broadcast", "delta", "disk", "shared_memory"],
+        "logprobs_mode": config.logprobs_mode,
+    }
 
 
-async def group(http: web.Request) -> web.Response:
-    """`POST /penstock/weights/group`: the engine begins to join; 400 if it cannot."""
-    engine = engine_of(http)
-    engine.check_alive()
-    if engine.config.data_parallel_size > 1:
-        return json_answer({"error": "a simulated engine of several data-parallel ranks takes no broadcast"}, 400)
-    body = await json_body(http)
-    try:
-        await asyncio.to_thread(engine.weights.group.join, body, 0)  # it may have to import torch
-    except WeightsError as error:
-        return json_answer({"error": str(error)}, 400)
-    return json_answer({"ok": True})
+async def _group(call: Call) -> dict[str, Any]:
+    call.engine.check_alive()
+    if call.engine.config.data_parallel_size > 1:
+        raise WeightsError("a simulated engine of several data-parallel ranks takes no broadcast")
+    await asyncio.to_thread(call.engine.weights.group.join, call.body, 0)  # it may have to import torch
+    return OK
 
 
-async def prepare(http: web.Request) -> web.Response:
-    """`POST /penstock/weights/prepare`: 400 and nothing changed if the offer does not fit."""
-    body = await json_body(http)
-    try:
-        await engine_of(http).prepare(WeightManifest.from_json(body.get("manifest", {})))
-    except WeightsError as error:
-        return json_answer({"error": str(error)}, 400)
-    return json_answer({"ok": True})
+async def _prepare(call: Call) -> dict[str, Any]:
+    await call.engine.prepare(WeightManifest.from_json(call.body.get("manifest", {})))
+    return OK
 
 
-async def apply(http: web.Request) -> web.Response:
-    """`POST /penstock/weights/apply`: after any answer but 200 the engine must not serve again."""
-    body = await json_body(http)
-    version = body.get("version")
+async def _apply(call: Call) -> dict[str, Any]:
+    """After any answer but 200 the engine must not serve again."""
+    version, kv = call.body.get("version"), call.body.get("kv", "recompute")
     if type(version) is not int:
-        return json_answer({"error": f"version must be an integer, got {version!r}"}, 400)
-    if (kv := body.get("kv", "recompute")) not in get_args(KV):
-        return json_answer({"error": f"kv must be one of {', '.join(get_args(KV))}, got {kv!r}"}, 400)
-    try:
-        done = await engine_of(http).apply(version, kv=kv)
-    except StateError as error:
-        return json_answer({"error": str(error)}, 409)
-    except TransferError as error:
-        return json_answer({"error": str(error), "torn": True}, 409)
-    return json_answer(done)
+        raise WeightsError(f"version must be an integer, got {version!r}")
+    if kv not in get_args(KV):
+        raise WeightsError(f"kv must be one of {', '.join(get_args(KV))}, got {kv!r}")
+    return await call.engine.apply(version, kv=kv)
 
 
-async def loss(http: web.Request) -> web.Response:
-    """`POST /penstock/weights/loss`: what an update cost, once it is known."""
-    body = await json_body(http)
-    cost = await engine_of(http).token_loss(int(body["version"]), float(body["timeout_s"]))
-    return json_answer(None if cost is None else asdict(cost))
+async def _loss(call: Call) -> dict[str, Any] | None:
+    cost = await call.engine.token_loss(int(call.body["version"]), float(call.body["timeout_s"]))
+    return None if cost is None else asdict(cost)
 
 
-async def adapters(http: web.Request) -> web.Response:
-    """`GET /penstock/adapters`."""
-    engine_of(http).check_alive()
-    return json_answer(engine_of(http).adapters_served())
+async def _adapters(call: Call) -> dict[str, Any]:
+    call.engine.check_alive()
+    return call.engine.adapters_served()
 
 
-async def change_adapter(http: web.Request) -> web.Response:
-    """`POST /penstock/adapters/CALL`: 400 and nothing changed if it does not fit, 409 if it is in use."""
-    engine, body = engine_of(http), await json_body(http)
-    name, call = str(body.get("name") or ""), http.match_info["call"]
-    try:
-        if call == "load":
-            given = int(body["version"]), body["source"], body["kv"]
-            return json_answer(await engine.load_adapter(name, *given))
-        changes = {"unload": engine.unload_adapter, "pause": engine.pause_adapter, "resume": engine.resume_adapter}
-        await changes[call](name)
-    except StateError as error:
-        return json_answer({"error": str(error)}, 409)
-    except (KeyError, TypeError, UserError) as error:
-        return json_answer({"error": str(error)}, 400)
-    return json_answer({"ok": True})
+async def _load_adapter(call: Call) -> dict[str, Any]:
+    body = call.body
+    return await call.engine.load_adapter(_name(call), int(body["version"]), body["source"], body["kv"])
 
 
-async def set_fault(http: web.Request) -> web.Response:
-    """`POST /sim/fault`: one fault, as `Fault.of` reads it, or `{"clear": true}`."""
-    engine = engine_of(http)
-    body = await json_body(http)
-    if body.get("clear"):
-        engine.faults.clear()
+async def _unload_adapter(call: Call) -> dict[str, Any]:
+    await call.engine.unload_adapter(_name(call))
+    return OK
+
+
+async def _pause_adapter(call: Call) -> dict[str, Any]:
+    await call.engine.pause_adapter(_name(call))
+    return OK
+
+
+async def _resume_adapter(call: Call) -> dict[str, Any]:
+    await call.engine.resume_adapter(_name(call))
+    return OK
+
+
+def _name(call: Call) -> str:
+    return str(call.body.get("name") or "")
+
+
+async def _set_fault(call: Call) -> dict[str, Any]:
+    """One fault, as `Fault.of` reads it, or `{"clear": true}`."""
+    if call.body.get("clear"):
+        call.engine.faults.clear()
     else:
-        engine.faults.add(Fault.of(body))
-        await engine.at(Phase.NOW)
-    return json_answer({"ok": True})
+        call.engine.faults.add(Fault.of(call.body))
+        await call.engine.at(Phase.NOW)
+    return OK
 
 
 # --- vLLM's, as `/server_info` and the endpoints' presence tell how it was started ------------------------------------
 
-ALWAYS = frozenset(
-    {"/health", "/metrics", "/version", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"},
-)
-SINCE_0_32 = frozenset({"/weight_info", "/update_weight_version", "/abort_requests"})
 
-
-def has(config: SimConfig, path: str) -> bool:
-    """Whether this endpoint exists: vLLM registers those for training in dev mode only."""
-    if not config.plain or path in ALWAYS:
-        return True
-    return config.dev_mode and (config.keeps_versions or path not in SINCE_0_32)
-
-
-async def server_info(http: web.Request) -> web.Response:
-    """`GET /server_info?config_format=json`, as far as a client here reads it."""
-    config = http.app[RANKS][0].config
+async def _server_info(call: Call) -> dict[str, Any]:
+    """As far as a client here reads it."""
+    config = call.engine.config
     backend = config.weight_transfer_backend
     settings = {
         "model_config": {
@@ -172,145 +139,133 @@ async def server_info(http: web.Request) -> web.Response:
             "data_parallel_hybrid_lb": False,
         },
         "weight_transfer_config": {"backend": backend} if backend else None,
-        "instance_id": str(id(http.app[RANKS])),
+        "instance_id": str(id(call.ranks)),
     }
-    return json_answer({"vllm_config": settings})
+    return {"vllm_config": settings}
 
 
-async def no_tokens(_: web.Request) -> web.Response:
+async def no_tokens(_: Call) -> web.Response:
     """The token endpoint without `--enable-scale-out`."""
     message = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
     return error_answer(message, "PermissionDeniedError", 403)
 
 
-async def _health(http: web.Request) -> web.Response:
+async def _health(call: Call) -> web.Response:
     try:
-        await engine_of(http).at(Phase.HEALTH)
+        await call.engine.at(Phase.HEALTH)
     except EngineDeadError:
         return web.Response(status=503)
     return web.Response()
 
 
-async def _metrics(http: web.Request) -> web.Response:
-    return web.Response(text=metrics_text(http.app[RANKS]), content_type="text/plain")
+async def _metrics(call: Call) -> web.Response:
+    return web.Response(text=metrics_text(call.ranks), content_type="text/plain")
 
 
-async def _version(http: web.Request) -> web.Response:
-    return json_answer({"version": engine_of(http).config.vllm_version})
+async def _version(call: Call) -> dict[str, Any]:
+    return {"version": call.engine.config.vllm_version}
 
 
-async def _pause(http: web.Request) -> web.Response:
-    mode, clear_cache = _choice(http, "mode", PauseMode.ABORT), _flag(http, "clear_cache", default=True)
-    await engine_of(http).pause(mode, clear_cache=clear_cache, release=_flag(http, "release", default=False))
-    return json_answer({"status": "paused"})
+async def _pause(call: Call) -> dict[str, Any]:
+    mode, clear_cache = call.choice("mode", PauseMode.ABORT), call.flag("clear_cache", default=True)
+    await call.engine.pause(mode, clear_cache=clear_cache, release=call.flag("release", default=False))
+    return {"status": "paused"}
 
 
-async def _resume(http: web.Request) -> web.Response:
-    await engine_of(http).resume()
-    return json_answer({"status": "resumed"})
+async def _resume(call: Call) -> dict[str, Any]:
+    await call.engine.resume()
+    return {"status": "resumed"}
 
 
-async def _is_paused(http: web.Request) -> web.Response:
-    engine = engine_of(http)
-    await engine.at(Phase.CONTROL)
-    return json_answer({"is_paused": engine.paused})
+async def _is_paused(call: Call) -> dict[str, Any]:
+    await call.engine.at(Phase.CONTROL)
+    return {"is_paused": call.engine.paused}
 
 
-async def _abort_requests(http: web.Request) -> web.Response:
-    engine = engine_of(http)
-    engine.check_alive()
-    names = (await json_body(http)).get("request_ids")
-    return json_answer({"status": "aborted", "aborted": engine.abort(names or None, asked=True)})
+async def _abort_requests(call: Call) -> dict[str, Any]:
+    call.engine.check_alive()
+    return {"status": "aborted", "aborted": call.engine.abort(call.body.get("request_ids") or None, asked=True)}
 
 
-async def _reset_prefix_cache(http: web.Request) -> web.Response:
-    running = _flag(http, "reset_running_requests", default=False)
-    return json_answer({"success": engine_of(http).reset_prefix_cache(reset_running_requests=running)})
+async def _reset_prefix_cache(call: Call) -> dict[str, Any]:
+    running = call.flag("reset_running_requests", default=False)
+    return {"success": call.engine.reset_prefix_cache(reset_running_requests=running)}
 
 
-async def _sleep(http: web.Request) -> web.Response:
-    text = http.query.get("level", "1")
+async def _sleep(call: Call) -> dict[str, Any]:
+    text = call.http.query.get("level", "1")
     if text not in ("0", "1", "2"):
         raise InvalidFieldError("query.level", f"must be 0, 1 or 2, got {text!r}")
-    await engine_of(http).sleep(int(text), _choice(http, "mode", PauseMode.ABORT))
-    return json_answer({"status": "sleeping", "level": int(text)})
+    await call.engine.sleep(int(text), call.choice("mode", PauseMode.ABORT))
+    return {"status": "sleeping", "level": int(text)}
 
 
-async def _wake_up(http: web.Request) -> web.Response:
-    tags = http.query.getall("tags", []) or None
-    awake = await engine_of(http).wake_up(tags)
-    return json_answer({"status": "awake" if awake else "sleeping", "tags": tags})
+async def _wake_up(call: Call) -> dict[str, Any]:
+    tags = call.http.query.getall("tags", []) or None
+    awake = await call.engine.wake_up(tags)
+    return {"status": "awake" if awake else "sleeping", "tags": tags}
 
 
-async def _collective_rpc(http: web.Request) -> web.Response:
+async def _collective_rpc(call: Call) -> web.Response | dict[str, Any]:
     """The simulated engine has one worker, which returns what it was called with."""
-    body = await json_body(http)
-    engine_of(http).check_alive()
-    method = body.get("method")
-    if method is None:
+    call.engine.check_alive()
+    body = call.body
+    if body.get("method") is None:
         return error_answer("Missing 'method' in request body", "Bad Request", 400)
-    call: dict[str, Any] = {"method": method, "args": body.get("args", []), "kwargs": body.get("kwargs", {})}
-    return json_answer({"results": [call]})
+    return {"results": [{"method": body["method"], "args": body.get("args", []), "kwargs": body.get("kwargs", {})}]}
 
 
-async def _init_weight_transfer_engine(http: web.Request) -> web.Response:
-    _object(await json_body(http), "init_info")
-    engine = engine_of(http)
-    engine.check_alive()
-    engine.weights.initialised = True
-    return json_answer({"message": "Weight transfer initialized"})
+async def _init_weight_transfer_engine(call: Call) -> dict[str, Any]:
+    call.field("init_info", dict)
+    call.engine.check_alive()
+    call.engine.weights.initialised = True
+    return {"message": "Weight transfer initialized"}
 
 
-async def _start_weight_update(http: web.Request) -> web.Response:
-    engine_of(http).start_update()
-    return json_answer({"message": "Weight update started"})
+async def _start_weight_update(call: Call) -> dict[str, Any]:
+    call.engine.start_update()
+    return {"message": "Weight update started"}
 
 
-async def _update_weights(http: web.Request) -> web.Response:
-    _object(await json_body(http), "update_info")
-    await engine_of(http).update_weights()
-    return json_answer({"message": "Weights updated"})
+async def _update_weights(call: Call) -> dict[str, Any]:
+    call.field("update_info", dict)
+    await call.engine.update_weights()
+    return {"message": "Weights updated"}
 
 
-async def _finish_weight_update(http: web.Request) -> web.Response:
-    label = (await json_body(http, optional=True)).get("weight_version")
-    if label is not None and not isinstance(label, str):
-        raise InvalidFieldError("weight_version", f"Input should be a valid string, got {label!r}")
-    await engine_of(http).finish_update(label)
-    return json_answer({"message": "Weight update finished"})
+async def _finish_weight_update(call: Call) -> dict[str, Any]:
+    labelled = call.body.get("weight_version") is not None
+    await call.engine.finish_update(call.field("weight_version", str) if labelled else None)
+    return {"message": "Weight update finished"}
 
 
-async def _update_weight_version(http: web.Request) -> web.Response:
-    label = (await json_body(http)).get("new_version")
-    if not isinstance(label, str):
-        raise InvalidFieldError("new_version", f"Input should be a valid string, got {label!r}")
-    engine = engine_of(http)
-    engine.check_alive()
-    engine.weights.label = label
-    return json_answer({"success": True, "new_version": label})
+async def _update_weight_version(call: Call) -> dict[str, Any]:
+    label = call.field("new_version", str)
+    call.engine.check_alive()
+    call.engine.weights.label = label
+    return {"success": True, "new_version": label}
 
 
-async def _weight_info(http: web.Request) -> web.Response:
-    engine = engine_of(http)
-    engine.check_alive()
-    return json_answer({"weight_version": engine.weights.label})
+async def _weight_info(call: Call) -> dict[str, Any]:
+    call.engine.check_alive()
+    return {"weight_version": call.engine.weights.label}
 
 
-async def _load_lora_adapter(http: web.Request) -> web.Response:
-    body = await json_body(http)
+async def _load_lora_adapter(call: Call) -> web.Response:
+    body = call.body
     name, path = str(body.get("lora_name") or ""), str(body.get("lora_path") or "")
-    engine_of(http).check_alive()
+    call.engine.check_alive()
     try:
-        engine_of(http).adapters.load(name, path, in_place=bool(body.get("load_inplace")))
+        call.engine.adapters.load(name, path, in_place=bool(body.get("load_inplace")))
     except UserError as error:
         return error_answer(str(error), "InvalidUserInput", 400)
     return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
 
 
-async def _unload_lora_adapter(http: web.Request) -> web.Response:
-    name = str((await json_body(http)).get("lora_name") or "")
+async def _unload_lora_adapter(call: Call) -> web.Response:
+    name = str(call.body.get("lora_name") or "")
     try:
-        engine_of(http).adapters.unload(name)
+        call.engine.adapters.unload(name)
     except NotFoundError:
         raise
     except UserError as error:
@@ -318,54 +273,57 @@ async def _unload_lora_adapter(http: web.Request) -> web.Response:
     return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
 
 
-GET: Mapping[str, Handler] = {
-    "/health": _health,
-    "/metrics": _metrics,
-    "/version": _version,
-    "/is_paused": _is_paused,
-    "/weight_info": _weight_info,
+# --- Which of them a server has --------------------------------------------------------------------------------------
+
+_ALWAYS: Mapping[str, Handler] = {
+    "GET /health": _health,
+    "GET /metrics": _metrics,
+    "GET /version": _version,
+    "POST /v1/load_lora_adapter": _load_lora_adapter,
+    "POST /v1/unload_lora_adapter": _unload_lora_adapter,
+    "POST /sim/fault": _set_fault,
 }
-POST: Mapping[str, Handler] = {
-    "/pause": _pause,
-    "/resume": _resume,
-    "/abort_requests": _abort_requests,
-    "/reset_prefix_cache": _reset_prefix_cache,
-    "/sleep": _sleep,
-    "/wake_up": _wake_up,
-    "/collective_rpc": _collective_rpc,
-    "/init_weight_transfer_engine": _init_weight_transfer_engine,
-    "/start_weight_update": _start_weight_update,
-    "/update_weights": _update_weights,
-    "/finish_weight_update": _finish_weight_update,
-    "/update_weight_version": _update_weight_version,
-    "/v1/load_lora_adapter": _load_lora_adapter,
-    "/v1/unload_lora_adapter": _unload_lora_adapter,
+_DEV_MODE: Mapping[str, Handler] = {
+    "GET /is_paused": _is_paused,
+    "POST /pause": _pause,
+    "POST /resume": _resume,
+    "POST /reset_prefix_cache": _reset_prefix_cache,
+    "POST /sleep": _sleep,
+    "POST /wake_up": _wake_up,
+    "POST /collective_rpc": _collective_rpc,
+    "POST /init_weight_transfer_engine": _init_weight_transfer_engine,
+    "POST /start_weight_update": _start_weight_update,
+    "POST /update_weights": _update_weights,
+    "POST /finish_weight_update": _finish_weight_update,
+}
+_SINCE_0_32: Mapping[str, Handler] = {
+    "GET /weight_info": _weight_info,
+    "POST /update_weight_version": _update_weight_version,
+    "POST /abort_requests": _abort_requests,
+}
+_PLAIN_DEV_MODE: Mapping[str, Handler] = {"GET /server_info": _server_info}
+_PLUGIN: Mapping[str, Handler] = {
+    f"GET {INFO}": _info,
+    "POST /penstock/weights/group": _group,
+    "POST /penstock/weights/prepare": _prepare,
+    "POST /penstock/weights/apply": _apply,
+    "POST /penstock/weights/loss": _loss,
+    f"GET {ADAPTERS}": _adapters,
+    f"POST {ADAPTERS}/load": _load_adapter,
+    f"POST {ADAPTERS}/unload": _unload_adapter,
+    f"POST {ADAPTERS}/pause": _pause_adapter,
+    f"POST {ADAPTERS}/resume": _resume_adapter,
 }
 
 
-def _choice(http: web.Request, name: str, default: E) -> E:
-    text = http.query.get(name)
-    if text is None:
-        return default
-    try:
-        return type(default)(text)
-    except ValueError:
-        known = ", ".join(type(default))
-        raise InvalidFieldError(f"query.{name}", f"must be one of {known}, got {text!r}") from None
-
-
-def _flag(http: web.Request, name: str, *, default: bool) -> bool:
-    text = http.query.get(name)
-    if text is None:
-        return default
-    if text.lower() not in ("true", "false", "1", "0"):
-        raise InvalidFieldError(f"query.{name}", f"Input should be a valid boolean, got {text!r}")
-    return text.lower() in ("true", "1")
-
-
-def _object(body: dict[str, Any], name: str) -> None:
-    if not isinstance(body.get(name), dict):
-        raise InvalidFieldError(name, "Field required, an object")
+def routes(config: SimConfig) -> dict[str, Handler]:
+    """Handlers by method and path: vLLM registers those for training in dev mode only."""
+    found = dict(_ALWAYS)
+    if config.dev_mode or not config.plain:
+        found.update(_DEV_MODE)
+        found.update(_SINCE_0_32 if config.keeps_versions else {})
+        found.update(_PLAIN_DEV_MODE if config.plain else _PLUGIN)
+    return found
 
 
 # --- metrics ---------------------------------------------------------------------------------------------------------

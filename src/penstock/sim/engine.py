@@ -13,12 +13,10 @@ from typing import Any
 
 from penstock.engine.partial import Partial
 from penstock.errors import EngineDeadError, RequestError, StateError
-from penstock.sim.adapters import Adapters, content_of
-from penstock.sim.config import SimConfig
-from penstock.sim.faults import Died, FaultKind, FaultPlan, Phase
+from penstock.sim.config import Died, FaultKind, FaultPlan, Phase, SimConfig
 from penstock.sim.scheduler import Scheduler, SimRequest, SimSequence, StepPlan
 from penstock.sim.tokens import Weights
-from penstock.sim.update import WeightState, check_manifest, checksum_of, receive_broadcast
+from penstock.sim.update import Adapters, WeightState, check_manifest, checksum_of, content_of, receive_broadcast
 from penstock.token_meter import TokenMeter
 from penstock.types import KV, PauseMode, Sample, SamplingParams, TokenLoss
 from penstock.weights.broadcast import TRANSPORT as BROADCAST

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
+from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, cast
 
+import orjson
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
-from penstock.errors import EngineStartError
+from penstock.errors import EngineDeadError, EngineStartError, PenstockError, RequestError, UserError
+from penstock.guard import DATA_PATHS, OPEN_PATHS, cross_site, has_key
+from penstock.plugin.core_http import refusal
 from penstock.sim import control, openai
-from penstock.sim.config import SimConfig
+from penstock.sim.call import Call, InvalidFieldError, error_answer, json_answer
+from penstock.sim.config import FaultKind, SimConfig
 from penstock.sim.engine import SimEngine
-from penstock.sim.faults import FaultKind
-from penstock.sim.http import RANKS, errors_as_vllm, guarded, on_all, on_one
-from penstock.wire import ADAPTERS
+from penstock.sim.update import NotFoundError
 
 CORE_DEATH_EXIT_S = 0.3
 """How long vLLM's API server outlives its engine core (facts: port closed at 0.3 s)."""
 
 EXIT_STATUS = 1
+RANK_HEADER = "X-data-parallel-rank"
 
 KEEP_ALIVE_S = 5.0
 """vLLM closes idle connections after this; a client pool that keeps them longer posts on dead ones."""
@@ -118,32 +124,103 @@ class SimServer:
 
 
 def _app(config: SimConfig, ranks: tuple[SimEngine, ...]) -> web.Application:
-    middlewares = [guarded(config), errors_as_vllm]
-    app = web.Application(client_max_size=config.max_body_bytes, middlewares=middlewares)
-    app[RANKS] = ranks
-    get, post = app.router.add_get, app.router.add_post
+    app = web.Application(client_max_size=config.max_body_bytes, middlewares=[_guarded(config), _errors_as_vllm])
     open_to_tokens = config.scale_out or not config.plain
-    post("/inference/v1/generate", on_one(openai.generate) if open_to_tokens else control.no_tokens)
-    post("/v1/completions", on_one(openai.completions))
-    post("/v1/chat/completions", on_one(openai.chat_completions))
-    get("/v1/models", openai.models)
-    post("/tokenize", openai.tokenize)
-    post("/detokenize", openai.detokenize)
-    for path, handler in control.GET.items():
-        if control.has(config, path):
-            get(path, handler)
-    for path, handler in control.POST.items():
-        if control.has(config, path):
-            post(path, on_all(handler))
-    if not config.plain:
-        get("/penstock/info", control.info)
-        post("/penstock/weights/group", control.group)
-        post("/penstock/weights/prepare", on_all(control.prepare))
-        post("/penstock/weights/apply", on_all(control.apply))
-        post("/penstock/weights/loss", on_all(control.loss))
-        get(ADAPTERS, control.adapters)
-        post(ADAPTERS + "/{call:load|unload|pause|resume}", on_all(control.change_adapter))
-    elif config.dev_mode:
-        get("/server_info", control.server_info)
-    post("/sim/fault", on_all(control.set_fault))
+    placed: dict[str, control.Handler] = {
+        "POST /inference/v1/generate": openai.generate if open_to_tokens else control.no_tokens,
+        "POST /v1/completions": openai.completions,
+        "POST /v1/chat/completions": openai.chat_completions,
+        "GET /v1/models": openai.models,
+        "POST /tokenize": openai.tokenize,
+        "POST /detokenize": openai.detokenize,
+    }
+    for route, handler in placed.items():
+        method, path = route.split()
+        app.router.add_route(method, path, partial(_on_one, ranks, handler))
+    for route, handler in control.routes(config).items():
+        method, path = route.split()
+        app.router.add_route(method, path, partial(_on_all, ranks, handler))
     return app
+
+
+async def _on_one(ranks: Sequence[SimEngine], handler: control.Handler, http: web.Request) -> web.StreamResponse:
+    """Serve on the rank that the header names, else on the one with the least to do, as vLLM places."""
+    named = http.headers.get(RANK_HEADER, "")
+    if not named.lstrip("-").isdigit():  # vLLM passes over what is no number
+        rank = min(ranks, key=lambda rank: len(rank.scheduler.running) + len(rank.scheduler.waiting))
+    elif not 0 <= int(named) < len(ranks):
+        raise RequestError(f"data_parallel_rank {named} is out of range [0, {len(ranks)}).")
+    else:
+        rank = ranks[int(named)]
+    return _answer(await handler(Call(http, rank, ranks, await _body(http))))
+
+
+async def _on_all(ranks: Sequence[SimEngine], handler: control.Handler, http: web.Request) -> web.StreamResponse:
+    """Call every rank, one after another: the last one's answer, or the first error. The first rank answers a GET."""
+    body, answer = await _body(http), None
+    for rank in ranks[:1] if http.method == "GET" else ranks:
+        answer = await handler(Call(http, rank, ranks, body))
+    return _answer(answer)
+
+
+def _answer(answer: Any) -> web.StreamResponse:
+    return answer if isinstance(answer, web.StreamResponse) else json_answer(answer)
+
+
+async def _body(http: web.Request) -> dict[str, Any]:
+    """The body as an object, empty where there is none; web.HTTPException if it is too large."""
+    raw = await http.read()
+    try:
+        data: Any = orjson.loads(raw or b"{}")
+    except orjson.JSONDecodeError as error:
+        raise InvalidFieldError("body", f"JSON decode error: {error}") from error
+    if not isinstance(data, dict):
+        raise InvalidFieldError("body", "Input should be a valid dictionary")
+    return cast("dict[str, Any]", data)
+
+
+@web.middleware
+async def _errors_as_vllm(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turn exceptions into the answers that vLLM, or our plugin on its own paths, gives for them."""
+    try:
+        return await handler(request)
+    except (PenstockError, KeyError, TypeError) as error:
+        if request.path.startswith("/penstock/"):
+            status, answer = refusal(error)
+            return json_answer(answer, 400 if isinstance(error, (UserError, KeyError, TypeError)) else status)
+        if isinstance(error, PenstockError):
+            return _as_vllm(error)
+        raise
+    except web.HTTPException as error:
+        return error_answer(error.reason, error.reason, error.status)
+
+
+def _as_vllm(error: PenstockError) -> web.Response:
+    if isinstance(error, InvalidFieldError):
+        return error_answer(str(error), "Bad Request", 400, error.field)
+    if isinstance(error, NotFoundError):
+        return error_answer(str(error), "NotFoundError", 404, error.param)
+    if isinstance(error, UserError):
+        return error_answer(str(error), "BadRequestError", 400)
+    engine = error.engine if isinstance(error, EngineDeadError) else None
+    return error_answer(str(error).removeprefix(f"engine {engine}: "), "InternalServerError", 500)
+
+
+def _guarded(config: SimConfig) -> Middleware:
+    """Middleware: 401 without the key, on every path but `OPEN_PATHS`; 403 for a web page's control call.
+
+    The second is our plugin's doing, and a plain vLLM does not have it.
+    """
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if not config.plain and request.path not in DATA_PATHS:
+            fields = [(name.lower(), value) for name, value in request.raw_headers]
+            if (why := cross_site(fields, {config.host.lower()})) is not None:
+                return json_answer({"error": why}, 403)
+        given = request.headers.get("Authorization", "").encode()
+        if config.api_key is not None and request.path not in OPEN_PATHS and not has_key(given, [config.api_key]):
+            return json_answer({"error": "Unauthorized"}, 401)
+        return await handler(request)
+
+    return check
