@@ -7,7 +7,7 @@ import json
 import logging
 import shlex
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -90,25 +90,16 @@ def serve(
 
     Keys and their meaning: docs/reference/configuration.md; `extra_args.NAME=VALUE` passes any other option on to vLLM.
     """
-    count = engines if engines is not None else 0 if attach else 1
-    _check_sections(options or [])
-    flags = {
-        "engine.model": model,
-        "engine.profile": only_one(cpu=cpu, gpu=gpu, sim=sim),
-        "fleet.engines": count,
-        "fleet.launcher": launcher,
-        "fleet.attach": attach or [],
-        "router.kind": router,
-        "router.host": host,
-        "router.port": port,
-    }
-    config = run_config(flags, options or [], SECTIONS)
+    profile, count = only_one(cpu=cpu, gpu=gpu, sim=sim), int(not attach) if engines is None else engines
+    fleet = {"fleet.engines": count, "fleet.launcher": launcher, "fleet.attach": attach or []}
+    router_flags = {"router.kind": router, "router.host": host, "router.port": port}
+    config = _config(options or [], {"engine.model": model, "engine.profile": profile, **fleet, **router_flags})
     _check(config, api_key)
     run_until_signal(_serve(config, api_key or None, detach=detach))
 
 
-def _check_sections(options: list[str]) -> None:
-    """Refuse keys of sections that a server does not have."""
+def _config(options: list[str], flags: dict[str, Any]) -> RunConfig:
+    """Flags and options as one tree; keys of sections that a server does not have are refused."""
     from penstock.settings import EngineConfig  # noqa: PLC0415
 
     for option in options:
@@ -117,6 +108,7 @@ def _check_sections(options: list[str]) -> None:
             raise UserError(f"{option!r}: a server has no {section}; `penstock train` takes that section's keys")
         if dot and section not in SECTIONS and section not in EngineConfig.model_fields:
             raise UserError(f"{option!r}: there is no section {section!r}; known: engine, fleet, router")
+    return run_config(flags, options, SECTIONS)
 
 
 def _check(config: RunConfig, api_key: str | None) -> None:
