@@ -154,8 +154,8 @@ class EngineConfig(Section):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     kv_cache_memory_bytes: Positive | None = None
     seed: int = 0
-    extra_args: Mapping[str, str | int | float | bool | None] = Field(default_factory=dict[str, Any])
-    """More vLLM options by their long name: `{"block-size": 64}`; true is a bare flag."""
+    extra_args: Mapping[str, str | int | float | bool | tuple[str, ...] | None] = Field(default_factory=dict[str, Any])
+    """More vLLM options by their long name: `{"block-size": 64}`; true is a bare flag, a list several values."""
     start_timeout_s: Seconds = 600.0
     control_timeout_s: Seconds = 60.0
     """Deadline of one control call (pause, resume, update, ...)."""

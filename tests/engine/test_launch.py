@@ -16,7 +16,7 @@ import pytest
 
 from penstock.engine.launch import EngineProcess, server_command, telling_lines
 from penstock.errors import ConfigError, EngineStartError
-from penstock.settings import EngineConfig
+from penstock.settings import EngineConfig, validate
 
 
 def test_a_wrong_model_path_starts_nothing(tmp_path):
@@ -63,6 +63,15 @@ def test_fp32_on_gpus_is_fp32_in_attention_too(nano_path, monkeypatch):
     assert "TRITON_F32_DEFAULT" not in server_command(lower, port=1, api_key=None).env
     monkeypatch.setenv("TRITON_F32_DEFAULT", "tf32x3")
     assert server_command(config, port=1, api_key=None).env["TRITON_F32_DEFAULT"] == "tf32x3", "the user's own"
+
+
+def test_an_option_of_several_values_has_them_one_by_one(nano_path):
+    config = validate(
+        EngineConfig, {"model": str(nano_path), "extra_args": {"lora-target-modules": ["q_proj", "o_proj"]}}
+    )
+    argv = server_command(config.model_copy(update={"profile": "gpu"}), port=1, api_key=None).argv
+    at = argv.index("--lora-target-modules")
+    assert argv[at + 1 : at + 3] == ("q_proj", "o_proj")
 
 
 def test_adapters_in_fp32_are_refused_on_gpus(nano_path):
@@ -120,7 +129,7 @@ MARK = "PENSTOCK_TEST"
 LAUNCHER = """
 import asyncio, sys
 from pathlib import Path
-from penstock.settings import EngineConfig
+from penstock.settings import EngineConfig, validate
 from penstock.engine.launch import EngineProcess
 
 async def main():

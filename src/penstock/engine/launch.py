@@ -96,7 +96,7 @@ def server_command(
     return ServerCommand(tuple(argv), env)
 
 
-Option = str | int | float | bool | None
+Option = str | int | float | bool | None | tuple[str, ...]
 
 
 _SAME_NAME = (
@@ -190,7 +190,7 @@ def _arguments(options: dict[str, Option]) -> Sequence[str]:
         if value is True:
             arguments.append(f"--{name}")
         elif value is not None and value is not False:
-            arguments += [f"--{name}", str(value)]
+            arguments += [f"--{name}", *(value if isinstance(value, tuple) else (str(value),))]
     return arguments
 
 
