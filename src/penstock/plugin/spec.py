@@ -13,9 +13,8 @@ import torch
 
 from penstock.errors import WeightsError
 from penstock.rooms import plugged_in
-from penstock.weights.checkpoint_names import checkpoint_tensors
 from penstock.weights.checksum import device_sums
-from penstock.weights.manifest import SAFETENSORS, SUMS, WeightManifest
+from penstock.weights.manifest import SAFETENSORS, SUMS, WeightManifest, checkpoint_tensors
 from penstock.weights.pack import dtype_name
 
 TIED_HEAD = "lm_head.weight"

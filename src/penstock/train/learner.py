@@ -30,7 +30,7 @@ from penstock.train.interface import AdamSpec, Datum, Learner, LoraSpec, Outputs
 from penstock.train.loading import load_whole, stored_dtypes
 from penstock.train.losses import LossSpec, loss_named
 from penstock.train.policy_model import PolicyModel, compute_dtype, weights_dtype
-from penstock.weights.checkpoint_names import checkpoint_tensors, is_adapter, plain_name
+from penstock.weights.manifest import checkpoint_tensors, is_adapter, plain_name
 
 if TYPE_CHECKING:
     from penstock.train.lora import Adapters
