@@ -77,8 +77,8 @@ async def test_a_dead_core_trips_the_breaker_and_loses_no_request(dying: Answer,
         state = await r.settled()
         assert [(e.down, e.dead_answers, e.failure) for e in state.engines] == [(True, 1, MESSAGE), (False, 0, "")]
         text = await r.admin.metrics()
-        assert 'penstock_router_engine_dead_answers_total{engine="e0"} 1\n' in text
-        assert 'penstock_router_retries_total{reason="dead"} 1\n' in text
+        assert 'penstock_router_engine_dead_answers_total{engine="e0"} 1.0\n' in text
+        assert 'penstock_router_retries_total{reason="dead"} 1.0\n' in text
         await r.announce([backend.entry(weight_version=1) for backend in r.backends])
         assert [(await (await r.client()).ask()).body for _ in range(4)] == [b"e1"] * 4, "its owner may not know yet"
         assert (await r.admin.engines()).engines[0].down

@@ -119,9 +119,9 @@ async def test_a_call_on_the_shared_port_is_answered_for_all_or_refused() -> Non
             state = json.loads((await client.ask("/router/engines", method="GET")).body)
             assert (state["requests"], len(state["workers"]), state["in_step"]) == (10, 2, True)
             metrics = (await client.ask("/metrics", method="GET")).body.decode().splitlines()
-            assert "penstock_router_requests_total 10" in metrics
-            assert "penstock_router_request_seconds_count 10" in metrics
-            assert "penstock_router_gate_closed 0" in metrics
+            assert "penstock_router_requests_total 10.0" in metrics
+            assert "penstock_router_request_seconds_count 10.0" in metrics
+            assert "penstock_router_gate_closed 0.0" in metrics
             assert sum(line.startswith("# TYPE penstock_router_requests_total") for line in metrics) == 1
             ports = json.loads((await client.ask("/router/health", method="GET")).body)["control_ports"]
             for call in (("PUT", "/router/engines"), ("POST", "/router/gate"), ("PUT", "/router/policy")):

@@ -2,103 +2,100 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from operator import add
+from typing import Any
+
+from prometheus_client import generate_latest
+from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from penstock.router.admin import state
 from penstock.router.dispatcher import SECONDS, Dispatcher, Histogram, Metrics
 
 PREFIX = "penstock_router_"
 """Of every name."""
+_OF_ENGINES = (
+    ("outstanding", "gauge", "Requests sent and not answered in full.", "outstanding"),
+    ("outstanding_tokens", "gauge", "Prompt and expected tokens of those.", "outstanding_tokens"),
+    ("resident_tokens", "gauge", "Context that lives there.", "resident_tokens"),
+    ("sessions", "gauge", "Sessions that live there.", "sessions"),
+    ("kv_cache_usage", "gauge", "Share of its KV cache in use; -1: not known.", "kv_usage"),
+    ("kv_cache_capacity_tokens", "gauge", "Tokens that its KV cache holds; 0: not known.", "kv_capacity"),
+    ("requests", "counter", "Requests sent.", "requests"),
+    ("eligible", "gauge", "1 if the fleet announces it as eligible.", "eligible"),
+    ("draining", "gauge", "1 while it is to leave.", "draining"),
+    ("gate_closed", "gauge", "1 while its own gate is closed.", "gate_closed"),
+    ("down", "gauge", "1 while the breaker is open.", "down"),
+    ("breaker_openings", "counter", "How often the breaker opened.", "breaker_openings"),
+    ("dead_answers", "counter", "Answers that said that its core is dead.", "dead_answers"),
+)
+"""Name, kind, what it is, and its name in `GET /router/engines`."""
+
+
+class _Figures(Collector):
+    """What `generate_latest` reads."""
+
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics
 
 
 def text(dispatcher: Dispatcher) -> str:
     """Return every figure of one router process, as a Prometheus server scrapes it."""
-    return render(families(dispatcher))
+    metrics = [*_counted(dispatcher.metrics), *_known(dispatcher), *_of_engines(state(dispatcher)["engines"])]
+    return generate_latest(_Figures(metrics)).decode()
 
 
-class Sample(NamedTuple):
-    """One line: `name + suffix {labels} value`."""
-
-    labels: Mapping[str, str]
-    value: float
-    suffix: str = ""
-
-
-class Family(NamedTuple):
-    """One metric with all its samples."""
-
-    name: str
-    kind: Literal["counter", "gauge", "histogram"]
-    what: str
-    """One sentence."""
-    samples: Sequence[Sample]
+def _metric(name: str, kind: str, what: str, values: Mapping[str, float], label: str = "") -> Metric:
+    """One figure, or one for each value of `label`."""
+    metric = Metric(PREFIX + name, what, kind)
+    for key, value in values.items():
+        metric.add_sample(metric.name + "_total" * (kind == "counter"), {label: key} if label else {}, value)
+    return metric
 
 
-def families(dispatcher: Dispatcher) -> list[Family]:
-    """Every figure for Prometheus."""
+def _known(dispatcher: Dispatcher) -> list[Metric]:
     gate, placement = dispatcher.gate, dispatcher.placement
-    engines = state(dispatcher)["engines"]
 
-    def gauge(name: str, what: str, value: float) -> Family:
-        return Family(PREFIX + name, "gauge", what, [Sample({}, value)])
+    def gauge(name: str, what: str, value: float) -> Metric:
+        return _metric(name, "gauge", what, {"": value})
 
-    def of_engines(name: str, what: str, key: str) -> Family:
-        kind = "counter" if name.endswith("_total") else "gauge"
-        samples = [Sample({"engine": engine["name"]}, float(engine[key])) for engine in engines]
-        return Family(f"{PREFIX}engine_{name}", kind, what, samples)
-
-    def counts(name: str, what: str, label: str, values: Mapping[str, int]) -> Family:
-        return Family(f"{PREFIX}{name}_total", "counter", what, [Sample({label: k}, n) for k, n in values.items()])
-
-    held = [Sample({"for": kind}, count) for kind, count in gate.held_by().items()]
     return [
-        *_counted(dispatcher.metrics),
-        Family(f"{PREFIX}held", "gauge", "Requests waiting now, by what they wait for.", held),
+        _metric("held", "gauge", "Requests waiting now, by what they wait for.", gate.held_by(), "for"),
         gauge("held_bytes", "Most bytes that are kept of requests that wait or are still coming in.", gate.held_bytes),
         gauge("gate_closed", "1 while the gate for all is closed.", gate.closed),
         gauge("sessions", "Sessions known.", len(placement.sessions)),
-        counts("placements", "Requests placed, by the policy that chose the engine.", "rule", placement.rules),
-        counts("turns", "Requests placed, by what became of their session.", "session", placement.turns),
-        of_engines("outstanding", "Requests sent and not answered in full.", "outstanding"),
-        of_engines("outstanding_tokens", "Prompt and expected tokens of those.", "outstanding_tokens"),
-        of_engines("resident_tokens", "Context that lives there.", "resident_tokens"),
-        of_engines("sessions", "Sessions that live there.", "sessions"),
-        of_engines("kv_cache_usage", "Share of its KV cache in use; -1: not known.", "kv_usage"),
-        of_engines("kv_cache_capacity_tokens", "Tokens that its KV cache holds; 0: not known.", "kv_capacity"),
-        of_engines("requests_total", "Requests sent.", "requests"),
-        of_engines("eligible", "1 if the fleet announces it as eligible.", "eligible"),
-        of_engines("draining", "1 while it is to leave.", "draining"),
-        of_engines("gate_closed", "1 while its own gate is closed.", "gate_closed"),
-        of_engines("down", "1 while the breaker is open.", "down"),
-        of_engines("breaker_openings_total", "How often the breaker opened.", "breaker_openings"),
-        of_engines("dead_answers_total", "Answers that said that its core is dead.", "dead_answers"),
+        _metric("placements", "counter", "Requests placed, by the policy that chose.", placement.rules, "rule"),
+        _metric("turns", "counter", "Requests placed, by what became of their session.", placement.turns, "session"),
     ]
 
 
-def _counted(metrics: Metrics) -> list[Family]:
+def _of_engines(engines: Sequence[Mapping[str, Any]]) -> list[Metric]:
+    return [
+        _metric(f"engine_{name}", kind, what, {engine["name"]: engine[key] for engine in engines}, "engine")
+        for name, kind, what, key in _OF_ENGINES
+    ]
+
+
+def _counted(metrics: Metrics) -> list[Metric]:
     """The counters; each process has its own, and a fleet's are their sums."""
 
-    def total(name: str, what: str, value: float) -> Family:
-        return Family(f"{PREFIX}{name}_total", "counter", what, [Sample({}, value)])
-
-    def by(label: str, name: str, what: str, values: Counter[str]) -> Family:
-        samples = [Sample({label: key}, n) for key, n in sorted(values.items())]
-        return Family(f"{PREFIX}{name}_total", "counter", what, samples)
-
-    def histogram(name: str, what: str, values: Histogram) -> Family:
-        return Family(f"{PREFIX}{name}_seconds", "histogram", what, buckets(values))
+    def total(name: str, what: str, value: float) -> Metric:
+        return _metric(name, "counter", what, {"": value})
 
     return [
         total("requests", "Requests taken in.", metrics.requests),
         total("answered", "Requests that an engine answered in full.", metrics.answered),
-        by("code", "errors", "Requests that the router answered itself.", metrics.errors),
+        _metric("errors", "counter", "Requests that the router answered itself.", metrics.errors, "code"),
         total("cancelled", "Requests whose client went away.", metrics.cancelled),
         total("broken", "Answers that an engine did not complete.", metrics.broken),
-        by("code", "rejected", "Calls that never became a request to an engine.", metrics.rejected),
-        by("reason", "retries", "Requests sent once more before their first byte.", metrics.retries),
+        _metric("rejected", "counter", "Calls that never became a request to an engine.", metrics.rejected, "code"),
+        _metric("retries", "counter", "Requests sent once more before their first byte.", metrics.retries, "reason"),
         total("request_bytes", "Bytes of request bodies.", metrics.bytes_in),
         total("response_bytes", "Bytes of response bodies.", metrics.bytes_out),
         histogram("first_byte", "From a request's head to the first byte of an engine's answer.", metrics.first_byte),
@@ -108,28 +105,11 @@ def _counted(metrics: Metrics) -> list[Family]:
     ]
 
 
-def buckets(histogram: Histogram) -> list[Sample]:
-    """Cumulative counts up to each bound, the sum and the count."""
-    running = list(accumulate(histogram.counts))
-    bounds = [f"{bound:g}" for bound in SECONDS]
-    buckets = [Sample({"le": le}, n, "_bucket") for le, n in zip([*bounds, "+Inf"], running, strict=True)]
-    return [*buckets, Sample({}, histogram.sum, "_sum"), Sample({}, running[-1], "_count")]
-
-
-def render(families: Iterable[Family]) -> str:
-    """The text that a Prometheus server scrapes."""
-    lines: list[str] = []
-    for family in families:
-        lines.append(f"# HELP {family.name} {family.what}")
-        lines.append(f"# TYPE {family.name} {family.kind}")
-        for labels, value, suffix in family.samples:
-            text = ",".join(f'{name}="{_escaped(label)}"' for name, label in labels.items())
-            lines.append(f"{family.name}{suffix}{f'{{{text}}}' if text else ''} {value:.12g}")
-    return "\n".join(lines) + "\n"
-
-
-def _escaped(label: str) -> str:
-    return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+def histogram(name: str, what: str, values: Histogram) -> Metric:
+    """Cumulative counts up to each bound, the count and the sum."""
+    bounds = [*(f"{bound:g}" for bound in SECONDS), "+Inf"]
+    buckets = list(zip(bounds, map(float, accumulate(values.counts)), strict=True))
+    return HistogramMetricFamily(f"{PREFIX}{name}_seconds", what, buckets=buckets, sum_value=values.sum)
 
 
 # --- several processes as one ----------------------------------------------------------------------------------------
@@ -189,26 +169,16 @@ def _merge_engine(engine: Mapping[str, Any], of: Sequence[Mapping[str, Any]]) ->
 
 def merge_metrics(texts: Sequence[str]) -> str:
     """Prometheus texts of several processes to one: summed, or the greatest of what each knows as a whole."""
-    families: dict[str, dict[str, float]] = {}
-    family: dict[str, float] = {}
-    greatest = False
-    for line in (line for text in texts for line in text.splitlines()):
-        if line.startswith("# TYPE "):
-            continue  # it follows the line of its HELP
-        if line.startswith("# HELP "):
-            family = families.setdefault(line, {})
-            greatest = line.split(" ", 3)[2] in _GREATEST
-            continue
-        sample, _, value = line.rpartition(" ")
-        before = family.get(sample)
-        family[sample] = float(value) if before is None else (max if greatest else _add)(before, float(value))
-    types = {line.split(" ", 3)[2]: line for text in texts for line in text.splitlines() if line.startswith("# TYPE ")}
-    lines: list[str] = []
-    for head, samples in families.items():
-        lines += [head, types[head.split(" ", 3)[2]]]
-        lines += [f"{sample} {value:.12g}" for sample, value in samples.items()]
-    return "\n".join(lines) + "\n"
-
-
-def _add(one: float, other: float) -> float:
-    return one + other
+    merged: dict[str, Metric] = {}
+    values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+    for metric in (metric for text in texts for metric in text_string_to_metric_families(text)):
+        merged.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+        known = values.setdefault(metric.name, {})
+        both = max if metric.name in _GREATEST else add
+        for sample in metric.samples:
+            key = sample.name, tuple(sample.labels.items())
+            known[key] = both(known[key], sample.value) if key in known else sample.value
+    for name, metric in merged.items():
+        for (sample_name, labels), value in values[name].items():
+            metric.add_sample(sample_name, dict(labels), value)
+    return generate_latest(_Figures(merged.values())).decode()
