@@ -16,13 +16,12 @@ import secrets
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import orjson
 from pydantic import Field
@@ -41,9 +40,9 @@ from penstock.settings import Section
 from penstock.tinker.children import run_child
 from penstock.tinker.models import ALPHA, Models
 from penstock.tinker.schema import JSON_TYPE, PROTO_TYPE
-from penstock.tinker.trainer import Sizes, decode, encode, joined
+from penstock.tinker.trainer import Batch, Sizes, decode, encode, joined
 from penstock.train.batching import default_device, micro_batch_tokens
-from penstock.train.interface import AdamSpec, Learner, LoraSpec
+from penstock.train.interface import AdamSpec, Learner, LoraSpec, Outputs
 from penstock.train.ranks import Ranks
 
 T = TypeVar("T")
@@ -84,14 +83,6 @@ class LearnerOptions(Section):
 
 class HungError(Exception):
     """The learner's thread does not come back from its work; the process is about to end."""
-
-
-class Adapters(Protocol):
-    """What puts adapters on engines; `RemoteAdapters`."""
-
-    async def load(self, name: str, path: str, timeout_s: float) -> Any:
-        """See `FleetAdapters.load`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +133,28 @@ def _file_name(request_id: str) -> str:
     return hashlib.blake2b(request_id.encode(), digest_size=16).hexdigest()
 
 
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """A part of a batch that waits for the thread.
+
+    Attributes:
+        model: that it is of.
+        part: to evaluate.
+        found: what was found of it, once it was evaluated with another.
+        alone: it was tried with others, and one of them failed.
+    """
+
+    model: str
+    part: Batch
+    found: asyncio.Future[Outputs]
+    alone: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of its data."""
+        return sum(len(datum.input_ids) for datum in self.part.data)
+
+
 @dataclass(slots=True)
 class Operations:
     """Runs operations: of each model one after another, and one at a time in the thread of the learner.
@@ -157,13 +170,14 @@ class Operations:
     """
 
     models: Models
-    adapters: Adapters
+    adapters: RemoteAdapters
     answers: Answers
     sizes: Sizes
     thread: ThreadPoolExecutor
     turn_tokens: int = 65_536
     stall_s: float = 3600.0
     _free: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _waiting: list[Waiting] = field(default_factory=list[Waiting])
     _running: dict[str, asyncio.Task[Answer]] = field(default_factory=dict[str, asyncio.Task[Answer]])
     _turns: dict[str, asyncio.Lock] = field(default_factory=dict[str, asyncio.Lock])
 
@@ -240,8 +254,48 @@ class Operations:
         batch = await self._in_thread(lambda: decode(body, self.sizes))
         # Between two parts other models have their turns.
         parts = batch.parts(self.turn_tokens)
-        found = [await self._in_thread(partial(self.models.run, model, part)) for part in parts]
+        found = [await self._evaluate_part(model, part) for part in parts]
         return Answer(200, PROTO_TYPE, await self._in_thread(lambda: encode(batch, joined(found))))
+
+    async def _evaluate_part(self, model: str, part: Batch) -> Outputs:
+        """Evaluate a part together with those of other models that wait at the same time."""
+        if part.forward_only or not self.models.learner.joins:
+            return await self._in_thread(lambda: self.models.run(model, part))
+        mine = Waiting(model, part, asyncio.get_running_loop().create_future())
+        self._waiting.append(mine)
+        async with self._free:
+            if mine.found.done():
+                return mine.found.result()
+            self._waiting.remove(mine)
+            others = self._beside(mine)
+            if others:
+                await self._evaluate_together([mine, *others])
+            if mine.found.done():
+                return mine.found.result()
+            return await self._hand_over(lambda: self.models.run(model, part))
+
+    def _beside(self, mine: Waiting) -> list[Waiting]:
+        """What waits beside a part, in the order of arrival, as long as all of it makes no more than one turn."""
+        room = self.turn_tokens - mine.tokens
+        chosen: list[Waiting] = []
+        for other in () if mine.alone else self._waiting:
+            if not other.alone and other.tokens <= room:
+                chosen.append(other)
+                room -= other.tokens
+        return chosen
+
+    async def _evaluate_together(self, parts: Sequence[Waiting]) -> None:
+        """Evaluate parts in shared passes. If that fails each is to be evaluated alone, and fails by itself."""
+        given = [(each.model, each.part) for each in parts]
+        work = asyncio.ensure_future(self._hand_over(lambda: self.models.run_together(given)))
+        await asyncio.wait([work])
+        if isinstance(error := work.exception(), HungError):
+            raise error
+        for each, outputs in zip(parts, [None] * len(parts) if error else work.result(), strict=True):
+            each.alone = True
+            if outputs is not None:
+                each.found.set_result(outputs)
+        self._waiting = [each for each in self._waiting if not each.found.done()]
 
     async def _step(self, model: str, body: bytes) -> Answer:
         values = _values(body)
@@ -278,13 +332,17 @@ class Operations:
         return Answer.of_json({"model_id": model, "type": "unload_model"})
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        loop = asyncio.get_running_loop()
         async with self._free:  # in turn, and no work's time begins before it runs
-            running = loop.run_in_executor(self.thread, work)
-            if not (await asyncio.wait((running,), timeout=self.stall_s))[0]:
-                reason = f"its thread did not come back within {self.stall_s:g} s"
-                loop.call_later(LAST_WORDS_S, _end, reason)
-                raise HungError(reason)
+            return await self._hand_over(work)
+
+    async def _hand_over(self, work: Callable[[], T]) -> T:
+        """Have the thread, which is free, do some work."""
+        loop = asyncio.get_running_loop()
+        running = loop.run_in_executor(self.thread, work)
+        if not (await asyncio.wait((running,), timeout=self.stall_s))[0]:
+            reason = f"its thread did not come back within {self.stall_s:g} s"
+            loop.call_later(LAST_WORDS_S, _end, reason)
+            raise HungError(reason)
         return running.result()
 
 

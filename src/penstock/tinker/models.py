@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -129,6 +129,12 @@ class Models:
             outputs = self.learner.forward_backward(name, batch.loss, batch.data)
             failed.pop_all()
         return outputs
+
+    def run_together(self, parts: Sequence[tuple[str, Batch]]) -> list[Outputs]:
+        """Evaluate batches of several models, and add their gradients; if it fails, no gradient was changed."""
+        return self.learner.forward_backward_together(
+            [(name, batch.loss, batch.data) for name, batch in parts if self._of(name)]
+        )
 
     def step(self, name: str, adam: AdamSpec) -> StepFigures:
         """Take an optimiser step.

@@ -28,6 +28,7 @@ from penstock.train.interface import AdamSpec, Datum, Outputs, StepFigures
 from penstock.train.learner import LocalLearner, ServedDtype
 from penstock.train.loading import ModuleLoader, checkpoint_files, load_whole, without_weights
 from penstock.train.losses import LossSpec
+from penstock.train.passes import Sums
 from penstock.train.policy_model import PolicyModel, compute_dtype, weights_dtype
 from penstock.train.rank_group import RankGroup
 from penstock.types import TensorSpec
@@ -149,7 +150,7 @@ class ShardedLearner(LocalLearner):
             mine += [*share, *[replace(_nothing(), needs_gradient=needs_gradient)] * missing]
         return mine
 
-    def _measure(self, batch: MicroBatch, loss: LossSpec) -> tuple[Tensor, dict[str, dict[str, Tensor]]]:
+    def _measure(self, batch: MicroBatch, loss: LossSpec) -> tuple[Tensor, Sums]:
         if batch.indices:
             try:
                 return super()._measure(batch, loss)

@@ -137,9 +137,11 @@ class Learner(ABC):
 
     Attributes:
         versions: of the weights held: the base's (None) 0 as loaded, an adapter's 1 as created, +1 for each step.
+        joins: `forward_backward_together` can be called.
     """
 
     versions: dict[str | None, int]
+    joins: bool = False
 
     @abstractmethod
     def forward(self, adapter: str | None, loss: LossSpec, data: Sequence[Datum]) -> Outputs:
@@ -154,6 +156,15 @@ class Learner(ABC):
         Raises:
             StateError: the base's weights are frozen, as adapters are trained on them.
         """
+
+    def forward_backward_together(self, parts: Sequence[tuple[str, LossSpec, Sequence[Datum]]]) -> list[Outputs]:
+        """Do `forward_backward` for several adapters at once, in shared passes over the base.
+
+        Raises:
+            StateError: a loss or a gradient is not finite.
+            PenstockError: what `forward_backward` refuses. Whatever is raised, no gradient was changed.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has `joins` {self.joins}; got {len(parts)} parts")
 
     @abstractmethod
     def optim_step(self, adapter: str | None, adam: AdamSpec, *, scale: float) -> StepFigures:

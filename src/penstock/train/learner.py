@@ -28,7 +28,8 @@ from penstock.train.checkpoint import LearnerState, read_tensors, write_tensors
 from penstock.train.fit import check_fits
 from penstock.train.interface import AdamSpec, Datum, Learner, LoraSpec, Outputs, StepFigures
 from penstock.train.loading import load_whole, stored_dtypes
-from penstock.train.losses import LossSpec, loss_named
+from penstock.train.losses import LossSpec
+from penstock.train.passes import Share, Sums, Tally, loss_of, shared_passes
 from penstock.train.policy_model import PolicyModel, compute_dtype, weights_dtype
 from penstock.weights.manifest import checkpoint_tensors, is_adapter, plain_name
 
@@ -77,6 +78,8 @@ class LocalLearner(Learner):
         self._casts: dict[str, Tensor] = {}
         self._optimizers: dict[str | None, torch.optim.AdamW] = {}
         self._adapters: Adapters | None = None
+        # Compiled layers would be compiled again for each mixture of adapters.
+        self.joins = self._group is None and not config.compile
 
     def forward(self, adapter: str | None, loss: LossSpec, data: Sequence[Datum]) -> Outputs:
         """See `Learner.forward`."""
@@ -96,6 +99,31 @@ class LocalLearner(Learner):
             outputs = self._run(loss, data)
             failed.pop_all()
         return outputs
+
+    def forward_backward_together(self, parts: Sequence[tuple[str, LossSpec, Sequence[Datum]]]) -> list[Outputs]:
+        """See `Learner.forward_backward_together`."""
+        self._use_threads()
+        shares: list[Share] = []
+        tallies = [Tally(data) for _, _, data in parts]
+        for (adapter, loss, data), tally in zip(parts, tallies, strict=True):
+            self._activate(adapter, training=True)
+            shares += [Share(adapter, loss, b.to(self.device), tally) for b in self._batches(data, loss)]
+        parameters = [p for adapter, _, _ in parts for p in self._parameters(adapter).values()]
+        held = [parameter.grad for parameter in parameters]
+        with ExitStack() as failed:
+            failed.callback(_set_gradients, parameters, held)
+            _set_gradients(parameters, [None] * len(parameters))
+            shared_passes(
+                self.policy, self._adapters_of(parts[0][0]), shares, micro_batch_tokens(self.config, self.device)
+            )
+            found = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            if not torch.nn.utils.get_total_norm(found).isfinite():
+                raise StateError("a gradient is not finite")
+            failed.pop_all()
+        for parameter, old in zip(parameters, held, strict=True):
+            if old is not None:
+                parameter.grad = old if parameter.grad is None else parameter.grad.add_(old)
+        return [tally.outputs() for tally in tallies]
 
     def optim_step(self, adapter: str | None, adam: AdamSpec, *, scale: float) -> StepFigures:
         """See `Learner.optim_step`."""
@@ -261,32 +289,20 @@ class LocalLearner(Learner):
 
     def _run(self, loss: LossSpec, data: Sequence[Datum]) -> Outputs:
         """Evaluate all data, with gradients where autograd is on."""
-        logprobs = [torch.zeros(len(datum.target_ids)) for datum in data]
-        sums: dict[str, dict[str, float]] = {"losses": {}, "denominators": {}, "metrics": {}}
-        for batch in self._batches(data, loss):
-            found_K, measured = self._measure(batch.to(self.device), loss)
-            for kind, values in measured.items():
-                for name, value in values.items():
-                    sums[kind][name] = sums[kind].get(name, 0.0) + float(value)
-            parts = found_K.float().cpu().split([len(places) for places in batch.places])
-            for index, places, part in zip(batch.indices, batch.places, parts, strict=True):
-                logprobs[index][places] = part
-        return Outputs(logprobs, **sums)
+        tally = Tally(data)
+        for given in self._batches(data, loss):
+            batch = given.to(self.device)
+            tally.add(batch, *self._measure(batch, loss))
+        return tally.outputs()
 
-    def _measure(self, batch: MicroBatch, loss: LossSpec) -> tuple[Tensor, dict[str, dict[str, Tensor]]]:
+    def _measure(self, batch: MicroBatch, loss: LossSpec) -> tuple[Tensor, Sums]:
         """Evaluate a micro-batch and add its gradient: logprobs `[K]`, and sums as `Outputs` has them."""
         with torch.set_grad_enabled(batch.needs_gradient and torch.is_grad_enabled()):
             found = self.policy(batch, loss.temperature)
-            terms = batch.terms(found.logprobs, found.entropy)
-            outputs = {part: loss_named(part)(terms, loss.limits) for part in loss.parts}
+            total, sums = loss_of(found, batch, loss)
             if torch.is_grad_enabled():
-                torch.stack([factor * outputs[part].loss for part, factor in loss.parts.items()]).sum().backward()
-        metrics = {"entropy": (terms.entropy_B_T.detach() * terms.mask()).sum()}  # pyright: ignore[reportOptionalMemberAccess]
-        for output in outputs.values():
-            metrics |= output.metrics
-        losses = {part: output.loss.detach() for part, output in outputs.items()}
-        denominators = {part: output.denominator for part, output in outputs.items()}
-        return found.logprobs.detach(), {"losses": losses, "denominators": denominators, "metrics": metrics}
+                total.backward()
+        return found.logprobs.detach(), sums
 
     def _load_policy(self, model_path: str) -> PolicyModel:
         check_fits(model_path, self.config, self.device, frozen_bytes=compute_dtype(self.config, self.device).itemsize)
@@ -349,6 +365,11 @@ class LocalLearner(Learner):
         # Set again in each call: the number belongs to the calling thread.
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
+
+
+def _set_gradients(parameters: Sequence[Parameter], gradients: Sequence[Tensor | None]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Low-rank adapters in a model, by PEFT: several of different ranks, of which one at a time computes."""
+"""Low-rank adapters in a model, by PEFT: one for a whole pass, or several, each for its own tokens."""
 
 # peft ships partial types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,6 +84,23 @@ class Adapters:
         for parameter in () if name is None else self._parameters[name].values():
             parameter.requires_grad_(True)  # noqa: FBT003
 
+    @contextmanager
+    def together(self, stretches: Sequence[tuple[str, int]], device: torch.device) -> Generator[None]:
+        """Have each stretch of a packed row computed with its own adapter, forwards and backwards.
+
+        Args:
+            stretches: `(adapter, tokens)`, in the order of the row.
+            device: of the row.
+        """
+        row = _Row([(self._keys[name], tokens) for name, tokens in stretches], device)
+        for layer in self._layers:
+            layer.forward = partial(row.through, layer)
+        try:
+            yield
+        finally:
+            for layer in self._layers:
+                del layer.forward
+
     def parameters(self, name: str) -> Mapping[str, Parameter]:
         """The adapter's tensors by PEFT's checkpoint names."""
         return self._parameters[name]
@@ -127,6 +146,48 @@ class Adapters:
         if not chosen:
             raise UserError(f"{spec} chooses no matrix of this model; set train_attn, train_mlp or train_unembed")
         return chosen
+
+
+class _Row:
+    """A packed row whose stretches have adapters of their own.
+
+    All adapters of a matrix work as one of their ranks' sum, and a mask leaves each token those of its own adapter: a
+    few large products take less time than many small ones.
+
+    Args:
+        stretches: `(PEFT's name, tokens)`, in order.
+        device: of the row.
+    """
+
+    def __init__(self, stretches: Sequence[tuple[str, int]], device: torch.device) -> None:
+        self._keys = list(dict.fromkeys(key for key, _ in stretches))
+        numbers = torch.tensor([self._keys.index(key) for key, _ in stretches])
+        self._owners_L = numbers.repeat_interleave(torch.tensor([tokens for _, tokens in stretches])).to(device)
+        self._masks: dict[tuple[tuple[str, int, float], ...], Tensor] = {}
+
+    def through(self, layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute one wrapped matrix, `[1, L, in]` to `[1, L, out]`."""
+        result: Tensor = layer.base_layer(x, *args, **kwargs)
+        own = [key for key in self._keys if key in layer.lora_A]
+        if not own:
+            return result
+        narrow_R_I = torch.cat([layer.lora_A[key].weight for key in own])
+        wide_O_R = torch.cat([layer.lora_B[key].weight for key in own], dim=1)
+        mask_L_R = self._mask(tuple((key, layer.r[key], float(layer.scaling[key])) for key in own))
+        if not torch.is_autocast_enabled(x.device.type):
+            x = x.to(narrow_R_I.dtype)
+        inner = nn.functional.linear(x, narrow_R_I) * mask_L_R
+        return (result + nn.functional.linear(inner, wide_O_R)).to(result.dtype)
+
+    def _mask(self, columns: tuple[tuple[str, int, float], ...]) -> Tensor:
+        """`[L, ranks]`: an adapter's factor where the token is its own, else 0."""
+        if columns not in self._masks:
+            ranks = torch.tensor([rank for _, rank, _ in columns])
+            owners = torch.tensor([self._keys.index(key) for key, _, _ in columns]).repeat_interleave(ranks)
+            factors = torch.tensor([factor for _, _, factor in columns]).repeat_interleave(ranks)
+            device = self._owners_L.device
+            self._masks[columns] = (self._owners_L.unsqueeze(-1) == owners.to(device)) * factors.to(device)
+        return self._masks[columns]
 
 
 def _base(module: nn.Module) -> nn.Module:

@@ -78,15 +78,23 @@ class PolicyModel(nn.Module):
 
     def forward(self, batch: MicroBatch, temperature: float) -> TokenLogprobs:
         """Of each wanted target, `[K]`; the output matrix sees only the places that predict one."""
+        return self.measure(self.hidden(batch), batch, temperature)
+
+    def hidden(self, batch: MicroBatch) -> Tensor:
+        """Hidden states of the last layer, `[1, L, width]`."""
         self.replay.begin(batch.experts_L_N_K)
         with torch.autocast(self.device_type, torch.bfloat16, enabled=self.autocast):
-            hidden_1_L_H = self.model.base_model(
+            return self.model.base_model(
                 input_ids=batch.input_ids_1_L,
                 position_ids=batch.position_ids_1_L,
                 use_cache=False,
                 cu_seq_lens_q=batch.bounds,
                 max_length_q=batch.longest,
             ).last_hidden_state
+
+    def measure(self, hidden_1_L_H: Tensor, batch: MicroBatch, temperature: float) -> TokenLogprobs:
+        """Logprobs of the targets, `[K]`, by the output matrix with the adapter in force."""
+        with torch.autocast(self.device_type, torch.bfloat16, enabled=self.autocast):
             weight = _effective_weight(self.model.get_output_embeddings())
             positions, rows = batch.positions_K, None
             if batch.several:

@@ -1,0 +1,133 @@
+"""Tenants that train at the same time share passes over the base, and one that fails does so alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from test_tinker_trainer import SIZES, base, data_of, models_of, request  # noqa: F401 - a fixture
+from tinker.proto.response_conv import deserialize_forward_backward_output
+
+from penstock.tinker.learner_process import Answer, Answers, Operations
+from penstock.tinker.models import Models
+from penstock.train.interface import AdamSpec
+from penstock.train.learner import LocalLearner
+
+TENANTS = {"a": 4, "b": 2, "c": 3}
+"""Ranks of their adapters."""
+
+
+class NoAdapters:
+    async def load(self, name: str, path: str, timeout_s: float) -> None:
+        raise AssertionError((name, path, timeout_s))
+
+
+@pytest_asyncio.fixture
+async def operations(base: str, tmp_path: Path) -> AsyncGenerator[Operations]:  # noqa: F811
+    models: Models = models_of(base, tmp_path)
+    with ThreadPoolExecutor(1) as thread:
+        operations = Operations(models, NoAdapters(), Answers(tmp_path / "answers"), SIZES, thread, turn_tokens=400)
+        for number, (name, rank) in enumerate(TENANTS.items()):
+            lora = {"lora_config": {"rank": rank, "seed": number, "train_unembed": name != "b"}}
+            assert (await operations.run(f"{name}:0", "create_model", name, json.dumps(lora).encode())).status == 200
+            await evaluated(operations, name, number, f"{name}:1")
+            models.step(name, AdamSpec(learning_rate=3e-2))
+        yield operations
+
+
+@pytest.fixture
+def rows(operations: Operations, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of each pass over the base."""
+    policy, found = learner_of(operations).policy, list[int]()
+    hidden = policy.hidden
+
+    def counted(batch: Any) -> torch.Tensor:
+        found.append(batch.input_ids_1_L.shape[1])
+        return hidden(batch)
+
+    monkeypatch.setattr(policy, "hidden", counted)
+    return found
+
+
+def learner_of(operations: Operations) -> LocalLearner:
+    return cast("LocalLearner", operations.models.learner)
+
+
+def evaluated(operations: Operations, name: str, seed: int, request_id: str) -> asyncio.Task[Answer]:
+    body = request("cross_entropy", data_of(seed, 2))
+    return asyncio.create_task(operations.run(request_id, "forward_backward", name, body))
+
+
+def gradients(operations: Operations) -> dict[str, torch.Tensor]:
+    named = {f"{n}/{k}": p for n in TENANTS for k, p in learner_of(operations)._parameters(n).items()}
+    return {key: p.grad.clone() for key, p in named.items() if p.grad is not None}
+
+
+def forget(operations: Operations) -> None:
+    for name in TENANTS:
+        learner_of(operations)._optimizer(name).zero_grad()
+
+
+def logprobs_of(answer: Answer) -> list[Any]:
+    assert answer.status == 200, answer.body
+    return [each["logprobs"].to_numpy() for each in deserialize_forward_backward_output(answer.body).loss_fn_outputs]
+
+
+async def test_tenants_that_come_at_once_share_passes_and_get_their_own(operations: Operations, rows: list[int]):
+    alone = [await evaluated(operations, name, 7 + i, f"{name}:2") for i, name in enumerate(TENANTS)]
+    wanted, passes = gradients(operations), len(rows)
+    forget(operations)
+    rows.clear()
+    together = await asyncio.gather(*(evaluated(operations, n, 7 + i, f"{n}:3") for i, n in enumerate(TENANTS)))
+    assert len(rows) < passes
+    found = gradients(operations)
+    assert found.keys() == wanted.keys()
+    for key, gradient in found.items():
+        torch.testing.assert_close(gradient, wanted[key], rtol=1e-3, atol=1e-4)
+    for one, other in zip(alone, together, strict=True):
+        for ours, theirs in zip(logprobs_of(other), logprobs_of(one), strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+async def test_a_tenant_with_a_broken_adapter_fails_alone(operations: Operations):
+    good = [name for name in TENANTS if name != "b"]
+    for i, name in enumerate(good):
+        await evaluated(operations, name, 7 + i, f"{name}:2")
+    wanted = gradients(operations)
+    forget(operations)
+    with torch.no_grad():
+        next(iter(learner_of(operations)._parameters("b").values()))[0, 0] = float("nan")
+    answers = await asyncio.gather(
+        *(evaluated(operations, name, 7 + i, f"{name}:3") for i, name in enumerate([*good, "b"]))
+    )
+    for answer in answers[:2]:
+        assert all(np.isfinite(row).all() for row in logprobs_of(answer))
+    found = {key: value for key, value in gradients(operations).items() if not key.startswith("b/")}
+    for key, gradient in found.items():
+        torch.testing.assert_close(gradient, wanted[key], rtol=1e-3, atol=1e-4)
+    step = json.dumps({"adam_params": {"learning_rate": 0.1}}).encode()
+    assert (await operations.run("b:4", "optim_step", "b", step)).status == 422
+    assert (await operations.run("a:4", "optim_step", "a", step)).status == 200
+
+
+async def test_a_refused_tenant_fails_alone(operations: Operations):
+    answers = asyncio.gather(*(evaluated(operations, name, 5, f"{name}:2") for name in ("a", "nobody", "c")))
+    good, bad, other = await answers
+    assert (good.status, bad.status, other.status) == (200, 422, 200)
+    assert "no model 'nobody'" in json.loads(bad.body)["error"]
+    assert {key.split("/")[0] for key in gradients(operations)} == {"a", "c"}
+
+
+async def test_what_is_more_than_a_turn_waits_for_the_next(operations: Operations, rows: list[int]):
+    operations.turn_tokens = 1
+    await asyncio.gather(*(evaluated(operations, name, 5, f"{name}:2") for name in TENANTS))
+    assert max(rows) <= 40
+    assert len(rows) >= 6
