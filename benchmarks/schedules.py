@@ -65,7 +65,7 @@ WARM_UP = -1
 """Seed of the run that is not measured, and its name; it has 2 steps."""
 UNREACHED_S = 3600.0
 """Stands for the time of a run that ended before its reward."""
-WINDOW = 3
+WINDOW = 5
 """Steps over which a reward is averaged."""
 
 

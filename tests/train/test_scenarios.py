@@ -16,6 +16,7 @@ from penstock.observe.summary import Reporter
 from penstock.rollout.environment import load_environment
 from penstock.rollout.gsm8k import GSM8K
 from penstock.train.run import run
+from penstock.train.scenarios import checks
 from penstock.train.scenarios.checks import Result, training_checks
 from penstock.train.scenarios.run import RESULTS, run_scenario, stand_in
 from penstock.train.scenarios.table import SCENARIOS, check_machine, scenario_named
@@ -101,6 +102,19 @@ def test_what_gpus_compute_in_bfloat16_only_asks_for_it(name: str, tmp_path: Pat
         for profile in ("cpu", "gpu")
     }
     assert dtypes == {"cpu": "float32", "gpu": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "gap", "ok"), [("int8", 0.006, True), ("int8", 0.033, False), ("fp8", 0.02, True)]
+)
+def test_engines_that_round_are_judged_by_the_worst_mean_of_a_step(
+    quantization: str, gap: float, tmp_path: Path, *, ok: bool
+) -> None:
+    keys = [f"engine.quantization={quantization}"]
+    config = SCENARIOS["quantised"].config(profile="gpu", run_dir=tmp_path, model=MODEL, overrides=keys)
+    rows = [{checks.EQUAL_MEAN: gap}, {}, {checks.EQUAL_MEAN: 0.001}]
+    check = checks._logprob_check(config, Mock(logprob_difference=2.0), rows)
+    assert (check.ok, check.figure) == (ok, f"{gap:.1e} on average")
 
 
 async def test_fp8_engines_on_cpus_are_refused_before_anything_starts(tmp_path: Path) -> None:

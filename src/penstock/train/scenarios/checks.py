@@ -15,9 +15,11 @@ GAIN = 0.10
 """Held-out accuracy that the sorter gains, a fraction."""
 LOGPROB_BARS = {"cpu": 1e-4, "gpu": 2e-2}
 """Largest |learner - engine logprob| at equal weights, nats, by the engines' profile. GPUs round fp32 products."""
-ROUNDED_BAR = 0.03
-"""Largest mean of |learner - engine logprob| of a step at equal weights, nats, of engines that compute in int8, fp8 or
-bfloat16. Single tokens say little there: an unlikely one may be 2 nats off where the mean is 0.005."""
+ROUNDED_BARS = {"fp8": 0.03}
+ROUNDED_BAR = 0.01
+"""Largest mean of |learner - engine logprob| of a step at equal weights, nats, of engines that compute in int8 or
+bfloat16, and above it of those that round more. docs/scenarios.md has what was measured: int8 makes up to 0.006,
+weights that are one version old 0.08 in the second step. A single unlikely token may be 2 nats off."""
 EQUAL_MEAN = "learner/logprob_diff_staleness/0"
 
 
@@ -104,7 +106,8 @@ def _logprob_check(config: RunConfig, summary: Summary, rows: Sequence[Mapping[s
     gap, bar, kind = summary.logprob_difference, LOGPROB_BARS[config.engine.profile], ""
     if config.engine.quantization or config.engine.dtype != "float32":
         means = [row[EQUAL_MEAN] for row in rows if EQUAL_MEAN in row]
-        gap, bar, kind = max(means, default=None), ROUNDED_BAR, " on average"
+        gap, bar = max(means, default=None), ROUNDED_BARS.get(config.engine.quantization or "", ROUNDED_BAR)
+        kind = " on average"
     return Check("logprobs", gap is not None and gap <= bar, "none" if gap is None else f"{gap:.1e}{kind}")
 
 
