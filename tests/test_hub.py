@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from huggingface_hub import constants
 
+from penstock.config import check_on_hub
 from penstock.errors import UserError
-from penstock.hub import check_on_hub
 
 
 @pytest.mark.parametrize(

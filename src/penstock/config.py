@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self, cast
 import yaml
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, UserError
 from penstock.settings import (
     EngineConfig,
     FleetConfig,
@@ -342,3 +342,49 @@ def read_keys(file: Path, option: str) -> dict[str, Any]:
     if not isinstance(given, dict) or not given:
         raise ConfigError(f"{option} {file} holds no tenants; it has lines such as `alice: {{key: KEY}}`")
     return {str(name): values for name, values in cast("dict[object, Any]", given).items()}
+
+
+HUB_S = 10.0
+"""Of one short question to the Hugging Face hub. Its own libraries try an unreachable hub again for a minute."""
+
+
+def check_on_hub(name: str, kind: Literal["model", "dataset"], file: str = "config.json") -> None:
+    """Refuse a name that neither this machine's cache nor the hub has.
+
+    Args:
+        name: such as Qwen/Qwen3-0.6B.
+        kind: of the repository.
+        file: that the cache holds if it was downloaded.
+
+    Raises:
+        UserError: why it cannot be had, and what to do.
+    """
+    # huggingface_hub ships partial types.
+    from huggingface_hub import (  # noqa: PLC0415
+        get_hf_file_metadata,  # pyright: ignore[reportUnknownVariableType]
+        hf_hub_url,
+        try_to_load_from_cache,
+    )
+    from huggingface_hub.errors import (  # noqa: PLC0415
+        EntryNotFoundError,
+        HfHubHTTPError,
+        HFValidationError,
+        HTTPError,  # pyright: ignore[reportPrivateImportUsage] - of httpx or of httpx2, as the hub's version has it
+        OfflineModeIsEnabled,
+    )
+
+    try:
+        if isinstance(try_to_load_from_cache(name, file, repo_type=kind), str):
+            return
+        get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind), timeout=HUB_S)
+    except EntryNotFoundError:  # the repository is there
+        return
+    except (HfHubHTTPError, HFValidationError):
+        why = "has none of that name, or does not let you read it: check the name, or set HF_TOKEN"
+    except OfflineModeIsEnabled:
+        why = "is not asked, as HF_HUB_OFFLINE is set: unset it, or give the path of a folder"
+    except (HTTPError, OSError):
+        why = "cannot be reached: give the path of a folder, or download it first where there is a network"
+    else:
+        return
+    raise UserError(f"no {kind} {name!r}: there is no such folder, and the Hugging Face hub {why}")

@@ -9,9 +9,10 @@ from sample_run import sample_rows, sample_summary
 
 from penstock.config import RunConfig
 from penstock.errors import UserError
-from penstock.observe.compare import COLORS, compare_runs
 from penstock.observe.plots import (
+    COLORS,
     PLOTS,
+    compare_runs,
     draw_learning,
     draw_logprobs,
     draw_plots,

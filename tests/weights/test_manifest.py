@@ -9,8 +9,7 @@ from typing import Any
 import orjson
 import pytest
 
-from penstock.errors import WeightsError
-from penstock.parsing import parse_json
+from penstock.errors import WeightsError, parse_json
 from penstock.weights.disk import DiskStore
 from penstock.weights.manifest import WeightManifest, differ
 

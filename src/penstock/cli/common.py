@@ -88,8 +88,8 @@ def check_port(host: str, port: int) -> None:
 
 def check_engine(config: EngineConfig) -> None:
     """Raise UserError where vLLM, the device or the model is missing. The simulated engine needs none of them."""
+    from penstock.config import check_on_hub  # noqa: PLC0415
     from penstock.engine.launch import resolve_profile, server_command  # noqa: PLC0415
-    from penstock.hub import check_on_hub  # noqa: PLC0415
 
     profile = resolve_profile(config)
     if profile == "sim":

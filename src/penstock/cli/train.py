@@ -131,8 +131,7 @@ def plot(
     """
     require_extra("train", "matplotlib")
     from penstock.errors import UserError  # noqa: PLC0415
-    from penstock.observe.compare import compare_runs  # noqa: PLC0415
-    from penstock.observe.plots import draw_plots  # noqa: PLC0415
+    from penstock.observe.plots import compare_runs, draw_plots  # noqa: PLC0415
     from penstock.observe.run_folder import RunFolder  # noqa: PLC0415
 
     folders = [RunFolder.open(run) for run in runs]

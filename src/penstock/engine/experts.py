@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from penstock.errors import EngineError
-from penstock.parsing import reading
+from penstock.errors import EngineError, reading
 from penstock.types import Sample
 
 Made = list[tuple[Sample, int | str | None]]

@@ -12,9 +12,8 @@ import orjson
 from penstock import wire
 from penstock.aio import all_or_first_error
 from penstock.engine.client import LEAST_HASHED, Continuation, DataClient
-from penstock.errors import EngineDeadError, EngineError, RequestError
+from penstock.errors import EngineDeadError, EngineError, RequestError, reading
 from penstock.http import Reply
-from penstock.parsing import reading
 from penstock.types import SessionId
 from penstock.wire import prefix_hashes
 

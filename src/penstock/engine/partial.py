@@ -8,8 +8,7 @@ from typing import Any
 
 import orjson
 
-from penstock.errors import EngineError
-from penstock.parsing import reading
+from penstock.errors import EngineError, reading
 from penstock.types import Sample, SamplingParams, VersionSpan
 from penstock.wire import Notes, add_stretch, finish_of, spans_of
 

@@ -24,9 +24,8 @@ from penstock.engine.capabilities import SAMPLED_FROM, Capabilities, EngineInfo,
 from penstock.engine.client import Answer, Continuation, UnreportedReplies
 from penstock.engine.control import AdapterLoad, ControlClient, CoreState
 from penstock.engine.openai import Stream
-from penstock.errors import EngineError, EngineHTTPError, MissingCapabilityError
+from penstock.errors import EngineError, EngineHTTPError, MissingCapabilityError, reading
 from penstock.http import HttpTransport, Reply
-from penstock.parsing import reading
 from penstock.types import KV, EngineUpdate, PauseMode, SamplingParams
 from penstock.wire import GENERATE, version_number
 

@@ -15,12 +15,19 @@ from aiohttp import web
 from penstock.aio import in_thread
 from penstock.engine.capabilities import Capability, require
 from penstock.engine.control import IN_FLIGHT, AdapterLoad, ControlClient
-from penstock.errors import DeadlineError, EngineHTTPError, PenstockError, StateError, UserError, WeightsError
+from penstock.errors import (
+    DeadlineError,
+    EngineHTTPError,
+    PenstockError,
+    StateError,
+    UserError,
+    WeightsError,
+    parse_json,
+)
 from penstock.fleet.member import Member, fan_out
 from penstock.fleet.operations import OperationQueue
 from penstock.fleet.roster import Roster
 from penstock.fleet.stores import is_local
-from penstock.parsing import parse_json
 from penstock.settings import FleetConfig
 from penstock.types import KV, AdapterStatus, UpdateReport, check_kv
 from penstock.weights.adapter_files import AdapterFiles

@@ -14,7 +14,15 @@ from typing import Any, TypeVar
 
 from penstock.engine.client import DataClient
 from penstock.engine.vanilla import VanillaControl, VanillaReplies, VersionHistory
-from penstock.errors import ConfigError, EngineDeadError, EngineError, EngineHTTPError, PenstockError, UserError
+from penstock.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineError,
+    EngineHTTPError,
+    PenstockError,
+    UserError,
+    reading,
+)
 from penstock.fleet.elastic import specs_of
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.launch import LogFolder, PendingFleet, Terms, assemble, reachable
@@ -25,7 +33,6 @@ from penstock.fleet.router_process import check_router, open_router
 from penstock.fleet.service import ASK_THERE, refuse_second, router_address, socket_of
 from penstock.guard import new_key
 from penstock.http import HttpTransport, UnreachableError
-from penstock.parsing import reading
 from penstock.settings import FleetConfig, RouterConfig, ServerSpec, check_key, refuse_unknown, section
 
 logger = logging.getLogger(__name__)

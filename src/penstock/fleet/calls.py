@@ -14,10 +14,9 @@ from typing import Any, Self, cast
 import orjson
 from aiohttp import web
 
-from penstock.errors import EngineError, PenstockError, UserError, error_from_json, error_to_json
+from penstock.errors import EngineError, PenstockError, UserError, error_from_json, error_to_json, parse_json, reading
 from penstock.guard import cross_site
 from penstock.http import HttpTransport
-from penstock.parsing import parse_json, reading
 
 MAX_BODY = 64 * 2**20
 """The manifest of a model with 100,000 tensors has about 10 MB."""

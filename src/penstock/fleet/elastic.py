@@ -11,19 +11,20 @@ from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from penstock.errors import (
+    LARGEST,
     DeadlineError,
     EngineDeadError,
     EngineStartError,
     PenstockError,
     StateError,
     UserError,
+    whole_number,
 )
 from penstock.fleet.engines import LaunchedEngines
 from penstock.fleet.member import SERVABLE, Lifecycle, Member, State, Substate
 from penstock.fleet.operations import Operations
 from penstock.fleet.roster import Roster
 from penstock.fleet.supervise import Join, Supervisor
-from penstock.parsing import LARGEST, whole_number
 from penstock.settings import MOST_ENGINES, FleetConfig, ServerSpec, validate
 
 logger = logging.getLogger(__name__)

@@ -38,6 +38,7 @@ from penstock.errors import (
     UserError,
     error_from_json,
     error_to_json,
+    reading,
 )
 from penstock.fleet.adapters import FleetAdapters
 from penstock.fleet.calls import CallClient
@@ -60,7 +61,6 @@ from penstock.fleet.service import (
     socket_of,
     state_of,
 )
-from penstock.parsing import reading
 from penstock.process import read_start
 from penstock.router.admin_client import RouterAdmin
 from penstock.settings import EngineConfig, FleetConfig, RouterConfig, Section, ServerSpec

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from penstock.asgi import listening, read_body, serving_app
-from penstock.errors import UserError
+from penstock.errors import UserError, parse_json, reading
 from penstock.gateway.anthropic import AnthropicDialect
 from penstock.gateway.chat import ChatDialect
 from penstock.gateway.dialect import KEEPALIVE, Dialect, dumps
@@ -26,7 +26,6 @@ from penstock.gateway.messages import Answer, ChatRequest, GatewayError, bare, t
 from penstock.gateway.responses import ResponsesDialect
 from penstock.gateway.service import Gateway, PendingTurn, Tenant
 from penstock.guard import cross_site
-from penstock.parsing import parse_json, reading
 
 MOST_BODY = 64 << 20
 LONG_BODY = 1 << 14

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field, fields
 from secrets import token_hex
 from typing import Any
 
-from penstock.errors import UserError
+from penstock.errors import UserError, whole_number
 from penstock.gateway.messages import ChatMessage, GatewayError, Tool, tools_key
-from penstock.parsing import whole_number
 from penstock.rollout.multi_turn import TokenRow
 from penstock.types import Sample, Trajectory
 

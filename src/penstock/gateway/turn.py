@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from penstock.errors import whole_number
 from penstock.gateway.graph import Node, Place, Session, digests_of, extended, new_id
 from penstock.gateway.messages import UNKNOWN_THREAD, ChatMessage, ChatRequest, GatewayError, Tool, ToolCall, merged
-from penstock.parsing import whole_number
 from penstock.rollout.call_form import CallForm, after_reasoning, structured_outputs
 from penstock.rollout.chat_template import ChatTemplate
 from penstock.rollout.output_parser import OutputParser

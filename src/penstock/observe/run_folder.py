@@ -22,11 +22,10 @@ from typing import Any, Self, cast
 import yaml
 
 from penstock.config import RunConfig, load_config
-from penstock.errors import ConfigError, UserError
+from penstock.errors import ConfigError, UserError, parse_json, reading, whole_number
 from penstock.observe.summary import Summary
 from penstock.observe.trace import Span, chrome_trace
 from penstock.observe.trajectory_log import TrajectoryRecord, to_markdown
-from penstock.parsing import parse_json, reading, whole_number
 
 CONFIG = "config.yaml"
 RECORDS = ("metrics.jsonl", "evaluations.jsonl", "trajectories.jsonl", "spans.jsonl")

@@ -28,8 +28,7 @@ from typing import Any
 
 import orjson
 
-from penstock.errors import EngineError, StateError, WeightsError
-from penstock.parsing import parse_json
+from penstock.errors import EngineError, StateError, WeightsError, parse_json
 from penstock.plugin import compat
 from penstock.plugin.core import field
 from penstock.plugin.cores import on_cores

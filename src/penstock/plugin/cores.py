@@ -13,8 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.errors import WeightsError
-from penstock.parsing import parse_json
+from penstock.errors import WeightsError, parse_json
 from penstock.plugin.core import field
 from penstock.plugin.core_http import RefusedError
 from penstock.plugin.hooks import RequestHooks

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from penstock.errors import ConfigError, UserError
-from penstock.hub import check_on_hub
-from penstock.parsing import parse_json
+from penstock.config import check_on_hub
+from penstock.errors import ConfigError, UserError, parse_json
 from penstock.rollout.environment import Environment, Task
 
 HUB = "openai/gsm8k"

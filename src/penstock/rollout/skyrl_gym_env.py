@@ -10,8 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from penstock.errors import ConfigError, PenstockError
-from penstock.parsing import parse_json
+from penstock.errors import ConfigError, PenstockError, parse_json
 from penstock.rollout.environment import Dialogue, ListedTasks, Response, Task, Turn
 
 

@@ -10,8 +10,7 @@ from urllib.parse import urlsplit
 
 from pydantic import ConfigDict
 
-from penstock.errors import StateError, UserError
-from penstock.parsing import whole_number
+from penstock.errors import StateError, UserError, whole_number
 
 _NAME = re.compile(r"[!-~]{1,128}")
 _KEY = re.compile(r"[!-~]{1,1024}")

@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 
 import orjson
 
-from penstock.errors import EngineDeadError, EngineHTTPError, StateError, UserError
+from penstock.errors import EngineDeadError, EngineHTTPError, StateError, UserError, reading
 from penstock.http import HttpTransport
-from penstock.parsing import reading
 from penstock.rooms import plugged_in
 from penstock.router import EngineEntry
 

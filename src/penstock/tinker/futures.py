@@ -14,8 +14,7 @@ from sqlalchemy import Connection, bindparam, delete, insert, or_, select, updat
 from sqlalchemy.dialects import postgresql, sqlite
 
 from penstock.aio import cancelled
-from penstock.errors import PenstockError, StateError, UserError
-from penstock.parsing import LARGEST
+from penstock.errors import LARGEST, PenstockError, StateError, UserError
 from penstock.tinker.database import Database, futures, models, processes, samplers, sessions
 from penstock.tinker.quotas import QuotaError, charge, discharge, take
 from penstock.tinker.schema import JSON_TYPE

@@ -10,8 +10,7 @@ from typing import Any, cast
 import aiohttp
 import orjson
 
-from penstock.errors import EngineDeadError, EngineError
-from penstock.parsing import reading
+from penstock.errors import EngineDeadError, EngineError, reading
 from penstock.tinker.futures import Outcome
 from penstock.tinker.schema import JSON_TYPE, PROTO_TYPE
 

@@ -33,9 +33,8 @@ from starlette.routing import Route
 from penstock.aio import cancelled
 from penstock.asgi import listening_at, serving_app
 from penstock.config import TrainConfig
-from penstock.errors import LearnerError, PenstockError, UserError
+from penstock.errors import LearnerError, PenstockError, UserError, parse_json, reading
 from penstock.fleet.remote import FleetClient, RemoteAdapters
-from penstock.parsing import parse_json, reading
 from penstock.settings import Section
 from penstock.tinker.children import run_child
 from penstock.tinker.models import ALPHA, Models

@@ -16,8 +16,7 @@ from urllib.parse import quote
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
 
-from penstock.errors import CheckpointError, StateError, UserError
-from penstock.parsing import parse_json, reading
+from penstock.errors import CheckpointError, StateError, UserError, parse_json, reading
 from penstock.process import shortage
 from penstock.tinker.trainer import Batch
 from penstock.train.interface import AdamSpec, Learner, LoraSpec, Outputs, StepFigures

@@ -16,10 +16,9 @@ from penstock import wire
 from penstock.aio import all_or_first_error
 from penstock.engine.client import Continuation
 from penstock.engine.partial import Partial, whole_of
-from penstock.errors import EngineDeadError, EngineError, EngineHTTPError, UserError
+from penstock.errors import EngineDeadError, EngineError, EngineHTTPError, UserError, reading
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.member import State
-from penstock.parsing import reading
 from penstock.tinker.futures import Operation, Outcome
 from penstock.tinker.requests import SampleBody
 from penstock.tinker.schema import PROTO_TYPE, pb

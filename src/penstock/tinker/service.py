@@ -14,12 +14,11 @@ from typing import Any
 
 from penstock.config import LoraConfig, TrainConfig
 from penstock.engine.launch import resolve_profile
-from penstock.errors import ConfigError, StateError, UserError
+from penstock.errors import ConfigError, StateError, UserError, parse_json, reading
 from penstock.fleet.engines import visible_gpus
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.service import LONGEST
 from penstock.guard import new_key
-from penstock.parsing import parse_json, reading
 from penstock.process import shortage
 from penstock.settings import EngineConfig, FleetConfig, RouterConfig
 from penstock.tinker.children import SupervisedChild

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from penstock import config
-from penstock.errors import ConfigError
-from penstock.parsing import whole_number
+from penstock.errors import ConfigError, whole_number
 
 MOST_QUEUED, MOST_BYTES = 8192, 4 << 30
 MOST_SESSIONS, MOST_MODELS = 1024, 64

@@ -29,8 +29,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from penstock.errors import CheckpointError
-from penstock.parsing import parse_json
+from penstock.errors import CheckpointError, parse_json
 from penstock.process import shortage
 
 FORMAT = "penstock-checkpoint-3"

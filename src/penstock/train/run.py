@@ -15,12 +15,11 @@ from typing import Any
 import torch
 
 from penstock.aio import abandonable
-from penstock.config import RunConfig
+from penstock.config import RunConfig, check_on_hub
 from penstock.engine.launch import check_model
 from penstock.engine.layouts import is_quantised
 from penstock.errors import ConfigError, UserError
 from penstock.fleet.fleet import Fleet
-from penstock.hub import check_on_hub
 from penstock.observe.plots import draw_plots
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Reporter, Summary

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from penstock.errors import WeightsError
-from penstock.parsing import parse_json
+from penstock.errors import WeightsError, parse_json
 from penstock.weights.shared_memory import adopted_file, path_of, sealed_memory
 
 if TYPE_CHECKING:

@@ -28,8 +28,7 @@ from typing import Any
 
 import torch
 
-from penstock.errors import TransferError, WeightsError
-from penstock.parsing import parse_json, reading
+from penstock.errors import TransferError, WeightsError, parse_json, reading
 from penstock.weights.checksum import device_sums
 from penstock.weights.manifest import Store, TensorEntry, WeightManifest, malformed
 from penstock.weights.pack import Place, checked

@@ -22,8 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
-from penstock.errors import StateError, WeightsError
-from penstock.parsing import parse_json
+from penstock.errors import StateError, WeightsError, parse_json
 from penstock.types import TensorSpec
 from penstock.weights.manifest import ALIGNMENT, DTYPE_BYTES, SAFETENSORS, Store, TensorEntry, WeightManifest
 
