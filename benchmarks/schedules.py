@@ -186,7 +186,7 @@ async def one_run(config: RunConfig, fleet: Fleet, learner: Learner, given: argp
         learner.versions[None] = fleet.weight_version + 1
     environment = load_environment(config.environment, config.seed)
     params = SamplingParams(max_tokens=config.rollout.max_tokens)
-    target = None if config.name.endswith(str(WARM_UP)) else given.to_reward
+    target = None if config.name.endswith(f"-{WARM_UP}") else given.to_reward
     tokenizer = load_tokenizer(str(config.engine.model))
     tokenizer = Ids(tokenizer.huggingface) if given.size else tokenizer
     generator = SingleTurnGenerator if given.to_reward is not None else Coin if given.size else HeavyTailed
