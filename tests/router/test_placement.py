@@ -239,18 +239,6 @@ def test_an_engine_under_an_old_name_at_a_new_address_has_no_sessions() -> None:
 # --- admission -------------------------------------------------------------------------------------------------------
 
 
-def test_new_sessions_wait_for_room_and_later_turns_never() -> None:
-    p = placement(entries(2), capacity=10_000)
-    for i in range(8):
-        assert turn(p, f"s{i}", tokens=2000) in ("e0", "e1")
-    assert turn(p, "new", tokens=2000) is Defer.WAIT
-    assert turn(p, "s0", tokens=9000) in ("e0", "e1")
-    assert turn(p, None, tokens=2000) in ("e0", "e1"), "an engine's own queue holds requests without a session"
-    p.finish_session("s1")
-    p.finish_session("s0")
-    assert turn(p, "new", tokens=2000) in ("e0", "e1")
-
-
 def test_sessions_of_a_lost_engine_are_placed_without_waiting() -> None:
     p = placement(entries(2), capacity=10_000)
     homes = {f"s{i}": turn(p, f"s{i}", tokens=2000) for i in range(8)}
@@ -267,13 +255,6 @@ def test_a_context_that_fits_nowhere_gets_an_engine_to_itself() -> None:
 
 
 # --- groups, prefixes, figures ---------------------------------------------------------------------------------------
-
-
-def test_samples_of_a_group_are_spread() -> None:
-    p = placement(entries(4))
-    turn(p, "heavy", tokens=5000)
-    assert set(Counter(turn(p, None, group_id="g") for _ in range(16)).values()) == {4}
-    assert set(Counter(turn(p, f"s{i}", group_id="h") for i in range(16)).values()) == {4}
 
 
 def hashed(token_ids: list[int]) -> Hints:

@@ -171,20 +171,6 @@ async def test_an_engine_that_stays_keeps_its_connections_and_one_that_leaves_en
         assert staying.connections == 1
 
 
-async def test_sessions_of_an_ineligible_engine_move_and_stay_moved() -> None:
-    async with rig(answer_name, answer_name) as r:
-        client = await r.client()
-        homes = {s: (await client.ask(headers=f"X-Session-ID: {s}\r\n")).body for s in range(20)}
-        assert set(homes.values()) == {b"e0", b"e1"}
-        again = {s: (await client.ask(headers=f"X-Session-ID: {s}\r\n")).body for s in range(20)}
-        assert again == homes
-        e0, e1 = r.backends
-        await r.announce([e0.entry(eligible=False), e1.entry()])
-        assert {(await client.ask(headers=f"X-Session-ID: {s}\r\n")).body for s in range(20)} == {b"e1"}
-        await r.announce([e0.entry(), e1.entry()])
-        assert {(await client.ask(headers=f"X-Session-ID: {s}\r\n")).body for s in range(20)} == {b"e1"}
-
-
 BAD_CALLS = [
     ("PUT", "/router/engines", b"{", 400, "Invalid JSON"),
     ("PUT", "/router/engines", b"[]", 400, "does not fit"),

@@ -4,134 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from types import SimpleNamespace
 
 import pytest
-from router_rig import Backend, RawClient, Seen, answer_name, eventually, reply, request, rig
+from router_rig import Backend, RawClient, Seen, answer_name, reply, request, rig
 
 from penstock.router.backend import BackendConnection
 from penstock.router.exchange import Exchange
-from penstock.router.gate import NOWHERE, Gate, Lane, Waiter
-from penstock.router.http import RefusalError, RequestHead
-from penstock.settings import RouterConfig
 
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
 both_loops = pytest.mark.parametrize("process", [False, True], ids=["asyncio", "uvloop"])
-
-
-class Item(Waiter):
-    """A request that only records what happens to it."""
-
-    def __init__(self, name: int, log: list[int], *, placeable: bool = True) -> None:
-        super().__init__(RequestHead())
-        self.name = name
-        self.log = log
-        self.placeable = placeable
-        self.refusal = ""
-
-    def refuse(self, refusal: RefusalError) -> None:
-        self.refusal = refusal.code
-
-
-@pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The gate's clock: what is in it is the time."""
-    now = [1000.0]
-    monkeypatch.setattr("penstock.router.gate.time", SimpleNamespace(monotonic=lambda: now[0]))
-    return now
-
-
-def place(item: Item) -> Lane | None:
-    if item.placeable:
-        item.log.append(item.name)
-    return None if item.placeable else NOWHERE
-
-
-def make_gate(**limits: float) -> Gate:
-    return Gate(RouterConfig(**limits), place)
-
-
-async def test_closing_again_stops_the_release_and_keeps_the_order() -> None:
-    gate, log = make_gate(max_held=10_000, max_hold_s=10), []
-    gate.set(closed=True)
-    for i in range(200):
-        gate.submit(Item(i, log))
-    gate.set(closed=False)
-    gate.set(closed=True)
-    for _ in range(10):
-        await asyncio.sleep(0)
-    gone = len(log)
-    assert gone < 200
-    gate.set(closed=False)
-    await eventually(lambda: not len(gate))
-    assert log == list(range(200))
-
-
-async def test_what_no_engine_may_serve_does_not_hold_up_the_others() -> None:
-    gate, log = make_gate(max_held=10, max_hold_s=10), []
-    stuck = Item(0, log, placeable=False)
-    gate.submit(stuck)
-    gate.submit(Item(1, log))
-    assert (log, len(gate)) == ([1], 1)
-    gate.recheck()
-    await asyncio.sleep(0)
-    assert len(gate) == 1
-    stuck.placeable = True
-    gate.recheck()
-    assert (log, len(gate)) == ([1, 0], 0)
-
-
-async def test_the_queue_is_bounded_and_its_wait_too(now: list[float]) -> None:
-    gate, log = make_gate(max_held=2, max_hold_s=5), []
-    items = [Item(i, log, placeable=False) for i in range(3)]
-    for item in items:
-        gate.submit(item)
-    assert [item.refusal for item in items] == ["", "", "queue_full"]
-    gate.discard(items[0])
-    gate.expire(now[0] + 4)
-    assert len(gate) == 1
-    gate.expire(now[0] + 6)
-    assert (items[1].refusal, items[0].refusal, len(gate)) == ("held_too_long", "", 0)
-
-
-async def test_time_at_a_closed_gate_does_not_count(now: list[float]) -> None:
-    gate, log = make_gate(max_held=10, max_hold_s=0.2), []
-    before = Item(0, log, placeable=False)
-    gate.submit(before)
-    now[0] += 0.1
-    gate.set(closed=True)
-    during = Item(1, log, placeable=False)
-    gate.submit(during)
-    gate.expire(now[0] + 3600)
-    now[0] += 0.3
-    gate.set(closed=True)  # again: it was closed all the time
-    gate.set(closed=False)
-    gate.expire(now[0])
-    assert (before.refusal, during.refusal) == ("", "")
-    gate.expire(now[0] + 0.15)
-    assert (before.refusal, during.refusal) == ("held_too_long", "")
-    gate.expire(now[0] + 0.25)
-    assert during.refusal == "held_too_long"
-
-
-async def test_patience_goes_on_where_it_was_when_an_engine_did_not_take_the_request(now: list[float]) -> None:
-    gate, log = make_gate(max_held=10, max_hold_s=0.2), []
-    gate.set(closed=True)
-    item = Item(0, log)
-    gate.submit(item)
-    now[0] += 0.3
-    gate.set(closed=False)  # placed, and the engine refuses the connection
-    assert log == [0]
-    assert item.patience_used == pytest.approx(0)
-    item.placeable = False
-    gate.submit(item)
-    now[0] += 0.1
-    gate.recheck()
-    gate.discard(item)
-    assert item.patience_used == pytest.approx(0.1)
-    gate.submit(item)
-    gate.expire(now[0] + 0.15)
-    assert item.refusal == "held_too_long"
 
 
 @both_loops

@@ -46,6 +46,14 @@ def make_gate(**limits: float) -> Gate:
     return Gate(RouterConfig(**{"max_held": 100_000, **limits}), place)
 
 
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The gate's clock: what is in it is the time."""
+    now = [1000.0]
+    monkeypatch.setattr("penstock.router.gate.time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
 async def turns(count: int) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
@@ -211,23 +219,73 @@ async def test_closing_for_all_holds_what_an_adapters_gate_lets_go() -> None:
     assert log == list(range(301))
 
 
-async def test_time_is_charged_to_what_was_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 1000.0
-    monkeypatch.setattr("penstock.router.gate.time", SimpleNamespace(monotonic=lambda: now))
+async def test_closing_again_stops_the_release_and_keeps_the_order() -> None:
+    gate, log = make_gate(), []
+    gate.set(closed=True)
+    for i in range(200):
+        gate.submit(Request(i, log, lambda: None))
+    gate.set(closed=False)
+    gate.set(closed=True)
+    await turns(10)
+    assert len(log) < 200
+    gate.set(closed=False)
+    await eventually(lambda: not len(gate))
+    assert log == list(range(200))
+
+
+async def test_time_at_a_closed_gate_does_not_count(now: list[float]) -> None:
+    gate, log = make_gate(max_hold_s=0.2), []
+    before, during = Request(0, log, lambda: NOWHERE), Request(1, log, lambda: NOWHERE)
+    gate.submit(before)
+    now[0] += 0.1
+    gate.set(closed=True)
+    gate.submit(during)
+    gate.expire(now[0] + 3600)
+    now[0] += 0.3
+    gate.set(closed=True)  # again: it was closed all the time
+    gate.set(closed=False)
+    gate.expire(now[0])
+    assert (before.refusal, during.refusal) == ("", "")
+    gate.expire(now[0] + 0.15)
+    assert (before.refusal, during.refusal) == ("held_too_long", "")
+    gate.expire(now[0] + 0.25)
+    assert during.refusal == "held_too_long"
+
+
+async def test_patience_goes_on_where_it_was_when_an_engine_did_not_take_the_request(now: list[float]) -> None:
+    gate, log, lane = make_gate(max_hold_s=0.2), [], None
+    gate.set(closed=True)
+    request = Request(0, log, lambda: lane)
+    gate.submit(request)
+    now[0] += 0.3
+    gate.set(closed=False)  # placed, and the engine refuses the connection
+    assert (log, request.patience_used) == ([0], pytest.approx(0))
+    lane = NOWHERE
+    gate.submit(request)
+    now[0] += 0.1
+    gate.recheck()
+    gate.discard(request)
+    assert request.patience_used == pytest.approx(0.1)
+    gate.submit(request)
+    gate.expire(now[0] + 0.15)
+    assert request.refusal == "held_too_long"
+
+
+async def test_time_is_charged_to_what_was_waited_for(now: list[float]) -> None:
     gate, log, lane = make_gate(), [], CODE
     request = Request("r", log, lambda: lane)
     gate.submit(request)
-    now += 1
+    now[0] += 1
     lane = ROOM
     gate.wake(CODE)
     assert (request.gate_seconds, request.hold_seconds) == (1, 0)
-    now += 2
+    now[0] += 2
     lane = NOWHERE
     gate.room()
     await turns(2)
     assert (request.hold_seconds, request.patience_used) == (2, 0)
     gate.set(closed=True)
-    now += 4
+    now[0] += 4
     lane = None
     gate.set(closed=False)
     assert log == ["r"]
@@ -245,8 +303,13 @@ async def test_only_who_waits_for_an_engine_gives_up() -> None:
     assert [lane for lane, request in requests.items() if request.refusal] == [NOWHERE]
 
 
-async def test_the_queue_is_bounded_by_bytes() -> None:
-    gate, log = make_gate(max_held_bytes=100), []
+async def test_the_queue_is_bounded_by_number_and_by_bytes() -> None:
+    gate, log = make_gate(max_held=2), []
+    requests = [Request(i, log, lambda: NOWHERE) for i in range(3)]
+    for request in requests:
+        gate.submit(request)
+    assert [request.refusal for request in requests] == ["", "", "queue_full"]
+    gate = make_gate(max_held_bytes=100)
     requests = [Request(i, log, lambda: NOWHERE, size=40) for i in range(3)]
     for request in requests:
         gate.submit(request)

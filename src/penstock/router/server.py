@@ -7,7 +7,7 @@ import errno
 import resource
 import socket
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from penstock.errors import StateError, UserError
 from penstock.guard import cross_site, has_key, kind_of_path
@@ -25,50 +25,8 @@ _OWN_FILES = 64
 """Descriptors that a router needs besides those of its clients and of the connections to engines."""
 _OWN = {b"/", b"/router", b"/metrics"}
 """The router's own endpoints besides those under `/router/`: any engine's metrics would be one of many."""
-
-
 _CHANGES = {b"/router/engines", b"/router/gate", b"/router/policy"}
 _READS = {b"GET", b"HEAD"}
-
-
-class Access:
-    """The rules of one router.
-
-    Args:
-        api_key: asked for on every request but the health check; None: nobody is asked.
-        admin_key: asked for where a call changes the router, and accepted everywhere; None: `api_key` does.
-        hosts: names that `Host` may have in calls to the router itself, besides those of `penstock.guard`.
-    """
-
-    def __init__(self, api_key: str | None, admin_key: str | None, hosts: Iterable[str] = ()) -> None:
-        self._api_key = api_key
-        self._admin_key = admin_key
-        self._hosts = {name.lower() for name in hosts}
-        self._asks_for_key = api_key is not None or admin_key is not None
-
-    def check_key(self, request: RequestHead) -> None:
-        """Return if the request has the key that it needs; RefusalError: 401."""
-        if not self._asks_for_key:
-            return
-        path = request.target.partition(b"?")[0]
-        needs_admin = self._admin_key is not None and path in _CHANGES and request.method not in _READS
-        if (self._api_key is None and not needs_admin) or (path == HEALTH and request.method == b"GET"):
-            return
-        accepted = (self._admin_key,) if needs_admin else (self._admin_key, self._api_key)
-        if not has_key(request.authorization, [key for key in accepted if key is not None]):
-            kind = "admin" if needs_admin else "API"
-            what = "is wrong" if request.authorization else "is missing"
-            raise RefusalError(401, "bad_api_key", f"the router's {kind} key {what}: send Authorization: Bearer KEY")
-
-    def check_page(self, request: RequestHead) -> None:
-        """Return if a call to the router's own endpoints comes from no web page; RefusalError: 403."""
-        fields = [(b"host", b"localhost" if request.host is None else request.host)]
-        if request.origin is not None:
-            fields.append((b"origin", request.origin))
-        why = cross_site(fields, self._hosts, setting="router.allowed_hosts")
-        if why is not None:
-            call = f"{request.method.decode()} {shown(request.target)[1:-1]}"
-            raise RefusalError(403, "cross_site", f"{call}: {why}")
 
 
 def check_data_path(path: bytes, added: Collection[bytes] = ()) -> None:
@@ -117,11 +75,12 @@ class Router:
         process: int = 0,
     ) -> None:
         self.config = config or RouterConfig()
-        self._keys = api_key, admin_key
+        self._api_key, self._admin_key = api_key, admin_key
+        self._hosts = {name.lower() for name in self.config.allowed_hosts.split(",")}
+        """What `Host` may say in calls to the router itself, besides the names of `penstock.guard`."""
         self.dispatcher = Dispatcher(self.config, process=process)
         self.metrics = self.dispatcher.metrics
         self.admin = Admin(self.dispatcher, api_key, admin_key)
-        self.access = self._access("")
         self.clients = Clients(self.config, self.metrics, self._open_call, _most_clients())
         self._added_paths = frozenset(path.encode() for path in self.config.data_paths.split(",") if path)
         self._server: asyncio.Server | None = None
@@ -146,8 +105,8 @@ class Router:
         """
         host = self.config.host if host is None else host
         port = self.config.port if port is None else port
-        refuse_open_host(host, self._keys[0])
-        self.access = self._access(host)
+        refuse_open_host(host, self._api_key)
+        self._hosts.add(host.lower())
         self.clients.most = _most_clients()
         loop = asyncio.get_running_loop()
         try:
@@ -182,16 +141,38 @@ class Router:
             RefusalError: 401 without the key, 400, 403 or 404 for a path that no engine is asked for, 403 for a call to
                 the router itself that comes from a web page.
         """
-        self.access.check_key(request)
+        self._check_key(request)
         path = request.target.partition(b"?")[0]
         if path in _OWN or path.startswith(b"/router/"):
-            self.access.check_page(request)
+            self._check_page(request)
             return AdminCall(client, request, self.admin)
         check_data_path(path, self._added_paths)
         return Exchange(client, request, self.dispatcher)
 
-    def _access(self, host: str) -> Access:
-        return Access(*self._keys, [host, *self.config.allowed_hosts.split(",")])
+    def _check_key(self, request: RequestHead) -> None:
+        """Return if the request has the key that it needs; RefusalError: 401."""
+        api_key, admin_key = self._api_key, self._admin_key
+        if api_key is None and admin_key is None:
+            return
+        path = request.target.partition(b"?")[0]
+        needs_admin = admin_key is not None and path in _CHANGES and request.method not in _READS
+        if (api_key is None and not needs_admin) or (path == HEALTH and request.method == b"GET"):
+            return
+        accepted = (admin_key,) if needs_admin else (admin_key, api_key)
+        if not has_key(request.authorization, [key for key in accepted if key is not None]):
+            kind = "admin" if needs_admin else "API"
+            what = "is wrong" if request.authorization else "is missing"
+            raise RefusalError(401, "bad_api_key", f"the router's {kind} key {what}: send Authorization: Bearer KEY")
+
+    def _check_page(self, request: RequestHead) -> None:
+        """Return if a call to the router's own endpoints comes from no web page; RefusalError: 403."""
+        fields = [(b"host", b"localhost" if request.host is None else request.host)]
+        if request.origin is not None:
+            fields.append((b"origin", request.origin))
+        why = cross_site(fields, self._hosts, setting="router.allowed_hosts")
+        if why is not None:
+            call = f"{request.method.decode()} {shown(request.target)[1:-1]}"
+            raise RefusalError(403, "cross_site", f"{call}: {why}")
 
     def _sweep(self) -> None:
         now = time.monotonic()
