@@ -201,6 +201,8 @@ def quantised_options(config: EngineConfig, device: Literal["cpu", "gpu"], shape
     for refused, why in (
         (own and shape.quantised, f": the weights in {config.model} are quantised already; leave the key out"),
         (own and cpu and shape.experts, " for a mixture of experts on CPUs; vLLM has that on GPUs alone"),
+        (own and not cpu and config.dtype == "float32",
+         " in float32 on GPUs, whose kernels give half precision; set engine.dtype: bfloat16"),
         (own and unread, f" with load_format {config.load_format!r}; it reads safetensors"),
         (not own and cpu and not shape.quantised,
          " on CPUs, where vLLM quantises no floats by itself; choose int8 or fp8"),
