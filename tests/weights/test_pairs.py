@@ -14,11 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from penstock.errors import WeightsError
-from penstock.fleet.stores import Store, Stores
+from penstock.fleet.stores import Stores
 from penstock.settings import FleetConfig
 from penstock.weights.broadcast import BroadcastStore
 from penstock.weights.delta import DeltaStore
 from penstock.weights.disk import DiskStore
+from penstock.weights.manifest import Store
 from penstock.weights.pack import checked
 from penstock.weights.shared_memory import SharedMemoryStore
 

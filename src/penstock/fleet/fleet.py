@@ -178,15 +178,55 @@ class Fleet(Engine):
     # --- generation --------------------------------------------------------------------------------------------------
 
     async def while_serving(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return what a request of `data` does; raise EngineDeadError as soon as no engine is left for it."""
+        """Return what a request of `data` does; raise EngineDeadError as soon as no engine is left for it.
+
+        Requests that find no engine wait in the router, which does not know whether one will come.
+        """
+        roster = self._roster
         with closing(work):
             self._check_open()
-            return await while_engines_remain(self._roster, work)
+            done = await settled(work, roster.until(roster.is_lost))
+        try:
+            if done.cancelled():
+                raise roster.lost_error()
+            return done.result()
+        except EngineError:
+            roster.raise_if_lost()
+            raise
 
-    def each_while_serving(self, items: AsyncGenerator[T]) -> AsyncGenerator[T]:
-        """Yield what a stream of `data` does; raise as `while_serving`."""
+    async def each_while_serving(self, items: AsyncGenerator[T]) -> AsyncGenerator[T]:
+        """Yield what a stream of `data` does, none of which is None; raise as `while_serving`.
+
+        Read in the caller's own task, where a task for each item would cost as much as reading it.
+        """
+        roster = self._roster
+        waiting: asyncio.Timeout | None = None
+
+        def give_up(_: asyncio.Task[bool]) -> None:
+            if waiting is not None:
+                waiting.reschedule(0.0)
+
         self._check_open()
-        return each_while_engines_remain(self._roster, items)
+        lost = asyncio.create_task(roster.until(roster.is_lost))
+        lost.add_done_callback(give_up)
+        try:
+            async with aclosing(items):
+                while True:
+                    try:
+                        async with asyncio.timeout(0.0 if lost.done() else None) as waiting:
+                            item = await anext(items, None)
+                    finally:
+                        waiting = None
+                    if item is None:
+                        return
+                    yield item
+        except TimeoutError:
+            raise roster.lost_error() from None
+        except EngineError:
+            roster.raise_if_lost()
+            raise
+        finally:
+            lost.cancel()
 
     @property
     def counters(self) -> Counters:
@@ -414,51 +454,3 @@ class Fleet(Engine):
             if self.endpoint is not None and self.endpoint.stopping.is_set():
                 raise StateError(self.endpoint.STOPPED)
             raise StateError("this fleet was torn down")
-
-
-async def while_engines_remain(roster: Roster, work: Coroutine[Any, Any, T]) -> T:
-    """Return what `work` does; raise `roster.lost_error` as soon as no engine is left that could do it.
-
-    Requests that find no engine wait in the router, which does not know whether one will come.
-    """
-    done = await settled(work, roster.until(roster.is_lost))
-    try:
-        if done.cancelled():
-            raise roster.lost_error()
-        return done.result()
-    except EngineError:
-        roster.raise_if_lost()
-        raise
-
-
-async def each_while_engines_remain(roster: Roster, items: AsyncGenerator[T]) -> AsyncGenerator[T]:
-    """Yield each of `items`, none of which is None; raises as `while_engines_remain`.
-
-    Read in the caller's own task, where a task for each item would cost as much as reading it.
-    """
-    waiting: asyncio.Timeout | None = None
-
-    def give_up(_: asyncio.Task[bool]) -> None:
-        if waiting is not None:
-            waiting.reschedule(0.0)
-
-    lost = asyncio.create_task(roster.until(roster.is_lost))
-    lost.add_done_callback(give_up)
-    try:
-        async with aclosing(items):
-            while True:
-                try:
-                    async with asyncio.timeout(0.0 if lost.done() else None) as waiting:
-                        item = await anext(items, None)
-                finally:
-                    waiting = None
-                if item is None:
-                    return
-                yield item
-    except TimeoutError:
-        raise roster.lost_error() from None
-    except EngineError:
-        roster.raise_if_lost()
-        raise
-    finally:
-        lost.cancel()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from penstock.errors import WeightsError
@@ -13,7 +13,7 @@ from penstock.fleet.engines import visible_gpus
 from penstock.fleet.member import Member
 from penstock.rooms import plugged_in
 from penstock.settings import FleetConfig, Transport
-from penstock.weights.manifest import TensorProvider, WeightManifest
+from penstock.weights.manifest import Store, TensorProvider, WeightManifest
 from penstock.weights.shared_memory import SharedMemoryStore
 
 if TYPE_CHECKING:
@@ -24,31 +24,6 @@ logger = logging.getLogger(__name__)
 SEND_SHARE = 0.5
 """Of the deadline of a control call, what sending a version may take: an engine that is cut off can still answer."""
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "[::1]", "::1"})
-
-
-class Store(Protocol):
-    """Where versions lie; `weights.shared_memory.SharedMemoryStore` is the simplest one."""
-
-    @property
-    def current(self) -> WeightManifest | None:
-        """The last committed version, where its bytes can still be had; None before the first."""
-        ...
-
-    def publish(  # noqa: D102
-        self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]
-    ) -> WeightManifest: ...
-    def adopt(self, manifest: WeightManifest) -> WeightManifest: ...  # noqa: D102
-    def commit(self, manifest: WeightManifest) -> None: ...  # noqa: D102
-    def close(self) -> None: ...  # noqa: D102
-
-
-@runtime_checkable
-class Lending(Protocol):
-    """A store that copies nothing: after an update the bytes are the trainer's alone."""
-
-    def offered(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """The tensors that were published last."""
-        ...
 
 
 class Stores:
@@ -107,10 +82,10 @@ class Stores:
         store = self._last = self.of(manifest.transport)
         store.commit(manifest)
         provider, self._provider, self._lent, self._last_is_copy = self._provider, None, None, False
-        if isinstance(store, Lending):
+        if (offered := store.offered()) is not None:
             self._lent = (manifest, provider) if provider is not None else None
             if self._keeps_copy():
-                self._copy(manifest, store.offered())
+                self._copy(manifest, offered)
 
     def weights_for(self, member: Member, version: int) -> WeightManifest | None:
         """Find where an engine that joins can have a version from; blocking.

@@ -17,7 +17,7 @@ from penstock.engine.control import ControlClient, CoreState
 from penstock.errors import DeadlineError, EngineDeadError, PenstockError, StateError
 from penstock.fleet.engines import LaunchedEngines
 from penstock.fleet.member import SERVABLE, Lifecycle, Member, State, fan_out
-from penstock.fleet.roster import TICK_S, Occupation, Roster
+from penstock.fleet.roster import Occupation, Roster
 from penstock.http import UnreachableError
 from penstock.process import backoff_s
 from penstock.settings import FleetConfig, ServerSpec
@@ -358,7 +358,7 @@ async def probe(control: ControlClient, occupation: Occupation, *, hang_s: float
 async def _server(control: ControlClient, hang_s: float) -> None:
     answer = asyncio.ensure_future(control.health(YOUNG * hang_s))
     try:
-        if not await _answered(answer, _ticks(hang_s)):
+        if not await _answered(answer, Occupation().without(hang_s)):
             raise DeadlineError(f"no answer to a health check in {hang_s:g} s", seconds=hang_s)
         await answer
     finally:
@@ -388,13 +388,6 @@ async def _answered(answer: asyncio.Future[Any], silence: Coroutine[Any, Any, No
         return answer.done()
     finally:
         await _ended(waiting)
-
-
-async def _ticks(seconds: float) -> None:
-    """Return after so many seconds, of which those in which this event loop stood still do not count."""
-    while seconds > 0:
-        await asyncio.sleep(min(seconds, TICK_S))
-        seconds -= TICK_S
 
 
 async def _ended(*tasks: asyncio.Future[Any]) -> None:

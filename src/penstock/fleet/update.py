@@ -18,7 +18,7 @@ from penstock.engine.control import ControlClient, CoreState
 from penstock.errors import EngineError, PenstockError, StateError, UpdateError, UserError
 from penstock.fleet.member import SERVABLE, Call, Member, State, ask, fan_out, updatable, why
 from penstock.fleet.roster import Roster
-from penstock.fleet.stores import Store, Stores
+from penstock.fleet.stores import Stores
 from penstock.rooms import plugged_as, plugged_in
 from penstock.types import KV, EngineUpdate, PauseMode, UpdateReport
 from penstock.weights.manifest import WeightManifest, by_rank, differ, kind_of
@@ -88,7 +88,7 @@ class Updater:
     """
 
     roster: Roster
-    store: Store
+    store: Stores
     gate: Callable[[], AbstractAsyncContextManager[None]]
     min_engines: int
     deadline_s: float
@@ -122,8 +122,8 @@ class Updater:
     def _way(self, transport: str) -> Fetching:
         if transport not in self._ways:
             if transport in plugged_as("delivery"):
-                store = self.store.of(transport) if isinstance(self.store, Stores) else self.store
-                self._ways[transport] = plugged_in(f"delivery.{transport}")(store, self.roster, self.deadline_s)
+                sender = self.store.of(transport)
+                self._ways[transport] = plugged_in(f"delivery.{transport}")(sender, self.roster, self.deadline_s)
             else:
                 self._ways[transport] = Fetching(self.roster, self.deadline_s)
         return self._ways[transport]

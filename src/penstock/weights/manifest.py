@@ -161,6 +161,9 @@ class Store:
     def commit(self, manifest: WeightManifest) -> None:
         """Make a published version the current one, if its bytes are the store's and not the trainer's."""
 
+    def offered(self) -> Iterable[tuple[str, torch.Tensor]] | None:
+        """Return what was published last, where the bytes stay the trainer's; None: the store has a copy."""
+
     def close(self) -> None:
         """Free what is held here. Closing twice is harmless."""
         self._closed = True
