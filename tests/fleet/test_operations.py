@@ -46,18 +46,6 @@ async def test_a_fan_out_has_an_outcome_for_each_engine_in_order() -> None:
         outcome.raise_first()
 
 
-async def test_a_fan_out_asks_all_at_once() -> None:
-    bench = await Bench("abc").started()
-    for engine in bench.engine.values():
-        engine.busy.clear()
-    call = asyncio.create_task(fan_out(bench.roster.live(), lambda e: e.stats(), deadline_s=60.0))
-    await until(lambda: len(bench.journal) == 3)
-    assert not call.done(), "none has answered yet"
-    for engine in bench.engine.values():
-        engine.busy.set()
-    assert list((await call).results) == ["a", "b", "c"]
-
-
 async def test_a_cancelled_fan_out_leaves_nothing_running() -> None:
     bench = await Bench("ab").started()
     for engine in bench.engine.values():
@@ -207,18 +195,6 @@ async def test_what_is_in_flight_on_every_rank_of_a_server_that_died_is_broken_o
     assert bench.router.serves() == {"b": 0}
 
 
-async def test_pausing_twice_and_resuming_when_not_paused() -> None:
-    bench = await Bench("ab").started()
-    with pytest.raises(StateError, match="not paused"):
-        await bench.operations.resume()
-    await pause(bench)
-    with pytest.raises(StateError, match="already paused"):
-        await pause(bench)
-    bench.check_belief()
-    await bench.operations.resume()
-    bench.check_belief()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("step", ["pause", "resume"])
 async def test_an_engine_that_fails_to_pause_or_resume_is_dead_and_the_others_go_on(step: str, kind) -> None:
@@ -343,15 +319,6 @@ async def test_a_paused_fleet_that_slept_is_still_paused_though_waking_resumes_e
     await bench.operations.resume()
     assert not bench.router.closed
     bench.check_belief()
-
-
-async def test_weights_that_were_dropped_are_not_served() -> None:
-    bench = await Bench("ab").started()
-    await bench.operations.sleep(2)
-    await bench.operations.wake_up(None)
-    assert bench.router.closed, "the weights are gone until the next update"
-    await bench.operations.update([], None)
-    assert not bench.router.closed
 
 
 @pytest.mark.parametrize("level", [0, 3])

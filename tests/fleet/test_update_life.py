@@ -116,18 +116,6 @@ async def test_tensors_that_cannot_be_published_change_nothing() -> None:
     assert (await bench.operations.update([], None)).version == 1
 
 
-async def test_a_paused_fleet_stays_paused_and_gated_through_an_update() -> None:
-    bench = await Bench("ab").started()
-    await bench.operations.pause(PauseMode.KEEP, clear_cache=True)
-    await bench.operations.update([], None)
-    assert bench.router.closed
-    assert ("router", "gate open") not in bench.journal
-    bench.check_belief()
-    await bench.operations.resume()
-    assert not bench.router.closed
-    bench.check_belief()
-
-
 @pytest.mark.parametrize("phase", AFTER_GATE)
 async def test_too_few_engines_go_back_to_the_version_before(phase: str) -> None:
     bench = await Bench("abc", min_engines=2).started()
