@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from penstock.engine.client import DataClient
 from penstock.engine.vanilla import VanillaControl, VanillaReplies, VersionHistory
@@ -36,7 +36,6 @@ from penstock.http import HttpTransport, UnreachableError
 from penstock.settings import FleetConfig, RouterConfig, ServerSpec, check_key, refuse_unknown, section
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 OF_A_CLIENT = frozenset({"stream_chunk_tokens"})
 """Options of `FleetConfig` that each client of a fleet chooses; the others are its owner's."""
@@ -71,12 +70,14 @@ class AttachedServers:
             PenstockError: it does not answer, or is no engine; it is DEAD.
             UserError: it is a router, serves another model, or has fewer ranks than are to be addressed.
         """
-        async with AsyncExitStack() as failed:
+        http = HttpTransport(spec.url, api_key=self._api_key)
+        async with AsyncExitStack() as asked, AsyncExitStack() as failed:
+            asked.push_async_callback(http.close)
             try:
-                member = await self._joined(lifecycle, spec.url)
+                member = await self._joined(lifecycle, http)
                 failed.push_async_callback(member.control.close)
                 if self._served_as is not None:
-                    member.warning = await self._ask(spec.url, partial(_other_name, name=self._served_as))
+                    member.warning = await _other_name(http, self._served_as)
                 _refuse_other_model(member, beside)
                 member.ranks = _ranks(member, spec)
             except PenstockError as error:
@@ -90,26 +91,19 @@ class AttachedServers:
         """Close the connections to them; they run on."""
         await self._connections.aclose()
 
-    async def _joined(self, lifecycle: Lifecycle, url: str) -> Member:
+    async def _joined(self, lifecycle: Lifecycle, http: HttpTransport) -> Member:
         try:
             return await connect_engine(
                 lifecycle,
-                url,
+                http.url,
                 self._connections,
                 api_key=self._api_key,
                 control_timeout_s=self._control_s,
                 client=partial(VanillaControl, history=self._history),
             )
         except EngineHTTPError:
-            await self._ask(url, _refuse_router)
+            await _refuse_router(http)
             raise
-
-    async def _ask(self, url: str, question: Callable[[HttpTransport], Awaitable[T]]) -> T:
-        http = HttpTransport(url, api_key=self._api_key)
-        try:
-            return await question(http)
-        finally:
-            await http.close()
 
 
 async def _refuse_router(http: HttpTransport) -> None:
