@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
-from types import TracebackType
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from penstock.aio import cancelled, in_thread
+from penstock.aio import abandonable, cancelled, in_thread
 from penstock.engine.control import ControlClient
 from penstock.errors import DeadlineError, EngineHTTPError, PenstockError, TransferError, WeightsError
 from penstock.fleet.member import Call, FanOut, Member, fan_out, updatable
@@ -136,7 +134,8 @@ class Delivery(Fetching):
 
         answers = _Answers()
         async with self._cut_by_a_death(members):
-            sending = _beside(self.sender.send)
+            # The sender may never return: neither the loop's end nor that of the process waits for its thread.
+            sending = asyncio.create_task(abandonable(self.sender.send), name="send-weights")
             sending.add_done_callback(answers.expect)
             whole = False
             try:
@@ -243,31 +242,6 @@ class _Answers:
 
     def expect(self, sending: asyncio.Future[None]) -> None:
         """The sending is over."""
-        if sending.exception() is not None:
+        if not sending.cancelled() and sending.exception() is not None:
             for wait in self._waits:
                 wait.reschedule(asyncio.get_running_loop().time() + ANSWER_S)
-
-
-def _beside(work: Callable[[], None]) -> asyncio.Future[None]:
-    """Run `work`, which may never return, in a thread that neither the loop's end nor that of the process waits for."""
-    loop = asyncio.get_running_loop()
-    over: asyncio.Future[None] = loop.create_future()
-
-    def settle(error: BaseException | None) -> None:
-        if error is None:
-            over.set_result(None)
-        else:
-            over.set_exception(error)
-
-    def ended(_type: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None) -> bool:
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, error)
-        return True
-
-    def run() -> None:
-        with ExitStack() as end:
-            end.push(ended)
-            work()
-
-    threading.Thread(target=run, name="send-weights", daemon=True).start()
-    return over
