@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -429,3 +430,18 @@ async def test_none_but_attached() -> None:
         await check_serves(fleet, engines=1)
         assert await fleet.add_engines(1) == ("e1",)
         await check_serves(fleet, engines=2)
+
+
+async def test_a_server_without_processed_logprobs_is_refused_where_they_are_asked_for() -> None:
+    async with (
+        server(logprobs_mode="raw_logprobs") as raw,
+        Fleet.launch("any", engines=1, attach=[raw.url], **SIM, **QUICK) as fleet,
+    ):
+        async with Fleet.connect(fleet.url) as adopted:
+            for one in (fleet, adopted):
+                with pytest.raises(MissingCapabilityError, match=r"e1 lacks logprobs .* --logprobs-mode processed"):
+                    await one.sample([1, 2], 2, PARAMS)
+                samples = await one.sample([1, 2], 2, replace(PARAMS, logprobs=False))
+                assert [len(sample.token_ids) for sample in samples] == [PARAMS.max_tokens] * 2
+        await fleet.remove("e1")
+        await check_serves(fleet, engines=1)
