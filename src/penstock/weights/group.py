@@ -247,7 +247,7 @@ class Group:
                 rank = int(name.removeprefix(_HERE)) if name.startswith(_HERE) else rank
         if self._listener is None:
             self.end("the trainer is gone, or has cut the group")
-        elif rank:
+        elif rank and self.cut is None:  # else we ended the connection
             self.absent = self.absent or (rank,)
             self.end(f"rank {rank} has left the group")
         with self._sends:
