@@ -13,8 +13,7 @@ from penstock.config import RunConfig
 from penstock.engine.launch import EngineProcess
 from penstock.train.run import run
 from penstock.train.scenarios.checks import Check, Result, UpdateRecorder, training_checks
-from penstock.train.scenarios.fleets import http_generator, pause_keep
-from penstock.train.scenarios.native import native_sync
+from penstock.train.scenarios.fleets import http_generator, native_sync, pause_keep
 from penstock.train.scenarios.table import Scenario
 
 RESULTS = "scenarios.jsonl"
