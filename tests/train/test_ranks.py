@@ -199,8 +199,9 @@ async def test_a_refusal_in_the_midst_of_a_step_does_not_leave_the_others_waitin
 
     part = learner_of(group, micro_model)._part
     monkeypatch.setattr(LocalLearner, "_measure", refuse)
+    loss = LossSpec({"dapo": 1.0})
     with pytest.raises(RuntimeError, match="rank 0 refused in the midst of a step: only here"):
-        part._measure(part._batches([datum(1.0)], LossSpec({"dapo": 1.0}))[0], LossSpec({"dapo": 1.0}))
+        part._measure(part._share(LocalLearner._batches(part, [datum(1.0)], loss))[0], loss)
 
 
 async def test_a_checkpoint_that_one_rank_cannot_read_is_refused_by_all(
@@ -219,7 +220,7 @@ async def test_a_checkpoint_that_one_rank_cannot_read_is_refused_by_all(
 
 async def test_a_batch_below_the_bound_is_shared_by_the_ranks(group: RankGroup, micro_model: str):
     part, loss = learner_of(group, micro_model)._part, LossSpec({"dapo": 1.0})
-    shares = [len(batch.indices) for batch in part._batches([datum(1.0)] * 6, loss)]
+    shares = [len(batch.indices) for batch in part._share(LocalLearner._batches(part, [datum(1.0)] * 6, loss))]
     assert shares == [3], "and the other rank has the other three"
 
 

@@ -1,4 +1,4 @@
-"""Ranks that end when they should not, and one that never begins."""
+"""Ranks that end when they should not, one that never begins, and one that lacks what the user wrote."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from random_trajectories import trajectories_of
 from torch.distributed import distributed_c10d
 
 from penstock.config import TrainConfig
-from penstock.errors import LearnerError
+from penstock.errors import LearnerError, PenstockError
 from penstock.train import ranks as module
 from penstock.train.grpo import Trainee
 from penstock.train.learner import LocalLearner
@@ -75,3 +75,53 @@ async def test_a_rank_that_cannot_start_is_named(micro_model: str, tmp_path: Pat
     with pytest.raises(LearnerError, match=r"rank 1 .* ended with status 1; it said last: nothing"):
         async with asyncio.timeout(60), Ranks(2, tmp_path, {}) as ranks:
             await ranks.load(lambda group: RankedLearner(group, micro_model, CONFIG, seed=0, served_dtype="float32"))
+
+
+OWN = """
+import os
+from penstock.train.losses import LOSSES
+
+def mine(terms, limits):
+    if os.path.exists("BROKEN") and os.environ.get("RANK") == "1":
+        raise ValueError("not today")
+    return LOSSES["dapo"](terms, limits)
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
+    """A loss that is found by rank 0, in this process."""
+    (tmp_path / "losses_of_mine.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return CONFIG.model_copy(update={"loss": "losses_of_mine:mine"})
+
+
+async def _load(ranks: Ranks, model: str, config: TrainConfig) -> Trainee:
+    learner = await ranks.load(lambda group: RankedLearner(group, model, config, seed=0, served_dtype="float32"))
+    return Trainee(learner, config)
+
+
+async def test_a_loss_of_ones_own_is_computed_by_every_rank(
+    micro_model: str, own: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    one = Trainee(LocalLearner(micro_model, CONFIG, seed=0), CONFIG)
+    batch = trajectories_of(one)
+    monkeypatch.chdir(tmp_path)  # where the other ranks find it, as they do beside `penstock train`
+    async with asyncio.timeout(90), Ranks(2, tmp_path, {}) as ranks:
+        two = await _load(ranks, micro_model, own)
+        there, here = one.step(batch), await asyncio.to_thread(two.step, batch)
+        assert here["loss"] == pytest.approx(there["loss"], rel=1e-3, abs=1e-5)
+        assert here["grad_norm"] == pytest.approx(there["grad_norm"], rel=1e-3)
+        (tmp_path / "BROKEN").touch()
+        with pytest.raises(PenstockError, match=r"losses_of_mine:mine' failed: ValueError: not today"):
+            await asyncio.to_thread(two.step, batch)  # rank 0 would have taken it
+        (tmp_path / "BROKEN").unlink()
+        assert (await asyncio.to_thread(two.step, batch))["loss"] != here["loss"]
+
+
+async def test_a_rank_that_does_not_find_the_loss_is_named_before_the_first_step(
+    micro_model: str, own: TrainConfig, tmp_path: Path
+):
+    async with asyncio.timeout(90), Ranks(2, tmp_path, {}) as ranks:
+        with pytest.raises(LearnerError, match=r"rank 1 .*ended with status 1; .*losses_of_mine"):
+            await _load(ranks, micro_model, own)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from penstock.cli.train import train
@@ -34,17 +37,68 @@ LAUNCHED = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_torchrun_starts_the_ranks_of_a_run(tmp_path: Path):
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_torchrun_starts_the_ranks_of_a_run(tmp_path: Path, nodes: int):
     (tmp_path / "run.yaml").write_text(FILE)
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "penstock", "train"]
-    done = subprocess.run(
-        [sys.executable, *command, "run.yaml"], cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    agents = start_agents(tmp_path, nodes)
+    try:
+        said = [agent.communicate(timeout=280)[0] for agent in agents]
+    finally:
+        end(agents)
+    assert [agent.returncode for agent in agents] == [0] * nodes, "\n".join(each[-2000:] for each in said)
     folder = tmp_path / "runs" / "short"
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["version"] for row in rows] == [1, 2, 3]
     assert len(list(folder.glob("checkpoints/step-00000003/*.distcp"))) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_node_that_is_lost_ends_the_run_on_the_other(tmp_path: Path):
+    (tmp_path / "run.yaml").write_text(FILE.replace("steps: 3", "steps: 100000"))
+    agents = start_agents(tmp_path, 2)
+    try:
+        metrics = tmp_path / "runs" / "short" / "metrics.jsonl"
+        deadline = time.monotonic() + 150
+        while not (metrics.exists() and metrics.read_text().count("\n") > 2):
+            assert all(agent.poll() is None for agent in agents), agents[0].communicate()[0][-2000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        for process in [*psutil.Process(agents[1].pid).children(recursive=True), agents[1]]:
+            process.kill()
+        said, _ = agents[0].communicate(timeout=120)
+        assert agents[0].returncode
+        assert "the ranks of the learner lost each other" in " ".join(said.split())
+        assert list(metrics.parent.glob("checkpoints/step-*[0-9]/record.json"))
+    finally:
+        end(agents)
+
+
+def start_agents(folder: Path, nodes: int) -> list[subprocess.Popen[str]]:
+    """Start torchrun once for each "node", two ranks in all."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes), "--nproc-per-node", str(2 // nodes),
+        "--master-addr", "127.0.0.1", "--master-port", str(port),
+    ]  # fmt: skip
+    return [
+        subprocess.Popen(
+            [*command, "--node-rank", str(node), "-m", "penstock", "train", "run.yaml"],
+            cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"},
+        )
+        for node in range(nodes)
+    ]  # fmt: skip
+
+
+def end(agents: list[subprocess.Popen[str]]) -> None:
+    """End what a test left, and see that nothing else of it lives."""
+    for agent in agents:
+        if agent.poll() is None:
+            for process in [*psutil.Process(agent.pid).children(recursive=True), agent]:
+                process.kill()
+            agent.wait()
 
 
 def test_torchrun_is_given_our_message_to_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -42,6 +42,7 @@ def train(
     from penstock.errors import PenstockError  # noqa: PLC0415
     from penstock.train.rank import follow, on_one_host, report_failure, take_launched  # noqa: PLC0415
 
+    sys.path.append(str(Path.cwd()))  # for an environment or a loss of one's own, on every rank
     launched = take_launched(os.environ)
     if int(launched.get("RANK", "0")):
         raise typer.Exit(follow(launched, one_host=on_one_host(launched)))
@@ -68,7 +69,6 @@ def _run_here(
     check_port(settings.router.host, settings.router.port)
     if settings.fleet.engines:  # those of others run where they run
         check_engine(settings.engine)
-    sys.path.append(str(Path.cwd()))  # for an environment of one's own
     found = _written(folder)
     try:
         _train(settings, launched, resume=resume, fresh=fresh)

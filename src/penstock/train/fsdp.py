@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from penstock.config import TrainConfig
-from penstock.errors import PenstockError
+from penstock.errors import LearnerError, PenstockError
 from penstock.train.batching import MicroBatch, collate
 from penstock.train.fit import check_fits
 from penstock.train.interface import AdamSpec, Datum, Outputs, StepFigures
@@ -36,6 +36,9 @@ from penstock.weights.manifest import checkpoint_names_of, distinct_tensors
 
 # torch 2.13's name, or 2.11's, which is deprecated.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # pyright: ignore[reportDeprecated]
+
+REFUSED_ELSEWHERE = "another rank of the learner refused the data"
+"""What a rank says that would have taken them."""
 
 
 class ShardedLearner(LocalLearner):
@@ -140,9 +143,20 @@ class ShardedLearner(LocalLearner):
             sharded.reshard()  # the root stays whole after a pass without a gradient
 
     def _batches(self, data: Sequence[Datum], loss: LossSpec) -> list[MicroBatch]:
-        """This rank's share: of each kind as many as the others have, as all wait for each other in every layer."""
+        """This rank's share, once every rank has found that it can evaluate all of the data."""
+        accepted = torch.zeros(1)
+        try:
+            whole = super()._batches(data, loss)
+            accepted += 1
+        finally:
+            dist.all_reduce(accepted, dist.ReduceOp.MIN, group=self._group)
+        if not accepted.item():
+            raise LearnerError(REFUSED_ELSEWHERE)
+        return self._share(whole)
+
+    def _share(self, whole: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Of each kind as many as the others have, as all wait for each other in every layer."""
         mine: list[MicroBatch] = []
-        whole = super()._batches(data, loss)
         for needs_gradient in (True, False):
             batches = [batch for batch in whole if batch.needs_gradient == needs_gradient]
             share = batches[self._ranks.rank :: self._ranks.size]

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from penstock.config import TrainConfig
 from penstock.errors import LearnerError, PenstockError, error_from_json, error_to_json
-from penstock.train.fsdp import Gathering, ShardedLearner
+from penstock.train.fsdp import REFUSED_ELSEWHERE, Gathering, ShardedLearner
 from penstock.train.interface import AdamSpec, Datum, Learner, LoraSpec, Outputs, StepFigures
 from penstock.train.learner import ServedDtype
-from penstock.train.losses import LossSpec
+from penstock.train.losses import LossSpec, loss_named
 from penstock.train.rank_group import Message, RankGroup
 from penstock.weights.manifest import TensorProvider
 
@@ -155,7 +155,8 @@ class RankedLearner(Learner):
             if "error" not in mine.values:
                 _check(others)
         if "error" in mine.values:
-            raise error_from_json(mine.values["error"])
+            errors = [answer.values["error"] for answer in (mine, *others) if "error" in answer.values]
+            raise error_from_json(next((e for e in errors if e["message"] != REFUSED_ELSEWHERE), errors[0]))
         return [mine, *others]
 
     def _gather_all(self, merged: str | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -223,6 +224,7 @@ def serve(group: RankGroup) -> None:
 
 def _build(group: RankGroup, values: Mapping[str, Any]) -> ShardedLearner:
     config = TrainConfig.model_validate(values["config"])
+    loss_named(config.loss)  # one of the user's own must be there on every rank; in a step the others would wait
     return ShardedLearner(group, values["model_path"], config, seed=values["seed"], served_dtype=values["served_dtype"])
 
 
