@@ -101,6 +101,8 @@ def test_status_shows_an_engine_that_starts(tmp_path: Path) -> None:
         assert shown.keys() == {"e0", "e1"}
         assert shown["e1"] != "serving"
         assert "e1" in penstock("status", server.url, **kept).stdout
+        client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
+        assert client.completions.create(model="m", prompt="Hello", max_tokens=3).usage, "the other one serves"
 
 
 def test_what_cannot_be_done_is_one_line(server: Server, runtime: str, tmp_path: Path) -> None:
@@ -185,8 +187,10 @@ def test_detached_it_outlives_the_command_until_it_is_stopped(tmp_path: Path) ->
     assert list((next(tmp_path.iterdir())).iterdir()) == []
 
 
-def test_what_does_not_start_detached_is_one_error(tmp_path: Path) -> None:
-    done = penstock(*SERVE, "--detach", "extra_args.no-such-option=1", PENSTOCK_RUNTIME_DIR=str(tmp_path))
+@pytest.mark.parametrize("how", [[], ["--detach"]], ids=["in the shell", "detached"])
+def test_what_does_not_start_is_an_error_of_status_1(tmp_path: Path, how: list[str]) -> None:
+    kept = {"PENSTOCK_RUNTIME_DIR": str(tmp_path)}
+    done = penstock(*SERVE, *how, "extra_args.no-such-option=1", f"fleet.log_dir={tmp_path}", **kept)
     assert done.returncode == 1
     assert "no-such-option" in done.stderr
     assert "Traceback" not in done.stderr

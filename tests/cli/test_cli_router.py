@@ -39,24 +39,3 @@ def serve_behind(url: str, log: Path) -> None:
         assert server.process.stdout is not None
         usage = server.process.stdout.read()
         assert ("penstock fleet list" in usage, "penstock status" in usage) == (True, False)
-
-
-@pytest.mark.parametrize(
-    ("option", "said"),
-    [
-        ("router.kind=envoy", "router.kind"),
-        ("router.kind=vllm-router", "router.url"),
-        ("router.url=nowhere", "router.url"),
-    ],
-)
-def test_a_wrong_router_is_one_line(option: str, said: str) -> None:
-    done = penstock("serve", "some-model", "--sim", "--port", "0", option)
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
-    assert said in done.stderr
-
-
-def test_a_wrong_router_by_flag_names_those_there_are() -> None:
-    done = penstock("serve", "some-model", "--sim", "--router", "envoy")
-    assert done.returncode == 2
-    assert "'penstock' or 'vllm-router'" in done.stderr

@@ -77,27 +77,6 @@ def test_status_shows_every_engine(server: Server) -> None:
         assert "serving" in line
 
 
-def test_status_says_which_engine_is_gone(tmp_path: Path) -> None:
-    args = ("serve", "m", "--sim", "--engines", "2", "--port", "0", "fleet.max_restarts=0")
-    with serving(tmp_path / "log", *args) as server:
-        engines = json.loads(penstock("status", server.url, "--json").stdout)["engines"]
-        port = engines[0]["url"].rpartition(":")[2]
-        [victim] = [process for process in server.family if port in process.cmdline()]
-        victim.kill()
-        psutil.wait_procs([victim], timeout=END_S)
-        names = {
-            engine["name"]
-            for engine in json.loads(penstock("status", server.url, "--json").stdout)["engines"]
-            if engine["state"] == "serving"
-        }
-        assert names == {engines[1]["name"]}
-        answer = OpenAI(base_url=f"{server.url}/v1", api_key="none").completions.create(
-            model="m", prompt="Hello", max_tokens=3
-        )
-        assert answer.usage is not None
-        assert answer.usage.completion_tokens == 3
-
-
 @pytest.mark.parametrize(
     ("number", "status"),
     [(signal.SIGINT, 0), (signal.SIGTERM, 0), (signal.SIGHUP, 0), (signal.SIGKILL, -signal.SIGKILL)],
@@ -148,13 +127,6 @@ def test_interrupted_while_it_starts(tmp_path: Path) -> None:
         _, alive = psutil.wait_procs(family, timeout=END_S)
     assert not alive
     assert "ready:" not in (tmp_path / "log").read_text()
-
-
-def test_an_engine_that_does_not_start_is_an_error_of_status_1(tmp_path: Path) -> None:
-    done = penstock("serve", "m", "--sim", "--port", "0", "extra_args.no-such-option=1", f"fleet.log_dir={tmp_path}")
-    assert done.returncode == 1
-    assert "no-such-option" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_attached_servers_are_all_there_is_and_need_neither_vllm_nor_the_model_here(tmp_path: Path) -> None:

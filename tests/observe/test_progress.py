@@ -74,25 +74,18 @@ def test_the_terminal_is_given_back_when_the_run_fails() -> None:
     assert "\x1b[?25h" in run.out.getvalue()
 
 
-def test_eta_is_by_the_last_steps() -> None:
+def test_what_is_left_is_by_the_last_steps_and_an_engine_that_left_is_named() -> None:
     run = Run(terminal=False)
     assert run.display.eta_s() is None
     for row in run.rows[:10]:
         run.display.on_step({**row, "seconds/step": 2.0})
     assert run.display.eta_s() == pytest.approx(20.0)
-
-
-def test_an_engine_that_left_is_named() -> None:
-    run = Run(terminal=False)
     run.display.on_update(sample_report(1, failures={"engine-1": "its [checksum] differs"}))
     assert "engine engine-1 left the fleet: its [checksum] differs" in run.out.getvalue()
-
-
-def test_a_resumed_run_counts_from_where_it_was() -> None:
-    run = Run(terminal=True)
-    with run.display:
-        run.display.on_step(run.rows[14])
-    assert "step 15/20" in run.out.getvalue()
+    resumed = Run(terminal=True)
+    with resumed.display:
+        resumed.display.on_step(resumed.rows[14])
+    assert "step 15/20" in resumed.out.getvalue()
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -104,35 +97,18 @@ def test_table_fits_the_terminal(width: int) -> None:
     text = " ".join(run.out.getvalue().split())
     for piece in ("+27.2 points", "wasted tokens │ 0", "2 versions", "at most", "median 4", "unused tokens │ 4,120"):
         assert piece in text
-
-
-def test_table_of_a_run_without_evaluations() -> None:
-    run = Run(terminal=False)
+    summary = sample_summary(run.rows)
+    assert f"{summary.staleness[0] / sum(summary.staleness.values()):.1%}" in text
+    assert f"{summary.seconds['training']:.1f} s" in text
     run.console.print(end_table(sample_summary(run.rows, evaluations={})))
     assert "not measured" in run.out.getvalue()
 
 
-def test_shares_of_the_table_are_those_of_the_summary() -> None:
-    run = Run(terminal=False)
-    summary = sample_summary(run.rows)
-    run.console.print(end_table(summary))
-    share = summary.staleness[0] / sum(summary.staleness.values())
-    assert f"{share:.1%}" in run.out.getvalue()
-    assert f"{summary.seconds['training']:.1f} s" in run.out.getvalue()
-
-
-def test_sparkline() -> None:
+def test_sparklines_bars_and_times() -> None:
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == BLOCKS
     assert sparkline([0, 0, 7, 7], 2) == "▁█"
     assert sparkline([5.0], 8) == "▁"
     assert len(sparkline(list(range(1000)), 48)) == 48
-
-
-def test_bar_draws_eighths() -> None:
     assert [bar(share, 1) for share in (0, 0.125, 0.5, 1, 2)] == ["", "▏", "▌", "█", "█"]
-    assert len(bar(0.99, 24)) == 24
-
-
-def test_times() -> None:
     assert [clock(s) for s in (5, 65.4, 7209)] == ["0:05", "1:05", "2:00:09"]
     assert [milliseconds(s) for s in (0.0448, 1.234)] == ["45 ms", "1.23 s"]

@@ -110,6 +110,8 @@ async def test_chat_prompt_is_what_tokenize_says(sim):
         ("/v1/chat/completions", {"messages": []}, 400, "BadRequestError", "at least one message"),
         ("/v1/chat/completions", {"messages": "hi"}, 400, "Bad Request", "messages"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": 3}]}, 400, "BadRequestError", "content"),
+        ("/v1/chat/completions", {"messages": [], "tool_choice": "required"}, 400, "BadRequestError", "no grammars"),
+        ("/v1/completions", {"prompt": "x", "structured_outputs": {}}, 400, "BadRequestError", "no grammars"),
         ("/detokenize", {"tokens": [5000]}, 400, "BadRequestError", "out of vocabulary"),
         ("/pause?mode=maybe", None, 400, "Bad Request", "mode"),
         ("/no/such/path", {}, 404, "Not Found", "Not Found"),

@@ -1,4 +1,4 @@
-"""The offer of new weights is checked against real shared memory and against the model's tensors."""
+"""The offer of new weights is checked against real memory or files, and against the model's tensors."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ import zlib
 from dataclasses import replace
 
 import pytest
+import torch
 from sim_http import sim_client
 
+from penstock.errors import WeightsError
 from penstock.sim import SimConfig
+from penstock.sim.update import check_manifest
 from penstock.types import TensorSpec
+from penstock.weights.delta import DeltaStore
+from penstock.weights.disk import DiskStore
 from penstock.weights.manifest import TensorEntry, WeightManifest
+from penstock.weights.shared_memory import SharedMemoryStore
 
 SPECS = (TensorSpec("a", "float32", (2, 2)), TensorSpec("b", "bfloat16", (3,)))
 BYTES = {"a": struct.pack("<4f", 1, -2, 3, 4), "b": struct.pack("<3H", 0x3F80, 0xBF80, 0x7F7F)}
@@ -57,43 +63,29 @@ async def test_prepare_and_apply(sim, offer):
         assert (info["weight_version"], info["paused"]) == (version, False)
 
 
-def without_b(m):
-    return replace(m, tensors=m.tensors[:1])
-
-
-def with_c(m):
-    return replace(m, tensors=(*m.tensors, replace(m.tensors[0], name="c")))
-
-
-def twice(m):
-    return replace(m, tensors=(*m.tensors, m.tensors[0]))
-
-
 def with_a(**change):
-    return lambda m: replace(m, tensors=(replace(m.tensors[0], **change), m.tensors[1]))
-
-
-def empty(m):
-    return replace(m, tensors=())
+    return lambda a, b: (replace(a, **change), b)
 
 
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (without_b, "missing tensors: ['b']"),
-        (with_c, "no tensors ['c']"),
-        (twice, "given twice: ['a']"),
+        (lambda a, _: (a,), "missing tensors: ['b']"),
+        (lambda a, b: (a, b, replace(a, name="c")), "no tensors ['c']"),
+        (lambda a, b: (a, b, a), "given twice: ['a']"),
         (with_a(shape=(4,)), "shape (4,)"),
         (with_a(dtype="float64"), "dtype float64"),
         (with_a(dtype="complex"), "unknown dtype"),
         (with_a(checksum=1), "checksum"),
         (with_a(offset=510), "beyond"),
-        (empty, "no tensors"),
+        (lambda _, __: (), "no tensors"),
     ],
 )
 async def test_what_does_not_fit_is_refused_and_changes_nothing(sim, offer, spoil, words):
     before = await sim.get("/penstock/info")
-    status, answer = await sim.call("POST", "/penstock/weights/prepare", {"manifest": spoil(offer(9)).to_json()})
+    good = offer(9)
+    bad = replace(good, tensors=spoil(*good.tensors))
+    status, answer = await sim.call("POST", "/penstock/weights/prepare", {"manifest": bad.to_json()})
     assert status == 400
     assert words in answer["error"]
     assert await sim.get("/penstock/info") == before
@@ -122,7 +114,47 @@ async def test_large_finite_numbers_are_not_nan(sim, offer):
 async def test_malformed_manifests_are_refused(sim, body):
     status, answer = await sim.call("POST", "/penstock/weights/prepare", body)
     assert (status, "manifest" in answer["error"]) == (400, True)
-
-
-async def test_apply_needs_a_version(sim):
     assert (await sim.call("POST", "/penstock/weights/apply", {"version": "x"}))[0] == 400
+
+
+@pytest.fixture(params=[DiskStore, DeltaStore])
+def store(tmp_path, request):
+    store = request.param(tmp_path)
+    yield store
+    store.close()
+
+
+def flip(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_the_checksum_does_not_depend_on_the_transport(store):
+    tensors = {"w": torch.randn(500), "v": torch.randn(3)}
+    memory = SharedMemoryStore()
+    for version in (1, 2, 3):
+        tensors["w"][version] = 0
+        manifest = store.publish(version, tensors.items())
+        store.commit(manifest)
+        assert check_manifest(manifest, None) == check_manifest(memory.publish(version, tensors.items()), None)
+    memory.close()
+
+
+def test_damaged_files_are_refused(store, tmp_path):
+    tensors = {"w": torch.randn(500)}
+    store.commit(store.publish(1, tensors.items()))
+    whole = store.current
+    if isinstance(store, DeltaStore):
+        tensors["w"][3] += 1
+        manifest = store.publish(2, tensors.items())
+        flip(tmp_path / manifest.location["delta"], 0)
+        with pytest.raises(WeightsError, match="damaged"):
+            check_manifest(manifest, None)
+    flip(tmp_path / whole.location["file"], -9)
+    with pytest.raises(WeightsError, match="'w' has the checksum"):
+        check_manifest(whole, None)
+    for file in tmp_path.glob("v*"):
+        file.unlink()
+    with pytest.raises(WeightsError, match="No such file"):
+        check_manifest(whole, None)

@@ -8,7 +8,7 @@ import json
 import logging
 import signal
 import socket
-from collections.abc import Coroutine, Generator, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from importlib.util import find_spec
@@ -21,6 +21,7 @@ from penstock.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from penstock.config import RunConfig
     from penstock.settings import EngineConfig
@@ -160,6 +161,16 @@ async def _cancel_on_signal(main: Coroutine[Any, Any, T]) -> T:
     finally:
         for number in watched:
             loop.remove_signal_handler(number)
+
+
+def table_of(title: str, columns: Sequence[str], *, right: Collection[str], wraps: str = "") -> Table:
+    """A table without lines; columns in `right` are numbers, and `wraps` alone may take several lines."""
+    from rich.table import Table  # noqa: PLC0415
+
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name in columns:
+        table.add_column(name, justify="right" if name in right else "left", no_wrap=name != wraps)
+    return table
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from penstock.cli.common import AsJson, Interrupted, callable_url, run_until_signal, waiting
+from penstock.cli.common import AsJson, Interrupted, callable_url, run_until_signal, table_of, waiting
 from penstock.errors import UserError
 
 if TYPE_CHECKING:
@@ -196,18 +196,10 @@ def _only() -> str:
 
 def _print(state: FleetState) -> None:
     from rich.console import Console  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
 
     held = f"owned by process {state.pid}{', detached' if state.detached else ''}"
-    table = Table(
-        title=f"{callable_url(state.url)[0]}: weight version {state.version}, {held}",
-        title_justify="left",
-        box=None,
-        padding=(0, 2, 0, 0),
-        header_style="bold",
-    )
-    for name in ("engine", "state", "version", "GPUs", "address", "why"):
-        table.add_column(name, justify="right" if name == "version" else "left", no_wrap=name != "why")
+    title = f"{callable_url(state.url)[0]}: weight version {state.version}, {held}"
+    table = table_of(title, ("engine", "state", "version", "GPUs", "address", "why"), right={"version"}, wraps="why")
     for name in state.starting:
         table.add_row(name, "[yellow]launching[/]", "-", "-", "-", "starts for the first time")
     for member in state.members:

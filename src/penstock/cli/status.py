@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.common import AsJson
+from penstock.cli.common import AsJson, table_of
 from penstock.errors import EngineDeadError, EngineError, EngineHTTPError, MissingCapabilityError, PenstockError
 
 if TYPE_CHECKING:
@@ -143,17 +143,12 @@ def _state(load: EngineLoad, router: RouterState, *, paused: bool) -> str:
 
 def _print_table(report: dict[str, Any]) -> None:
     from rich.console import Console  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
 
-    table = Table(
-        title=f"{report['url']}: {report['requests']:,} requests so far, {report['held']} held",
-        title_justify="left",
-        box=None,
-        padding=(0, 2, 0, 0),
-        header_style="bold",
+    table = table_of(
+        f"{report['url']}: {report['requests']:,} requests so far, {report['held']} held",
+        COLUMNS,
+        right=set(COLUMNS) - {"engine", "state", "address"},
     )
-    for name in COLUMNS:
-        table.add_column(name, justify="left" if name in {"engine", "state", "address"} else "right", no_wrap=True)
     for engine in report["engines"]:
         table.add_row(*_cells(engine))
     console = Console()

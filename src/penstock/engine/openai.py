@@ -277,17 +277,22 @@ class Stream(Continuation):
 class StreamDeduplicator:
     """Passes on what is new of a stream that was resumed: each engine sends it from the start.
 
-    It counts how much of each part of each choice it passed on, in characters and list entries. A resuming engine has
-    the state of the engine before it, so its text begins with the text that was passed on. Its chunks are cut
-    elsewhere, and random ids (the answer's, those of tool calls) differ: the first ids stay.
+    One rule: under each path of a choice (`delta.content`, `logprobs.tokens`, a tool call's `arguments`) it counts how
+    much was passed on, in characters, list entries, or once for a field that is whole. A resuming engine has the state
+    of the engine before it, so its text begins with the text that was passed on. Its chunks are cut elsewhere, and
+    random ids (the answer's, those of tool calls) differ: the first ids stay.
     """
 
     def __init__(self) -> None:
         self._over = False
         """The event without choices, usage, was passed on: nothing after it is new."""
         self._head: dict[str, Any] = {}
+        self._begun: set[int] = set()
+        """Choices of which an event was passed on."""
         self._passed: dict[tuple[Any, ...], int] = {}
         self._seen: dict[tuple[Any, ...], int] = {}
+        """Of the stream that is read now."""
+        self._found_new = False
 
     def begin_again(self) -> None:
         """Expect the stream from its start."""
@@ -298,47 +303,42 @@ class StreamDeduplicator:
         if not self._head:
             self._head = {key: chunk[key] for key in ("id", "created", "model") if key in chunk}
         choices: list[dict[str, Any]] = chunk.get("choices") or []
-        parts = [self._choice(choice) for choice in choices]
-        new = [part for part in parts if part is not None]
+        new: list[dict[str, Any]] = []
+        for choice in choices:
+            self._found_new = choice["index"] not in self._begun
+            self._begun.add(choice["index"])
+            part = self._part((choice["index"],), choice)
+            if self._found_new:
+                new.append(part)
         if not (new if choices else not self._over):
             return None
         self._over = not choices
         return {**chunk, **self._head, "choices": new}
 
-    def _choice(self, choice: dict[str, Any]) -> dict[str, Any] | None:
-        before = sum(self._passed.values())
-        first = not any(key[0] == choice["index"] for key in self._passed)
-        index = choice["index"]
-        part = {key: self._part((index, key), value) for key, value in choice.items() if key != "index"}
-        return {"index": index, **part} if first or sum(self._passed.values()) > before else None
-
-    def _part(self, key: tuple[Any, ...], value: Any) -> Any:
-        """Return the part of `value` beyond what was passed on under `key`."""
-        name = key[-1]
-        if name == "tool_calls" and isinstance(value, list):
-            calls = cast("list[dict[str, Any]]", value)
-            return [
-                {"index": call.get("index", 0)}
-                | {k: self._part((*key, call.get("index", 0), k), v) for k, v in call.items() if k != "index"}
-                for call in calls
-            ]
+    def _part(self, path: tuple[Any, ...], value: Any) -> Any:
+        """Return the part of `value` beyond what was passed on under `path`, and count it."""
         if isinstance(value, Mapping):
             fields = cast("Mapping[str, Any]", value)
-            return {k: self._part((*key, k), v) for k, v in fields.items()}
+            return {key: one if key == "index" else self._part((*path, key), one) for key, one in fields.items()}
+        name = path[-1]
+        if name == "tool_calls" and isinstance(value, list):
+            calls = cast("list[dict[str, Any]]", value)
+            return [self._part((*path, call.get("index", 0)), {"index": 0, **call}) for call in calls]
         if name in _ONCE and value is not None:
-            return value if self._advance(key, 1) == 0 else None
+            return value if self._advance(path, 0, 1) == 0 else None
         if isinstance(value, (str, list)):
             whole = cast("str | list[Any]", value)
-            return whole[self._advance(key, len(whole)) :]
+            return whole[self._advance(path, self._seen.get(path, 0), len(whole)) :]
         return value
 
-    def _advance(self, key: tuple[Any, ...], length: int) -> int:
-        """Count `length` more under `key`; return how many of them were passed on before."""
-        start = 0 if key[-1] in _ONCE else self._seen.get(key, 0)
-        passed = self._passed.get(key, 0)
-        self._seen[key] = start + length
-        self._passed[key] = max(passed, start + length)
-        return min(max(0, passed - start), length)
+    def _advance(self, path: tuple[Any, ...], start: int, length: int) -> int:
+        """Count `length` more after `start`; return how many of them were passed on before."""
+        passed = self._passed.get(path, 0)
+        self._seen[path] = start + length
+        if start + length > passed:
+            self._passed[path] = start + length
+            self._found_new = True
+        return max(0, passed - start)
 
 
 _ONCE = frozenset({"role", "id", "type", "name", "finish_reason", "stop_reason"})

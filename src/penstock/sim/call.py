@@ -124,15 +124,21 @@ class Generation(ABC):
     Args:
         call: names the model, and may name the request.
         kind: begins the request's id.
-        whole_only: its samples cannot be resumed.
+        constrained: it asks for output under a grammar, so its samples cannot be resumed.
 
     Raises:
         NotFoundError: the model is neither the served one nor a loaded adapter.
+        RequestError: a grammar, without `SimConfig.ignore_grammars`.
     """
 
-    def __init__(self, call: Call, kind: str, *, whole_only: bool) -> None:
+    def __init__(self, call: Call, kind: str, *, constrained: bool) -> None:
+        if constrained and not call.engine.config.ignore_grammars:
+            raise RequestError(
+                "the simulated engine has no grammars: leave out structured_outputs, response_format and a tool_choice "
+                "that forces a call, or start it with ignore_grammars, which makes any tokens"
+            )
         self.call = call
-        self.whole_only = whole_only
+        self.whole_only = constrained
         self.model, self._lora = call.model()
         named = call.http.headers.get("X-Request-Id") or call.body.get("request_id") or uuid4().hex
         self.request_id = f"{kind}-{named}"

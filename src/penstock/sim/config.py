@@ -50,6 +50,8 @@ class SimConfig:
     kv_blocks: int = 16_384
     enable_prefix_caching: bool = True
 
+    ignore_grammars: bool = False
+    """Make any tokens for a request that asks for a grammar, which is refused otherwise."""
     load_seconds: float = 0.005
     tensor_specs: tuple[TensorSpec, ...] | None = None
     """Tensors of an update; None: any."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from aiohttp import web
 from prometheus_client import generate_latest
@@ -84,27 +84,16 @@ async def _adapters(call: Call) -> dict[str, Any]:
 
 
 async def _load_adapter(call: Call) -> dict[str, Any]:
-    body = call.body
-    return await call.engine.load_adapter(_name(call), int(body["version"]), body["source"], body["kv"])
+    name, body = str(call.body.get("name") or ""), call.body
+    return await call.engine.load_adapter(name, int(body["version"]), body["source"], body["kv"])
 
 
-async def _unload_adapter(call: Call) -> dict[str, Any]:
-    await call.engine.unload_adapter(_name(call))
-    return OK
+def _change_adapter(change: Literal["unload", "pause", "resume"]) -> Handler:
+    async def handle(call: Call) -> dict[str, Any]:
+        await call.engine.change_adapter(str(call.body.get("name") or ""), change)
+        return OK
 
-
-async def _pause_adapter(call: Call) -> dict[str, Any]:
-    await call.engine.pause_adapter(_name(call))
-    return OK
-
-
-async def _resume_adapter(call: Call) -> dict[str, Any]:
-    await call.engine.resume_adapter(_name(call))
-    return OK
-
-
-def _name(call: Call) -> str:
-    return str(call.body.get("name") or "")
+    return handle
 
 
 async def _set_fault(call: Call) -> dict[str, Any]:
@@ -310,9 +299,9 @@ _PLUGIN: Mapping[str, Handler] = {
     "POST /penstock/weights/loss": _loss,
     f"GET {ADAPTERS}": _adapters,
     f"POST {ADAPTERS}/load": _load_adapter,
-    f"POST {ADAPTERS}/unload": _unload_adapter,
-    f"POST {ADAPTERS}/pause": _pause_adapter,
-    f"POST {ADAPTERS}/resume": _resume_adapter,
+    f"POST {ADAPTERS}/unload": _change_adapter("unload"),
+    f"POST {ADAPTERS}/pause": _change_adapter("pause"),
+    f"POST {ADAPTERS}/resume": _change_adapter("resume"),
 }
 
 

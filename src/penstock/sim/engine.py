@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from penstock.engine.partial import Partial
 from penstock.errors import EngineDeadError, RequestError, StateError
@@ -237,22 +237,20 @@ class SimEngine:
         preempted = len(running) if kv == "recompute" else 0
         return {"version": version, "seconds": seconds, "preempted": preempted, "kept": len(running) - preempted}
 
-    async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter; harmless if there is none. StateError: it has requests in flight."""
-        await self.at(Phase.CONTROL)
-        if count := self._in_flight(name):
-            raise StateError(f"adapter {name!r} has {count} requests in flight; unload it when they have ended")
-        self.adapters.forget(name)
-        self.scheduler.release(name)
+    async def change_adapter(self, name: str, change: Literal["unload", "pause", "resume"]) -> None:
+        """Forget an adapter, or hold its requests, the new ones too, until `resume`; harmless where it is so already.
 
-    async def pause_adapter(self, name: str) -> None:
-        """Hold an adapter's requests, the new ones too; harmless if they are held."""
+        Raises:
+            StateError: it is to be forgotten and has requests in flight.
+        """
         await self.at(Phase.CONTROL)
-        self.scheduler.hold(name)
-
-    async def resume_adapter(self, name: str) -> None:
-        """Let them go on; harmless if they are not held."""
-        await self.at(Phase.CONTROL)
+        if change == "pause":
+            self.scheduler.hold(name)
+            return
+        if change == "unload":
+            if count := self._in_flight(name):
+                raise StateError(f"adapter {name!r} has {count} requests in flight; unload it when they have ended")
+            self.adapters.forget(name)
         self.scheduler.release(name)
         self.kick()
 

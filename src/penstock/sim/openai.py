@@ -226,7 +226,7 @@ async def generate(call: Call) -> web.StreamResponse:
     sampling: dict[str, Any] = call.field("sampling_params", dict)
     room = call.engine.config.max_model_len
     params = _sampling(sampling, logprobs=sampling.get("logprobs") is not None, detokenize=False, max_tokens=room)
-    answer = _Tokens(call, "generate-tokens", whole_only=sampling.get("structured_outputs") is not None)
+    answer = _Tokens(call, "generate-tokens", constrained=sampling.get("structured_outputs") is not None)
     limit = room if sampling.get("max_tokens") is None else None
     return await answer.run({answer.request_id: ids}, params, sampling.get("extra_args"), limit)
 
@@ -236,7 +236,7 @@ async def completions(call: Call) -> web.StreamResponse:
     body = call.body
     with_logprobs = body.get("logprobs") is not None
     params = _sampling(body, logprobs=with_logprobs, detokenize=True, max_tokens=COMPLETIONS_MAX_TOKENS)
-    answer = _Completion(call, "cmpl", whole_only=_constrained(body))
+    answer = _Completion(call, "cmpl", constrained=_constrained(body))
     prompts = _prompts(body.get("prompt"), call.engine.config.vocab_size)
     named = {f"{answer.request_id}-{i}": ids for i, ids in enumerate(prompts)}
     return await answer.run(named, params, body.get("vllm_xargs"), None)
@@ -248,7 +248,7 @@ async def chat_completions(call: Call) -> web.StreamResponse:
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
     given, with_logprobs = {**body, "max_tokens": limit}, bool(body.get("logprobs"))
     params = _sampling(given, logprobs=with_logprobs, detokenize=True, max_tokens=config.max_model_len)
-    answer = _Chat(call, "chatcmpl", whole_only=_constrained(body))
+    answer = _Chat(call, "chatcmpl", constrained=_constrained(body))
     ids = encode(chat_prompt(_messages(call)), config.vocab_size)
     unlimited = config.max_model_len if limit is None else None
     return await answer.run({answer.request_id: ids}, params, body.get("vllm_xargs"), unlimited)
@@ -345,7 +345,8 @@ def _messages(call: Call) -> list[Mapping[str, Any]]:
 
 
 def _constrained(body: Mapping[str, Any]) -> bool:
-    """It asks for what vLLM makes under a grammar; the simulated engine has none, and says so of the rest."""
+    """Whether it asks for what vLLM makes under a grammar."""
     wanted: Any = body.get("response_format")
     typed = isinstance(wanted, dict) and cast("dict[str, Any]", wanted).get("type", "text") != "text"
-    return typed or body.get("structured_outputs") is not None
+    forced = body.get("tool_choice") not in (None, "auto", "none")
+    return typed or forced or body.get("structured_outputs") is not None
