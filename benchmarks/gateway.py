@@ -6,7 +6,8 @@ python benchmarks/gateway.py [--rounds 5] [--parts peers,sessions,policies,cache
 and verifiers stand before one simulated engine, the capture proxy before a Tinker service that answers at once. A peer
 without its environment is left out (`_gateway_sides.py`). Every answer has 32 tokens.
 `sessions`: 1,000 sessions of 10 turns at once, three waves: latency over that of the same requests straight to the
-engine, memory after each wave, and the sampled tokens that clients were told of by those in the rows.
+engine, memory after each wave, and the sampled tokens that clients were told of by those in the rows. A session begins
+a turn every four seconds. The engine answers in 0.13 s, in steps of 4 ms, and a tool takes the rest.
 `policies`: rows a rollout of 10 questions whose answers think. Five call a tool, with white space that no template
 writes, so that `faithful` begins a row there too.
 `cache`: prompt tokens that a real vLLM engine found in its cache, by those of vLLM's own chat completions.
@@ -39,8 +40,10 @@ TURNS = 10
 AT_ONCE = 32
 MANY = 1_000
 WAVES = 3
-TURN_TOKENS_S = 8.0
-"""Rate of the engine in `sessions`: a turn takes four seconds, as one of an agent does."""
+TURN_TOKENS_S = 250.0
+"""Rate of the engine in `sessions`; its steps are short, since a delay shows as whole steps."""
+TURN_S = 4.0
+"""From the beginning of a session's turn to that of its next one, as an agent with tools has it."""
 TIMEOUT_S = 300.0
 WORDS = ("engine", "router", "weights", "version", "update", "prompt", "token", "session", "policy", "row")
 TOOLS = [
@@ -63,9 +66,9 @@ def question(session: int, turn: int, words: int) -> str:
 
 
 async def episode(
-    http: aiohttp.ClientSession, side: Side, number: int, turns: int, words: int
+    http: aiohttp.ClientSession, side: Side, number: int, turns: int, words: int, turn_s: float = 0.0
 ) -> tuple[int, list[float]]:
-    """Play a session; tokens that its client was told of, and the seconds of each turn."""
+    """Play a session with so many seconds a turn; tokens that its client was told of, and the seconds of each turn."""
     url, key = side.address(number)
     messages: list[Any] = [{"role": "system", "content": question(0, 0, 150)}]
     told, took = 0, list[float]()
@@ -81,6 +84,7 @@ async def episode(
         given = json.loads(text)
         told += given["usage"]["completion_tokens"]
         messages.append(given["choices"][0]["message"])
+        await asyncio.sleep(max(0.0, turn_s - took[-1]))
     return told, took
 
 
@@ -126,7 +130,9 @@ async def peers(folder: Path, tokenizer: Path, rounds: int, *, quick: bool) -> l
 # --- many sessions ---------------------------------------------------------------------------------------------------
 
 
-async def straight(http: aiohttp.ClientSession, url: str, number: int, turns: int, words: int) -> list[float]:
+async def straight(
+    http: aiohttp.ClientSession, url: str, number: int, turns: int, words: int, turn_s: float
+) -> list[float]:
     """Seconds of the same turns, in tokens, straight to the engine."""
     rng = random.Random(number)
     ids = [rng.randrange(20, 4000) for _ in range(words)]
@@ -142,6 +148,7 @@ async def straight(http: aiohttp.ClientSession, url: str, number: int, turns: in
             await answer.read()
         took.append(time.perf_counter() - began)
         ids += [rng.randrange(20, 4000) for _ in range(ANSWER_TOKENS)]
+        await asyncio.sleep(max(0.0, turn_s - took[-1]))
     return took
 
 
@@ -171,7 +178,7 @@ async def trained(side: Side, numbers: Iterable[int]) -> int:
 async def sessions(tokenizer: Path, *, quick: bool, waves: int = WAVES) -> list[_common.Row]:
     """Rows of many sessions at once."""
     many, turns, waves = (50, 3, 2) if quick else (MANY, TURNS, waves)
-    turn_s = ANSWER_TOKENS / TURN_TOKENS_S
+    turn_s = TURN_S
     told = in_rows = 0
     memory: list[float] = []
     times: dict[str, list[float]] = defaultdict(list)
@@ -187,7 +194,7 @@ async def sessions(tokenizer: Path, *, quick: bool, waves: int = WAVES) -> list[
                 _common.note(f"wave {wave}")
 
                 async def play(http: aiohttp.ClientSession, number: int, wave: int = wave) -> tuple[int, list[float]]:
-                    return await episode(http, side, wave * many + number, turns, 20)
+                    return await episode(http, side, wave * many + number, turns, 20, turn_s)
 
                 for one, took in await spread(http, many, turn_s, play):
                     told += one
@@ -197,7 +204,7 @@ async def sessions(tokenizer: Path, *, quick: bool, waves: int = WAVES) -> list[
                 _common.note(f"resident {memory[-1]:.0f} MiB, {told} tokens told, {in_rows} in rows")
 
                 async def plain(http: aiohttp.ClientSession, number: int) -> list[float]:
-                    return await straight(http, engine, number, turns, 20)
+                    return await straight(http, engine, number, turns, 20, turn_s)
 
                 for took in await spread(http, many, turn_s, plain):
                     times["straight"] += took
@@ -248,7 +255,7 @@ async def main() -> int:
     options = _common.parser((__doc__ or "").partition("\n")[0])
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--parts", default="peers,sessions,policies,cache", help="comma-separated")
-    options.add_argument("--waves", type=int, default=WAVES, help="of `sessions`; one takes about 100 s")
+    options.add_argument("--waves", type=int, default=WAVES, help="of `sessions`; one takes about 90 s")
     args = options.parse_args()
     parts: list[str] = args.parts.split(",")
     rows: list[_common.Row] = []

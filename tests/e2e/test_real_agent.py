@@ -6,6 +6,7 @@ import asyncio
 import json
 import runpy
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -60,12 +61,14 @@ async def test_it_starts_and_takes_two_steps(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize("seed", [0, 1, 2])
 async def test_an_agent_learns_by_what_it_is_answered(tmp_path: Path, script: SimpleNamespace, seed: int) -> None:
     """At least 20 points in at most 5 minutes; the same model without answers finds at least 20 points less."""
+    began = time.monotonic()
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "penstock", "train", str(AGENT), f"seed={seed}", f"run_dir={tmp_path}", cwd=ROOT,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
     )  # fmt: skip
     out, _ = await asyncio.wait_for(process.communicate(), 800)
     assert process.returncode == 0, out.decode()
+    assert time.monotonic() - began <= 300
     summary = json.loads((tmp_path / "agent" / "summary.json").read_text())
     assert summary["accuracy_after"] - summary["accuracy_before"] >= 0.20
     assert summary["logprob_difference"] <= 1e-4

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from penstock.gateway.dialect import Dialect, dumps, event, forced_tools, sampling_of, text_of
+from penstock.gateway.dialect import Dialect, dumps, event, forced_tools, listed, notes_of, sampling_of, text_of
 from penstock.gateway.messages import (
     UNKNOWN_THREAD,
     Answer,
@@ -20,6 +20,7 @@ from penstock.gateway.messages import (
 )
 
 _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "max_tokens"}
+_KNOWN = ("messages", "system", "thread", "max_tokens", "stop_sequences")
 _ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
 
 
@@ -29,7 +30,7 @@ class AnthropicDialect(Dialect):
     def read(self, body: Mapping[str, Any]) -> ChatRequest:
         """Read a request."""
         messages = [ChatMessage("system", text)] if (text := text_of(body.get("system"))) else []
-        for given in body["messages"]:
+        for given in listed(body["messages"], "messages"):
             messages += _messages(given)
         thread: dict[str, Any] = body.get("thread") or {}
         choice: dict[str, Any] = body.get("tool_choice") or {}
@@ -43,6 +44,7 @@ class AnthropicDialect(Dialect):
             model=str(body.get("model") or ""),
             previous=bare(str(thread.get("previous_message_id") or "")),
             thread=thread.get("type") == "continue",
+            notes=notes_of(body, _KNOWN),
             forced=forced_tools(choice, tools),
             single_call=choice.get("type") == "tool" or choice.get("disable_parallel_tool_use") is True,
         )

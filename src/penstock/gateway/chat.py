@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from penstock.gateway.dialect import Dialect, event, forced_tools, refuse_many, sampling_of, text_of
+from penstock.gateway.dialect import Dialect, event, forced_tools, listed, notes_of, refuse_many, sampling_of, text_of
 from penstock.gateway.messages import Answer, ChatMessage, ChatRequest, GatewayError, Tool, ToolCall, bare, minted_in
+
+_KNOWN = ("messages", "max_tokens", "max_completion_tokens", "parallel_tool_calls", "n", "stop")
 
 
 class ChatDialect(Dialect):
@@ -20,13 +22,14 @@ class ChatDialect(Dialect):
         tools = () if choice == "none" else tuple(_tool(tool) for tool in body.get("tools") or ())
         streamed: dict[str, Any] = body.get("stream_options") or {}
         return ChatRequest(
-            messages=tuple(_message(message) for message in body["messages"]),
+            messages=tuple(_message(message) for message in listed(body["messages"], "messages")),
             tools=tools,
             max_tokens=body.get("max_tokens") if limit is None else limit,
             sampling=sampling_of(body, stop="stop"),
             stream=bool(body.get("stream")),
             model=str(body.get("model") or ""),
             include_usage=bool(streamed.get("include_usage")),
+            notes=notes_of(body, _KNOWN),
             forced=forced_tools(choice, tools),
             single_call=isinstance(choice, dict) or body.get("parallel_tool_calls") is False,
         )

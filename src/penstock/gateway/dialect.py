@@ -12,7 +12,39 @@ import orjson
 from penstock.gateway.messages import Answer, ChatRequest, GatewayError, Tool
 
 KEEPALIVE = b": keepalive\n\n"
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty")
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "stop_token_ids",
+    "ignore_eos",
+)
+MOST_MESSAGES = 50_000
+"""Messages or items of one request; reading more would hold up other sessions."""
+_WITHOUT_EFFECT = frozenset(
+    (
+        *("betas", "cache_control", "client_metadata", "context_management", "diagnostics", "include"),
+        *("include_reasoning", "inference_geo", "metadata", "moderation", "prompt_cache_key", "prompt_cache_retention"),
+        *("safety_identifier", "service_tier", "speed", "store", "stream_options", "user"),
+    )
+)
+"""Fields that change no token."""
+_REFUSED = frozenset(
+    (
+        *("audio", "background", "container", "conversation", "echo", "function_call", "functions", "guided_json"),
+        *("logit_bias", "mcp_servers", "modalities", "output_config", "output_format", "prediction", "prompt"),
+        *("response_format", "structured_outputs", "text", "web_search_options"),
+    )
+)
+"""Fields without which the answer would be another than the harness asked for."""
+_FORMATS = ("output_config", "output_format", "response_format", "text")
+_PLAIN: tuple[Any, ...] = (None, False, "", "text", [], {}, ["text"])
 _NOT_FORCED = ("none", "auto", None)
 _FORCED = ("required", "any")
 _NAMED = ("function", "custom", "tool")
@@ -66,6 +98,40 @@ def sampling_of(body: Mapping[str, Any], *, stop: str) -> dict[str, Any]:
         if type(texts) is not list or not all(isinstance(text, str) for text in texts):
             raise GatewayError(f"{stop} is a text or a list of texts, got {str(stops)[:80]}")
         found["stop"] = texts
+    return found
+
+
+def notes_of(body: Mapping[str, Any], known: Sequence[str]) -> tuple[str, ...]:
+    """Say which fields of a body are ignored: all but those that a wire knows.
+
+    Raises:
+        GatewayError: one of them cannot be ignored.
+    """
+    notes: list[str] = []
+    for name in sorted(body.keys() - _WITHOUT_EFFECT - {*known, *_SAMPLING, "model", "stream", "tools", "tool_choice"}):
+        value = _format_of(body[name]) if name in _FORMATS else body[name]
+        if value not in _PLAIN and name in _REFUSED:
+            raise GatewayError(f"{name} is not served here, got {str(body[name])[:80]}; leave it out")
+        if value not in _PLAIN:
+            notes.append(f"{name} is ignored")
+    return tuple(notes)
+
+
+def _format_of(value: Any) -> Any:
+    """Return the kind of output that a field asks for."""
+    while isinstance(value, dict):
+        fields = cast("dict[str, Any]", value)
+        value = fields.get("format", fields.get("type"))
+    return value
+
+
+def listed(given: Any, name: str) -> list[Any]:
+    """Return the messages of a request. GatewayError: they are no list, or too many."""
+    if not isinstance(given, list):
+        raise GatewayError(f"{name} is a list, got {str(given)[:80]}")
+    found = cast("list[Any]", given)
+    if len(found) > MOST_MESSAGES:
+        raise GatewayError(f"{name} has {len(found)} entries; at most {MOST_MESSAGES} are served", status=413)
     return found
 
 

@@ -17,9 +17,16 @@ from typing import Any
 from penstock.errors import UserError, whole_number
 from penstock.gateway.messages import ChatMessage, GatewayError, Tool, tools_key
 from penstock.rollout.multi_turn import TokenRow
-from penstock.types import Sample, Trajectory
+from penstock.types import Sample, SamplingParams, Trajectory
 
 ID_BYTES = 12
+
+
+RECORDED = (
+    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("max_tokens", "min_tokens", "seed", "stop", "stop_token_ids", "ignore_eos"),
+)
+"""Sampling parameters that rows say of each turn."""
 
 
 @dataclass(slots=True)
@@ -36,10 +43,9 @@ class Node:
         seen: messages of the conversation up to and with `message`.
         digest: of the conversation up to and with `message`.
         length: tokens of the context with the sample.
-        temperature: it was sampled at.
+        params: it was sampled with.
         cause: why it did not extend an earlier turn; empty: it did, or the session was new.
         tools: that it could call.
-        constrained: it was sampled under a grammar.
         reward: given to this turn.
     """
 
@@ -52,13 +58,17 @@ class Node:
     seen: int
     digest: bytes
     length: int
-    temperature: float
+    params: SamplingParams
     cause: str = ""
     tools: tuple[Tool, ...] = ()
-    constrained: bool = False
     reward: float | None = None
     children: list[Node] = field(default_factory=list["Node"])
     created: float = field(default_factory=time.time)
+
+    @property
+    def constrained(self) -> bool:
+        """Whether it was sampled under a grammar."""
+        return self.params.structured_outputs is not None
 
     def path(self) -> list[Node]:
         """Nodes from the root to this one."""
@@ -276,7 +286,7 @@ class Row:
                     "tokens": len(node.sample.token_ids),
                     "trained": node.id not in self.elsewhere,
                     "reward": node.reward,
-                    "temperature": node.temperature,
+                    "sampling": {name: getattr(node.params, name) for name in RECORDED},
                     "finish": node.sample.finish_reason,
                     "kv_kept": any(span.kv_kept for span in node.sample.spans),
                     "constrained": node.constrained,

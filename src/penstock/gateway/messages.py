@@ -145,6 +145,7 @@ class ChatRequest:
         notes: what was asked for and is not done.
         forced: names of tools, one of which the turn has to call; empty: the model decides.
         single_call: a forced turn makes one call.
+        has_instructions: the first message replaces the system prompt of the conversation that `previous` names.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -159,6 +160,7 @@ class ChatRequest:
     notes: tuple[str, ...] = ()
     forced: tuple[str, ...] = ()
     single_call: bool = False
+    has_instructions: bool = False
 
 
 @dataclass(frozen=True, slots=True)

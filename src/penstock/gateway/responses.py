@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from penstock.gateway.dialect import Dialect, event, forced_tools, sampling_of, text_of
+from penstock.gateway.dialect import Dialect, event, forced_tools, listed, notes_of, sampling_of, text_of
 from penstock.gateway.messages import Answer, ChatMessage, ChatRequest, GatewayError, Tool, ToolCall, bare, minted_in
 
 _INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
@@ -16,15 +16,19 @@ _SUMMARY = "summary_text"
 _REASONING = "reasoning_text"
 
 
+_KNOWN = ("input", "instructions", "max_output_tokens", "parallel_tool_calls", "previous_response_id", "stop")
+
+
 class ResponsesDialect(Dialect):
     """Items instead of messages; an assistant's items in a row are one message."""
 
     def read(self, body: Mapping[str, Any]) -> ChatRequest:
         """Read a request."""
-        messages = [ChatMessage("system", text)] if (text := str(body.get("instructions") or "")) else []
+        instructions = str(body.get("instructions") or "")
+        messages = [ChatMessage("system", instructions)] if instructions else []
         given = body["input"]
         items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-        messages += _messages(items)
+        messages += _messages(listed(items, "input"))
         choice = body.get("tool_choice")
         tools, notes = _tools(body.get("tools") or ())
         return ChatRequest(
@@ -37,7 +41,8 @@ class ResponsesDialect(Dialect):
             stream=bool(body.get("stream")),
             model=str(body.get("model") or ""),
             previous=bare(str(body.get("previous_response_id") or "")),
-            notes=notes,
+            notes=(*notes, *notes_of(body, _KNOWN)),
+            has_instructions=bool(instructions),
         )
 
     def write(self, answer: Answer) -> dict[str, Any]:

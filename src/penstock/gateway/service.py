@@ -269,6 +269,10 @@ class Gateway:
 
     async def _turn(self, kept: _Kept, request: ChatRequest) -> Answer:
         session, asked, request = kept.session, request, self.codec.whole(kept.session, request)
+        if request.messages and request.messages[-1].role == "assistant":
+            raise GatewayError(
+                "the last message is the assistant's, and a turn cannot be begun for it; send what follows"
+            )
         if sum(len(m.text) for m in request.messages) > LONG_TEXT:
             parent, added, place = await self.in_thread(lambda: self.codec.prompt_of(session, request))
         else:  # a thread would cost more than the work: each change of threads may wait 5 ms for the interpreter's lock

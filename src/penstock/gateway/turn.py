@@ -110,10 +110,11 @@ class TurnCodec:
         if request.thread:
             messages = (*node.history(), *request.messages)
             return replace(request, messages=messages, tools=node.tools, previous="")
-        system = [m for m in request.messages if m.role == "system"]
-        rest = [m for m in request.messages if m.role != "system"]
-        before = [m for m in node.history() if not system or m.role != "system"]
-        return replace(request, messages=(*system, *before, *rest), previous="")
+        before, given = node.history(), request.messages
+        if request.has_instructions:
+            before = (given[0], *(before[1:] if before[0].role == "system" else before))
+            given = given[1:]
+        return replace(request, messages=(*before, *given), previous="")
 
     def _rendered(self, place: Place, tools: Sequence[Tool]) -> tuple[Node | None, list[int]]:
         """Render the conversation as a whole, and find the latest turn whose tokens it begins with."""
@@ -192,10 +193,9 @@ class TurnCodec:
             seen=len(place.messages) + 1,
             digest=extended(before, message),
             length=(parent.length if parent else 0) + len(added) + len(sample.token_ids),
-            temperature=params.temperature,
+            params=params,
             cause=cause,
             tools=parent.tools if parent is not None and parent.tools == request.tools else request.tools,
-            constrained=params.structured_outputs is not None,
         )
 
     def _message(

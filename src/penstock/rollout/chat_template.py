@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from secrets import token_hex
 from typing import Any
 
 from penstock.errors import ConfigError, RequestError
@@ -35,7 +36,7 @@ class ChatTemplate:
             raise ConfigError("the tokenizer has no chat template, so conversations cannot be rendered")
         self.tokenizer = tokenizer
         self._options = dict(options or {})
-        self._closing = self._after(_MARK, [_question(), {"role": "assistant", "content": _MARK}], (), opening=False)
+        self._closing = self._after((_MARK,), [_question(), {"role": "assistant", "content": _MARK}], (), opening=False)
         self._closing_ids = tokenizer.encode_exact(self._closing)
 
     @property
@@ -104,28 +105,39 @@ class ChatTemplate:
     def _suffix_text(self, messages: Sequence[Message], tools: Sequence[Message]) -> str | None:
         """Return the text behind the end of the message before `messages`."""
         leading = next((i for i, m in enumerate(messages) if m.get("role") != "tool"), len(messages))
-        calls = [_call(message, i == leading - 1) for i, message in enumerate(messages[:leading])]
-        before: dict[str, Any] = {"role": "assistant", "content": _MARK, **({"tool_calls": calls} if calls else {})}
+        mark, called = _marks_outside(f"{messages} {tools}")
+        calls = [_call(message, called if i == leading - 1 else "x") for i, message in enumerate(messages[:leading])]
+        before: dict[str, Any] = {"role": "assistant", "content": mark, **({"tool_calls": calls} if calls else {})}
         context = [_question(), before]
         try:
-            closing = self._after(_CALLED, context, tools, opening=False) if calls else self._closing
-            text = self._after(_CALLED if calls else _MARK, [*context, *messages], tools, opening=True)
+            closing = self._after((called, mark), context, tools, opening=False) if calls else self._closing
+            text = self._after((called, mark) if calls else (mark,), [*context, *messages], tools, opening=True)
         except ValueError:  # the template left the mark out, or refuses the messages in this place
             return None
         return text[len(closing) :] if text.startswith(closing) else None
 
-    def _after(self, mark: str, messages: Sequence[Message], tools: Sequence[Message], *, opening: bool) -> str:
+    def _after(
+        self, marks: Sequence[str], messages: Sequence[Message], tools: Sequence[Message], *, opening: bool
+    ) -> str:
         text = self.tokenizer.chat(messages, tools, opening=opening, options=self._options)
-        mark = mark if mark in text else _MARK  # some templates show no calls
+        mark = marks[0] if marks[0] in text else marks[-1]  # some templates show no calls
         return text[text.rindex(mark) + len(mark) :]
+
+
+def _marks_outside(shown: str) -> tuple[str, str]:
+    """Return marks that do not occur in what is shown."""
+    mark, called = _MARK, _CALLED
+    while mark in shown or called in shown:
+        mark, called = f"{_MARK}{token_hex(4)}", f"{_CALLED}{token_hex(4)}"
+    return mark, called
 
 
 def _question() -> dict[str, Any]:
     return {"role": "user", "content": "x"}
 
 
-def _call(message: Message, is_last: bool) -> dict[str, Any]:  # noqa: FBT001
-    function = {"name": str(message.get("name") or "f"), "arguments": {"x": _CALLED if is_last else "x"}}
+def _call(message: Message, argument: str) -> dict[str, Any]:
+    function = {"name": str(message.get("name") or "f"), "arguments": {"x": argument}}
     return {"id": str(message.get("tool_call_id") or "call00000"), "type": "function", "function": function}
 
 

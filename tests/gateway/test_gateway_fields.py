@@ -1,0 +1,161 @@
+"""Fields that are not served are refused or noted, on each wire; and what rows say of sampling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from wire_clients import Chat
+
+from gateway_rig import Rig
+from penstock.gateway import dialect
+from penstock.rollout.tokenizer import Tokenizer
+
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+
+
+def body_of(path: str, **fields: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "hi"}]
+    return {"input" if path == RESPONSES else "messages": messages, "model": "m", "max_tokens": 9, **fields}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"response_format": SCHEMA}),
+        (CHAT, {"response_format": {"type": "json_object"}}),
+        (CHAT, {"logit_bias": {"5": -100}}),
+        (CHAT, {"functions": [{"name": "f"}]}),
+        (RESPONSES, {"text": {"format": SCHEMA}}),
+        (RESPONSES, {"background": True}),
+        (RESPONSES, {"prompt": {"id": "p"}}),
+        (MESSAGES, {"mcp_servers": [{"name": "s"}]}),
+        (MESSAGES, {"output_config": {"format": SCHEMA}}),
+    ],
+)
+async def test_fields_that_would_change_the_answer_are_refused(
+    tokenizer: Tokenizer, path: str, fields: dict[str, Any]
+) -> None:
+    rig = Rig(tokenizer)
+    answer = await rig.http.post(path, json=body_of(path, **fields))
+    assert answer.status_code == 400
+    assert f"{next(iter(fields))} is not served here" in answer.text
+    assert rig.engine.seen == []
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"logprobs": True, "top_logprobs": 3}),
+        (CHAT, {"reasoning_effort": "high"}),
+        (RESPONSES, {"reasoning": {"effort": "high"}, "truncation": "auto"}),
+        (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 9}}),
+    ],
+)
+async def test_other_fields_are_noted(tokenizer: Tokenizer, path: str, fields: dict[str, Any]) -> None:
+    answer = await Rig(tokenizer).http.post(path, json=body_of(path, **fields))
+    assert answer.status_code == 200
+    note = answer.headers["X-Penstock-Note"]
+    assert all(f"{name} is ignored" in note for name in fields)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"response_format": {"type": "text"}, "logprobs": False, "user": "u", "store": False, "n": 1}),
+        (RESPONSES, {"text": {"format": {"type": "text"}, "verbosity": "low"}, "include": ["x"], "store": True}),
+        (MESSAGES, {"metadata": {"user_id": "u"}, "output_config": {"effort": "low"}, "stop_sequences": []}),
+    ],
+)
+async def test_fields_that_ask_for_nothing_pass_in_silence(
+    tokenizer: Tokenizer, path: str, fields: dict[str, Any]
+) -> None:
+    body = body_of(path, **fields)
+    if path == RESPONSES:
+        body["max_output_tokens"] = body.pop("max_tokens")
+    answer = await Rig(tokenizer).http.post(path, json=body)
+    assert answer.status_code == 200
+    assert "X-Penstock-Note" not in answer.headers
+
+
+async def test_a_row_says_how_each_turn_was_sampled(tokenizer: Tokenizer) -> None:
+    rig = Rig(tokenizer)
+    client = Chat(rig)
+    client.user("say")
+    body = body_of(CHAT, temperature=0.5, top_p=0.9, top_k=7, seed=3, stop=["x"], repetition_penalty=1.5)
+    await rig.post(CHAT, body)
+    (row,) = await rig.rows()
+    said = row["nodes"][0]["sampling"]
+    sampled = rig.engine.params[0]
+    assert {name: said[name] for name in ("temperature", "top_p", "top_k", "seed")} == {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 7, "seed": 3,
+    }  # fmt: skip
+    assert said["stop"] == ["x"]
+    assert said["repetition_penalty"] == sampled.repetition_penalty == 1.5
+    assert said["max_tokens"] == sampled.max_tokens == 9
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+async def test_a_prefill_is_refused(tokenizer: Tokenizer, path: str) -> None:
+    """A turn for it would put a second assistant's message behind the first."""
+    rig = Rig(tokenizer)
+    body = body_of(path)
+    body["input" if path == RESPONSES else "messages"].append({"role": "assistant", "content": "The answer is"})
+    answer = await rig.http.post(path, json=body)
+    assert answer.status_code == 400
+    assert "the last message is the assistant's" in answer.text
+    assert rig.engine.seen == []
+
+
+async def test_a_developer_item_behind_a_named_response_is_a_message_of_its_own(tokenizer: Tokenizer) -> None:
+    rig = Rig(tokenizer)
+    rig.engine.texts = ["one", "two", "three"]
+    first = await rig.post(RESPONSES, {"instructions": "be kind", "input": "say"})
+    developer = [{"role": "developer", "content": "be short"}, {"role": "user", "content": "more"}]
+    second = await rig.post(RESPONSES, {"previous_response_id": first["id"], "input": developer})
+    (row,) = await rig.rows()
+    assert [node["cause"] for node in row["nodes"]] == ["", ""]
+    text = tokenizer.decode([*row["prompt_ids"], *row["response_ids"]])
+    assert text.index("be kind") < text.index("one") < text.index("be short") < text.index("more")
+    await rig.post(RESPONSES, {"previous_response_id": second["id"], "instructions": "be rude", "input": "again"})
+    rows = await rig.rows()
+    assert rows[-1]["nodes"][0]["cause"] == "other system prompt"
+    text = tokenizer.decode(rows[-1]["prompt_ids"])
+    assert "be rude" in text
+    assert "be kind" not in text
+    assert "be short" in text
+
+
+@pytest.mark.parametrize("role", ["user", "tool"])
+async def test_a_text_with_our_marks_keeps_its_content(tokenizer: Tokenizer, role: str) -> None:
+    from gateway_rig import CALL
+
+    rig = Rig(tokenizer)
+    rig.engine.texts = [CALL, "ok"]
+    client = Chat(rig)
+    client.user("begin")
+    answer = await client.ask()
+    text = "before penstock7mark3 between penstock7called3 after"
+    client.items.append(answer)
+    if role == "tool":
+        client.items.append({"role": "tool", "tool_call_id": answer["tool_calls"][0]["id"], "content": text})
+    else:
+        client.items.append({"role": "tool", "tool_call_id": answer["tool_calls"][0]["id"], "content": "5"})
+        client.user(text)
+    await client.ask()
+    (row,) = await rig.rows()
+    assert text in tokenizer.decode(row["response_ids"])
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+async def test_a_request_has_a_bounded_number_of_messages(
+    tokenizer: Tokenizer, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dialect, "MOST_MESSAGES", 3)
+    body = body_of(path)
+    name = "input" if path == RESPONSES else "messages"
+    body[name] *= 4
+    answer = await Rig(tokenizer).http.post(path, json=body)
+    assert answer.status_code == 413
+    assert f"{name} has 4 entries; at most 3 are served" in answer.text
