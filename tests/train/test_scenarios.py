@@ -193,7 +193,7 @@ def test_gsm8k_keeps_its_split_and_orders_each_pass_anew(tmp_path: Path) -> None
     assert passes[0] != passes[1]
     heldout = environment.heldout_tasks(16)
     assert not {task.prompt for task in heldout} & {environment.train_task(i).prompt for i in range(64)}
-    with pytest.raises(UserError, match="has 16 test problems and 17 were asked for"):
+    with pytest.raises(UserError, match="16 tasks are held out, 17 were asked for"):
         environment.heldout_tasks(17)
 
 

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from penstock.config import check_on_hub
-from penstock.errors import ConfigError, UserError, parse_json
-from penstock.rollout.environment import Environment, Task
+from penstock.errors import ConfigError, parse_json
+from penstock.rollout.environment import ListedTasks, Task
 
 HUB = "openai/gsm8k"
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
-class GSM8K(Environment):
+class GSM8K(ListedTasks):
     """The data set's own split: `train` is trained on, `test` is held out. 1.0 for a response that ends in the answer.
 
     A response's answer is the number behind its last `####`, as in the data set; without one, its last number.
@@ -36,41 +36,22 @@ class GSM8K(Environment):
     def __init__(
         self, *, seed: int, path: str = HUB, instruction: str = "\nThink step by step; end with '#### ' and the answer."
     ) -> None:
-        self.seed = seed
-        self._instruction = instruction
         folder = Path(path).expanduser()
         folder = folder if folder.is_dir() else _download(path)
-        self._train, self._test = (_rows(folder, split) for split in ("train", "test"))
-
-    def train_task(self, index: int) -> Task:
-        """Task `index` of the training stream: each pass over the data has an order of its own."""
-        passed, place = divmod(index, len(self._train))
-        # A multiplication by a number without a common factor is a permutation, and needs no list of the order.
-        size = len(self._train)
-        step = next(n for n in range(1 + (7919 * (self.seed + passed + 1)) % size, 2 * size + 2) if _coprime(n, size))
-        return self._task("train", (step * place + self.seed + passed) % size)
-
-    def heldout_tasks(self, n: int) -> list[Task]:
-        """The first `n` test problems. UserError: there are fewer."""
-        if n > len(self._test):
-            raise UserError(f"the data set has {len(self._test)} test problems and {n} were asked for (eval.size)")
-        return [self._task("test", row) for row in range(n)]
+        train, test = (
+            [
+                Task(f"gsm8k/{split}/{row}", question + instruction, {"answer": answer})
+                for row, (question, answer) in enumerate(_rows(folder, split))
+            ]
+            for split in ("train", "test")
+        )
+        super().__init__(train, seed=seed, heldout=test)
 
     def reward(self, task: Task, response_text: str) -> float:
         """1.0 where the response's answer is the task's."""
         said = NUMBER.findall(response_text.rpartition("####")[2])
         answer = said[0 if "####" in response_text else -1] if said else ""
         return float(bool(answer) and _plain(answer) == task.metadata["answer"])
-
-    def _task(self, split: str, row: int) -> Task:
-        question, answer = (self._train if split == "train" else self._test)[row]
-        return Task(f"gsm8k/{split}/{row}", question + self._instruction, {"answer": answer})
-
-
-def _coprime(one: int, other: int) -> bool:
-    while other:
-        one, other = other, one % other
-    return one == 1
 
 
 def _plain(number: str) -> str:
