@@ -356,16 +356,16 @@ async def syncing(client: tinker.ServiceClient, arguments: Any, found: Findings)
 
 
 async def measured(arguments: Any, found: Findings) -> None:
-    """All rows, one part after another."""
-    parts = arguments.parts.split(",")
+    """All rows, one part after another, in the order that `--parts` names."""
     async with service_of(arguments, 512) as (service, model):
-        if "sampling" in parts:
-            await sampling(service, arguments, found)
         client = tinker.ServiceClient(base_url=service.url, api_key=KEY)
-        if "sync" in parts:
-            await syncing(client, arguments, found)
-        if "training" in parts:
-            await training(client, model, arguments, found)
+        for part in arguments.parts.split(","):
+            if part == "sampling":
+                await sampling(service, arguments, found)
+            elif part == "sync":
+                await syncing(client, arguments, found)
+            elif part == "training":
+                await training(client, model, arguments, found)
         await client.close("success")
 
 
