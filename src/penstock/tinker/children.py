@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -16,6 +17,7 @@ from typing import Any
 
 import aiohttp
 import orjson
+import uvloop
 
 from penstock.aio import cancelled
 from penstock.engine.launch import telling_lines
@@ -29,6 +31,8 @@ _FAILED = 1
 STOP_S = 10.0
 """Between SIGTERM and SIGKILL."""
 PROBES = 6
+MOST_NEW = 10_000
+"""Objects made and not freed before the garbage collector runs."""
 BACKOFF_S, STEADY_S = 0.2, 60.0
 """Wait before the first restart, and time after which a child counts as well again."""
 
@@ -49,16 +53,27 @@ def run_child(serve: Callable[[str], AbstractAsyncContextManager[str]]) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stopping.set)
         async with serve(options) as url:
+            _spare_collector()
             _report(fd, {"url": url})
             await stopping.wait()
 
     try:
-        asyncio.run(run())
+        uvloop.run(run())
     except PenstockError as error:
         logger.error("%s", error)  # noqa: TRY400 - its message is meant for people
         _report(fd, {"error": error_to_json(error)})
         return _FAILED
     return 0
+
+
+def _spare_collector() -> None:
+    """Have the garbage collector pass over what was imported, which is never garbage, and run less often.
+
+    Else it takes a fifth of the time of an API process under load.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(MOST_NEW)
 
 
 def _report(fd: int, values: Mapping[str, Any]) -> None:

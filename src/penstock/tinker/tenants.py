@@ -44,11 +44,8 @@ class Tenants:
 
     def __init__(self, tenants: Sequence[Tenant]) -> None:
         self._tenants = tenants
-
-    @property
-    def open(self) -> bool:
+        self.open = any(tenant.key is None for tenant in tenants)
         """Any key will do."""
-        return any(tenant.key is None for tenant in self._tenants)
 
     def named(self, name: str) -> Tenant:
         """Return the tenant of a name, one with the usual limits if the keys no longer have it."""
