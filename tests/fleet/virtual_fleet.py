@@ -27,8 +27,7 @@ from penstock.http import HttpTransport
 from penstock.router import EngineEntry
 from penstock.router.admin_client import EngineLoad, RouterState
 from penstock.router.backend import Backend
-from penstock.router.dispatcher import Dispatcher
-from penstock.router.gate import Waiter
+from penstock.router.dispatcher import Dispatcher, Waiter
 from penstock.router.http import RefusalError, RequestHead
 from penstock.settings import EngineConfig, FleetConfig, RouterConfig
 from penstock.sim import Fault, FaultKind, Phase, SimConfig, SimEngine

@@ -10,8 +10,7 @@ from router_rig import Backend, Seen, answer_name, eventually, reply, request, r
 from penstock.errors import UserError
 from penstock.router import EngineEntry
 from penstock.router.backend import Backend as RouterBackend
-from penstock.router.dispatcher import Dispatcher
-from penstock.router.gate import Lane, Waiter
+from penstock.router.dispatcher import Dispatcher, Lane, Waiter
 from penstock.router.http import RefusalError, parse_request
 from penstock.router.placement import MOST_TOKENS, Placement
 from penstock.settings import RouterConfig

@@ -12,8 +12,7 @@ from router_rig import eventually
 
 from penstock.router import EngineEntry
 from penstock.router.backend import Backend
-from penstock.router.dispatcher import Dispatcher
-from penstock.router.gate import ENGINE, NOWHERE, Gate, Kind, Lane, Waiter
+from penstock.router.dispatcher import ENGINE, NOWHERE, Dispatcher, Gate, Kind, Lane, Waiter
 from penstock.router.http import RefusalError, RequestHead
 from penstock.settings import RouterConfig
 
@@ -50,7 +49,7 @@ def make_gate(**limits: float) -> Gate:
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The gate's clock: what is in it is the time."""
     now = [1000.0]
-    monkeypatch.setattr("penstock.router.gate.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("penstock.router.dispatcher.time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 
@@ -127,8 +126,8 @@ async def test_one_kind_of_room_does_not_hold_up_another() -> None:
     gate.room()
     await turns(2)
     assert log == ["goes"]
-    assert gate.waits_for_room((7, None))
-    assert not gate.waits_for_room((0, None))
+    assert gate.waits_for_room(newer)
+    assert not gate.waits_for_room(ROOM)
 
 
 async def test_lanes_that_stay_full_are_each_tried_once_for_one_event() -> None:

@@ -24,8 +24,7 @@ from router_rig import eventually
 from router_world import NAMES, World
 
 from penstock.router.backend import Backend
-from penstock.router.dispatcher import Dispatcher
-from penstock.router.gate import Lane, Waiter
+from penstock.router.dispatcher import Dispatcher, Lane, Waiter
 
 NAMES_OF_SESSIONS = ("s0", "s1", "s2", "s3", "s4", "s5")
 SESSIONS = st.sampled_from([None, *NAMES_OF_SESSIONS])

@@ -80,7 +80,7 @@ class RouterState:
     held_bytes: int = 0
     """Most bytes that are kept of requests that wait or are still coming in."""
     held_by: Mapping[str, int] = field(default_factory=dict[str, int])
-    """How many wait for what: see `penstock.router.gate.Kind`."""
+    """How many wait for what: see `penstock.router.dispatcher.Kind`."""
     gates_closed: tuple[str, ...] = ()
     """Adapters whose gate is closed."""
     moved_sessions: int = 0

@@ -9,6 +9,7 @@ import re
 import socket
 import time
 from collections import deque
+from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
@@ -136,6 +137,8 @@ class Backend:
     requests = 0
     """Requests sent by this process."""
     removed = False
+    asking: asyncio.Task[None] | None = None
+    """What is being asked of it besides requests: one thing at a time."""
     fields: bytes
     """Header lines that the router adds to every request for it."""
 
@@ -194,9 +197,26 @@ class Backend:
         while self._idle and self._idle[0].idle_since <= now - IDLE_S:
             self._idle.pop(0).transport.abort()
 
+    def ask(self, work: Coroutine[Any, Any, None]) -> None:
+        """Ask something of it besides requests, in place of what is being asked now."""
+        self.stop_asking()
+        task = self.asking = asyncio.get_running_loop().create_task(work)
+        task.add_done_callback(self._asked)
+
+    def stop_asking(self) -> None:
+        """Ask no longer."""
+        if self.asking is not None:
+            self.asking.cancel()
+            self.asking = None
+
+    def _asked(self, task: asyncio.Task[None]) -> None:
+        if self.asking is task:
+            self.asking = None
+
     def remove(self) -> None:
         """It left the set: requests in flight end as they may, nothing new is begun."""
         self.removed = True
+        self.stop_asking()
         self.close_idle(float("inf"))
         self._fail(None)
 
@@ -212,7 +232,7 @@ class Backend:
         self._waiting.clear()
         for connection in list(self.open):
             connection.transport.abort()
-        tasks = list(self._connecting)
+        tasks = [*self._connecting, *([self.asking] if self.asking else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from typing import Protocol, cast
 
-from penstock.router.dispatcher import Metrics
 from penstock.router.http import (
     CHUNKED,
     BodyReader,
@@ -21,6 +20,7 @@ from penstock.router.http import (
     chunk,
     parse_request,
 )
+from penstock.router.memory import Metrics
 from penstock.settings import RouterConfig
 
 IDLE_S = 75.0

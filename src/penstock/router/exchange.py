@@ -14,8 +14,7 @@ import orjson
 
 from penstock.router.backend import OWN_SHORTAGES, Backend, BackendConnection, ConnectionUser, cause_of_death
 from penstock.router.client_connection import ClientConnection
-from penstock.router.dispatcher import Dispatcher
-from penstock.router.gate import Waiter
+from penstock.router.dispatcher import Dispatcher, Waiter
 from penstock.router.http import (
     CHUNKED,
     UNTIL_CLOSE,

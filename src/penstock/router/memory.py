@@ -1,8 +1,9 @@
-"""What placement remembers: sessions, loads, groups of samples, prefixes, and how long sessions pause."""
+"""What the router remembers: sessions, loads, groups of samples, prefixes, how long sessions pause, and its counts."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from bisect import bisect_left
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -278,3 +279,56 @@ class SessionStats:
     def idle_s(self) -> float:
         """A session that has paused for so long will rather not come back."""
         return max(_LEAST_IDLE_S, _IDLE_PAUSES * self._paused_s / self._returns) if self._returns else _LEAST_IDLE_S
+
+
+# --- counts -----------------------------------------------------------------------------------------------------------
+
+SECONDS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0,
+    1000.0, 2500.0,
+)  # fmt: skip
+"""Upper bounds of buckets: from a cached first token to an hour of waiting for a gate."""
+
+
+class Histogram:
+    """Counts of seconds by bucket, and their sum."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(SECONDS) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count one value: O(log buckets)."""
+        self.counts[bisect_left(SECONDS, value)] += 1
+        self.sum += value
+
+
+class Metrics:
+    """Plain counters, written by one event loop.
+
+    Once nothing is in flight, `requests` is the sum of `answered`, `errors`, `cancelled` and `broken`.
+    """
+
+    requests = 0
+    """Requests taken in: those with an acceptable head, for an engine."""
+    answered = 0
+    """Those that an engine answered in full, whatever the status."""
+    cancelled = 0
+    """Those whose client went away first."""
+    broken = 0
+    """Those whose answer ended before it was complete."""
+    bytes_in = bytes_out = 0
+    """Payload towards engines, and answers towards clients, framing of bodies included."""
+
+    def __init__(self) -> None:
+        self.errors: Counter[str] = Counter()
+        """Those that the router answered itself, by code."""
+        self.rejected: Counter[str] = Counter()
+        """What never became a request, by code: a bad head, a wrong key, an admin call that failed."""
+        self.retries: Counter[str] = Counter()
+        """Second goes by reason. `refused`: the engine took no connection; `hung_up`: it closed the connection without
+        an answer; `stale`: the same, on one that had been idle; `dead`: it answered that its core is dead."""
+        self.first_byte, self.duration = Histogram(), Histogram()
+        """The second: of requests that an engine answered in full."""
+        self.hold, self.gate = Histogram(), Histogram()
+        """Of requests that had to wait."""
