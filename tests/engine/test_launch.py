@@ -74,6 +74,12 @@ def test_an_option_of_several_values_has_them_one_by_one(nano_path):
     assert argv[at + 1 : at + 3] == ("q_proj", "o_proj")
 
 
+def test_a_server_of_vllms_own_transfer_has_nothing_of_ours(nano_path):
+    argv = server_command(EngineConfig(model=str(nano_path)), port=1, api_key=None, native="nccl").argv
+    assert argv[argv.index("--weight-transfer-config") + 1] == '{"backend":"nccl"}'
+    assert not {"--middleware", "--worker-extension-cls"} & set(argv)
+
+
 def test_adapters_in_fp32_are_refused_on_gpus(nano_path):
     config = EngineConfig(model=str(nano_path), profile="gpu", enable_lora=True, dtype="float32")
     with pytest.raises(ConfigError, match=r"LoRA kernels for GPUs need engine\.dtype bfloat16 or float16, got float32"):

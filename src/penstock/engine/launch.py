@@ -45,20 +45,22 @@ def resolve_profile(config: EngineConfig) -> Literal["cpu", "gpu", "sim"]:
 
 
 def server_command(
-    config: EngineConfig, *, port: int, api_key: str | None, host: str = "127.0.0.1", gpus: Sequence[str] = ()
-) -> ServerCommand:
+    config: EngineConfig, *, port: int, api_key: str | None, host: str = "127.0.0.1", gpus: Sequence[str] = (),
+    native: str | None = None,
+) -> ServerCommand:  # fmt: skip
     """Make the command of one engine server, which sees `gpus`, as in CUDA_VISIBLE_DEVICES (none: all).
 
+    `native`: vLLM's own weight transfer (`nccl`) in place of Penstock's parts, as other people's servers have it.
+
     Raises:
-        ConfigError: the model path does not exist, or vLLM cannot run it in this layout (`layouts.py`) or
-            quantised so (`quantisation.options_of`).
+        ConfigError: the model path does not exist, or vLLM cannot run it in this layout or quantised so.
     """
     profile = resolve_profile(config)
     if profile == "sim":
         return _sim_command(config, port=port, api_key=api_key, host=host)
     check_model(config.model)
     shape = plugged_in("layouts.check")(config, profile)
-    options = _options(config, port, host)
+    options = _options(config, port, host, native)
     # Every user of the machine can read a command line, so the key is in the environment. The variables are set even
     # without a key: an engine must not ask for a key of our environment, nor know the key of clients.
     env = {
@@ -108,7 +110,7 @@ _SAME_NAME = (
 """Fields of `EngineConfig` that are options of vLLM under the same name."""
 
 
-def _options(config: EngineConfig, port: int, host: str) -> dict[str, Option]:
+def _options(config: EngineConfig, port: int, host: str, native: str | None) -> dict[str, Option]:
     """Map vLLM's long option names to values; None and False are left out, True is a bare flag."""
     given: dict[str, Option] = {name.replace("_", "-"): getattr(config, name) for name in _SAME_NAME}
     return {
@@ -120,9 +122,9 @@ def _options(config: EngineConfig, port: int, host: str) -> dict[str, Option]:
         "max-lora-rank": config.max_lora_rank if config.enable_lora else None,
         # An RL loss needs log-softmax(logits / T); vLLM's default ignores the temperature.
         "logprobs-mode": "processed_logprobs",
-        "weight-transfer-config": orjson.dumps({"backend": BACKEND}).decode(),
-        "worker-extension-cls": "penstock.plugin.worker.WorkerExtension",
-        "middleware": "penstock.plugin.middleware.PenstockMiddleware",
+        "weight-transfer-config": orjson.dumps({"backend": native or BACKEND}).decode(),
+        "worker-extension-cls": None if native else "penstock.plugin.worker.WorkerExtension",
+        "middleware": None if native else "penstock.plugin.middleware.PenstockMiddleware",
         "disable-uvicorn-access-log": True,
     }
 
@@ -235,6 +237,7 @@ class EngineProcess:
         api_key: str | None = None,
         gpus: Sequence[str] = (),
         host: str = "127.0.0.1",
+        native: str | None = None,
     ) -> Self:
         """Start a server on a free port of `host` and return it when it is ready; it sees `gpus`, or all if none.
 
@@ -244,7 +247,7 @@ class EngineProcess:
                 message holds the telling lines of its log.
         """
         with reserved_port(host) as port:  # vLLM listens on it seconds after it was chosen
-            command = server_command(config, port=port, api_key=api_key, host=host, gpus=gpus)
+            command = server_command(config, port=port, api_key=api_key, host=host, gpus=gpus, native=native)
             # For the sockets between its processes. Not in TMPDIR: the name of a socket has at most 107 bytes.
             scratch = Path(tempfile.mkdtemp(prefix="penstock-e-", dir="/tmp"))
             env = {**command.env, "VLLM_RPC_BASE_PATH": str(scratch)}

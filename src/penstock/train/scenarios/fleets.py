@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -33,12 +33,9 @@ PAUSED_S = 1.0
 LONG = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
 UPDATES = 2
 """Of the native transfer."""
+BACKEND = "nccl"
 DEADLINE_S = 120.0
 """For one native call, or for engine and trainer to join."""
-PLAIN: Mapping[str, Any] = {
-    "middleware": None, "worker-extension-cls": None, "weight-transfer-config": '{"backend": "nccl"}',
-}  # fmt: skip
-"""Options of an engine without the plugin's parts, with vLLM's own backend."""
 
 
 async def pause_keep(config: RunConfig) -> list[Check]:
@@ -163,10 +160,9 @@ def _announced(tensors: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
 
 async def native_sync(config: RunConfig) -> list[Check]:
     """Train on what a plain vLLM server samples, and give it the weights by vLLM's own calls."""
-    engine = config.engine.model_copy(update={"extra_args": {**config.engine.extra_args, **PLAIN}})
     logs = config.run_dir / "native-sync-logs"
     logs.mkdir(parents=True, exist_ok=True)
-    server = await EngineProcess.launch(engine, name="plain", log_dir=logs, gpus=_last_gpu())
+    server = await EngineProcess.launch(config.engine, name="plain", log_dir=logs, gpus=_last_gpu(), native=BACKEND)
     try:
         learner = await asyncio.to_thread(
             LocalLearner, config.learner_model, config.train, seed=config.seed, served_dtype=config.engine.dtype
