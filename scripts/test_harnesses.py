@@ -7,10 +7,11 @@ that of exactly the context before it. What a harness asks beside the conversati
 
     python scripts/test_harnesses.py                  those of the Python index
     python scripts/test_harnesses.py codex claude_code     of the npm registry: 640 MB
-    python scripts/test_harnesses.py --real smolagents openai_agents
+    python scripts/test_harnesses.py --real                      all of the Python index
 
-With `--real` the engine is vLLM on the CPU with a model of noise, which calls tools because the harness forces it to
-(`tool_choice: required`). Each row is replayed: a token's logprob is the model's, under a grammar at least that.
+With `--real` there are two vLLM engines on the CPU with a model of noise, which calls tools where the harness forces it
+to (`tool_choice: required`). Weights change in the middle of a turn, and an engine is killed in a later one. A row is
+replayed: a token's logprob is that of the model of its version, under a grammar at least that.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -34,6 +36,7 @@ from gateway_rig import THOUGHT, Rig, logprob  # noqa: E402
 from penstock.errors import PenstockError  # noqa: E402
 from penstock.gateway.agent import AgentGenerator  # noqa: E402
 from penstock.gateway.app import serving  # noqa: E402
+from penstock.gateway.graph import Limits  # noqa: E402
 from penstock.rollout.environment import Environment, Task  # noqa: E402
 from penstock.rollout.generator import GeneratorInput  # noqa: E402
 from penstock.types import Trajectory  # noqa: E402
@@ -44,6 +47,9 @@ CONTEXT = 32768
 NEAR = 1e-4
 TIMEOUT_S = float(os.environ.get("PENSTOCK_HARNESS_S", "120"))
 INSTALL_S = 1200
+EPISODES = 3
+"""Of each harness with `--real`."""
+MIDDLE_S = 0.2
 EXAMPLES = ROOT / "examples" / "agents"
 
 
@@ -155,72 +161,125 @@ def said_in(folder: Path) -> str:
     return "".join(log.read_text()[-1500:] for log in folder.glob("*.log"))
 
 
+class Watched:
+    """A fleet that says when turns are under way."""
+
+    def __init__(self, fleet: Any) -> None:
+        self.fleet = fleet
+        self.asked = asyncio.Event()
+
+    async def sample(self, ids: Any, n: int, params: Any, session_id: Any = None) -> Any:
+        """Sample, once those who wait for a turn know of it."""
+        self.asked.set()
+        return await self.fleet.sample(ids, n, params, session_id)
+
+    async def next_turn(self) -> None:
+        """Wait for a turn that begins now, and into the middle of it."""
+        self.asked.clear()
+        await asyncio.wait_for(self.asked.wait(), TIMEOUT_S)
+        await asyncio.sleep(MIDDLE_S)
+
+
 async def play_real(harnesses: dict[str, list[str]], folder: Path) -> dict[str, list[str]]:
-    """Play episodes of harnesses on one vLLM engine; return what is wrong with each command's rows."""
+    """Play harnesses on two vLLM engines; weights change in a turn, and an engine is killed in a later one.
+
+    Returns:
+        What is wrong with the rows of each.
+    """
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - the scripted engine needs none of these
 
     from chat_model import save_chat_tokenizer  # noqa: PLC0415
-    from http_engine import HTTPEngine  # noqa: PLC0415
-    from nano_models import save_dense  # noqa: PLC0415
-    from penstock.engine.launch import EngineProcess  # noqa: PLC0415
+    from nano_models import changed, save_dense  # noqa: PLC0415
+    from penstock import Fleet  # noqa: PLC0415
     from penstock.gateway.service import Gateway, Tenant  # noqa: PLC0415
     from penstock.gateway.turn import GatewayOptions  # noqa: PLC0415
     from penstock.rollout.chat_template import ChatTemplate  # noqa: PLC0415
     from penstock.rollout.tokenizer import load_tokenizer  # noqa: PLC0415
-    from penstock.settings import EngineConfig  # noqa: PLC0415
 
     path = save_chat_tokenizer(save_dense(folder))
     settings = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**settings, "max_position_embeddings": CONTEXT}))
-    model = AutoModelForCausalLM.from_pretrained(path, dtype="float32")
-    config = EngineConfig(model=str(path), max_model_len=CONTEXT, dtype="float32", profile="cpu")
-    process = await EngineProcess.launch(config, name="e", log_dir=folder, api_key="key")
-    engine = await HTTPEngine.connect(process.url, name="e", api_key="key")
-    tenant = Tenant("a", "key")
-    options = GatewayOptions("m", CONTEXT, max_tokens=400)
-    gateway = Gateway(engine, ChatTemplate(load_tokenizer(path)), options, [tenant])
+    models = {0: AutoModelForCausalLM.from_pretrained(path, dtype="float32")}
+    tenant, options = Tenant("a", "key"), GatewayOptions("m", CONTEXT, max_tokens=400)
     found: dict[str, list[str]] = {}
-    try:
-        async with serving(gateway) as base:
-            for name, command in harnesses.items():
-                made = AgentGenerator(gateway, base, tenant, Sum(), command, timeout_s=TIMEOUT_S, log_dir=folder)
-                output = await made.generate(GeneratorInput([Sum().train_task(0)]))
-                found[name] = replayed(model, output.trajectories)
-    finally:
-        await engine.teardown()
-        await process.stop()
+    async with Fleet.launch(str(path), engines=2, profile="cpu", dtype="float32", max_model_len=CONTEXT) as fleet:
+        watched = Watched(fleet)
+        gateway = Gateway(watched, ChatTemplate(load_tokenizer(path)), options, [tenant])
+
+        async def disturb() -> None:
+            await watched.next_turn()
+            model = changed(models[0], 5)
+            models[(await fleet.update_weights(model.named_parameters())).version] = model
+            await watched.next_turn()
+            os.killpg(fleet._roster.members[0].process.pid, signal.SIGKILL)  # noqa: SLF001
+
+        async def one(name: str, command: list[str]) -> None:
+            made = AgentGenerator(
+                gateway, base, tenant, Sum(), command, timeout_s=TIMEOUT_S, log_dir=folder, limits=Limits(max_turns=4)
+            )
+            try:
+                output = await made.generate(GeneratorInput([Sum().train_task(0)], num_samples=EPISODES))
+                found[name] = replayed(models, output.trajectories)
+            except PenstockError as error:
+                found[name] = [f"{error}; its output: {said_in(folder)}"]
+
+        async with serving(gateway) as base, asyncio.TaskGroup() as group:
+            disturbing = group.create_task(disturb())
+            playing = [group.create_task(one(name, command)) for name, command in harnesses.items()]
+            await asyncio.wait(playing)
+            disturbing.cancel()
+    if disturbing.cancelled():
+        found["the engines"] = ["all episodes were over before weights had changed and an engine was killed"]
     return found
 
 
-def replayed(model: Any, rows: Sequence[Trajectory]) -> list[str]:
-    """Hold the logprobs of rows against those of the model itself; return what is wrong."""
+def replayed(models: dict[int, Any], rows: Sequence[Trajectory]) -> list[str]:
+    """Hold the logprobs of rows against those of the model of each token's version; return what is wrong."""
     from nano_models import logprobs_of  # noqa: PLC0415
 
-    wrong = [] if any(row.constrained for row in rows) else [f"no call was forced in {len(rows)} rows"]
+    wrong: list[str] = []
     for row in rows:
-        free = logprobs_of(model, row.prompt_ids, row.response_ids)
+        free = {v: logprobs_of(models[v], row.prompt_ids, row.response_ids) for v in set(row.versions)}
         for i in (i for i, mask in enumerate(row.loss_mask) if mask):
-            more = row.logprobs[i] - free[i]
+            expected = free[row.versions[i]][i]
+            more = row.logprobs[i] - expected
             under_grammar = bool(row.constrained) and row.constrained[i]
             if more < -NEAR or (more > NEAR and not under_grammar):
-                wrong.append(f"token {i} has logprob {row.logprobs[i]:.5f}, and the model says {free[i]:.5f}")
+                wrong.append(f"token {i} has logprob {row.logprobs[i]:.5f}, and the model says {expected:.5f}")
+    versions = sorted({version for row in rows for version in row.versions})
+    forced = sum(any(row.constrained) for row in rows)
+    print(f"{len(rows)} rows of versions {versions}, {forced} with forced calls", flush=True)
     return wrong
 
 
 async def real(names: list[str]) -> int:
     """Play the first form of the harnesses named on vLLM; return the number that failed."""
+    names = names or [name for name, harness in HARNESSES.items() if not harness.npm]
     commands = {name: await asyncio.to_thread(command_of, name, HARNESSES[name]) for name in names}
     with tempfile.TemporaryDirectory() as folder:
         found = await play_real(commands, Path(folder))
     for name, wrong in found.items():
-        print(f"{name} on vLLM: {'; '.join(wrong[:4]) or 'exact rows, forced calls'}", flush=True)
+        print(f"{name} on vLLM: {'; '.join(wrong[:4]) or 'exact rows through an update and a death'}", flush=True)
     return sum(map(bool, found.values()))
+
+
+def environments_of_verifiers() -> int:
+    """Run the tests of `environment.name: verifiers:ID` beside the real package; return the number that failed."""
+    tests = ("pytest", "pytest-asyncio", "pytest-timeout", "hypothesis", "psutil")
+    made = Harness(("verifiers==0.4.0", f"{ROOT}[gateway]", *tests))
+    python, _ = command_of("verifiers", made)
+    words = [python, "-m", "pytest", "-q", str(ROOT / "tests" / "rollout" / "test_verifiers.py")]
+    failed = subprocess.run(words, check=False, cwd=ROOT, timeout=INSTALL_S).returncode != 0
+    print(f"verifiers: {'its tests failed' if failed else 'its environments are played, exact rows'}", flush=True)
+    return int(failed)
 
 
 async def main(names: list[str]) -> int:
     """Play all forms of the harnesses named; return the number that failed."""
-    failed = 0
+    failed = await asyncio.to_thread(environments_of_verifiers) if names in ([], ["verifiers"]) else 0
     for name in names or [name for name, harness in HARNESSES.items() if not harness.npm]:
+        if name == "verifiers":
+            continue
         command = await asyncio.to_thread(command_of, name, HARNESSES[name])
         for form in HARNESSES[name].forms:
             with tempfile.TemporaryDirectory() as folder:

@@ -32,6 +32,8 @@ LONG_BODY = 1 << 14
 """Bytes of a body from which a thread reads it."""
 KEEPALIVE_S = 10.0
 """A stream begins after so long without an answer; an error before that has its own status."""
+RESET_S = 0.05
+"""An equal request may come before it is seen that the first one's client is gone; after so long it is seen."""
 NOTE_HEADER = "X-Penstock-Note"
 """What was asked for and is not done."""
 MOST_NOTE = 500
@@ -159,6 +161,8 @@ class _Calls:
         retries = http.headers.get("x-stainless-retry-count", "0")
         digest = hashlib.sha256(b"\n".join((http.url.path.encode(), idempotency.encode(), body))).digest()
         repeated = bool(idempotency) or retries not in {"", "0"}
+        if not repeated and self._gateway.is_waited_for(session, digest):
+            await asyncio.sleep(RESET_S)
         turn = self._gateway.submit(session, request, digest, repeated=repeated)
         said = request.notes
         if request.forced and not self._gateway.options.force_calls:

@@ -56,11 +56,6 @@ class ChatDialect(Dialect):
             yield event(None, {**head, "choices": [], "usage": _usage(answer)})
         yield b"data: [DONE]\n\n"
 
-    def error(self, error: GatewayError) -> dict[str, Any]:
-        """Write an error as a body."""
-        kind = "invalid_request_error" if error.status < 500 else "server_error"  # noqa: PLR2004
-        return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
-
     def error_event(self, error: GatewayError) -> bytes:
         """Write an error as the last event; there is no `[DONE]` after it."""
         return event(None, self.error(error))

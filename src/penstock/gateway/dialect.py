@@ -13,17 +13,8 @@ from penstock.gateway.messages import Answer, ChatRequest, GatewayError, Tool
 
 KEEPALIVE = b": keepalive\n\n"
 _SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "min_tokens",
-    "stop_token_ids",
-    "ignore_eos",
+    *("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("min_tokens", "stop_token_ids", "ignore_eos"),
 )
 MOST_MESSAGES = 50_000
 """Messages or items of one request; reading more would hold up other sessions."""
@@ -65,9 +56,10 @@ class Dialect(ABC):
     def events(self, answer: Answer) -> Iterator[bytes]:
         """Write a finished turn as server-sent events, the last of which says that it is whole."""
 
-    @abstractmethod
     def error(self, error: GatewayError) -> dict[str, Any]:
-        """Write an error as a body."""
+        """Write an error as a body, in OpenAI's form."""
+        kind = "invalid_request_error" if error.status < 500 else "server_error"  # noqa: PLR2004
+        return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
 
     def error_event(self, error: GatewayError) -> bytes:
         """Write an error as the last event of a stream that has begun."""

@@ -69,11 +69,6 @@ class ResponsesDialect(Dialect):
         for number, data in enumerate(events):
             yield event(data["type"], {**data, "sequence_number": number})
 
-    def error(self, error: GatewayError) -> dict[str, Any]:
-        """Write an error as a body."""
-        kind = "invalid_request_error" if error.status < 500 else "server_error"  # noqa: PLR2004
-        return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
-
     def error_event(self, error: GatewayError) -> bytes:
         """Write an error as the last event: a failed response."""
         why = {"code": error.code, "message": str(error)}

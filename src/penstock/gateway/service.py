@@ -239,6 +239,12 @@ class Gateway:
 
     # --- turns -------------------------------------------------------------------------------------------------------
 
+    def is_waited_for(self, session: Session, digest: bytes) -> bool:
+        """Whether a client waits for the answer to an equal request."""
+        kept = self._kept.get((session.tenant, session.id))
+        turn = None if kept is None else kept.turns.get(digest)
+        return turn is not None and turn.waiters > 0
+
     def submit(self, session: Session, request: ChatRequest, digest: bytes, *, repeated: bool) -> PendingTurn:
         """Begin a turn, or return the one that this request repeats.
 
