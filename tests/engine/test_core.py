@@ -219,7 +219,7 @@ def test_a_core_says_how_long_it_was_held_whatever_held_it(monkeypatch: pytest.M
 
     assert at(1) == 0
     assert at(2, lambda: pausing.pause("keep", clear_cache=False)) == 0
-    assert at(3, pausing.begin_update, pausing.weights_are_out) == 1
+    assert at(3, lambda: pausing.hold(pause.UPDATE), lambda: pausing.hold(pause.WEIGHTS)) == 1
     assert at(4, pausing.weights_are_in) == 2, "it is paused yet"
     assert at(6, pausing.resume, pausing.resume) == 4
     assert at(9) == 4
@@ -243,7 +243,7 @@ def test_a_core_says_what_it_is_in_and_how_many_calls_may_have_changed_its_weigh
     for method in ("penstock_load", "compute_weight_checksums", "reset_weights", lambda worker: worker):
         control_of(core).count_foreign(method)
     pausing.pause("keep", clear_cache=False)
-    pausing.weights_are_out()
+    pausing.hold(pause.WEIGHTS)
     said = state()
     assert (said["paused"], said["torn"], said["foreign"]) == (True, True, 2)
 

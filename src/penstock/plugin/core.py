@@ -23,7 +23,7 @@ from penstock.errors import EngineError, StateError, TransferError, WeightsError
 from penstock.plugin import compat
 from penstock.plugin.core_http import CoreServer, Route, respond
 from penstock.plugin.patches import attempt
-from penstock.plugin.pause import PauseState, StepCap, clear_kv, mode_in_core
+from penstock.plugin.pause import UPDATE, WEIGHTS, PauseState, StepCap, clear_kv, mode_in_core
 from penstock.plugin.spec import WeightSpec, expected_weights
 from penstock.rooms import plugged_as, plugged_in
 from penstock.types import KV, TokenLoss
@@ -226,13 +226,14 @@ class CoreControl:
 
     def _change(self, work: Callable[[], Any]) -> Any:
         """Call `work` between two steps, with none under way; a future if one is."""
-        self.pausing.begin_change()
 
         def changed() -> Any:
             try:
                 return work()
             finally:
-                self.pausing.end_change()
+                self.pausing.let_go(changed)
+
+        self.pausing.hold(changed)
 
         return at_boundary(self.core, changed)
 
@@ -294,7 +295,7 @@ class CoreControl:
             "waiting": waiting,
             "held_s": self.pausing.held_s,
             "asleep": bool(self.pausing.asleep),
-            "torn": self.pausing.without_weights,
+            "torn": WEIGHTS in self.pausing.holds,
             "weight_version": compat.core_label(self.core),
             "foreign": self._foreign,
         }
@@ -330,18 +331,18 @@ class CoreUpdate:
         if self._pausing.makes_tokens:
             self._pausing.meter.begin(self._version, self._core.scheduler.get_request_counts()[0])
         # Also if it is paused: a pause that waits lets requests go on, and one that keeps may still wait for a step.
-        self._pausing.begin_update()
+        self._pausing.hold(UPDATE)
         return at_boundary(self._core, self._load_paused)
 
     def _load_paused(self) -> dict[str, Any]:
         try:  # vLLM serves the last of those that wait for a step first: a later sleep has happened by now
             self._pausing.require_awake()
         except StateError as error:
-            self._pausing.drop_update()
+            self._pausing.let_go(UPDATE)
             raise StateError(f"weight version {self._version} was not loaded: {error}") from error
         core, paused = self._core, time.perf_counter()
         in_flight = sum(core.scheduler.get_request_counts())  # a paused scheduler calls none of them unfinished
-        self._pausing.weights_are_out()
+        self._pausing.hold(WEIGHTS)
         kept = in_flight if self._kv == "keep" else 0
         if self._kv == "recompute":
             clear_kv(core)

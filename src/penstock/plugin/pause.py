@@ -33,6 +33,9 @@ SCHEDULING = frozenset({"scheduling"})
 """What vLLM calls that which a sleep of level 0 holds: no memory goes."""
 DROPS_WEIGHTS = 2
 """The sleep level whose wake-up brings memory and no weights."""
+PAUSE, UPDATE, WEIGHTS = "pause", "update", "weights"
+"""What holds a core: a client has called `/pause` and not `/resume`; an update waits for the step under way, and has
+changed nothing yet; weights were dropped, or an update has begun to write them and has not ended."""
 CAP_S = 5.0
 """After a version was prepared; the slowest engine of a fleet may take that long to prepare."""
 CAP_TOKENS = 1024
@@ -49,17 +52,11 @@ class PauseState:
     """What holds the generation of one engine core; methods run in the core's thread, between two steps."""
 
     def __init__(self, core: Any) -> None:
-        self.paused = False
-        """A client has called `/pause` and not yet `/resume`."""
         self.asleep: frozenset[str] = frozenset()
-        self.updating = False
-        """An update waits for the step under way, and has changed nothing yet."""
-        self.without_weights = False
-        """They were dropped, or an update has begun to write them and has not ended."""
+        self.holds: set[object] = set()
+        """`PAUSE`, `UPDATE`, `WEIGHTS`, and changes of adapters that wait for the step under way."""
         self.meter = plugged_in("token_meter")(time.perf_counter)
         """Of the core's tokens."""
-        self.changing = 0
-        """Changes of adapters that wait for the step under way."""
         self._core = core
         self._held_s = 0.0
         self._since: float | None = None
@@ -67,33 +64,49 @@ class PauseState:
     @property
     def makes_tokens(self) -> bool:
         """Nothing holds the core."""
-        return not (self.paused or self.asleep or self.updating or self.without_weights or self.changing)
+        return not self.asleep and not self.holds
 
     @property
     def held_s(self) -> float:
         """Seconds of the core's life in which something held it, from the call on."""
         return self._held_s + (0.0 if self._since is None else time.perf_counter() - self._since)
 
+    def hold(self, reason: object) -> None:
+        """Make no tokens before `let_go`."""
+        self._since = time.perf_counter() if self._since is None else self._since
+        self.holds.add(reason)
+
+    def let_go(self, *reasons: object) -> None:
+        """End holds, and resume unless something else holds the core."""
+        self.holds.difference_update(reasons)
+        if self.makes_tokens:
+            self._core.resume_scheduler()
+            self._held_s, self._since = self.held_s, None
+            self.meter.resume()
+
     def pause(self, mode: str, clear_cache: bool) -> Any:  # noqa: FBT001 - as vLLM has it
         """`/pause`; a future where steps are under way."""
         self.meter.close()
-        self._hold()
         done = self._core.pause_scheduler(mode, clear_cache)
-        self.paused = True
+        self.hold(PAUSE)
         return done
 
     def resume(self) -> None:
         """`/resume`."""
-        self.paused = False
-        self.go_on()
+        self.let_go(PAUSE)
+
+    def weights_are_in(self) -> None:
+        """Let go: new weights are in force, and labelled."""
+        self.let_go(UPDATE, WEIGHTS)
 
     def sleep(self, level: int, mode: str) -> Any:
         """`/sleep`; a future where steps are under way."""
         self.meter.close()
-        self._hold()
+        self._since = time.perf_counter() if self._since is None else self._since
         done = self._core.sleep(level, mode)
         self.asleep |= MEMORY_TAGS if level else SCHEDULING
-        self.without_weights |= level == DROPS_WEIGHTS
+        if level == DROPS_WEIGHTS:
+            self.hold(WEIGHTS)
         return done
 
     def wake_up(self, tags: list[str] | None) -> Any:
@@ -107,9 +120,9 @@ class PauseState:
             del self._core.resume_scheduler
         still = frozenset[str]() if tags is None else self.asleep - set(tags)
         back, self.asleep = self.asleep - still, still
-        if self.without_weights and "weights" in back:
+        if WEIGHTS in self.holds and "weights" in back:
             self._core.collective_rpc("penstock_weights_dropped")
-        self.go_on()
+        self.let_go()
         return awake
 
     def require_awake(self) -> None:
@@ -118,47 +131,6 @@ class PauseState:
             raise StateError(
                 "the engine's weights are asleep: wake them (wake_up with the tag weights) before an update"
             )
-
-    def begin_update(self) -> None:
-        """Hold the core: weights are about to be written."""
-        self._hold()
-        self.updating = True
-
-    def drop_update(self) -> None:
-        """End an update that has written nothing."""
-        self.updating = False
-        self.go_on()
-
-    def weights_are_out(self) -> None:
-        """Hold the core until `weights_are_in`: its weights are gone or torn."""
-        self._hold()
-        self.without_weights = True
-
-    def weights_are_in(self) -> None:
-        """Let go: new weights are in force, and labelled."""
-        self.updating = self.without_weights = False
-        self.go_on()
-
-    def begin_change(self) -> None:
-        """Hold the core for a change between two steps that leaves its weights alone."""
-        self._hold()
-        self.changing += 1
-
-    def end_change(self) -> None:
-        """End what `begin_change` began."""
-        self.changing -= 1
-        self.go_on()
-
-    def go_on(self) -> None:
-        """Resume unless something holds the core."""
-        if self.makes_tokens:
-            self._core.resume_scheduler()
-            self._held_s, self._since = self.held_s, None
-            self.meter.resume()
-
-    def _hold(self) -> None:
-        if self._since is None:
-            self._since = time.perf_counter()
 
 
 class StepCap:
