@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from penstock.engine import layouts
 from penstock.engine.launch import server_command
 from penstock.engine.layouts import ModelShape, check, read_shape
 from penstock.errors import ConfigError
+from penstock.plugin import compat
 from penstock.settings import EngineConfig
 
 DENSE = {
@@ -244,3 +246,13 @@ def test_experts_that_vllm_cannot_report_are_refused_before_anything_starts(
         command = server_command(good, port=1, api_key=None)
         assert "--enable-return-routed-experts" in command.argv
         assert command.env["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+
+
+def test_vllm_026_reports_experts_by_its_first_model_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str | None] = []
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    monkeypatch.setattr("sys.argv", ["server", "--enable-return-routed-experts"])
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    monkeypatch.setattr("runpy.run_module", lambda *_, **__: found.append(os.environ["VLLM_USE_V2_MODEL_RUNNER"]))
+    compat.run_server()
+    assert found == ["0"]

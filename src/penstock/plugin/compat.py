@@ -14,6 +14,7 @@ import asyncio
 import functools
 import importlib.util
 import json
+import os
 import runpy
 import sys
 import time
@@ -33,6 +34,8 @@ OUTPUTS_PER_TICK = 128
 def run_server() -> None:
     """Run vLLM's API server with the token endpoint, which 0.26 always has and newer ones have on an option."""
     if importlib.util.find_spec("vllm.entrypoints.launchers") is None:
+        if "--enable-return-routed-experts" in sys.argv:  # its second model runner has none
+            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
         return
     sys.argv.append("--enable-scale-out")
