@@ -196,6 +196,17 @@ async def test_an_engine_that_somebody_else_pauses_or_resumes_is_put_right(caplo
     ]
 
 
+async def test_what_is_counted_of_others_is_known_from_the_first_time_that_an_engine_is_put_right() -> None:
+    bench = await Bench("a").started()
+    (member,) = bench.roster.members
+    bench.engine["a"].paused = True
+    await bench.operations.mend(member, await bench.engine["a"].state(), 30.0)
+    assert (bench.engine["a"].paused, member.foreign) == (False, 0)
+    bench.engine["a"].foreign = 1  # before another probe
+    await bench.operations.mend(member, await bench.engine["a"].state(), 30.0)
+    assert member.state is State.DEAD
+
+
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 async def test_a_teardown_meets_no_mend(when: str) -> None:
     bench = await Bench("a").started()

@@ -431,7 +431,9 @@ async def put_right(member: Member, roster: Roster, *, paused: bool, deadline_s:
     if (wrong := wrong_weights(member, state)) is not None:
         member.asleep = MEMORY_TAGS if state.asleep else member.asleep
         await roster.mark_dead(member, wrong, torn=True)
-    elif state.paused != paused:
+        return
+    member.foreign = state.foreign
+    if state.paused != paused:
         was, now = ("paused", "resumed") if state.paused else ("resumed", "paused")
         logger.warning("engine %s was %s by another process, and is %s again", member.name, was, now)
         try:
@@ -439,5 +441,3 @@ async def put_right(member: Member, roster: Roster, *, paused: bool, deadline_s:
         except PenstockError as error:
             if member.control is control:
                 await roster.mark_dead(member, f"it could not be brought back to what the fleet does: {error}")
-    else:
-        member.foreign = state.foreign
