@@ -52,7 +52,7 @@ class EnvironmentConfig(Section):
     """What the policy is trained on."""
 
     name: str = "reasoning_gym"
-    """`reasoning_gym`, or `module:Class` of your own environment."""
+    """`reasoning_gym`, `skyrl-gym:ID`, `verifiers:ID`, or `module:Class` of your own environment."""
     options: Mapping[str, Any] = Field(default_factory=dict[str, Any])
 
 
