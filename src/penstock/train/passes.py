@@ -56,7 +56,8 @@ def loss_of(found: TokenLogprobs, batch: MicroBatch, loss: LossSpec) -> tuple[Te
         metrics |= output.metrics
     losses = {part: output.loss.detach() for part, output in outputs.items()}
     denominators = {part: output.denominator for part, output in outputs.items()}
-    total = torch.stack([factor * outputs[part].loss for part, factor in loss.parts.items()]).sum()
+    nothing = found.logprobs.new_zeros(())  # a loss of no parts asks for logprobs alone
+    total = torch.stack([nothing, *(factor * outputs[part].loss for part, factor in loss.parts.items())]).sum()
     return total, {"losses": losses, "denominators": denominators, "metrics": metrics}
 
 
