@@ -15,7 +15,9 @@ from wire_clients import Chat
 from gateway_rig import KEY, Rig
 from penstock.gateway import dialect
 from penstock.gateway.app import serving
+from penstock.gateway.training import _WHOLE
 from penstock.rollout.tokenizer import Tokenizer
+from penstock.types import SamplingParams
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
@@ -188,3 +190,10 @@ async def test_a_client_that_resets_and_asks_again_at_once_has_one_turn(tokenize
         again.close()
     assert b"200 OK" in answer
     assert len(rig.engine.seen) == 1
+
+
+def test_a_training_run_replaces_what_a_harness_asks_of_sampling() -> None:
+    """Logprobs over a part of the vocabulary, or after a penalty, are not the learner's."""
+    assert set(_WHOLE) == set(dialect._SAMPLING) - {"temperature", "stop_token_ids"}
+    plain = SamplingParams()
+    assert all(getattr(plain, name) == value for name, value in _WHOLE.items())

@@ -24,7 +24,17 @@ from penstock.rollout.multi_turn import Sampler
 from penstock.rollout.tokenizer import Tokenizer
 from penstock.rollout.vllm_parser import output_parser
 
-_WHOLE = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "seed": None}
+_WHOLE = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "seed": None,
+    "min_tokens": 0,
+    "ignore_eos": False,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
 """In place of what a harness asks for: logprobs over a part of the vocabulary cannot be trained on, and with a seed all
 episodes of a task would be one."""
 
