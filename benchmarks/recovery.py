@@ -25,6 +25,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import _common
 import _routers
@@ -244,7 +245,7 @@ async def theirs(concurrent: int) -> AsyncIterator[Die]:
         http = HttpTransport(f"http://127.0.0.1:{router.port}")
         stack.push_async_callback(http.close)
         for engine in engines:
-            await http.call("POST", "/add_worker", b"", timeout_s=60.0, params={"url": engine.url})
+            await http.call("POST", f"/add_worker?{urlencode({'url': engine.url})}", b"", timeout_s=60.0)
 
         async def die(number: int) -> Death:
             manifest = store.publish(number + 1, changed(number).named_parameters())
@@ -313,7 +314,7 @@ async def their_death(
         takeover_s = await until(taken_over, began)
         await victim.wait()
         engines[1] = returned = await EngineProcess.launch(config, name="e1", log_dir=logs)
-        await http.call("POST", "/add_worker", b"", timeout_s=60.0, params={"url": returned.url})
+        await http.call("POST", f"/add_worker?{urlencode({'url': returned.url})}", b"", timeout_s=60.0)
         return_s = time.perf_counter() - began
         await asyncio.sleep(AFTER_S)
     wasted = await generated.total(survivor.url, returned.url) - before - loop.received

@@ -127,7 +127,6 @@ class HttpTransport:
         body: Mapping[str, Any] | None = None,
         *,
         timeout_s: float,
-        params: Mapping[str, str] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Any:
         """POST `body` as JSON and return the decoded answer (None for an empty one).
@@ -140,7 +139,7 @@ class HttpTransport:
             UserError: `body` cannot be written as JSON; nothing was sent.
         """
         data = b"" if body is None else as_json(f"POST {path}", body)
-        return self.decode(await self.call("POST", path, data, timeout_s=timeout_s, params=params, headers=headers))
+        return self.decode(await self.call("POST", path, data, timeout_s=timeout_s, headers=headers))
 
     async def get(self, path: str, *, timeout_s: float) -> Any:
         """GET and decode JSON; raises as `post` does."""
@@ -157,11 +156,10 @@ class HttpTransport:
         data: bytes | None,
         *,
         timeout_s: float,
-        params: Mapping[str, str] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> bytes:
         """Return the body of a 2xx answer; raises as `post` does."""
-        async with self.stream(method, path, data, timeout_s=timeout_s, params=params, headers=headers) as reply:
+        async with self.stream(method, path, data, timeout_s=timeout_s, headers=headers) as reply:
             return await reply.read()
 
     @asynccontextmanager
@@ -172,7 +170,6 @@ class HttpTransport:
         data: bytes | None,
         *,
         timeout_s: float,
-        params: Mapping[str, str] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[Reply]:
         """Give a 2xx answer to read while it arrives, all within `timeout_s` seconds; raises as `post` does."""
@@ -182,7 +179,7 @@ class HttpTransport:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_S, timeout_s))
         with self._our_errors(method, path, timeout_s):
             async with await self._request(
-                method, self.url + path, data=data, params=params, headers=sent, timeout=timeout
+                method, self.url + path, data=data, headers=sent, timeout=timeout
             ) as response:
                 if response.status >= REDIRECT:
                     raise self.http_error(response.status, await self._refusal(response))

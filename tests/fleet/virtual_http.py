@@ -191,14 +191,12 @@ class Session:
         url: str,
         *,
         data: bytes | None,
-        params: Mapping[str, str] | None,
         headers: Mapping[str, str],
         timeout: aiohttp.ClientTimeout,
         allow_redirects: bool,
     ) -> Sending:
         assert not allow_redirects
-        whole = str(URL(url).update_query(params)) if params else url
-        return Sending(self._answer(Call(method, whole, data, headers), timeout.total))
+        return Sending(self._answer(Call(method, url, data, headers), timeout.total))
 
     async def _answer(self, call: Call, total_s: float | None) -> Response:
         end = None if total_s is None else asyncio.get_running_loop().time() + total_s

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from typing import Any, Literal
+from urllib.parse import urlencode
 
 from penstock.aio import all_or_first_error
 from penstock.errors import UserError
@@ -90,4 +91,4 @@ class VllmRouterAdmin:
             raise UserError(f"{self._http.url} answers, but is no vllm-router ({error!r} in GET /workers)") from error
 
     async def _change(self, what: Literal["add", "remove"], url: str) -> None:
-        await self._http.call("POST", f"/{what}_worker", b"", timeout_s=CALL_S, params={"url": url})
+        await self._http.call("POST", f"/{what}_worker?{urlencode({'url': url})}", b"", timeout_s=CALL_S)

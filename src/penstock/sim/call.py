@@ -23,7 +23,7 @@ from penstock.errors import EngineDeadError, RequestError
 from penstock.plugin.progress import RequestProgress, serve
 from penstock.sim.config import Fault, FaultKind, Phase
 from penstock.sim.engine import SimEngine
-from penstock.sim.scheduler import Delta, SimRequest, SimSequence, merged_deltas
+from penstock.sim.scheduler import Delta, SimRequest, SimSequence
 from penstock.sim.tokens import character_of
 from penstock.sim.update import NotFoundError
 from penstock.types import SamplingParams
@@ -145,6 +145,8 @@ class Generation(ABC):
         self.created = int(time.time())
         self.return_ids = bool(call.body.get("return_token_ids"))
         self.requests: list[SimRequest] = []
+        self._made: asyncio.Queue[tuple[int, Delta | None]] = asyncio.Queue()
+        """What is made, each with its request's index in `requests`."""
         self.begun: set[int] = set()
         """Choices of which an event was sent."""
         self.written: dict[int, int] = {}
@@ -186,8 +188,16 @@ class Generation(ABC):
         parts = parts_to_resume(extra, params, engine)
         given: dict[str, Any] = {"lora": self._lora, "max_tokens": max_tokens, "parts": parts}
         try:
-            for request_id, ids in prompts.items():
-                self.requests.append(await engine.submit(ids, params, request_id=request_id, **given))
+            for i, (request_id, ids) in enumerate(prompts.items()):
+                self.requests.append(
+                    await engine.submit(
+                        ids,
+                        params,
+                        lambda delta, i=i: self._made.put_nowait((i, delta)),
+                        request_id=request_id,
+                        **given,
+                    )
+                )
             return await self._serve()
         finally:
             for request in self.requests:
@@ -246,12 +256,23 @@ class Generation(ABC):
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
     async def _deltas(self) -> AsyncIterator[tuple[int, Delta]]:
-        """`merged_deltas`, until a fault of streams breaks it by EngineDeadError or CutError."""
+        """New tokens of all requests as they are made, each with its request's index.
+
+        Raises:
+            EngineDeadError: the engine died before all had ended, or a fault sends an error event.
+            CutError: a fault breaks the connection.
+        """
         fault = self.call.engine.faults.take(Phase.REQUEST, FaultKind.CUT, FaultKind.ERROR_EVENT)
         if fault is not None and fault.after_tokens == 0:
             raise _break_of(fault)
-        made = 0
-        async for i, delta in merged_deltas(self.requests):
+        made, unfinished = 0, len(self.requests)
+        while unfinished:
+            i, delta = await self._made.get()
+            if delta is None:
+                unfinished -= 1
+                if (death := self.requests[i].death) is not None:
+                    raise EngineDeadError(death)
+                continue
             yield i, delta
             made += delta.end - delta.start
             if fault is not None and made >= fault.after_tokens:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from penstock.engine.partial import Partial
 from penstock.errors import EngineDeadError, RequestError, StateError
 from penstock.sim.config import Died, FaultKind, FaultPlan, Phase, SimConfig
-from penstock.sim.scheduler import Scheduler, SimRequest, SimSequence, StepPlan
+from penstock.sim.scheduler import Listener, Scheduler, SimRequest, SimSequence, StepPlan
 from penstock.sim.tokens import Weights
 from penstock.sim.update import Adapters, WeightState, check_manifest, checksum_of, content_of, receive_broadcast
 from penstock.token_meter import TokenMeter
@@ -78,28 +78,34 @@ class SimEngine:
             RequestError: the request is malformed.
             EngineDeadError: the engine is or was dead.
         """
-        request = await self.submit(prompt_ids, SamplingParams.of(params), lora=lora)
+        ended = asyncio.Event()
+        given = SamplingParams.of(params)
+        request = await self.submit(prompt_ids, given, lambda delta: delta is None and ended.set(), lora=lora)
         try:
-            await request.wait()
+            await ended.wait()
         finally:
             self.drop(request)
+        if request.death is not None:
+            raise EngineDeadError(request.death)
         return [sequence.sample() for sequence in request.sequences]
 
     async def submit(
         self,
         prompt_ids: Sequence[int],
         params: SamplingParams,
+        listener: Listener,
         *,
         request_id: str | None = None,
         lora: str | None = None,
         max_tokens: int | None = None,
         parts: Sequence[Partial] = (),
     ) -> SimRequest:
-        """Queue a request; wait for it, then `drop` it.
+        """Queue a request; its caller waits for its end, and then lets `drop` forget it.
 
         Args:
             prompt_ids: shape `[P]`.
             params: of all its samples.
+            listener: gets what is made of it, and None at its end.
             request_id: to abort it by; default: a number.
             lora: name of a loaded adapter.
             max_tokens: replaces the limit of `params`, which cannot be 0 or "as many as fit".
@@ -108,7 +114,7 @@ class SimEngine:
         await self.at(Phase.REQUEST)
         limit = self._check(prompt_ids, params, max_tokens)
         name = request_id if request_id is not None and request_id not in self._requests else f"req-{next(self._ids)}"
-        request = SimRequest(name, tuple(prompt_ids), params, lora=lora, block_size=self.config.block_size)
+        request = SimRequest(name, tuple(prompt_ids), params, listener, lora=lora, block_size=self.config.block_size)
         request.sequences = [SimSequence(request, i, self.config.model, limit) for i in range(params.n)]
         self._requests[name] = request
         self.stats.prompt_tokens += len(prompt_ids)

@@ -5,15 +5,13 @@ Blocks are counted as vLLM counts them. A sequence that finds no block preempts 
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 from penstock.engine.partial import Partial, sample_of, span_of
-from penstock.errors import EngineDeadError
 from penstock.sim.config import SimConfig
 from penstock.sim.tokens import (
     Model,
@@ -115,6 +113,9 @@ class Delta:
     finished: bool
 
 
+Listener = Callable[[Delta | None], object]
+
+
 class SimSequence:
     """One sample in the making. The scheduler moves it; `advance` makes its next token."""
 
@@ -165,7 +166,9 @@ class SimSequence:
         if isinstance(part.stop_reason, str):
             self.text_end = len(self.text) - len(part.stop_reason)
         if part.finish is not None:
-            self.finish(made.finish_reason)
+            self.finish_reason = made.finish_reason
+        if part.ids or part.finish is not None:
+            self.request.changed(self, 0)
 
     @property
     def spans(self) -> list[VersionSpan]:
@@ -242,10 +245,17 @@ class SimSequence:
 
 
 class SimRequest:
-    """One prompt and its `n` sequences; its caller waits here."""
+    """One prompt and its `n` sequences; `listener` gets what is made of it, and None at its end."""
 
     def __init__(
-        self, request_id: str, prompt_ids: tuple[int, ...], params: SamplingParams, *, lora: str | None, block_size: int
+        self,
+        request_id: str,
+        prompt_ids: tuple[int, ...],
+        params: SamplingParams,
+        listener: Listener,
+        *,
+        lora: str | None,
+        block_size: int,
     ) -> None:
         self.id = request_id
         self.prompt_ids = prompt_ids
@@ -262,68 +272,21 @@ class SimRequest:
         self.death: str | None = None
         """Why it will never finish."""
         self._unfinished = params.n
-        self._listener: Callable[[Delta | None], None] | None = None
-        self._done = asyncio.Event()
-
-    @property
-    def finished(self) -> bool:
-        """All its sequences have ended."""
-        return self._unfinished == 0
+        self._listener = listener
 
     def changed(self, sequence: SimSequence, start: int) -> None:
         """A sequence has new tokens from `start` on, or has ended."""
         ended = sequence.finish_reason is not None
-        if self._listener is not None:
-            self._listener(Delta(sequence.index, start, len(sequence.output), ended))
+        self._listener(Delta(sequence.index, start, len(sequence.output), ended))
         if ended:
             self._unfinished -= 1
-            if self.finished:
-                self._end()
+            if not self._unfinished:
+                self._listener(None)
 
     def die(self, reason: str) -> None:
         """The engine is gone."""
         self.death = reason
-        self._end()
-
-    async def wait(self) -> None:
-        """Return when all its sequences have ended. Raises EngineDeadError when the engine died first."""
-        await self._done.wait()
-        if self.death is not None:
-            raise EngineDeadError(self.death)
-
-    def listen(self, listener: Callable[[Delta | None], None]) -> None:
-        """Have `listener` called with what was made so far, with all that follows, and with None at the end."""
-        for sequence in self.sequences:
-            if sequence.output or sequence.finish_reason is not None:
-                listener(Delta(sequence.index, 0, len(sequence.output), sequence.finish_reason is not None))
-        self._listener = listener
-        if self._done.is_set():
-            listener(None)
-
-    def _end(self) -> None:
-        self._done.set()
-        if self._listener is not None:
-            self._listener(None)
-
-
-async def merged_deltas(requests: Sequence[SimRequest]) -> AsyncIterator[tuple[int, Delta]]:
-    """New tokens of several requests as they are made, each with its request's index in `requests`.
-
-    Raises:
-        EngineDeadError: the engine died before all had ended.
-    """
-    queue: asyncio.Queue[tuple[int, Delta | None]] = asyncio.Queue()
-    for i, request in enumerate(requests):
-        request.listen(lambda delta, i=i: queue.put_nowait((i, delta)))
-    unfinished = len(requests)
-    while unfinished:
-        i, delta = await queue.get()
-        if delta is not None:
-            yield i, delta
-        elif (death := requests[i].death) is not None:
-            raise EngineDeadError(death)
-        else:
-            unfinished -= 1
+        self._listener(None)
 
 
 def _fold(token_ids: tuple[int, ...], block_size: int) -> tuple[Prefix, list[tuple[int, int]]]:
