@@ -195,6 +195,7 @@ def test_length_of_an_answer(head: bytes, method: bytes, length: int) -> None:
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip\r\n\r\n",
         b"SSH-2.0-OpenSSH_9.6\r\n\r\n",
         b"HTTP/1.1 2OO OK\r\n\r\n",
+        b"HTTP/1.1 101 Early\r\nLink: a\r\n\r\n",
     ],
 )
 def test_ambiguous_answers_are_refused(head: bytes) -> None:

@@ -374,7 +374,7 @@ _LINES, _EVENTS = b"application/x-ndjson", b"text/event-stream"
 _LINE_END, _EVENT_END = re.compile(rb"\n"), re.compile(rb"\r?\n\r?\n")
 _MAX_HEAD = 262_144
 """Bytes; an engine's head is trusted more than a client's, but not without bound."""
-_CONTINUE, _SWITCHING, _OK, _ERROR = 100, 101, 200, 500
+_CONTINUE, _OK, _ERROR = 100, 200, 500
 
 
 class Answer:
@@ -438,8 +438,6 @@ class Answer:
             response = parse_response(data[start:end], self._request.method)
             if response.status >= _OK:
                 break
-            if response.status == _SWITCHING:
-                raise RefusalError(502, "bad_engine_response", "the engine switched protocols, which was not asked for")
             self.interim.append(response)
             start = end
         if not _is_suspect(response):

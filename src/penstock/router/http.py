@@ -293,6 +293,8 @@ def _response(head: bytes, method: bytes) -> ResponseHead:
     status = 0 if line is None else int(line[2])
     if line is None or status < HTTPStatus.CONTINUE:
         raise _malformed(f"its status line is {shown(head.splitlines()[0])}")
+    if status == HTTPStatus.SWITCHING_PROTOCOLS:
+        raise _malformed("it switches protocols, which was not asked for")
     response = ResponseHead()
     response.status = status
     response.http_1_1 = response.keep_alive = line[1] == b"1"
