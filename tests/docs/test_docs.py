@@ -136,4 +136,4 @@ def test_a_wrong_block_is_noticed(tmp_path: Path) -> None:
 def test_every_language_is_known() -> None:
     for document in DOCUMENTS:
         languages = set(re.findall(r"^```(\w+)", document.read_text(), re.MULTILINE))
-        assert languages <= {"python", "bash", "yaml"}, document.name
+        assert languages <= {"python", "bash", "yaml", "json", "text"}, document.name
