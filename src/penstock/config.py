@@ -170,6 +170,8 @@ class TrainConfig(Section):
     checkpoint_every: Positive = 20
     ranks: Positive = 1
     """Processes that share the model (FSDP2): each with a GPU of its own, or on CPUs."""
+    ray_address: Annotated[str, Field(min_length=1)] | None = None
+    """Ray cluster, as `ray.init` takes it, whose actors the ranks but the first are; default: processes here."""
     threads: Positive | None = None
     """Torch threads of the learner; default: torch's."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

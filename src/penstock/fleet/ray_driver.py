@@ -67,7 +67,7 @@ class EngineActor:
     def __init__(self, plan: str) -> None:
         self._plan = ActorPlan.model_validate_json(plan)
         self._process: EngineProcess | None = None
-        threading.Thread(target=_end_with, args=(os.getppid(),), name="penstock-node", daemon=True).start()
+        threading.Thread(target=end_with, args=(os.getppid(),), name="penstock-node", daemon=True).start()
 
     async def where(self) -> tuple[str, list[str]]:
         """Return Ray's address of this node, and the GPUs of this bundle."""
@@ -118,7 +118,7 @@ def _host(plan: ActorPlan, node_ip: str, *, with_key: bool) -> str:
     return node_ip
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """End this process with its node's Ray, whose end alone does not end an actor that waits for its server."""
     with suppress(ProcessLookupError):
         select.select([os.pidfd_open(parent)], [], [])

@@ -30,7 +30,7 @@ from penstock.observe.trajectory_log import TrajectoryRecord, to_markdown
 CONFIG = "config.yaml"
 RECORDS = ("metrics.jsonl", "evaluations.jsonl", "trajectories.jsonl", "spans.jsonl")
 """Files of one row for each step, or some steps."""
-MAY_CHANGE = ("train.steps", "train.ranks", "run_dir", "trackers")
+MAY_CHANGE = ("train.steps", "train.ranks", "train.ray_address", "run_dir", "trackers")
 """Keys that a resumed run may change: how far it goes, on how many ranks, where the folder lies, and its trackers."""
 
 _locks: set[int] = set()

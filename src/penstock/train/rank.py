@@ -31,7 +31,7 @@ def take_launched(environment: MutableMapping[str, str]) -> dict[str, str]:
 
 
 def on_one_host(launched: Mapping[str, str]) -> bool:
-    """Whether torchrun started all ranks here."""
+    """Whether all ranks were started here."""
     return launched.get("LOCAL_WORLD_SIZE") == launched["WORLD_SIZE"]
 
 
@@ -69,4 +69,4 @@ def follow(place: Mapping[str, str], *, one_host: bool) -> int:
 if __name__ == "__main__":
     watch_lifeline()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    sys.exit(follow(os.environ, one_host=True))
+    sys.exit(follow(os.environ, one_host=on_one_host(os.environ)))

@@ -34,6 +34,7 @@ IDLE = timedelta(days=365)
 """A follower waits for the next command as long as rank 0 lives: the end of its connection ends the wait."""
 LOOPBACK = "127.0.0.1"
 _HEADER = "header"
+_GPU = "gpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +74,12 @@ class Message:
         return cls(json.loads(tensors.pop(_HEADER).numpy().tobytes()), tensors)
 
 
-def meeting_point() -> tuple[dist.Store, int]:
-    """A store that listens on this host alone, and its port."""
-    listener = socket.create_server((LOOPBACK, 0))
+def meeting_point(address: str) -> tuple[dist.Store, int]:
+    """A store that listens at one address of this host, and its port."""
+    listener = socket.create_server((address, 0))
     port = listener.getsockname()[1]
     store = dist.TCPStore(  # without the descriptor it would listen on all addresses
-        LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
     return dist.PrefixStore(_prefix("0"), store), port
 
@@ -91,11 +92,32 @@ def wait_ready(store: dist.Store, size: int) -> None:
         raise LearnerError(f"{size - 1} ranks were not ready within {JOIN.total_seconds():g} s: {error}") from error
 
 
-def release(port: int, size: int) -> None:
+def release(address: str, port: int, size: int) -> None:
     """End `wait_ready`, as a rank that it waits for is gone."""
-    store = dist.PrefixStore(_prefix("0"), dist.TCPStore(LOOPBACK, port, is_master=False))  # the other one is waiting
+    store = dist.PrefixStore(_prefix("0"), dist.TCPStore(address, port, is_master=False))  # the other one is waiting
     for rank in range(1, size):
         store.set(_ready(rank), "gone")
+
+
+def tell_gpu(master: tuple[str, int], gpu: str) -> None:
+    """Say in the store at an address which GPU rank 0 was given; empty: none."""
+    dist.PrefixStore(_prefix("0"), dist.TCPStore(*master, is_master=False)).set(_GPU, gpu)
+
+
+def told_gpu(store: dist.Store) -> str:
+    """Return what `tell_gpu` said. It was said before any rank was ready."""
+    return store.get(_GPU).decode()
+
+
+def address_towards(cluster: str) -> str:
+    """Return this host's address on its way to a Ray cluster, `host:port` or what Ray finds by itself."""
+    host, _, port = cluster.rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
+        try:
+            route.connect((host, int(port)))
+            return route.getsockname()[0]
+        except (OSError, ValueError):  # "auto"
+            return socket.gethostbyname(socket.gethostname())
 
 
 def _prefix(attempt: str) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from penstock.errors import ConfigError, LearnerError
+from penstock.fleet.engines import visible_gpus
 from penstock.process import ChildProcess
 from penstock.train.rank import on_one_host
 
@@ -35,6 +36,7 @@ class Ranks:
         count: ranks in all, this one included.
         log_dir: of `rank-N.log`.
         launched: torchrun's variables (`rank.take_launched`): the others run already, and torchrun ends them.
+        ray_address: of the cluster whose actors the others are; None: they are processes of this machine.
 
     Attributes:
         count: ranks in all.
@@ -43,7 +45,7 @@ class Ranks:
         ConfigError: torchrun started another number.
     """
 
-    def __init__(self, count: int, log_dir: Path, launched: Mapping[str, str]) -> None:
+    def __init__(self, count: int, log_dir: Path, launched: Mapping[str, str], ray_address: str | None = None) -> None:
         self.count = int(launched.get("WORLD_SIZE", count))
         if count not in {1, self.count}:
             raise ConfigError(
@@ -52,6 +54,7 @@ class Ranks:
             )
         self._log_dir = log_dir
         self._launched = launched
+        self._ray_address = ray_address
         self._children: list[ChildProcess] = []
         self._group: RankGroup | None = None
         self._learner: RankedLearner | None = None
@@ -139,23 +142,42 @@ class Ranks:
     async def _start_and_join(self) -> RankGroup:
         from penstock.train import rank_group  # noqa: PLC0415 - seconds: torch
 
-        store, port = await self._in_thread(rank_group.meeting_point)
+        ray = self._ray_address
+        address = rank_group.LOOPBACK if ray is None else await asyncio.to_thread(rank_group.address_towards, ray)
+        store, port = await self._in_thread(rank_group.meeting_point, address)
+        await (self._start_here(port) if ray is None else self._start_by_ray(ray, address, port))
+        log.info("ranks of the learner: %d, pids %s", self.count, self.pids)
+        self._release = functools.partial(rank_group.release, address, port, self.count)
+        # Joining takes no time once the others have imported torch, so a rank that cannot start is named soon.
+        await self.during(self._in_thread(rank_group.wait_ready, store, self.count))
+        self._release = self._abort
+        gpu = rank_group.told_gpu(store) if ray is not None else ""
+        place = rank_group.Place(0, self.count, visible_gpus().index(gpu) if gpu else 0, store)
+        return await self.during(self._in_thread(functools.partial(rank_group.RankGroup, place, one_host=ray is None)))
+
+    async def _start_here(self, port: int) -> None:
         for rank in range(1, self.count):
-            place = {"RANK": rank, "WORLD_SIZE": self.count, "MASTER_ADDR": rank_group.LOOPBACK, "MASTER_PORT": port}
+            place = {"RANK": rank, "WORLD_SIZE": self.count, "LOCAL_WORLD_SIZE": self.count, "MASTER_PORT": port}
             child = await ChildProcess.start(
                 [sys.executable, "-m", "penstock.train.rank"],
                 name=f"rank {rank}",
                 log=self._log_dir / f"rank-{rank}.log",
-                env={name: str(value) for name, value in place.items()},
+                env={"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in place.items()}},
             )
             self._children.append(child)
-        log.info("ranks of the learner: %d, pids %s", self.count, self.pids)
-        self._release = functools.partial(rank_group.release, port, self.count)
-        # Joining takes no time once the others have imported torch, so a rank that cannot start is named soon.
-        await self.during(self._in_thread(rank_group.wait_ready, store, self.count))
-        self._release = self._abort
-        place = rank_group.Place(0, self.count, 0, store)
-        return await self.during(self._in_thread(functools.partial(rank_group.RankGroup, place, one_host=True)))
+
+    async def _start_by_ray(self, cluster: str, address: str, port: int) -> None:
+        import torch  # noqa: PLC0415 - seconds
+
+        from penstock.train.ray_ranks import Options  # noqa: PLC0415 - a side room
+
+        gpus = torch.cuda.is_available()
+        options = Options(
+            address=cluster, size=self.count, master=(address, port), log_dir=self._log_dir.absolute(), gpus=gpus
+        )
+        argv = [sys.executable, "-m", "penstock.train.ray_ranks", options.model_dump_json()]
+        log_file = self._log_dir / "ray-ranks.log"
+        self._children.append(await ChildProcess.start(argv, name="the process that drives Ray", log=log_file))
 
 
 def _lost(child: ChildProcess, status: int) -> LearnerError:

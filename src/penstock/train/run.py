@@ -104,9 +104,10 @@ def _check_quantisation(config: RunConfig) -> None:
 
 
 def _check_ranks(config: RunConfig, launched: Mapping[str, str]) -> None:
-    """Refuse more ranks than this machine has GPUs, or cores if it has none; torchrun's are its user's choice."""
+    """Refuse more ranks than this machine has GPUs, or cores if it has none; torchrun's and Ray's may be elsewhere."""
     gpus, cores = torch.cuda.device_count(), len(os.sched_getaffinity(0))
-    if not launched and config.train.ranks > (gpus or cores):
+    elsewhere = launched or config.train.ray_address is not None
+    if not elsewhere and config.train.ranks > (gpus or cores):
         has = f"{gpus} GPUs" if gpus else f"{cores} cores and no GPU"
         raise ConfigError(
             f"train.ranks is {config.train.ranks} and this machine has {has}: each rank takes one, so ask for at most "
@@ -181,7 +182,7 @@ async def _run(
     resume: bool,
 ) -> Summary:
     """From the start of the engines to their end."""
-    ranks = Ranks(config.train.ranks, folder.path / "logs", launched)
+    ranks = Ranks(config.train.ranks, folder.path / "logs", launched, config.train.ray_address)
     if (refused := config.refused_ranks(ranks.count)) is not None:  # torchrun gives ranks that the config does not name
         raise ConfigError(refused)
     fleet_config = config.fleet

@@ -1,0 +1,138 @@
+"""`python -m penstock.train.ray_ranks OPTIONS`: the Ray driver of a learner's other ranks.
+
+It is a process of its own, as `fleet/ray_driver.py` is, and ends with rank 0 by a lifeline. Ray then ends the actors
+and removes their placement group, and each rank ends with its actor.
+"""
+# pyright: basic
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ConfigError, LearnerError, PenstockError
+from penstock.fleet.engines import visible_gpus
+from penstock.fleet.ray_driver import ACTOR_ENV, RayDriver, end_with
+from penstock.process import ChildProcess, watch_lifeline
+from penstock.settings import Section
+
+ROOM_S = 240.0
+"""For the cluster to have room for all ranks."""
+
+
+class Options(Section):
+    """What the driver is told.
+
+    Attributes:
+        address: of the cluster.
+        size: ranks in all; rank 0 is no actor.
+        master: address and port where the ranks meet.
+        log_dir: of `rank-N.log`, on each rank's own node.
+        gpus: each rank takes one, and rank 0 one of this node.
+    """
+
+    address: str
+    size: int
+    master: tuple[str, int]
+    log_dir: Path
+    gpus: bool
+
+
+class RankActor:
+    """Holds a rank's bundle on a Ray node, and runs the rank as a child."""
+
+    def __init__(self) -> None:
+        threading.Thread(target=end_with, args=(os.getppid(),), name="penstock-node", daemon=True).start()
+
+    async def gpus(self) -> list[str]:
+        """Return the GPUs of the bundle."""
+        return list(visible_gpus())
+
+    async def run(self, rank: int, env: dict[str, str], folder: str, log: str) -> str:
+        """Run a rank in the user's folder to its end; empty, or why it ended."""
+        with suppress(OSError):  # a loss of the user's own is found there
+            os.chdir(folder)
+        argv = [sys.executable, "-m", "penstock.train.rank"]
+        child = await ChildProcess.start(argv, name=f"rank {rank}", log=Path(log), env=env)
+        status = await child.wait()
+        lines = child.said().strip().splitlines() or ["nothing"]
+        return f"ended with status {status}; it said last: {lines[-1]}" if status else ""
+
+
+async def drive(options: Options) -> None:
+    """Start the ranks where the cluster has room, and return when all have ended.
+
+    Raises:
+        PenstockError: no cluster, no room, or a rank that was lost; the others then end with this process.
+    """
+    driver = RayDriver()
+    joined = await driver.open(options.address, 0.0, "", None)
+    ray: Any = importlib.import_module("ray")
+    need: dict[str, float] = {"GPU": 1.0} if options.gpus else {"CPU": 1.0}
+    here = [{**need, f"node:{joined['ip']}": 0.001}] if options.gpus else []
+    bundles = [*here, *[need] * (options.size - 1)]
+    group = ray.util.placement_group(bundles, strategy="PACK", name=f"penstock-ranks-{os.getpid()}")
+    if not await asyncio.to_thread(group.wait, ROOM_S):
+        raise ConfigError(f"the Ray cluster at {options.address} had no room for {bundles} within {ROOM_S:g} s")
+    strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+    actors = [
+        ray.remote(RankActor)
+        .options(
+            num_cpus=bundle.get("CPU", 0),
+            num_gpus=bundle.get("GPU", 0),
+            scheduling_strategy=strategy(group, index),
+            runtime_env={"env_vars": ACTOR_ENV},
+        )
+        .remote()
+        for index, bundle in enumerate(bundles)
+    ]
+    gpu = (await actors[0].gpus.remote())[0] if here else ""
+    _tell_rank_0(options.master, gpu)
+    await _until_ended(ray, actors[len(here) :], options)
+
+
+def _tell_rank_0(master: tuple[str, int], gpu: str) -> None:
+    """Say which GPU of its node is its own."""
+    from penstock.train.rank_group import tell_gpu  # noqa: PLC0415 - seconds: torch
+
+    tell_gpu(master, gpu)
+
+
+async def _until_ended(ray: Any, actors: list[Any], options: Options) -> None:
+    async def run(rank: int, actor: Any) -> str:
+        (host, port), folder = options.master, str(Path.cwd())
+        env = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": options.size, "MASTER_ADDR": host, "MASTER_PORT": port}
+        env |= {name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME",) if name in os.environ}
+        log = options.log_dir / f"rank-{rank}.log"
+        try:
+            why = await actor.run.remote(rank, {key: str(value) for key, value in env.items()}, folder, str(log))
+        except ray.exceptions.RayError as error:
+            why = f"was lost with its node or its actor: {' '.join(str(error).split())[:300]}"
+        return f"rank {rank} {why}" if why else ""
+
+    running = [asyncio.create_task(run(rank, actor)) for rank, actor in enumerate(actors, start=1)]
+    for ended in asyncio.as_completed(running):
+        if why := await ended:
+            raise LearnerError(why)
+
+
+def main(argv: list[str]) -> int:
+    """Drive the ranks that the one argument, `Options` as JSON, describes; returns the exit status."""
+    watch_lifeline()
+    try:
+        asyncio.run(drive(Options.model_validate_json(argv[0])))
+    except PenstockError as error:
+        sys.stderr.write(f"{' '.join(str(error).split())}\n")
+        sys.stderr.flush()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":  # Ray names the actor's class by its module, which is not __main__ on other nodes
+    sys.exit(importlib.import_module("penstock.train.ray_ranks").main(sys.argv[1:]))
