@@ -9,9 +9,9 @@ from safetensors import safe_open
 
 from penstock.config import LoraConfig, TrainConfig
 from penstock.errors import ConfigError
-from penstock.train import fit
-from penstock.train.fit import check_fits, parameter_count
+from penstock.train import loading as fit
 from penstock.train.learner import LocalLearner
+from penstock.train.loading import check_fits, parameter_count
 
 CPU = torch.device("cpu")
 

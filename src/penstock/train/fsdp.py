@@ -23,10 +23,9 @@ from torch.distributed.tensor import DTensor
 from penstock.config import TrainConfig
 from penstock.errors import LearnerError, PenstockError
 from penstock.train.batching import MicroBatch, collate
-from penstock.train.fit import check_fits
 from penstock.train.interface import AdamSpec, Datum, Outputs, StepFigures
 from penstock.train.learner import LocalLearner, ServedDtype
-from penstock.train.loading import ModuleLoader, checkpoint_files, load_whole, without_weights
+from penstock.train.loading import ModuleLoader, check_fits, checkpoint_files, load_whole, without_weights
 from penstock.train.losses import LossSpec
 from penstock.train.passes import Sums
 from penstock.train.policy_model import PolicyModel, compute_dtype, weights_dtype

@@ -25,9 +25,8 @@ from penstock.config import TrainConfig
 from penstock.errors import CheckpointError, StateError, UserError
 from penstock.train.batching import MicroBatch, default_device, micro_batch_tokens, micro_batches
 from penstock.train.checkpoint import LearnerState, read_tensors, write_tensors
-from penstock.train.fit import check_fits
 from penstock.train.interface import AdamSpec, Datum, Learner, LoraSpec, Outputs, StepFigures
-from penstock.train.loading import load_whole, stored_dtypes
+from penstock.train.loading import check_fits, load_whole, stored_dtypes
 from penstock.train.losses import LossSpec
 from penstock.train.passes import Share, Sums, Tally, loss_of, shared_passes
 from penstock.train.policy_model import PolicyModel, compute_dtype, weights_dtype

@@ -1,4 +1,7 @@
-"""A causal language model of transformers from its checkpoint: whole, or one module at a time where ranks share it."""
+"""A causal language model of transformers from its checkpoint: whole, or one module at a time where ranks share it.
+
+Whether it fits the learner's memory is told by arithmetic, before anything is loaded.
+"""
 
 # transformers and safetensors ship partial types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -7,6 +10,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,10 +33,14 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils import logging as hf_logging
 from transformers.utils.hub import cached_file
 
+from penstock.config import TrainConfig
 from penstock.errors import ConfigError
 
 _STORED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Dtypes of a safetensors header that weights can be cast to; of others (quantized ones) the config's goes."""
+GIB = 1 << 30
+MASTER_BYTES, GRADIENT_BYTES, ADAM_BYTES = 4, 4, 8
+"""Of each trained parameter: all in fp32, AdamW with two moments."""
 _ABSENT_IS_NONE: dict[str, Any] = {
     "_raise_exceptions_for_missing_entries": False,
     "_raise_exceptions_for_connection_errors": False,
@@ -134,3 +142,63 @@ def _refusing(model_path: str) -> Generator[None]:
         yield
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"cannot load model {model_path!r} for training: {error}") from error
+
+
+def check_fits(
+    model_path: str, config: TrainConfig, device: torch.device, *, frozen_bytes: int = 4, ranks: int = 1
+) -> None:
+    """Refuse a model whose weights, gradients and optimiser are more than the memory that is free.
+
+    Activations come on top and are not counted: what passes may still be too large.
+
+    Args:
+        model_path: folder or hub name.
+        config: `lora` leaves a base without gradients and optimiser.
+        device: of the learner; on CPUs the host's memory is looked at.
+        frozen_bytes: of each parameter that is not trained itself.
+        ranks: that share everything evenly, each with a device of its own.
+
+    Raises:
+        ConfigError: with the sum and what is free; or the model's config cannot be read.
+    """
+    count = parameter_count(model_path)
+    free = _free_bytes(device)
+    if free is None:
+        return
+    needs = {"weights": MASTER_BYTES, "gradients": GRADIENT_BYTES, "AdamW": ADAM_BYTES}
+    if config.lora is not None:
+        needs = {"frozen weights": frozen_bytes}
+    total = sum(needs.values()) * count / ranks
+    if total <= free:
+        return
+    listed = " + ".join(f"{name} {count * size / ranks / GIB:.1f}" for name, size in needs.items())
+    share = f" on each of {ranks} ranks" if ranks > 1 else ""
+    raise ConfigError(
+        f"{model_path!r} has {count / 1e9:.2f}e9 parameters and cannot be trained in {free / GIB:.1f} GiB of free "
+        f"{device.type.upper()} memory: {listed} = {total / GIB:.1f} GiB{share}; train an adapter (train.lora) or a "
+        "smaller model, or free memory"
+    )
+
+
+def parameter_count(model_path: str) -> int:
+    """Count a model's parameters from its config; nothing is loaded. ConfigError: there is none that can be read."""
+    try:
+        config: Any = AutoConfig.from_pretrained(model_path)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot load model {model_path!r} for training: {error}") from error
+    model.tie_weights()
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """Memory that is free now; None where nothing says so."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        meminfo = Path("/proc/meminfo").read_text()
+    except OSError:  # not Linux
+        return None
+    found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo, re.MULTILINE)
+    return 1024 * int(found[1]) if found else None
