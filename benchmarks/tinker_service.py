@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -227,23 +228,33 @@ async def sampling(service: Service, arguments: Any, found: Findings) -> None:
             stubbed = await against_stub.create_sampling_client(base_model=BASE)
             sides["SDK alone"] = lambda: stubbed.sample(prompt, 1, params)
             for width, total in SAMPLES[arguments.quick]:
-                await at_width(sides, width, total, 1 if arguments.quick else ROUNDS, found)
+                rounds = 1 if arguments.quick else ROUNDS
+                await at_width(sides, width, total, rounds, service.api.pid, found)
             await against_stub.close("success")
     await client.close("success")
 
 
-async def at_width(sides: dict[str, Side], width: int, total: int, rounds: int, found: Findings) -> None:
+def processor_s(pid: int) -> float:
+    """Processor time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def at_width(sides: dict[str, Side], width: int, total: int, rounds: int, api: int, found: Findings) -> None:
     """Rows of all sides with so many samples under way."""
     rates: dict[str, list[float]] = defaultdict(list)
     took: dict[str, list[float]] = defaultdict(list)
-    polled = 0.0
+    polled, used = 0.0, list[float]()
     for one in sides.values():  # connections, and the engine's first batch of this size
         await rate(one, width, width)
     for _ in range(rounds):  # turn by turn, so that what else the machine does meets all
         for name, one in sides.items():
             if name == "SDK":
                 polls.clear()
+            before = processor_s(api)
             speed, seconds = await rate(one, width, total)
+            if name == "service":
+                used.append((processor_s(api) - before) / total * 1000)
             if name == "SDK":
                 polled = polls["retrieve_future"] / total
             rates[name].append(speed)
@@ -258,6 +269,9 @@ async def at_width(sides: dict[str, Side], width: int, total: int, rounds: int, 
         _common.compare(f"samples/s, {at}", mid["service"], mid["straight"], bar=SAMPLES_BAR, want="at least"),
         _common.compare(f"samples/s through the SDK, {at}", mid["SDK"], mid["straight"], bar=0, want="at least"),
         _common.single(f"samples/s of the SDK alone, {at}", mid["SDK alone"], bar=0, want="at least"),
+        _common.single(
+            f"processor ms of the API process a sample, {at}", statistics.median(used), bar=0, want="at least"
+        ),
         _common.single(f"retrieve_future a sample, {at}", polled, bar=POLLS_BAR, want="at most"),
         **{f"seconds, {at}": shown},
     )
