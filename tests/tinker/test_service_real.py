@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +18,7 @@ from tinker import types
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
+DOCUMENT = Path(__file__).parents[2] / "docs" / "tinker.md"
 GAP = 2e-3
 """Nats between the learner's logprob of a token and the engine's, both in fp32."""
 
@@ -65,6 +70,19 @@ async def test_samples_are_those_of_the_weights_that_were_trained(service: Servi
         assert gap_of(client, prompt, base.sample(types.ModelInput.from_ints(prompt), 3, params).result()) > 10 * GAP
 
     await call(work)
+
+
+async def test_the_first_program_of_the_documentation_teaches_its_sum(service: Service):
+    (program,) = (block for block in DOCUMENT.read_text().split("```") if block.startswith("\nimport tinker\n"))
+    env = os.environ | {"TINKER_BASE_URL": service.url, "TINKER_API_KEY": "tml-anything", "HF_HUB_OFFLINE": "1"}
+    running = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, env=env, stdout=asyncio.subprocess.PIPE
+    )
+    out, _ = await asyncio.wait_for(running.communicate(), 300.0)
+    assert running.returncode == 0
+    *losses, last = out.decode().splitlines()
+    assert float(losses[-1].split()[1]) < 0.1 * float(losses[0].split()[1])
+    assert last == "75 75 75"
 
 
 @pytest.mark.slow
