@@ -10,13 +10,15 @@ import pytest
 import torch
 
 from penstock.config import EnvironmentConfig
+from penstock.engine.launch import server_command
 from penstock.errors import ConfigError, UserError
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Reporter
 from penstock.rollout.environment import load_environment
 from penstock.rollout.gsm8k import GSM8K
+from penstock.train.learner import LocalLearner
 from penstock.train.run import run
-from penstock.train.scenarios import checks
+from penstock.train.scenarios import checks, table
 from penstock.train.scenarios.checks import Result, training_checks
 from penstock.train.scenarios.run import RESULTS, run_scenario, stand_in
 from penstock.train.scenarios.table import SCENARIOS, check_machine, scenario_named
@@ -228,3 +230,12 @@ def test_what_is_no_gsm8k_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UserError, match="no dataset 'no/where'"):
         GSM8K(seed=0, path="no/where")
+
+
+def test_the_model_of_experts_is_made_where_none_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(MODEL.parents[2])
+    config = SCENARIOS["moe"].config(profile="gpu", run_dir=tmp_path, model=table.MODEL, gpus=2)
+    assert config.engine.model == str(tmp_path / "moe-stand-in")
+    assert "--enable-expert-parallel" in server_command(config.engine, port=1, api_key=None).argv
+    learner = LocalLearner(config.engine.model, config.train, seed=0)
+    assert learner.policy.vocabulary == 100

@@ -80,6 +80,8 @@ class Scenario:
         """
         if not model.is_dir():
             raise UserError(f"no model in {model}: run from a checkout of Penstock, or give --model FOLDER")
+        if self.name == "moe" and model == MODEL:
+            model = random_experts(run_dir / "moe-stand-in")
         tree: dict[str, Any] = {"name": self.name, "run_dir": run_dir}
         layers = [BASE, self.keys, *([self.on_gpu] if profile == "gpu" else []), self._fewer(gpus)]
         for section in BASE:
@@ -190,7 +192,7 @@ SCENARIOS: Mapping[str, Scenario] = {
                 1: {"engine": {**SLEEPING, "tensor_parallel_size": 1}, "train": {"schedule": "colocated"}},
                 2: {"engine": SLEEPING, "train": {"schedule": "colocated"}},
             },
-            note="--model FOLDER: a Qwen3-MoE; the sorter has no experts",
+            note="a small Qwen3-MoE of random weights stands in for a model, unless --model",
         ),
         Scenario(
             "lora", "an adapter is trained and served beside the base", {"train": {"lora": {"rank": 16},
@@ -231,6 +233,20 @@ SCENARIOS: Mapping[str, Scenario] = {
     )
 }  # fmt: skip
 """By name, in the order of the plan."""
+
+
+def random_experts(folder: Path) -> Path:
+    """Write a small Qwen3-MoE of random weights with the sorter's tokenizer; return the folder."""
+    from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM, set_seed  # noqa: PLC0415 - seconds
+
+    config = Qwen3MoeConfig(
+        vocab_size=100, hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_hidden_layers=2,
+        num_experts=4, num_attention_heads=4, num_key_value_heads=2, num_experts_per_tok=2, eos_token_id=2,
+    )  # fmt: skip
+    set_seed(0)
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)  # pyright: ignore[reportUnknownMemberType]
+    AutoTokenizer.from_pretrained(MODEL).save_pretrained(folder)  # pyright: ignore[reportUnknownMemberType]
+    return folder
 
 
 def scenario_named(name: str) -> Scenario:
