@@ -13,7 +13,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from ray_nodes import LOOPBACK, RayNodes, ignore_present, processes
 
 from penstock import Fleet, SamplingParams
 from penstock.errors import ConfigError, EngineStartError
@@ -22,6 +21,7 @@ from penstock.fleet.ray_driver import ActorPlan, _host
 from penstock.fleet.ray_engines import bundles_of, capacity
 from penstock.process import SCRATCH_ENV
 from penstock.settings import EngineConfig, FleetConfig
+from ray_nodes import LOOPBACK, RayNodes, ignore_present, processes
 from sim_fleets import SIM, check, check_serves, in_flight
 
 KEY = "a key, without which nothing listens but on 127.0.0.1"

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from ray_nodes import ignore_present, processes
 
 from penstock import Fleet
 from penstock.engine.launch import reserved_port
 from penstock.errors import ConfigError
+from ray_nodes import ignore_present, processes
 from sim_fleets import SIM, check_serves
 
 WITHOUT_RAY = """
