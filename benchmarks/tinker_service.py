@@ -48,7 +48,7 @@ PARTS = ("sampling", "training", "sync")
 RANK = 16
 SAMPLES_BAR, TRAINING_BAR, POLLS_BAR, SYNC_BAR_S = 0.85, 0.9, 1.2, 0.3
 PROMPT = list(range(5, 21))
-SAMPLES = {True: ((1, 8), (64, 128)), False: ((1, 32), (64, 512), (512, 2048))}
+SAMPLES = {True: ((1, 8), (64, 128)), False: ((1, 16), (64, 512), (512, 2048))}
 """Samples under way and in all, where it is to be quick and where not."""
 ROUNDS = 3
 polls: Counter[str] = Counter()
@@ -79,13 +79,16 @@ class Findings:
         return max(_common.report(self.benchmark, self.rows, **self.beside), int(not whole))
 
 
-def parser(description: str) -> Any:
-    """A parser of the options that benchmarks of the service share."""
+def parser(description: str, parts: str) -> Any:
+    """A parser of the options that benchmarks of the service share; `parts` are measured by default."""
     options = _common.parser(description.partition("\n")[0])
     options.add_argument("--model", default=str(MODEL), help=f"folder, or one of {', '.join(_dummy_models.SHAPES)}")
     options.add_argument("--profile", default="cpu", choices=["cpu", "gpu", "sim"])
     options.add_argument("--engines", type=int, default=1)
     options.add_argument("--threads", type=int, default=1, help="of the learner and of the plain loop, on CPUs")
+    options.add_argument("--eager", action="store_true", help="engines on GPUs start sooner, and compile nothing")
+    options.add_argument("--tokens", type=int, default=32, help="of a sample")
+    options.add_argument("--parts", default=parts, help=f"of {', '.join(PARTS)}, one after another")
     options.add_argument("--out", type=Path, help="the document is kept here as it grows")
     return options
 
@@ -117,7 +120,13 @@ async def service_of(arguments: Any, longest: int, keys: str | None = None) -> A
         if keys is not None:
             file.touch(mode=0o600)
             file.write_text(keys)
-        engine = EngineConfig(model=model, profile=arguments.profile, served_model_name=BASE, max_model_len=longest)
+        engine = EngineConfig(
+            model=model,
+            profile=arguments.profile,
+            served_model_name=BASE,
+            max_model_len=longest,
+            **({"enforce_eager": True} if arguments.eager else {}),
+        )
         config = ServiceConfig(
             engine,
             FleetConfig(engines=arguments.engines),
@@ -369,29 +378,30 @@ async def syncing(client: tinker.ServiceClient, arguments: Any, found: Findings)
     found.add(row, **{"until saved, s": saves, "until the first token, s": took})
 
 
-async def measured(arguments: Any, found: Findings) -> None:
+async def measured(service: Service, model: str, arguments: Any, found: Findings) -> None:
     """All rows, one part after another, in the order that `--parts` names."""
-    async with service_of(arguments, 512) as (service, model):
-        client = tinker.ServiceClient(base_url=service.url, api_key=KEY)
-        for part in arguments.parts.split(","):
-            if part == "sampling":
-                await sampling(service, arguments, found)
-            elif part == "sync":
-                await syncing(client, arguments, found)
-            elif part == "training":
-                await training(client, model, arguments, found)
-        await client.close("success")
+    client = tinker.ServiceClient(base_url=service.url, api_key=KEY)
+    for part in filter(None, arguments.parts.split(",")):
+        if part == "sampling":
+            await sampling(service, arguments, found)
+        elif part == "sync":
+            await syncing(client, arguments, found)
+        elif part == "training":
+            await training(client, model, arguments, found)
+    await client.close("success")
 
 
 def main() -> int:
     """Measure, and print the document."""
-    options = parser(__doc__ or "")
-    options.add_argument("--tokens", type=int, default=32, help="of a sample")
-    options.add_argument("--parts", default=",".join(PARTS))
-    arguments = options.parse_args()
+    arguments = parser(__doc__ or "", ",".join(PARTS)).parse_args()
     count_requests()
+
+    async def work() -> None:
+        async with service_of(arguments, 512) as (service, model):
+            await measured(service, model, arguments, found)
+
     found = Findings("tinker", arguments.out, profile=arguments.profile, engines=arguments.engines)
-    return found.report(whole=asyncio.run(_common.until_ended(measured(arguments, found))))
+    return found.report(whole=asyncio.run(_common.until_ended(work())))
 
 
 if __name__ == "__main__":

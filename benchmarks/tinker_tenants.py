@@ -5,6 +5,7 @@ python benchmarks/tinker_tenants.py [--model 0.6b] [--profile gpu] [--tenants 8]
 A tenant's round: samples with the weights of the round before, meanwhile `forward_backward` and `optim_step`, then its
 adapter goes to the engines in place. One tenant has rounds of as many samples and data as all the others together.
 tokens/s: tokens of the samples and of the training data, by the time of the rounds. Both take turns.
+`--parts sync,training,sampling` measures these parts of tinker_service.py as well, on the same service.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import _common
-from tinker_service import BASE, PROMPT, RANK, Findings, data_of, parser, service_of
+import tinker_service
+from tinker_service import BASE, KEY, PROMPT, RANK, Findings, data_of, parser, service_of
 
 import tinker
 from tinker import types
@@ -82,14 +84,15 @@ class Tenant:
 
 
 async def measured(arguments: Any, found: Findings) -> None:
-    """The one row."""
+    """The one row, and those of `--parts`."""
     work, count = GPU if arguments.profile == "gpu" else CPU, arguments.tenants
     names = [f"tenant{number}" for number in range(count + 1)]
-    keys = "".join(f"{name}: {{key: tml-of-{name}}}\n" for name in names)
-    async with service_of(arguments, max(512, 2 * work.length), keys) as (service, _):
+    keys = "".join(f"{name}: {{key: tml-of-{name}}}\n" for name in names) + f"parts: {{key: {KEY}}}\n"
+    async with service_of(arguments, max(512, 2 * work.length), keys) as (service, model):
         many = [Tenant(service.url, f"tml-of-{name}", work) for name in names[1:]]
         groups = {"one": [Tenant(service.url, f"tml-of-{names[0]}", work.times(count))], "many": many}
         await compared(groups, work.times(count), 2 if arguments.quick else 6, found)
+        await tinker_service.measured(service, model, arguments, found)
 
 
 async def compared(groups: dict[str, list[Tenant]], work: Work, rounds: int, found: Findings) -> None:
@@ -115,9 +118,10 @@ async def compared(groups: dict[str, list[Tenant]], work: Work, rounds: int, fou
 
 def main() -> int:
     """Measure, and print the document."""
-    options = parser(__doc__ or "")
+    options = parser(__doc__ or "", "")
     options.add_argument("--tenants", type=int, default=8)
     arguments = options.parse_args()
+    tinker_service.count_requests()
     found = Findings("tinker_tenants", arguments.out, profile=arguments.profile, engines=arguments.engines)
     return found.report(whole=asyncio.run(_common.until_ended(measured(arguments, found))))
 
