@@ -1,7 +1,7 @@
 """Schedules beside each other: samples a second under heavy-tailed lengths, and wall time to a fixed reward.
 
-    python benchmarks/schedules.py --profile gpu --size 0.6b --seeds 0 1 --results FILE    two GPUs: engine and learner
-    python benchmarks/schedules.py --profile gpu --size 0.6b --schedules colocated --results FILE    one GPU, in turns
+    python benchmarks/schedules.py --profile gpu --size 1.7b --eager --results FILE    two GPUs: engine and learner
+    python benchmarks/schedules.py --profile gpu --size 1.7b --eager --schedules colocated --results FILE    one GPU
     python benchmarks/schedules.py --profile gpu --to-reward 0.5 --seeds 0 1 2 --results FILE    the sorter learns
     python benchmarks/schedules.py --quick                                        simulated engines
 
@@ -10,9 +10,9 @@ runs. A short run comes first and counts for none: it bears the compilation of k
 each run, so that seeds can be added later; the rows are medians over all of its lines.
 
 Lengths are drawn from a Pareto distribution by the prompt, so each schedule makes the same ones: most are short, a few
-reach `--max-tokens`. With `--size` the model has random weights in the shape of that Qwen3, and a reward is a coin
-thrown by the response's token ids, so that all of it is trained on. With 64 groups of 8 and 256 tokens, generation and
-training of a synchronous step take about as long as each other, as in runs of larger models.
+reach `--max-tokens`. With `--size` the model has random weights in the layers of that Qwen3, prompts are some 200
+tokens long, and the reward is the share of even token ids, which such a model learns in a few steps. The longest
+response of a batch then takes about twice as long as the learner: the sizes at which schedules differ most.
 
 With `--to-reward` the policy decides its lengths, and a run ends when the mean reward of its last `WINDOW` steps is
 there: training rewards, so that no evaluation stands between the steps.
@@ -61,6 +61,8 @@ TAIL = 1.2
 """Exponent of the Pareto distribution: the mean exists, the variance does not."""
 ASYNC_BAR, ONE_STEP_BAR = 1.6, 1.0
 BEGAN = time.monotonic()
+LONG_PROMPTS = {"min_numbers": 60, "max_numbers": 80}
+MOST_PROMPT = 256
 WARM_UP = -1
 """Seed of the run that is not measured, and its name; it has 2 steps."""
 UNREACHED_S = 3600.0
@@ -119,7 +121,7 @@ class HeavyTailed(SingleTurnGenerator):
 
 
 class Ids(Tokenizer):
-    """Spells responses as their ids: most of those that a model of random weights makes have no text."""
+    """Spells responses as their ids."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """See `Tokenizer.decode`."""
@@ -127,12 +129,18 @@ class Ids(Tokenizer):
         return " ".join(map(str, token_ids))
 
 
-class Coin(HeavyTailed):
-    """Rewards of 0 and 1 that the response decides, as a model of random weights solves no task."""
+class Evens(HeavyTailed):
+    """Rewards the share of even ids in a response; responses of evaluations are short, as nothing is made of them."""
+
+    async def _sample(
+        self, prompt_ids: Sequence[int], n: int, params: SamplingParams, session: SessionId | None
+    ) -> list[Sample]:
+        params = params if params.temperature else replace(params, max_tokens=1, ignore_eos=True)
+        return await super()._sample(prompt_ids, n, params, session)
 
     def _reward(self, task: Task, text: str) -> float:
         del task
-        return float(_digest(text) % 2)
+        return statistics.fmean(int(number) % 2 == 0 for number in text.split())
 
 
 def _digest(text: str) -> int:
@@ -146,14 +154,17 @@ def heavy_tailed(name: str, most: int) -> int:
 
 
 def random_model(folder: Path, size: str) -> Path:
-    """Write random weights in a shape of Qwen3, with the sorter's tokenizer."""
+    """Write random weights in the layers of a Qwen3, with the sorter's tokenizer and vocabulary."""
     import torch  # noqa: PLC0415 - the other runs need no torch here
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
 
-    path = _dummy_models.save(folder, size)
+    path, tokenizer = _dummy_models.save(folder, size), AutoTokenizer.from_pretrained(MODEL)
+    config = AutoConfig.from_pretrained(path)
+    config.vocab_size, config.eos_token_id = len(tokenizer), tokenizer.eos_token_id
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.bfloat16).save_pretrained(path)
-    AutoTokenizer.from_pretrained(MODEL).save_pretrained(path)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
+    tokenizer.save_pretrained(path)
     return path
 
 
@@ -162,10 +173,13 @@ def config_of(given: argparse.Namespace, schedule: str, seed: int, folder: Path)
     steps = 2 if seed == WARM_UP else given.steps
     tree: dict[str, Any] = {section: dict(keys) for section, keys in BASE.items()}
     tree |= {"name": f"{schedule}-{seed}", "seed": max(seed, 0), "run_dir": folder}
-    tree["engine"] |= {"model": str(given.model), "profile": given.profile, "max_model_len": given.max_tokens + 64}
+    room = MOST_PROMPT if given.size else 64
+    tree["engine"] |= {"model": str(given.model), "profile": given.profile, "max_model_len": given.max_tokens + room}
+    tree["engine"]["enforce_eager"] = given.eager
     if given.size:
-        samples = given.groups * tree["rollout"]["group_size"]
+        samples = given.groups * tree["rollout"]["group_size"] * (given.max_staleness + 1)
         tree["engine"] |= {"dtype": "auto" if given.profile == "gpu" else "float32", "max_num_seqs": samples}
+        tree["environment"] = {**tree["environment"], "options": {**tree["environment"]["options"], **LONG_PROMPTS}}
     if schedule == "colocated":
         tree["engine"] |= {"enable_sleep_mode": True, "gpu_memory_utilization": 0.4}
     if given.profile == "sim":
@@ -174,7 +188,8 @@ def config_of(given: argparse.Namespace, schedule: str, seed: int, folder: Path)
     tree["rollout"] |= {"groups_per_batch": given.groups, "max_tokens": given.max_tokens}
     tree["train"] |= {
         "steps": steps, "schedule": schedule, "max_staleness": given.max_staleness,
-        "checkpoint_every": steps, "dtype": "auto", "micro_batch_tokens": 16_384,
+        "checkpoint_every": steps, "dtype": "auto", "micro_batch_tokens": 8_192 if given.size else 16_384,
+        "learning_rate": given.learning_rate,
     }  # fmt: skip
     tree["eval"] = {"size": 1}
     return RunConfig.model_validate(tree)
@@ -189,7 +204,7 @@ async def one_run(config: RunConfig, fleet: Fleet, learner: Learner, given: argp
     target = None if config.name.endswith(f"-{WARM_UP}") else given.to_reward
     tokenizer = load_tokenizer(str(config.engine.model))
     tokenizer = Ids(tokenizer.huggingface) if given.size else tokenizer
-    generator = SingleTurnGenerator if given.to_reward is not None else Coin if given.size else HeavyTailed
+    generator = SingleTurnGenerator if given.to_reward is not None else Evens if given.size else HeavyTailed
     folder, progress = RunFolder.create(config.run_dir / config.name, config), Progress(config.name, BEGAN, target)
 
     async def loads() -> Mapping[str, int]:
@@ -280,15 +295,20 @@ def main() -> int:
     options.add_argument("--seeds", nargs="+", type=int, default=[0])
     options.add_argument("--model", type=Path, default=MODEL, help="folder of a sorter")
     options.add_argument("--size", choices=sorted(_dummy_models.SHAPES), help="random weights of this shape instead")
+    options.add_argument("--eager", action="store_true", help="engines start sooner and generate more slowly")
+    options.add_argument("--learning-rate", type=float, help="default: 2e-4, with --size 5e-5")
     options.add_argument("--engines", type=int, default=1)
     options.add_argument("--steps", type=int, default=14)
-    options.add_argument("--groups", type=int, default=64, help="of 8 samples, in each step")
-    options.add_argument("--max-tokens", type=int, default=256)
+    options.add_argument("--groups", type=int, help="of 8 samples, in each step; default: 64, with --size 16")
+    options.add_argument("--max-tokens", type=int, help="default: 256, with --size 384")
     options.add_argument("--max-staleness", type=int, default=2, help="of async, in versions")
     options.add_argument("--sim-tokens-per-second", type=float, default=200.0, help="of each request")
     options.add_argument("--to-reward", type=float, help="end a run there; --steps bounds it")
     options.add_argument("--results", type=Path)
     given = options.parse_args()
+    given.groups = given.groups or (16 if given.size else 64)
+    given.max_tokens = given.max_tokens or (384 if given.size else 256)
+    given.learning_rate = given.learning_rate or (5e-5 if given.size else 2e-4)
     if given.quick:
         given.steps, given.groups, given.max_tokens = 4, 4, 64
     if "colocated" in given.schedules and len(given.schedules) > 1:
