@@ -7,7 +7,8 @@ and verifiers stand before one simulated engine, the capture proxy before a Tink
 without its environment is left out (`_gateway_sides.py`). Every answer has 32 tokens.
 `sessions`: 1,000 sessions of 10 turns at once, three waves: latency over that of the same requests straight to the
 engine, memory after each wave, and the sampled tokens that clients were told of by those in the rows. A session begins
-a turn every four seconds. The engine answers in 0.13 s, in steps of 4 ms, and a tool takes the rest.
+a turn every four seconds. The engine answers in 0.13 s, in steps of 4 ms, and a tool takes the rest. With `--gateways`
+several share the sessions, each session at one of them.
 `policies`: rows a rollout of 10 questions whose answers think. Five call a tool, with white space that no template
 writes, so that `faithful` begins a row there too.
 `cache`: prompt tokens that a real vLLM engine found in its cache, by those of vLLM's own chat completions.
@@ -24,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -162,12 +163,12 @@ async def spread(http: aiohttp.ClientSession, count: int, seconds: float, play: 
     return await asyncio.gather(*(later(number) for number in range(count)))
 
 
-async def trained(side: Side, numbers: Iterable[int]) -> int:
+async def trained(sides: Sequence[Side], numbers: Iterable[int]) -> int:
     """Finish sessions; the number of tokens that their rows train."""
-    base = side.address(0)[0].partition("/s/")[0]
     found = 0
     async with client() as http:
         for number in numbers:
+            base = sides[number % len(sides)].address(number)[0].partition("/s/")[0]
             headers = {"Authorization": f"Bearer {KEY}"}
             async with http.post(f"{base}/sessions/n{number}/finish", headers=headers) as answer:
                 rows = [json.loads(line) for line in (await answer.text()).splitlines()]
@@ -175,7 +176,7 @@ async def trained(side: Side, numbers: Iterable[int]) -> int:
     return found
 
 
-async def sessions(tokenizer: Path, *, quick: bool, waves: int = WAVES) -> list[_common.Row]:
+async def sessions(tokenizer: Path, *, quick: bool, waves: int = WAVES, gateways: int = 1) -> list[_common.Row]:
     """Rows of many sessions at once."""
     many, turns, waves = (50, 3, 2) if quick else (MANY, TURNS, waves)
     turn_s = TURN_S
@@ -188,20 +189,26 @@ async def sessions(tokenizer: Path, *, quick: bool, waves: int = WAVES) -> list[
         "kv_blocks": 131_072,
         "max_num_batched_tokens": 65_536,
     }
-    with _gateway_sides.engine(**options) as engine, _gateway_sides.penstock(engine, tokenizer) as side:
+    with ExitStack() as stack:
+        engine = stack.enter_context(_gateway_sides.engine(**options))
+        sides = [stack.enter_context(_gateway_sides.penstock(engine, tokenizer)) for _ in range(gateways)]
         async with client() as http:
             for wave in range(waves):
                 _common.note(f"wave {wave}")
 
                 async def play(http: aiohttp.ClientSession, number: int, wave: int = wave) -> tuple[int, list[float]]:
-                    return await episode(http, side, wave * many + number, turns, 20, turn_s)
+                    number += wave * many
+                    return await episode(http, sides[number % len(sides)], number, turns, 20, turn_s)
 
+                before = sum(side.cpu_s() for side in sides)
                 for one, took in await spread(http, many, turn_s, play):
                     told += one
                     times["gateway"] += took
-                in_rows += await trained(side, range(wave * many, (wave + 1) * many))
-                memory.append(side.resident_mib())
-                _common.note(f"resident {memory[-1]:.0f} MiB, {told} tokens told, {in_rows} in rows")
+                used = sum(side.cpu_s() for side in sides) - before
+                in_rows += await trained(sides, range(wave * many, (wave + 1) * many))
+                memory.append(sum(side.resident_mib() for side in sides))
+                _common.note(f"{used / many / turns * 1e3:.2f} processor ms a turn, resident {memory[-1]:.0f} MiB")
+                _common.note(f"{told} tokens told, {in_rows} in rows")
 
                 async def plain(http: aiohttp.ClientSession, number: int) -> list[float]:
                     return await straight(http, engine, number, turns, 20, turn_s)
@@ -209,10 +216,12 @@ async def sessions(tokenizer: Path, *, quick: bool, waves: int = WAVES) -> list[
                 for took in await spread(http, many, turn_s, plain):
                     times["straight"] += took
     p50 = {name: statistics.median(values) * 1e3 for name, values in times.items()}
-    _common.note(f"p50 ms of a turn: {p50}")
+    p90 = {name: statistics.quantiles(values, n=10)[-1] * 1e3 for name, values in times.items()}
+    _common.note(f"ms of a turn: p50 {p50}, p90 {p90}")
+    by = "" if gateways == 1 else f", {gateways} gateways"
     return [
         _common.single(
-            f"added p50 ms, {many} sessions of {turns} turns", p50["gateway"] - p50["straight"], bar=ADDED_BAR_MS,
+            f"added p50 ms, {many} sessions of {turns} turns{by}", p50["gateway"] - p50["straight"], bar=ADDED_BAR_MS,
             want="at most",
         ),
         _common.compare("resident MiB, last wave by first", memory[-1], memory[0], bar=MEMORY_BAR, want="at most"),
@@ -256,6 +265,7 @@ async def main() -> int:
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--parts", default="peers,sessions,policies,cache", help="comma-separated")
     options.add_argument("--waves", type=int, default=WAVES, help="of `sessions`; one takes about 90 s")
+    options.add_argument("--gateways", type=int, default=1, help="of `sessions`")
     args = options.parse_args()
     parts: list[str] = args.parts.split(",")
     rows: list[_common.Row] = []
@@ -265,7 +275,7 @@ async def main() -> int:
         if "peers" in parts:
             rows += await peers(folder, tokenizer, 1 if args.quick else args.rounds, quick=args.quick)
         if "sessions" in parts:
-            rows += await sessions(tokenizer, quick=args.quick, waves=args.waves)
+            rows += await sessions(tokenizer, quick=args.quick, waves=args.waves, gateways=args.gateways)
         if "policies" in parts:
             rows += await policies(folder)
         if "cache" in parts:

@@ -9,9 +9,10 @@ that of exactly the context before it. What a harness asks beside the conversati
     python scripts/test_harnesses.py codex claude_code     of the npm registry: 640 MB
     python scripts/test_harnesses.py --real                      all of the Python index
 
-With `--real` there are two vLLM engines on the CPU with a model of noise, which calls tools where the harness forces it
-to (`tool_choice: required`). Weights change in the middle of a turn, and an engine is killed in a later one. A row is
-replayed: a token's logprob is that of the model of its version, under a grammar at least that.
+With `--real` there are two vLLM engines on the CPU with a model of noise. Its first turn is forced to call `add`, as
+`tool_choice: required` does it, where the harness has that tool. Weights change in the middle of a turn, and an engine
+is killed in a later one. A row is replayed: a token's logprob is that of the model of its version, under a grammar at
+least that.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,17 @@ class Watched:
         await asyncio.sleep(MIDDLE_S)
 
 
+def forcing(submit: Any) -> Any:
+    """Let the first turn of a session call `add`, which a model of noise would not do by itself."""
+
+    def forced(session: Any, request: Any, digest: bytes, *, repeated: bool) -> Any:
+        if not session.nodes and any(tool.name == "add" for tool in request.tools):
+            request = replace(request, forced=("add",), single_call=True)
+        return submit(session, request, digest, repeated=repeated)
+
+    return forced
+
+
 async def play_real(harnesses: dict[str, list[str]], folder: Path) -> dict[str, list[str]]:
     """Play harnesses on two vLLM engines; weights change in a turn, and an engine is killed in a later one.
 
@@ -205,6 +217,7 @@ async def play_real(harnesses: dict[str, list[str]], folder: Path) -> dict[str, 
     async with Fleet.launch(str(path), engines=2, profile="cpu", dtype="float32", max_model_len=CONTEXT) as fleet:
         watched = Watched(fleet)
         gateway = Gateway(watched, ChatTemplate(load_tokenizer(path)), options, [tenant])
+        gateway.submit = forcing(gateway.submit)
 
         async def disturb() -> None:
             await watched.next_turn()
@@ -220,6 +233,8 @@ async def play_real(harnesses: dict[str, list[str]], folder: Path) -> dict[str, 
             try:
                 output = await made.generate(GeneratorInput([Sum().train_task(0)], num_samples=EPISODES))
                 found[name] = replayed(models, output.trajectories)
+                if HARNESSES[name].says[0] == ADD and not any(any(row.constrained) for row in output.trajectories):
+                    found[name].append("no call was forced")
             except PenstockError as error:
                 found[name] = [f"{error}; its output: {said_in(folder)}"]
 

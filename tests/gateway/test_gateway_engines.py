@@ -27,7 +27,7 @@ from penstock.rollout.generator import GeneratorInput
 from penstock.rollout.multi_turn import MultiTurnGenerator, Sampler
 from penstock.rollout.tokenizer import Tokenizer
 from penstock.sim.tokens import Model, verify
-from penstock.types import Sample, SamplingParams, VersionSpan
+from penstock.types import Sample, SamplingParams, Trajectory, VersionSpan
 
 
 class Harness:
@@ -61,6 +61,21 @@ class Harness:
         return [json.loads(line) for line in answer.text.splitlines()]
 
 
+class Asks(Environment):
+    def train_task(self, index: int) -> Task:
+        return Task(f"t{index}", f"say {index}")
+
+    def heldout_tasks(self, n: int) -> list[Task]:
+        return [self.train_task(-1 - i) for i in range(n)]
+
+    def reward(self, task: Task, response_text: str) -> float:
+        del task
+        return float(len(response_text) % 2)
+
+    async def step(self, task: Task, responses: Sequence[str]) -> Turn | None:
+        return Turn(f"and {task.id}?", done=len(responses) == 3)
+
+
 def check_simulated(row: dict[str, Any]) -> None:
     """Every token and logprob of each turn is that of its context and claimed versions."""
     ids = [*row["prompt_ids"], *row["response_ids"]]
@@ -76,8 +91,23 @@ def check_simulated(row: dict[str, Any]) -> None:
         assert wrong == []
 
 
+def as_row(t: Trajectory) -> dict[str, Any]:
+    """An episode of an environment's turns in the form of the gateway's rows."""
+    nodes: list[dict[str, Any]] = []
+    begin = 0
+    for end, _ in t.turn_rewards:
+        finish = "stop" if t.response_ids[end - 1] == 2 else "length"
+        nodes.append({"end": end, "tokens": sum(t.loss_mask[begin:end]), "finish": finish})
+        begin = end
+    names = ("prompt_ids", "response_ids", "loss_mask", "logprobs", "versions")
+    return {"nodes": nodes, **{name: getattr(t, name) for name in names}}
+
+
 async def test_rows_are_exact_through_updates_and_a_death_in_mid_turn(tokenizer: Tokenizer) -> None:
-    """Two engine processes behind a router; sixteen sessions while the weights change, and one engine is killed."""
+    """Two engine processes behind a router; sixteen sessions while the weights change, and one engine is killed.
+
+    Sixteen episodes of an environment's turns (R28) go through the same.
+    """
     async with Fleet.launch(
         "sim-model",
         engines=2,
@@ -95,6 +125,9 @@ async def test_rows_are_exact_through_updates_and_a_death_in_mid_turn(tokenizer:
                 await harness.chat(f"s{number}", messages, 60)
 
         playing = [asyncio.create_task(episode(number)) for number in range(16)]
+        batch = GeneratorInput([Asks().train_task(i) for i in range(8)], num_samples=2)
+        generator = MultiTurnGenerator(fleet, tokenizer, Asks(), SamplingParams(max_tokens=60), 32)
+        turning = asyncio.create_task(generator.generate(batch))
         await asyncio.sleep(0.3)
         for value in range(2):
             await asyncio.wait_for(fleet.update_weights([("w", torch.full((64,), float(value)))]), 60)
@@ -110,6 +143,10 @@ async def test_rows_are_exact_through_updates_and_a_death_in_mid_turn(tokenizer:
             check_simulated(row)
             versions |= set(row["versions"])
         assert len(versions) >= 3
+        output = await asyncio.wait_for(turning, 120)
+        for t in output.trajectories:
+            check_simulated(as_row(t))
+        assert len({version for t in output.trajectories for version in t.versions}) >= 3
 
 
 class TorchEngine:
@@ -165,21 +202,6 @@ async def test_rows_replayed_through_the_model_have_the_recorded_logprobs(tokeni
                 assert differ >= 0.8 * len(places)
         sampled = harness.gateway.find(Tenant("a", KEY), f"s{number}").sampled_tokens
         assert sum(sum(row["loss_mask"]) for row in rows) == sampled
-
-
-class Asks(Environment):
-    def train_task(self, index: int) -> Task:
-        return Task(f"t{index}", f"say {index}")
-
-    def heldout_tasks(self, n: int) -> list[Task]:
-        return [self.train_task(-1 - i) for i in range(n)]
-
-    def reward(self, task: Task, response_text: str) -> float:
-        del task
-        return float(len(response_text) % 2)
-
-    async def step(self, task: Task, responses: Sequence[str]) -> Turn | None:
-        return Turn(f"and {task.id}?", done=len(responses) == 3)
 
 
 async def replayed(engine: HTTPEngine, ids: Sequence[int]) -> list[float | None]:
@@ -240,5 +262,4 @@ async def test_real_rows_equal_the_engine_s_own_prompt_logprobs(live: Any, token
     generator = MultiTurnGenerator(live.engine, tokenizer, Asks(), SamplingParams(max_tokens=20), 8)
     output = await generator.generate(GeneratorInput([Asks().train_task(i) for i in range(3)], num_samples=2))
     for t in output.trajectories:
-        row = {name: getattr(t, name) for name in ("response_ids", "loss_mask", "logprobs", "versions")}
-        await check_replayed(live, t.prompt_ids, row)
+        await check_replayed(live, t.prompt_ids, as_row(t))

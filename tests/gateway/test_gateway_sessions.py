@@ -7,8 +7,6 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from wire_clients import WIRES, Chat
 
 from gateway_rig import CALL, KEY, OTHER_KEY, THOUGHT, Engine, Rig, auth
@@ -299,58 +297,3 @@ def test_tenants_have_names_and_keys_of_their_own(tokenizer: Tokenizer) -> None:
     for tenants in ([], [Tenant("a", "")], [Tenant("a", "k"), Tenant("a", "l")], [Tenant("a", "k"), Tenant("b", "k")]):
         with pytest.raises(ConfigError):
             Gateway(object(), ChatTemplate(tokenizer), GatewayOptions("m", 9), tenants)  # pyright: ignore[reportArgumentType]
-
-
-# --- random histories ------------------------------------------------------------------------------------------------
-
-TEXTS = st.sampled_from(["one", "two\n", f"{THOUGHT}three", CALL, f"{THOUGHT}x\n{CALL}\n{CALL}", "<think>\nopen"])
-STEPS = st.lists(
-    st.tuples(
-        st.sampled_from(["go", "go", "go", "again", "retry", "back", "edit", "strip", "new", "tools"]),
-        TEXTS,
-        st.sampled_from([None, None, None, 3]),
-    ),
-    min_size=1,
-    max_size=9,
-)
-
-
-@pytest.mark.parametrize("policy", ["extend", "faithful"])
-@given(steps=STEPS, number=st.integers(0, 2))
-@settings(max_examples=40)
-async def test_no_token_is_lost_doubled_or_trained_twice(
-    tokenizer: Tokenizer, policy: str, steps: list[tuple[str, str, int | None]], number: int
-) -> None:
-    rig = Rig(tokenizer, policy=policy)
-    client = WIRES[number](rig)
-    client.user("begin")
-    for step, text, cut in steps:
-        rig.engine.texts = [text]
-        items = json.loads(json.dumps(client.items))
-        if step == "back":
-            client.items = items[: max(1, len(items) // 2)]
-        elif step == "edit":
-            client.items = json.loads(json.dumps(items).replace("one", "uno").replace('a\\": ', 'a\\":  9'))
-        elif step == "new":
-            client.items = items[:1] if isinstance(client, Chat) else []
-        elif step == "tools":
-            client.function = {**client.function, "description": client.function["description"] + "!"}
-        if step in {"back", "new"}:
-            client.user(f"go on {len(items)}")
-        client.headers = {"Idempotency-Key": "k"} if step == "retry" else {}
-        limit = {"max_output_tokens": cut} if number == 1 else {"max_tokens": cut}
-        sent = {**client.body, **({name: value for name, value in limit.items() if value} if cut else {})}
-        answer = await rig.http.post(client.path, json=sent, headers=client.headers)
-        if answer.status_code != 200:
-            assert answer.status_code == 400, answer.text  # an edit may break the JSON of arguments
-            client.items = items
-            continue
-        given = answer.json()
-        message = given["choices"][0]["message"] if number == 0 else given
-        client.echo(message, "no reasoning" if step == "strip" else "identical")
-        if step != "again":
-            client.user(f"next {len(client.items)}")
-    rows = await rig.rows()
-    sampled = sum(len(node.sample.token_ids) for node in rig.session().nodes.values())
-    assert sum(sum(row["loss_mask"]) for row in rows) == sampled
-    assert len(rig.session().nodes) == len(rig.engine.seen)

@@ -26,7 +26,9 @@ EDITS = (
 )
 """Of reasoning, of arguments as text and as an object, of an answer, of a question."""
 STEPS = st.tuples(
-    st.sampled_from(("turn", "turn", "edit", "drop", "branch", "compact", "agent", "retry", "parallel", "abort")),
+    st.sampled_from(
+        ("turn", "turn", "cut", "edit", "drop", "branch", "compact", "agent", "tools", "retry", "parallel", "abort")
+    ),
     st.integers(0, 5),
     st.integers(0, 5),
 )
@@ -60,29 +62,42 @@ class Harness:
             client = self.agent([wire.path for wire in WIRES].index(client.path), system, client.items)
         elif kind == "agent":
             client = self.agent(how, f"be {which}")
+        elif kind == "tools":
+            client.function = {**client.function, "description": f"adds, version {self.asked}"}
         self.asked += 1
         client.user(f"sure {self.asked}")
         said = [SAYS[(how + i) % len(SAYS)].replace("said", f"said {self.asked}{i}") for i in range(4)]
         self.rig.engine.texts, before, sent = said, len(self.rig.engine.seen), _numbered(json.dumps(client.items))
-        goes_on = kind not in {"edit", "drop", "compact", "agent"} and '"assistant"' in json.dumps(client.items)
-        if kind == "retry":
-            client.headers = {"Idempotency-Key": str(self.asked)}
-            answer = await client.ask()
-            assert await client.ask() == answer
-            client.headers = {}
-        elif kind == "parallel":
-            other = self.agent([wire.path for wire in WIRES].index(client.path), system, client.items)
-            answer, others = await asyncio.gather(client.ask(), other.ask())
-            other.echo(others, ECHOES[how % 3])
-        elif kind == "abort":
-            answer = await self._abort(client)
-        else:
-            answer = await client.ask()
+        branches = kind in {"edit", "drop", "compact", "agent", "tools"}
+        goes_on = not branches and '"assistant"' in json.dumps(client.items)
+        answer = await self._asked(kind, client, how)
         client.echo(answer, ECHOES[how % 3])
         *_, node = self.rig.session().nodes.values()
         assert node.parent or not goes_on or self.rig.gateway.policy == "faithful", "a turn that extends no other"
         for context in self.rig.engine.seen[before:]:
             assert _numbered(self.rig.tokenizer.decode(context)) == sent, "another conversation than the harness sent"
+
+    async def _asked(self, kind: str, client: Chat, how: int) -> dict[str, Any]:
+        """Ask as a step does; return the answer."""
+        if kind == "retry":
+            client.headers = {"Idempotency-Key": str(self.asked)}
+            answer = await client.ask()
+            assert await client.ask() == answer
+            client.headers = {}
+            return answer
+        if kind == "parallel":
+            system = next(system for known, system in self.agents if known is client)
+            other = self.agent([wire.path for wire in WIRES].index(client.path), system, client.items)
+            answer, others = await asyncio.gather(client.ask(), other.ask())
+            other.echo(others, ECHOES[how % 3])
+            return answer
+        if kind == "abort":
+            return await self._abort(client)
+        limit = "max_output_tokens" if client.path == WIRES[1].path else "max_tokens"
+        client.more = {limit: 3 + how} if kind == "cut" else {}
+        answer = await client.ask()
+        client.more = {}
+        return answer
 
     async def _abort(self, client: Chat) -> dict[str, Any]:
         """Leave in the middle of a turn; the same request reads its answer later."""

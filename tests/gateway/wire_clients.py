@@ -22,6 +22,8 @@ class Chat:
         self.items: list[dict[str, Any]] = [{"role": "system", "content": "be good"}]
         self.function = {"name": "add", "description": "adds", "parameters": PARAMETERS}
         self.headers: dict[str, str] = {}
+        self.more: dict[str, Any] = {}
+        """Further fields of requests."""
 
     def user(self, text: str) -> None:
         self.items.append({"role": "user", "content": text})
@@ -32,7 +34,7 @@ class Chat:
 
     async def ask(self) -> dict[str, Any]:
         if not self.stream:
-            answer = await self.rig.post(self.path, self.body, **self.headers)
+            answer = await self.rig.post(self.path, {**self.body, **self.more}, **self.headers)
             return answer["choices"][0]["message"]
         answer = await self.rig.http.post(self.path, json={**self.body, "stream": True}, headers=self.headers)
         assert answer.text.endswith("data: [DONE]\n\n")
@@ -75,7 +77,7 @@ class Responses(Chat):
 
     async def ask(self) -> dict[str, Any]:
         if not self.stream:
-            return await self.rig.post(self.path, self.body, **self.headers)
+            return await self.rig.post(self.path, {**self.body, **self.more}, **self.headers)
         answer = await self.rig.http.post(self.path, json={**self.body, "stream": True}, headers=self.headers)
         events = events_of(answer.text)
         assert [event["sequence_number"] for event in events] == list(range(len(events)))
@@ -110,12 +112,12 @@ class Anthropic(Chat):
 
     @property
     def body(self) -> dict[str, Any]:
-        tool = {"name": "add", "description": "adds", "input_schema": PARAMETERS}
-        return {"model": "m", "max_tokens": 500, "system": "be good", "messages": self.items, "tools": [tool]}
+        function = {("input_schema" if name == "parameters" else name): value for name, value in self.function.items()}
+        return {"model": "m", "max_tokens": 500, "system": "be good", "messages": self.items, "tools": [function]}
 
     async def ask(self) -> dict[str, Any]:
         if not self.stream:
-            return await self.rig.post(self.path, self.body, **self.headers)
+            return await self.rig.post(self.path, {**self.body, **self.more}, **self.headers)
         answer = await self.rig.http.post(self.path, json={**self.body, "stream": True}, headers=self.headers)
         events = events_of(answer.text)
         assert events[-1] == {"type": "message_stop"}

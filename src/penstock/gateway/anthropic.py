@@ -94,14 +94,10 @@ def _messages(given: Mapping[str, Any]) -> list[ChatMessage]:
         if block["type"] != "tool_result":
             texts.append(block)
             continue
-        found.append(ChatMessage("tool", _result(block), call_id=bare(str(block["tool_use_id"]))))
+        found.append(ChatMessage("tool", text_of(block.get("content")), call_id=bare(str(block["tool_use_id"]))))
     if texts or not found:
         found.append(ChatMessage("system" if role == "system" else "user", text_of(texts)))
     return found
-
-
-def _result(block: Mapping[str, Any]) -> str:
-    return text_of(block.get("content"))
 
 
 def _assistant(blocks: list[Any]) -> ChatMessage:

@@ -96,6 +96,7 @@ class Place:
     seen: int
     messages: tuple[ChatMessage, ...]
     """With what we sent in place of what came back."""
+    digest: bytes
     cause: str = ""
 
 
@@ -137,20 +138,21 @@ class Session:
                     continue
                 best = max(agreeing, key=lambda node: len(named & {turn.id for turn in node.path()}))
                 lost = any(m.role == "assistant" for m in given[i + 1 :])
-                return Place(best, i + 1, tuple(given), (cause or "edited history") if lost else "")
-        return Place(None, 0, tuple(given), cause or self._why_root(given, digests))
+                return Place(best, i + 1, tuple(given), digests[-1], (cause or "edited history") if lost else "")
+        return Place(None, 0, tuple(given), digests[-1], cause or self._why_root(given, digests))
 
     def add(self, node: Node, tools: Sequence[Tool]) -> None:
         """Add a turn."""
         self.nodes[node.id] = node
         self._by_digest.setdefault(node.digest, []).append(node)
         self._by_minted |= dict.fromkeys((node.id, *(call.id for call in node.message.calls)), node)
-        self._heads |= {tools_key(tools), _head(node.path()[0].inputs)}
         self.sampled_tokens += len(node.sample.token_ids)
         if node.cause:
             self.breaks[node.cause] += 1
         if node.parent is not None:
             node.parent.children.append(node)
+        else:
+            self._heads |= {tools_key(tools), _head(node.inputs)}
 
     def _sent(self, message: ChatMessage) -> Node | None:
         if message.role != "assistant":

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from penstock.errors import whole_number
-from penstock.gateway.graph import Node, Place, Session, digests_of, extended, new_id
+from penstock.gateway.graph import Node, Place, Session, extended, new_id
 from penstock.gateway.messages import UNKNOWN_THREAD, ChatMessage, ChatRequest, GatewayError, Tool, ToolCall, merged
 from penstock.rollout.call_form import CallForm, after_reasoning, structured_outputs
 from penstock.rollout.chat_template import ChatTemplate
@@ -181,7 +181,6 @@ class TurnCodec:
         """Return the node of a sample that continues `parent` by the tokens `added`."""
         prompt = added if parent is None else (*parent.sample.token_ids[-4:], *added)
         message = self._message(prompt, sample, request.tools, params)
-        *_, before = digests_of(place.messages, request.tools)
         cause = place.cause or ("template" if place.parent is not parent else "")
         return Node(
             id=new_id(),
@@ -191,7 +190,7 @@ class TurnCodec:
             message=message,
             inputs=place.messages[parent.seen if parent else 0 :],
             seen=len(place.messages) + 1,
-            digest=extended(before, message),
+            digest=extended(place.digest, message),
             length=(parent.length if parent else 0) + len(added) + len(sample.token_ids),
             params=params,
             cause=cause,

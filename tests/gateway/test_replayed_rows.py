@@ -1,0 +1,119 @@
+"""Rows of all three wires replayed: by engines started afresh for each version, and through an update that keeps KV."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_gateway_engines import Harness
+
+from gateway_rig import KEY
+from http_engine import HTTPEngine
+from nano_models import changed
+from penstock.engine.launch import EngineProcess
+from penstock.gateway.service import Tenant
+from penstock.rollout.tokenizer import Tokenizer
+from penstock.settings import EngineConfig
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+TENANT = Tenant("a", KEY)
+
+
+async def made(live: Any, number: int) -> None:
+    """Return when the engine has made so many tokens more."""
+    wanted = (await live.engine.control.stats()).generation_tokens + number
+    async with asyncio.timeout(60):
+        while (await live.engine.control.stats()).generation_tokens < wanted:
+            pass
+
+
+async def turn(harness: Harness, wire: int, session: str, said: list[Any], most: int, **sampling: float) -> None:
+    """Ask over a wire, and put the answer and a question behind what was said."""
+    path, name, limit = (
+        ("chat/completions", "messages", "max_tokens"),
+        ("responses", "input", "max_output_tokens"),
+        ("messages", "messages", "max_tokens"),
+    )[wire]
+    answer = await harness.http.post(f"/s/{session}/v1/{path}", json={**sampling, name: said, limit: most})
+    assert answer.status_code == 200, answer.text
+    given = answer.json()
+    if wire == 0:
+        said.append(given["choices"][0]["message"])
+    elif wire == 1:
+        said.extend(given["output"])
+    else:
+        said.append({"role": "assistant", "content": given["content"]})
+    said.append({"role": "user", "content": f"more {len(said)}"})
+
+
+async def computed(engine: HTTPEngine, ids: Sequence[int], temperature: float) -> list[float]:
+    """Logprob of each token but the first, as the engine computes a prompt, at a temperature."""
+    body = {"prompt": list(ids), "max_tokens": 1, "prompt_logprobs": -1}
+    answer = await engine.data.http.post("/v1/completions", body, timeout_s=60.0)
+    found: list[float] = []
+    for token, given in zip(ids[1:], answer["choices"][0]["prompt_logprobs"][1:], strict=True):
+        values = torch.tensor([entry["logprob"] for entry in given.values()]) / temperature
+        found.append(given[str(token)]["logprob"] / temperature - float(values.logsumexp(0)))
+    return found
+
+
+async def fresh_engine(stack: AsyncExitStack, live: Any, version: int, folder: Path) -> HTTPEngine:
+    """Start an engine from files with the weights of a version."""
+    shutil.copytree(live.model_path, folder)
+    live.history.models[version].save_pretrained(folder)
+    config = EngineConfig(
+        model=str(folder), max_model_len=1024, dtype="float32", profile="cpu", extra_args={"max-logprobs": -1}
+    )
+    process = await EngineProcess.launch(config, name=folder.name, log_dir=folder, api_key=KEY)
+    stack.push_async_callback(process.stop)
+    engine = await HTTPEngine.connect(process.url, name=folder.name, api_key=KEY)
+    stack.push_async_callback(engine.teardown)
+    return engine
+
+
+@pytest.mark.slow
+async def test_rows_are_what_fresh_engines_of_their_versions_compute(
+    live: Any, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """An update in the middle, two temperatures; with one token less at the beginning the logprobs are others."""
+    harness = Harness(live.engine, tokenizer, 1024)
+    temperatures = {f"s{i}": (1.0, 0.7)[i // 3] for i in range(6)}
+
+    async def episode(number: int) -> None:
+        said: list[Any] = [{"role": "user", "content": f"question {number}"}]
+        for _ in range(3):
+            await turn(harness, number % 3, f"s{number}", said, 40, temperature=temperatures[f"s{number}"])
+
+    before = live.engine.weight_version
+    playing = [asyncio.create_task(episode(number)) for number in range(6)]
+    await made(live, 100)
+    after = (await live.update(changed(live.history.latest, 78))).version
+    await asyncio.gather(*playing)
+    seen: set[int] = set()
+    async with AsyncExitStack() as stack:
+        fresh = {
+            version: await fresh_engine(stack, live, version, tmp_path / f"v{version}") for version in (before, after)
+        }
+        for name, temperature in temperatures.items():
+            session = harness.gateway.find(TENANT, name)
+            trained = differ = 0
+            for row in session.rows():
+                t = row.trajectory(reward=0.0)
+                ids, start = [*t.prompt_ids, *t.response_ids], len(t.prompt_ids)
+                again = {v: (await computed(fresh[v], ids, temperature))[start - 1 :] for v in set(t.versions)}
+                shifted = {v: (await computed(fresh[v], ids[1:], temperature))[start - 2 :] for v in set(t.versions)}
+                for i in (i for i, mask in enumerate(t.loss_mask) if mask):
+                    assert abs(again[t.versions[i]][i] - t.logprobs[i]) < 1e-4, (name, i)
+                    differ += abs(shifted[t.versions[i]][i] - t.logprobs[i]) > 1e-3
+                    trained += 1
+                seen |= set(t.versions)
+            assert trained == session.sampled_tokens
+            assert differ > 0.8 * trained
+    assert seen == {before, after}
