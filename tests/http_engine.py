@@ -129,7 +129,7 @@ class HTTPEngine(Engine):
         if before is not None:
             before[1].close()
         self._adapters[name] = number, files
-        return UpdateReport(version=number, bytes=files.nbytes, seconds={}, engines=(update,))
+        return UpdateReport(version=number, bytes=files.nbytes, seconds={}, engines=(update,), adapter=name)
 
     async def unload_adapter(self, name: str) -> None:
         await self.control.unload_adapter(name)
@@ -171,7 +171,7 @@ class HTTPEngine(Engine):
         return UpdateReport(version=target, bytes=manifest.nbytes, seconds=seconds, engines=(update,))
 
     async def recovered(self, report: UpdateReport, *, timeout_s: float = 60.0) -> UpdateReport:
-        loss = await self.control.token_loss(report.version, timeout_s=timeout_s)
+        loss = await self.control.token_loss(report.version, adapter=report.adapter, timeout_s=timeout_s)
         return replace(report, engines=tuple(replace(engine, loss=loss) for engine in report.engines))
 
     async def get_num_unfinished_requests(self, index: int | None = None) -> int:  # noqa: ARG002 - there is one

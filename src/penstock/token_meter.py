@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from penstock.types import TokenLoss
@@ -31,7 +31,7 @@ class _Mark:
 class _Update:
     """An update whose loss is being measured."""
 
-    version: int
+    name: Hashable
     began: float
     rate: float
     running: int
@@ -60,8 +60,8 @@ class TokenMeter:
         self._window: deque[tuple[float, int]] = deque()
         """Time and tokens so far, of the steps of the last `STEADY_S` seconds."""
         self._open: _Update | None = None
-        self._losses: dict[int, TokenLoss] = {}
-        self._asked: defaultdict[int, list[Known]] = defaultdict(list)
+        self._losses: dict[Hashable, TokenLoss] = {}
+        self._asked: defaultdict[Hashable, list[Known]] = defaultdict(list)
 
     def step(self, tokens: int, in_flight: int) -> None:
         """Count a step's tokens; `in_flight` requests are left, running or waiting."""
@@ -79,17 +79,17 @@ class TokenMeter:
             if update.marks:
                 self._look(update)
 
-    def begin(self, version: int, running: int) -> None:
-        """Begin to measure: an update of an engine that is making tokens, by `running` requests."""
+    def begin(self, name: Hashable, running: int) -> None:
+        """Begin to measure an update of any name: of an engine that is making tokens, by `running` requests."""
         now, rate = self._clock(), 0.0
         if (before := self._open) is not None:
-            if before.version == version:  # it is sent again
+            if before.name == name:  # it is sent again
                 return
             rate, running = before.rate, before.running
             self.close()
         elif running and self._window and now > self._window[0][0]:
             rate = (self._tokens - self._window[0][1]) / (now - self._window[0][0])
-        self._open = _Update(version, now, rate, max(1, running), _Mark(now, 0.0, 0.0), self._in_flight)
+        self._open = _Update(name, now, rate, max(1, running), _Mark(now, 0.0, 0.0), self._in_flight)
         if not rate:
             self._end(self._open.now, back=True)
 
@@ -108,12 +108,12 @@ class TokenMeter:
             self._advance(update, self._clock(), 0)
             self._end(update.now, back=False)
 
-    def when_known(self, version: int, known: Known) -> None:
+    def when_known(self, name: Hashable, known: Known) -> None:
         """Call `known` with the loss of an update as soon as it is known; None: it was not measured."""
-        if self._open is not None and self._open.version == version:
-            self._asked[version].append(known)
+        if self._open is not None and self._open.name == name:
+            self._asked[name].append(known)
         else:
-            known(self._losses.get(version))
+            known(self._losses.get(name))
 
     def _advance(self, update: _Update, now: float, tokens: int) -> None:
         before = update.now
@@ -140,8 +140,8 @@ class TokenMeter:
             self._window.popleft()
         tokens = max(0.0, mark.expected - mark.made)
         loss = TokenLoss(tokens=tokens, seconds=mark.time - update.began, rate=update.rate, back=back)
-        self._losses[update.version] = loss
+        self._losses[update.name] = loss
         while len(self._losses) > KEPT_LOSSES:
-            del self._losses[min(self._losses)]
-        for known in self._asked.pop(update.version, ()):
+            del self._losses[next(iter(self._losses))]
+        for known in self._asked.pop(update.name, ()):
             known(loss)

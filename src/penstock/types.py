@@ -415,8 +415,7 @@ class UpdateReport:
     def tokens_lost(self) -> float | None:
         """Tokens that the update cost: each engine's steady rate minus tokens made, until its rate was back.
 
-        None until `Engine.recovered` has returned the report with it, and where no engine measured it. Updates of an
-        adapter are not measured.
+        None until `Engine.recovered` has returned the report with it, and where no engine measured it.
         """
         losses = [engine.loss.tokens for engine in self.engines if engine.loss is not None]
         return sum(losses) if losses else None

@@ -137,6 +137,10 @@ async def test_kept_kv_of_an_adapter_is_labelled_and_a_replay_gives_its_logprobs
     (plain,) = await other
     assert [(s.adapter, s.kv_kept) for s in plain.spans] == [(None, False)]
     tuned.check(prompt, plain)
+    (loss,) = (engine.loss for engine in (await tuned.engine.recovered(report)).engines)
+    assert loss is not None
+    assert loss.rate > 0
+    assert 0 <= loss.tokens <= loss.rate * loss.seconds + 1e-6
 
 
 async def prefix_hits(tuned: Tuned) -> float:

@@ -112,7 +112,10 @@ async def test_what_an_adapters_update_cost_is_not_that_of_the_bases_version_of_
         for adapter in ("x", "y"):
             report = await fleet.update_adapter(adapter, tensors, config=CONFIG)
             assert (report.adapter, report.version) == (adapter, measured.version)
-            assert (await fleet.recovered(report)).tokens_lost is None
+            own = await fleet.recovered(report)
+            assert own.tokens_lost is not None
+            assert [e.loss for e in own.engines] != [e.loss for e in measured.engines]
+        assert await fleet.recovered(measured) == measured, "it is still remembered"
         await running
 
 

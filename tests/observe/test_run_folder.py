@@ -265,7 +265,7 @@ def test_the_summary_adds_up_the_rows(tmp_path: Path) -> None:
     unmeasured = Summary.of(
         rows[:2], name="r", seed=1, resumed_at=[], evaluations={}, wasted_tokens=0, unconsumed_tokens=0, seconds={}
     )
-    assert unmeasured.tokens_lost is None, "nothing was measured, as of a run of adapter updates"
+    assert unmeasured.tokens_lost is None, "nothing was measured"
     assert summary.tokens_per_second == pytest.approx(50.0)
     assert (summary.bubble_median, summary.bubble_max) == (pytest.approx(0.02), pytest.approx(0.03))
     assert summary.multi_version_share == pytest.approx((5 + 15) / 50)

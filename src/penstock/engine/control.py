@@ -269,12 +269,12 @@ class ControlClient:
             raise EngineHTTPError(message, status=200, engine=self.name)
         return self._update_of(answer)
 
-    async def token_loss(self, version: int, *, timeout_s: float) -> TokenLoss | None:
+    async def token_loss(self, version: int, *, adapter: str | None = None, timeout_s: float) -> TokenLoss | None:
         """Return what an update cost this engine, as soon as its rate is back; None: it was not measured.
 
         After `timeout_s` seconds the measurement ends, and the loss so far is returned.
         """
-        body = {"version": version, "timeout_s": timeout_s}
+        body = {"version": version, "adapter": adapter, "timeout_s": timeout_s}
         answer: Any = await self._at_core("/penstock/weights/loss", body, timeout_s + self.timeout_s)
         return None if answer is None else TokenLoss(**answer)
 

@@ -237,12 +237,10 @@ class Updater:
 
 async def recovered(roster: Roster, report: UpdateReport, *, timeout_s: float) -> UpdateReport:
     """Add what an update cost each engine, as soon as all make tokens as before it; see `Engine.recovered`."""
-    if report.adapter is not None:  # engines measure updates of their own weights, under versions of those
-        return report
     names = {engine.engine for engine in report.engines}
     outcome = await fan_out(
         [member for member in roster.live() if member.name in names],
-        lambda engine: engine.token_loss(report.version, timeout_s=timeout_s),
+        lambda engine: engine.token_loss(report.version, adapter=report.adapter, timeout_s=timeout_s),
         deadline_s=timeout_s + ANSWER_S,
     )
     engines = (replace(engine, loss=outcome.results.get(engine.engine)) for engine in report.engines)

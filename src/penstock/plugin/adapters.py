@@ -62,11 +62,11 @@ class CoreAdapters:
 
     Args:
         core: vLLM's.
-        at_boundary: calls a function when no step is under way, with the scheduler held; see `core.at_boundary`.
+        at_boundary: calls a function when no step is under way, with the scheduler held; see `CoreControl._change`.
         kv: keeps KV of requests in flight.
     """
 
-    def __init__(self, core: Any, at_boundary: Callable[[Callable[[], Any]], Any], kv: KeptKV) -> None:
+    def __init__(self, core: Any, at_boundary: Callable[..., Any], kv: KeptKV) -> None:
         self.loaded: dict[str, LoadedAdapter] = {}
         """By name; those that came past us are not among them."""
         self._held: dict[str, list[Any]] = {}
@@ -97,7 +97,7 @@ class CoreAdapters:
             self._kv.check()
         check_adapter(order["source"], spec)
         began = time.perf_counter()
-        return self._at_boundary(lambda: self._load(order, began))
+        return self._at_boundary(lambda: self._load(order, began), (order["name"], order["version"]))
 
     def _load(self, order: Mapping[str, Any], began: float) -> dict[str, Any]:
         name, version, paused = order["name"], order["version"], time.perf_counter()

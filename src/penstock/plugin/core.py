@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict
 from typing import Any, get_args
@@ -224,8 +224,8 @@ class CoreControl:
 
         return self.in_core(work)
 
-    def _change(self, work: Callable[[], Any]) -> Any:
-        """Call `work` between two steps, with none under way; a future if one is."""
+    def _change(self, work: Callable[[], Any], update: Hashable = None) -> Any:
+        """Call `work` between two steps, with none under way; a future if one is. `update` names what it costs."""
 
         def changed() -> Any:
             try:
@@ -233,8 +233,9 @@ class CoreControl:
             finally:
                 self.pausing.let_go(changed)
 
+        if update is not None:
+            self.pausing.measure(update)
         self.pausing.hold(changed)
-
         return at_boundary(self.core, changed)
 
     def _find_spec(self) -> WeightSpec:
@@ -267,6 +268,7 @@ class CoreControl:
     def _loss(self, body: Any) -> Future[Any]:
         """Answer what a version cost as soon as that is known, or what it cost so far after `timeout_s`."""
         version, timeout_s = field(body, "version", int), field(body, "timeout_s", int, float)
+        update = version if (adapter := body.get("adapter")) is None else (str(adapter), version)
         answer: Future[Any] = Future()
 
         def answer_once(loss: TokenLoss | None) -> None:
@@ -274,7 +276,7 @@ class CoreControl:
                 answer.set_result(None if loss is None else asdict(loss))
 
         meter = self.pausing.meter
-        self.in_core(lambda: meter.when_known(version, answer_once))
+        self.in_core(lambda: meter.when_known(update, answer_once))
         if not wait((answer,), min(timeout_s, LOSS_S)).done:
             self.in_core(meter.close)
         return answer
@@ -328,8 +330,7 @@ class CoreUpdate:
         prepared = self._core.collective_rpc("penstock_prepared")
         if any(version != self._version for version in prepared):
             raise StateError(f"weight version {self._version} is not prepared here (prepared: {prepared})")
-        if self._pausing.makes_tokens:
-            self._pausing.meter.begin(self._version, self._core.scheduler.get_request_counts()[0])
+        self._pausing.measure(self._version)
         # Also if it is paused: a pause that waits lets requests go on, and one that keeps may still wait for a step.
         self._pausing.hold(UPDATE)
         return at_boundary(self._core, self._load_paused)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from contextvars import ContextVar
 from typing import Any
@@ -70,6 +70,11 @@ class PauseState:
     def held_s(self) -> float:
         """Seconds of the core's life in which something held it, from the call on."""
         return self._held_s + (0.0 if self._since is None else time.perf_counter() - self._since)
+
+    def measure(self, update: Hashable) -> None:
+        """Begin to measure what an update costs, if tokens are being made."""
+        if self.makes_tokens:
+            self.meter.begin(update, self._core.scheduler.get_request_counts()[0])
 
     def hold(self, reason: object) -> None:
         """Make no tokens before `let_go`."""

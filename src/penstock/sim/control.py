@@ -74,7 +74,8 @@ async def _apply(call: Call) -> dict[str, Any]:
 
 
 async def _loss(call: Call) -> dict[str, Any] | None:
-    cost = await call.engine.token_loss(int(call.body["version"]), float(call.body["timeout_s"]))
+    version, timeout_s = int(call.body["version"]), float(call.body["timeout_s"])
+    cost = await call.engine.token_loss(version, call.body.get("adapter"), timeout_s)
     return None if cost is None else asdict(cost)
 
 

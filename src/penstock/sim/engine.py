@@ -232,6 +232,9 @@ class SimEngine:
         """
         await self.at(Phase.CONTROL)
         self.adapters.load(name, content_of(source), in_place=True, version=version)
+        if not self.paused:
+            self.meter.begin((name, version), len(self.scheduler.running))
+            self.meter.resume()  # it takes no time
         running = [sequence for sequence in self.scheduler.running if sequence.request.lora == name]
         for sequence in reversed(running):
             if kv == "recompute":
@@ -316,10 +319,11 @@ class SimEngine:
         requests = {"preempted": preempted, "kept": kept}
         return {"version": version, "seconds": seconds, **requests, "checksum": checksum}
 
-    async def token_loss(self, version: int, timeout_s: float) -> TokenLoss | None:
+    async def token_loss(self, version: int, adapter: str | None, timeout_s: float) -> TokenLoss | None:
         """What an update cost, as soon as it is known; after `timeout_s` what it cost so far."""
         known = asyncio.get_running_loop().create_future()
-        self.meter.when_known(version, lambda loss: known.done() or known.set_result(loss))
+        update = version if adapter is None else (adapter, version)
+        self.meter.when_known(update, lambda loss: known.done() or known.set_result(loss))
         if not (await asyncio.wait((known,), timeout=timeout_s))[0]:
             self.meter.close()
         return await known
