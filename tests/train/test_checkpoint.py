@@ -126,13 +126,6 @@ def test_foreign_files_are_refused(tmp_path: Path):
         load(tmp_path)
 
 
-def test_checkpoints_of_an_older_penstock_are_not_passed_over(tmp_path: Path):
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "step-00000009.safetensors").touch()
-    with pytest.raises(CheckpointError, match="older Penstock"):
-        latest(tmp_path)
-
-
 def test_names_that_are_no_checkpoints_are_left_alone(tmp_path: Path):
     save(tmp_path, 1, writer())
     folder = tmp_path / "checkpoints"

@@ -376,6 +376,16 @@ def test_a_model_that_cannot_be_loaded_is_a_config_error(tmp_path, micro_model: 
         learner_of(str(tmp_path / "capped"))
 
 
+def test_there_is_no_dropout_as_engines_have_none(micro_model: str, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(micro_model)
+    model.config.attention_dropout = 0.5
+    model.save_pretrained(tmp_path)
+    learner, spec = LocalLearner(str(tmp_path), TrainConfig(), seed=0), LossSpec({"cross_entropy": 1.0})
+    data = [Datum([1, 2, 3], [2, 3, 4], [1.0] * 3, [0.0] * 3, [0.0] * 3)]
+    losses = [learner.forward_backward(None, spec, data).losses, learner.forward(None, spec, data).losses]
+    assert losses == [learner.forward_backward(None, spec, data).losses] * 2
+
+
 # --- state ------------------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,15 @@ import pytest
 import torch
 from random_trajectories import trajectories_of
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from penstock.config import LoraConfig, TrainConfig
 from penstock.errors import CheckpointError, StateError, UserError
@@ -163,6 +171,8 @@ def test_what_does_not_fit_is_refused(micro_model: str, untied: str):
     learner.create_adapter("a", LoraSpec(rank=2))
     with pytest.raises(UserError, match="has an adapter 'a' already"):
         learner.create_adapter("a", LoraSpec())
+    with pytest.raises(UserError, match="a loss of no parts has no gradient"):
+        learner.forward_backward("a", LossSpec({}), data)
     with pytest.raises(UserError, match="chooses no matrix"):
         learner.create_adapter("b", LoraSpec(train_attn=False, train_mlp=False))
     with pytest.raises(StateError, match="base's weights are frozen"):
@@ -176,6 +186,32 @@ def test_what_does_not_fit_is_refused(micro_model: str, untied: str):
         other.load_state("a", learner.state("a"))
     with pytest.raises(CheckpointError, match="is of another model"):
         learner.load_state("a", learner.state("head"))
+
+
+def neox(folder: Path) -> str:
+    config = GPTNeoXConfig(
+        vocab_size=24, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48
+    )
+    GPTNeoXForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def test_an_adapter_changes_all_that_its_spec_asks_for_or_is_refused(tmp_path: Path):
+    learner = learner_of(neox(tmp_path / "neox"))
+    learner.create_adapter("a", LoraSpec(rank=2))
+    changed = {name.split(".")[-3] for name in held(learner, "a")}
+    assert changed == {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}
+    experts = Qwen2MoeConfig(
+        vocab_size=24, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_experts=4,
+        num_key_value_heads=2, moe_intermediate_size=16, shared_expert_intermediate_size=16,
+    )  # fmt: skip
+    Qwen2MoeForCausalLM(experts).save_pretrained(tmp_path / "experts")
+    learner = learner_of(str(tmp_path / "experts"))
+    with pytest.raises(UserError, match="cannot change this model's experts; set train_mlp to false"):
+        learner.create_adapter("a", LoraSpec(rank=2))
+    learner.create_adapter("a", LoraSpec(rank=2, train_mlp=False))
+    assert all("self_attn" in name for name in held(learner, "a"))
+    assert learner.adapter_config("a")["base_model_name_or_path"] == str(tmp_path / "experts")
 
 
 def test_the_base_is_frozen_by_an_adapter_and_not_by_a_refused_one(micro_model: str):

@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.config import LOSSES as LOSS_NAMES
 from penstock.config import TrainConfig, load_config
 from penstock.errors import ConfigError, PenstockError, UserError
-from penstock.train.losses import CORRECTIONS, Limits, LossOutput, LossTerms, kl, loss_named
+from penstock.train.losses import CORRECTIONS, Limits, LossOutput, LossSpec, LossTerms, kl, loss_named
 from penstock.train.losses import POLICY_LOSSES as LOSSES
 
 LIMITS = Limits(low=0.2, high=0.28, importance_cap=2.0, max_tokens=9)
@@ -337,6 +337,16 @@ def test_a_loss_of_ones_own_is_named_by_its_module(tmp_path: Path, monkeypatch: 
     }.items():
         with pytest.raises(PenstockError, match=message):
             loss_named(name)(terms, LIMITS)
+
+
+def test_limits_that_correct_nothing_are_refused():
+    with pytest.raises(UserError, match="unknown correction 'tiss'; known: tis, mis"):
+        Limits(correction="tiss")
+    with pytest.raises(UserError, match=r"ratio_band must be around 1, .* got \(5.0, 0.5\)"):
+        Limits(ratio_band=(5.0, 0.5))
+    for temperature in (0.0, math.nan, math.inf):
+        with pytest.raises(UserError, match="temperature of sampling must be above 0, got"):
+            LossSpec({"dapo": 1.0}, temperature=temperature)
 
 
 def test_a_loss_that_is_not_there_is_refused_with_the_nearest() -> None:

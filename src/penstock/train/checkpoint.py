@@ -38,7 +38,6 @@ KEEP = 2
 RECORD = "record.json"
 
 _NAME = re.compile(r"step-(\d+)")
-_OLD = "step-*.safetensors"
 _UNFINISHED = ".unfinished"
 _LITTLE = 64 << 20
 """Free bytes of a disk on which a checkpoint failed that call it full."""
@@ -90,18 +89,8 @@ def save(run_dir: Path, step: int, write: Callable[[Path], Mapping[str, Any]]) -
 
 
 def latest(run_dir: Path) -> Path | None:
-    """The checkpoint of the highest step in `run_dir`, or None where there is none.
-
-    Raises:
-        CheckpointError: there are only checkpoints of an older Penstock, which this one cannot read.
-    """
-    folder = run_dir / "checkpoints"
-    found = _checkpoints(folder)
-    if not found and any(folder.glob(_OLD)):
-        raise CheckpointError(
-            f"{folder} has checkpoints of an older Penstock, one file each, which this one cannot read; end the run "
-            "with that one, or start a new run without --resume"
-        )
+    """The checkpoint of the highest step in `run_dir`, or None where there is none."""
+    found = _checkpoints(run_dir / "checkpoints")
     return found[-1] if found else None
 
 

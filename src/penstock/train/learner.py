@@ -44,7 +44,7 @@ class LocalLearner(Learner):
     Args:
         model_path: folder or hub name of a causal language model.
         config: sizes; see `TrainConfig`.
-        seed: of torch, for models with dropout.
+        seed: of torch, for losses that draw numbers. Models compute without dropout, as engines do.
         served_dtype: what engines take (`weights`); `auto`: of each tensor that of the checkpoint.
 
     Raises:
@@ -70,8 +70,6 @@ class LocalLearner(Learner):
         self._use_threads()
         torch.manual_seed(seed)
         self.policy = self._load_policy(model_path)
-        self._base_modules = list(self.policy.modules())
-        """Without those of adapters, which have no dropout."""
         self._stored_dtypes = stored_dtypes(model_path) if served_dtype == "auto" else {}
         self._served_dtype = _config_dtype(model_path) if served_dtype == "auto" else getattr(torch, served_dtype)
         self._casts: dict[str, Tensor] = {}
@@ -79,20 +77,25 @@ class LocalLearner(Learner):
         self._adapters: Adapters | None = None
         # Compiled layers would be compiled again for each mixture of adapters.
         self.joins = self._group is None and not config.compile
+        if self._group is None:  # a model that cannot be packed is refused now; of ranks the first step refuses it
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+                self._run(LossSpec({}), [Datum([0, 0], [0, 0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0])] * 2)
 
     def forward(self, adapter: str | None, loss: LossSpec, data: Sequence[Datum]) -> Outputs:
         """See `Learner.forward`."""
         self._use_threads()
-        self._activate(adapter, training=False)
+        self._activate(adapter)
         with torch.no_grad():
             return self._run(loss, data)
 
     def forward_backward(self, adapter: str | None, loss: LossSpec, data: Sequence[Datum]) -> Outputs:
         """See `Learner.forward_backward`. Packed micro-batches hold at most `micro_batch_tokens` tokens."""
         self._use_threads()
+        if not loss.parts:
+            raise UserError("a loss of no parts has no gradient; name one in LossSpec.parts, or call forward")
         if adapter is None and self._adapters is not None:
             raise StateError("the base's weights are frozen, as adapters are trained on them; name an adapter")
-        self._activate(adapter, training=True)
+        self._activate(adapter)
         with ExitStack() as failed:
             failed.callback(self._optimizer(adapter).zero_grad)
             outputs = self._run(loss, data)
@@ -105,7 +108,7 @@ class LocalLearner(Learner):
         shares: list[Share] = []
         tallies = [Tally(data) for _, _, data in parts]
         for (adapter, loss, data), tally in zip(parts, tallies, strict=True):
-            self._activate(adapter, training=True)
+            self._activate(adapter)
             shares += [Share(adapter, loss, b.to(self.device), tally) for b in self._batches(data, loss)]
         parameters = [p for adapter, _, _ in parts for p in self._parameters(adapter).values()]
         held = [parameter.grad for parameter in parameters]
@@ -351,11 +354,8 @@ class LocalLearner(Learner):
             raise UserError(f"the learner has no adapter {name!r}; it has {known}")
         return self._adapters
 
-    def _activate(self, adapter: str | None, *, training: bool) -> None:
+    def _activate(self, adapter: str | None) -> None:
         """Compute with an adapter, or with the base alone."""
-        if self.policy.training != training:
-            for module in self._base_modules:
-                module.training = training
         adapters = self._adapters if adapter is None else self._adapters_of(adapter)
         if adapters is not None:
             adapters.activate(adapter)

@@ -182,12 +182,7 @@ def check_fits(
 
 def parameter_count(model_path: str) -> int:
     """Count a model's parameters from its config; nothing is loaded. ConfigError: there is none that can be read."""
-    try:
-        config: Any = AutoConfig.from_pretrained(model_path)
-        with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load model {model_path!r} for training: {error}") from error
+    model = without_weights(model_path, torch.float32)
     model.tie_weights()
     return sum(parameter.numel() for parameter in model.parameters())
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ from penstock.train.interface import LoraSpec
 
 _PREFIX = "base_model.model."
 """PEFT's checkpoints name tensors as its own wrapper does, which is not used here."""
+_ROUTER = re.compile(r"\.(router|gate|shared_expert_gate)$")
+"""Matrices that choose experts, or weigh them; no adapter changes them."""
 
 
 class Adapters:
@@ -51,6 +54,7 @@ class Adapters:
             target_modules=self._targets(spec),
             bias="none",
             task_type="CAUSAL_LM",
+            base_model_name_or_path=self._model.config.name_or_path,
         )
         key = f"adapter{self._made}"
         self._made += 1
@@ -132,20 +136,27 @@ class Adapters:
         return layer.get_delta_weight(self._keys[name])
 
     def _targets(self, spec: LoraSpec) -> list[str]:
-        """Names of the matrices that a spec chooses."""
-        head = _base(self._model.get_output_embeddings())
-        parts = [part for part, wanted in (("attn", spec.train_attn), ("mlp", spec.train_mlp)) if wanted]
-        chosen: list[str] = []
+        """Names of the matrices that a spec chooses; refuses a spec of which this model has nothing, or not all."""
+        head, layers = _base(self._model.get_output_embeddings()), self._model.base_model.layers
+        inside = set(layers.modules())
+        found: dict[str, list[str]] = {"train_attn": [], "train_mlp": [], "train_unembed": []}
         for name, module in self._model.named_modules():
             matrix = _base(module)
-            if not isinstance(matrix, nn.Linear) or name.endswith(".base_layer"):
+            if not isinstance(matrix, nn.Linear) or name.endswith(".base_layer") or _ROUTER.search(name):
                 continue
-            inside = any(part in name.rpartition(".")[0] for part in parts)
-            if inside or (spec.train_unembed and matrix is head):
-                chosen.append(name)
-        if not chosen:
+            if matrix is head:
+                found["train_unembed"].append(name)
+            elif module in inside:
+                found["train_attn" if "attn" in name or "attention" in name else "train_mlp"].append(name)
+        wanted = [kind for kind in found if getattr(spec, kind)]
+        if not wanted:
             raise UserError(f"{spec} chooses no matrix of this model; set train_attn, train_mlp or train_unembed")
-        return chosen
+        if spec.train_mlp and any(parameter.ndim > 2 for parameter in layers.parameters()):  # noqa: PLR2004 - a matrix
+            raise UserError("an adapter cannot change this model's experts; set train_mlp to false to adapt the rest")
+        for kind in wanted:
+            if not found[kind]:
+                raise UserError(f"{kind} chooses no matrix of this model; set {kind} to false")
+        return [name for kind in wanted for name in found[kind]]
 
 
 class _Row:

@@ -10,6 +10,7 @@ and sequences that are kept.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -49,6 +50,12 @@ class Limits:
     max_tokens: int = 1
     beta: float = 0.05
 
+    def __post_init__(self) -> None:
+        if self.correction not in CORRECTIONS:
+            raise UserError(f"unknown correction {self.correction!r}; known: {', '.join(CORRECTIONS)}")
+        if not self.ratio_band[0] <= 1 <= self.ratio_band[1]:
+            raise UserError(f"ratio_band must be around 1, the ratio of an unchanged policy; got {self.ratio_band}")
+
 
 @dataclass(frozen=True, slots=True)
 class LossSpec:
@@ -65,6 +72,10 @@ class LossSpec:
     limits: Limits = field(default_factory=Limits)
     temperature: float = 1.0
     all_logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.temperature < math.inf:
+            raise UserError(f"the temperature of sampling must be above 0, got {self.temperature}")
 
     @property
     def by_advantage(self) -> bool:

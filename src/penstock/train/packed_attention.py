@@ -56,7 +56,7 @@ def use_packed_attention(model: Any, name: str) -> None:
             f"model {name!r} ({type(model).__name__}) does not let its attention be chosen, as packing needs"
         )
     AttentionInterface.register(NAME, packed_attention)
-    AttentionMaskInterface.register(NAME, _no_mask)
+    AttentionMaskInterface.register(NAME, _window_of_mask)
     model.set_attn_implementation(NAME)
 
 
@@ -65,10 +65,10 @@ def packed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: int | None,
     *,
-    cu_seq_lens_q: Tensor,
-    max_length_q: int,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int = 0,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -81,7 +81,7 @@ def packed_attention(
         query: `[1, heads, tokens, width]`; key and value may have fewer heads, each for a group of the query's.
         key: see `query`.
         value: see `query`.
-        attention_mask: none.
+        attention_mask: the window of a model that has it in its mask alone; see `_window_of_mask`.
         cu_seq_lens_q: int32 `[sequences + 1]`, where each sequence begins, and where the last one ends.
         max_length_q: tokens of the longest.
         scaling: of the products; default: 1 / sqrt(width).
@@ -92,14 +92,19 @@ def packed_attention(
     Returns:
         `[1, tokens, heads, width]`, and no weights.
     """
-    del module, attention_mask
     if others.get("s_aux") is not None:
         raise ConfigError("the learner's packed attention knows no attention sinks; train another model")
+    if cu_seq_lens_q is None or isinstance(attention_mask, Tensor):
+        why = (
+            "has a mask of its own" if cu_seq_lens_q is not None else "is not given where the sequences of a row begin"
+        )
+        raise ConfigError(f"the model's {type(module).__name__} {why}, so the learner cannot pack; train another model")
     if torch.is_autocast_enabled(query.device.type):
         # Norms and rotations leave queries and keys in fp32.
         narrow = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(narrow), key.to(narrow), value.to(narrow)
-    window = sliding_window if sliding_window is not None and sliding_window < max_length_q else None
+    window = attention_mask if sliding_window is None else sliding_window
+    window = window if window is not None and window < max_length_q else None
     single = len(cu_seq_lens_q) == 2  # noqa: PLR2004 - one sequence has two bounds
     if query.is_cuda and not single and window is None and query.dtype in (torch.bfloat16, torch.float16):
         return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling), None
@@ -144,5 +149,6 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: 
     return attend(query, key, value, bounds, bounds, longest, longest, **options).unsqueeze(0)
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """Stand in for a mask: the bounds of the sequences are all that our attention needs."""
+def _window_of_mask(*_: Any, local_size: int | None = None, **__: Any) -> int | None:
+    """Stand in for a mask: its window is all that our attention needs besides the bounds of the sequences."""
+    return local_size

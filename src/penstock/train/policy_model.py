@@ -160,7 +160,11 @@ def _effective_weight(matrix: Any) -> Tensor:
 
 
 def _check(model: Any, model_path: str) -> None:
-    """Refuse a model whose logits are more than its output matrix times its last hidden state."""
+    """Refuse a model whose logits are more than its output matrix times its last hidden state, or without `layers`."""
+    if not isinstance(getattr(model.base_model, "layers", None), nn.ModuleList):
+        raise ConfigError(
+            f"model {model_path!r} ({type(model).__name__}) has no `layers` as llama-like ones have; train one of those"
+        )
     for name in _HEAD_TRANSFORMS:
         if getattr(model.config, name, None) not in (None, 1.0):
             raise ConfigError(f"model {model_path!r} sets {name}, which the learner does not support")

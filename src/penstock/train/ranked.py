@@ -240,12 +240,12 @@ def _respond(part: ShardedLearner, message: Message) -> Message:
     values = dict(message.values)
     command = COMMANDS[values.pop("command")]
     try:
-        return command(part, values, message.tensors)
+        return command(part, values, message.tensors) or Message({})
     except PenstockError as error:
         return Message({"error": error_to_json(error)})
 
 
-def _evaluate(name: str) -> Callable[[ShardedLearner, dict[str, Any], Mapping[str, Tensor]], Message]:
+def _evaluate(name: str) -> Command:
     def command(part: ShardedLearner, values: dict[str, Any], tensors: Mapping[str, Tensor]) -> Message:
         loss = _LOSS.validate_python(values["loss"])
         outputs: Outputs = getattr(part, name)(values["adapter"], loss, unpack(tensors))
@@ -260,45 +260,21 @@ def _optim_step(part: ShardedLearner, values: dict[str, Any], _: Mapping[str, Te
     return Message(asdict(figures))
 
 
-def _create_adapter(part: ShardedLearner, values: dict[str, Any], _: Mapping[str, Tensor]) -> Message:
-    part.create_adapter(values["name"], LoraSpec(**values["spec"]))
-    return Message({})
-
-
-def _drop_adapter(part: ShardedLearner, values: dict[str, Any], _: Mapping[str, Tensor]) -> Message:
-    part.drop_adapter(values["name"])
-    return Message({})
-
-
-def _release_memory(part: ShardedLearner, _: dict[str, Any], __: Mapping[str, Tensor]) -> Message:
-    part.release_memory()
-    return Message({})
-
-
-def _set_adapter(part: ShardedLearner, values: dict[str, Any], tensors: Mapping[str, Tensor]) -> Message:
-    part.set_adapter(values["name"], tensors)
-    return Message({})
-
-
 def _save(part: ShardedLearner, values: dict[str, Any], _: Mapping[str, Tensor]) -> Message:
     return Message(part.save(values["adapter"], Path(values["folder"])))
 
 
-def _load(part: ShardedLearner, values: dict[str, Any], _: Mapping[str, Tensor]) -> Message:
-    part.load(values["adapter"], Path(values["folder"]), values["values"])
-    return Message({})
-
-
-COMMANDS: Mapping[str, Callable[[ShardedLearner, dict[str, Any], Mapping[str, Tensor]], Message]] = {
+Command = Callable[[ShardedLearner, dict[str, Any], Mapping[str, Tensor]], Message | None]
+COMMANDS: Mapping[str, Command] = {
     "forward": _evaluate("forward"),
     "forward_backward": _evaluate("forward_backward"),
     "optim_step": _optim_step,
-    "create_adapter": _create_adapter,
-    "drop_adapter": _drop_adapter,
-    "release_memory": _release_memory,
-    "set_adapter": _set_adapter,
+    "create_adapter": lambda part, values, _: part.create_adapter(values["name"], LoraSpec(**values["spec"])),
+    "drop_adapter": lambda part, values, _: part.drop_adapter(values["name"]),
+    "release_memory": lambda part, _, __: part.release_memory(),
+    "set_adapter": lambda part, values, tensors: part.set_adapter(values["name"], tensors),
     "save": _save,
-    "load": _load,
+    "load": lambda part, values, _: part.load(values["adapter"], Path(values["folder"]), values["values"]),
 }
 
 

@@ -18,11 +18,12 @@ from penstock.engine.launch import EngineProcess, reserved_port
 from penstock.fleet.fleet import Fleet
 from penstock.rollout.environment import load_environment
 from penstock.rollout.tokenizer import load_tokenizer
+from penstock.train.grpo import datum_of
 from penstock.train.interface import AdamSpec, Datum
 from penstock.train.learner import LocalLearner
 from penstock.train.losses import LossSpec
 from penstock.train.scenarios.checks import LOGPROB_BARS, Check, length_check
-from penstock.types import PauseMode, Sample, SamplingParams
+from penstock.types import PauseMode, Sample, SamplingParams, Trajectory
 
 PROMPTS = 16
 TOKENS = 96
@@ -110,12 +111,11 @@ def _largest_gap(learner: LocalLearner, data: Sequence[Datum]) -> float:
 
 def _data_of(prompts: Sequence[Sequence[int]], samples: Sequence[Sample]) -> list[Datum]:
     """Lay samples out as what is read and what is predicted, each with an advantage of 1."""
-    data: list[Datum] = []
-    for prompt, sample in zip(prompts, samples, strict=True):
-        ids, context, made = (*prompt, *sample.token_ids), (0.0,) * (len(prompt) - 1), (1.0,) * len(sample.token_ids)
-        logprobs = (*context, *(sample.logprobs or ()))
-        data.append(Datum(ids[:-1], ids[1:], (*context, *made), logprobs, (*context, *made)))
-    return data
+    made = [
+        Trajectory(tuple(p), s.token_ids, (1,) * len(s.token_ids), s.logprobs or (), s.versions(), 1.0, "stop", "")
+        for p, s in zip(prompts, samples, strict=True)
+    ]
+    return [datum_of(trajectory, 1.0) for trajectory in made]
 
 
 def _task_prompts(config: RunConfig) -> list[tuple[int, ...]]:
