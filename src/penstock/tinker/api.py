@@ -59,6 +59,7 @@ def build_app(state: ServiceState) -> Starlette:
         "save_weights_for_sampler": calls.operation("save_weights_for_sampler"),
         "load_weights": calls.load_weights,
         "create_sampling_session": calls.create_sampler,
+        "join_sampling_session": calls.join_sampler,
         "cancel_future": calls.cancel_future,
         "weights_info": calls.weights_info,
         "training_runs/{run}/checkpoints/{kind}/{name}/publish": calls.publish,
@@ -262,6 +263,11 @@ class _Calls:
             row |= {"path": found.path, "adapter": adapter, "folder": found.folder}
         await self._state.sessions.add_sampler(row)
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampler})
+
+    async def join_sampler(self, http: Request, tenant: Tenant) -> Response:
+        given = body.JoinSampler.of(await read_body(http))
+        number = await self._state.sessions.join(tenant.name, given.sampling_session_id)
+        return JSONResponse({"type": "join_sampling_session", "client_counter": number})
 
     async def sampler(self, http: Request, tenant: Tenant) -> Response:
         row = await self._state.sessions.sampler(tenant.name, http.path_params["sampler"])

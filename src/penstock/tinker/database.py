@@ -125,6 +125,7 @@ samplers = Table(
     Column("adapter", String),
     Column("folder", String),
     Column("used", Float, nullable=False),
+    Column("clients", Integer, nullable=False, server_default="0"),
 )
 checkpoints = Table(
     "checkpoints",

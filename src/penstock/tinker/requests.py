@@ -128,6 +128,12 @@ class CreateSampler(Body):
     model_path: str | None = None
 
 
+class JoinSampler(Body):
+    """`join_sampling_session`: another process's client of a sampler."""
+
+    sampling_session_id: str
+
+
 class RequestBody(Body):
     """`retrieve_future` and `cancel_future`."""
 

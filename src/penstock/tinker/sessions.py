@@ -166,6 +166,15 @@ class Sessions:
         """Return a tenant's sampler. UnknownError."""
         return await self._mine(samplers, "sampler", tenant, sampler)
 
+    async def join(self, tenant: str, sampler: str) -> int:
+        """Return a number that no other client of a sampler has; its creator has 0. UnknownError."""
+        mine = (samplers.c.id == sampler) & (samplers.c.tenant == tenant)
+        change = update(samplers).where(mine).values(clients=samplers.c.clients + 1).returning(samplers.c.clients)
+        number = await self._database.run(lambda c: c.execute(change).scalar())
+        if number is None:
+            raise UnknownError(f"you have no sampler {sampler[:200]}")
+        return number
+
     async def source(self, tenant: str, sampler: str) -> Source:
         """Return what a tenant's sampler samples from. UnknownError."""
         known = self._known.get(sampler)
