@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from penstock.engine.launch import EngineProcess
 from penstock.errors import EngineHTTPError, WeightsError
 from penstock.settings import EngineConfig
 from penstock.types import KV, Sample, SamplingParams, UpdateReport
+from penstock.wire import ADAPTERS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(550)]
 
@@ -81,13 +82,14 @@ async def tuned(nano_path: Path, tmp_path_factory: pytest.TempPathFactory) -> As
         await process.stop()
 
 
-async def some_tokens(tuned: Tuned, task: asyncio.Task[Any]) -> None:
-    """Return when requests have made some tokens."""
-    start = (await tuned.engine.control.stats()).generation_tokens
+async def begun(tuned: Tuned, *work: Coroutine[Any, Any, Any]) -> list[asyncio.Task[Any]]:
+    """Tasks of requests, once these have made some tokens."""
+    start = (await tuned.engine.control.stats()).generation_tokens  # before they begin: a busy engine answers late
+    tasks = [asyncio.create_task(each) for each in work]
     async with asyncio.timeout(120.0):
-        while (await tuned.engine.control.stats()).generation_tokens < start + 40:
-            assert not task.done(), task
+        while (await tuned.engine.control.stats()).generation_tokens < start + 40:  # noqa: ASYNC110 - no event tells
             await asyncio.sleep(0.005)
+    return tasks
 
 
 async def test_a_sample_spans_a_swap_with_exact_spans_and_no_new_request_finds_older_kv(tuned: Tuned) -> None:
@@ -96,9 +98,7 @@ async def test_a_sample_spans_a_swap_with_exact_spans_and_no_new_request_finds_o
     first = (await engine.sample(PROMPT, 1, SHORT, adapter="x"))[0]
     assert [(s.adapter, s.adapter_version) for s in first.spans] == [("x", 1)]
     tuned.check(PROMPT, first)
-    task = asyncio.create_task(engine.sample([9, 8, 7], 2, LONG, adapter="x"))
-    other = asyncio.create_task(engine.sample([9, 8, 7], 1, LONG))
-    await some_tokens(tuned, task)
+    task, other = await begun(tuned, engine.sample([9, 8, 7], 2, LONG, adapter="x"), engine.sample([9, 8, 7], 1, LONG))
     assert await tuned.update("x", 2) == 2
     for sample in await task:
         assert [(s.adapter, s.adapter_version) for s in sample.spans] == [("x", 1), ("x", 2)]
@@ -119,9 +119,7 @@ async def test_a_sample_spans_a_swap_with_exact_spans_and_no_new_request_finds_o
 async def test_kept_kv_of_an_adapter_is_labelled_and_a_replay_gives_its_logprobs(tuned: Tuned) -> None:
     engine, prompt = tuned.engine, [9, 8, 7, *PROMPT]
     await tuned.update("k", 131)
-    task = asyncio.create_task(engine.sample(prompt, 2, LONG, adapter="k"))
-    other = asyncio.create_task(engine.sample(prompt, 1, LONG))
-    await some_tokens(tuned, task)
+    task, other = await begun(tuned, engine.sample(prompt, 2, LONG, adapter="k"), engine.sample(prompt, 1, LONG))
     report = await tuned.report("k", 132, "keep_in_flight")
     assert [(update.preempted, update.kept) for update in report.engines] == [(0, 2)]
     before = await prefix_hits(tuned)
@@ -149,20 +147,46 @@ async def prefix_hits(tuned: Tuned) -> float:
     return sum(float(line.split()[-1]) for line in lines)
 
 
+async def held(tuned: Tuned, name: str, count: int | None = None) -> int:
+    """Pause an adapter; how many of its requests the engine then holds. It returns once they are `count`, if given."""
+    async with asyncio.timeout(120.0):
+        while True:
+            found = (await tuned.engine.control.http.post(f"{ADAPTERS}/pause", {"name": name}, timeout_s=60.0))["held"]
+            if count in {None, found}:
+                return found
+            await asyncio.sleep(0.01)  # an engine sends no event when a request comes
+
+
+async def paused_in_flight(tuned: Tuned, name: str) -> tuple[asyncio.Task[Any], asyncio.Task[Any]]:
+    """Two samples and a chat's stream, all of which have tokens and are held; the stream's task gives its chunks."""
+    body = {"model": name, "messages": [{"role": "user", "content": "ab"}], "max_tokens": 200, "ignore_eos": True}
+
+    async def read(first: asyncio.Event) -> list[Any]:
+        chunks: list[Any] = []
+        async for chunk in tuned.engine.chat_completion_stream(body):
+            chunks.append(chunk)
+            first.set()
+        return chunks
+
+    for _ in range(10):
+        (task,) = await begun(tuned, tuned.engine.sample([3, 4], 2, LONG, adapter=name))
+        first = asyncio.Event()
+        chat = asyncio.create_task(read(first))
+        async with asyncio.timeout(120.0):
+            await first.wait()
+        if await held(tuned, name) == 3:
+            return task, chat
+        await tuned.engine.resume_generation(adapter=name)  # on a busy machine some had ended before the pause
+        await asyncio.gather(task, chat)
+    raise AssertionError("the requests end before they can be paused")
+
+
 async def test_a_pause_of_one_adapter_holds_its_requests_alone(tuned: Tuned) -> None:
     engine = tuned.engine
     before = {name: await tuned.update(name, seed) for name, seed in (("p", 11), ("q", 12))}
-    task = asyncio.create_task(engine.sample([3, 4], 2, LONG, adapter="p"))
-    body = {"model": "p", "messages": [{"role": "user", "content": "ab"}], "max_tokens": 200, "ignore_eos": True}
-    chunks: list[Any] = []
-
-    async def read() -> None:
-        chunks.extend([chunk async for chunk in engine.chat_completion_stream(body)])
-
-    chat = asyncio.create_task(read())
-    await some_tokens(tuned, task)
-    await engine.pause_generation(adapter="p")
+    task, chat = await paused_in_flight(tuned, "p")
     fresh = asyncio.create_task(engine.completion({"model": "p", "prompt": [3, 4], "max_tokens": 20}))
+    await held(tuned, "p", 4)
     others = await asyncio.gather(engine.sample([3, 4], 2, LONG, adapter="q"), engine.sample([3, 4], 1, LONG))
     for samples, key in zip(others, [("q", before["q"]), (None, None)], strict=True):
         for sample in samples:
@@ -170,9 +194,10 @@ async def test_a_pause_of_one_adapter_holds_its_requests_alone(tuned: Tuned) -> 
             tuned.check([3, 4], sample)
     assert not any(waits.done() for waits in (task, chat, fresh)), "they wait"
     gone = asyncio.create_task(engine.sample([6, 6], 1, LONG, adapter="p"))
-    await asyncio.sleep(0.3)
+    await held(tuned, "p", 5)
     gone.cancel()
     await asyncio.wait((gone,))
+    await held(tuned, "p", 4)
     after = await tuned.update("p", 13)
     assert not fresh.done()
     await engine.resume_generation(adapter="p")
@@ -184,9 +209,9 @@ async def test_a_pause_of_one_adapter_holds_its_requests_alone(tuned: Tuned) -> 
     assert choice["weight_versions"] == [
         {"version": "0", "start": 0, "end": 20, "adapter": "p", "adapter_version": after}
     ]
-    await chat
-    (end,) = [c for chunk in chunks for c in chunk["choices"] if c.get("weight_versions")]
-    assert [(v["adapter_version"], v["end"]) for v in end["weight_versions"]][-1] == (after, 200)
+    (end,) = [c for chunk in await chat for c in chunk["choices"] if c.get("weight_versions")]
+    assert [v["adapter_version"] for v in end["weight_versions"]] == [before["p"], after]
+    assert end["weight_versions"][-1]["end"] == 200
     assert (await engine.control.stats()).waiting == 0
 
 
@@ -221,8 +246,7 @@ async def test_an_adapter_that_vllm_has_dropped_comes_back_as_it_was(tuned: Tune
 async def test_an_update_of_the_base_leaves_adapters_and_one_in_use_is_not_unloaded(tuned: Tuned) -> None:
     engine = tuned.engine
     version = await tuned.update("u", 41)
-    task = asyncio.create_task(engine.sample([2, 3], 1, LONG, adapter="u"))
-    await some_tokens(tuned, task)
+    (task,) = await begun(tuned, engine.sample([2, 3], 1, LONG, adapter="u"))
     with pytest.raises(EngineHTTPError, match="'u' has requests in flight"):
         await engine.unload_adapter("u")
     other = changed(tuned.base, 4)

@@ -16,11 +16,11 @@ from tinker_rig import KEY, OTHER_KEY, Rig, fleet_of, parts, rig, until
 
 from penstock.errors import ConfigError
 from penstock.tinker import futures
+from penstock.tinker.api_process import serving
 from penstock.tinker.database import Database, usage
 from penstock.tinker.database import futures as table
 from penstock.tinker.futures import Futures, Operation, Outcome
 from penstock.tinker.schema import pb
-from penstock.tinker.server import serving
 from penstock.tinker.sessions import Sessions
 from penstock.tinker.tenants import Tenant, Tenants, read_keys
 

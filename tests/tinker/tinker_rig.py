@@ -23,8 +23,8 @@ from penstock.asgi import listening_at, serving_app
 from penstock.router.server import Router
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
+from penstock.tinker.api_process import serving
 from penstock.tinker.schema import PROTO_TYPE, pb
-from penstock.tinker.server import serving
 from penstock.tinker.service_state import About, Options
 from penstock.tinker.tenants import Tenant, Tenants
 

@@ -173,7 +173,7 @@ class CoreAdapters:
         self._preempt(name)
         scheduler = self._core.scheduler
         self._hold_back([r for queue in compat.waiting_queues(scheduler) for r in queue if _adapter_of(r) == name])
-        return {"held": len(self._held[name])}
+        return {"held": sum(scheduler.requests.get(request.request_id) is request for request in self._held[name])}
 
     def _hold_back(self, requests: Iterable[Any]) -> None:
         chosen = list(requests)
