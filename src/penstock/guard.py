@@ -68,6 +68,7 @@ def kind_of_path(path: bytes) -> str:
     return "private" if bare in PRIVATE_PATHS or path.startswith(_PRIVATE_PREFIXES) else "other"
 
 
+_address = functools.lru_cache(maxsize=64)(ipaddress.ip_address)  # to read one takes 15 us
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^:\[\]@/]+))(?::[0-9]*)?")
 
 
@@ -106,18 +107,11 @@ def _is_ours(host: str, known: Collection[str]) -> bool:
     if match is None:
         return False
     name = match[1] or match[2]
-    if _is_address(name):
-        return True
-    also = os.environ.get(HOSTS_ENV, "").lower().split(",")
-    return name in {"localhost", socket.gethostname().lower(), *known, *(given.strip() for given in also)}
-
-
-@functools.lru_cache(maxsize=64)  # a twentieth of the time that a request takes in the Tinker API
-def _is_address(name: str) -> bool:
     try:
-        ipaddress.ip_address(name)
+        _address(name)
     except ValueError:
-        return False
+        also = os.environ.get(HOSTS_ENV, "").lower().split(",")
+        return name in {"localhost", socket.gethostname().lower(), *known, *(given.strip() for given in also)}
     return True
 
 

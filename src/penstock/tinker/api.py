@@ -76,7 +76,7 @@ def build_app(state: ServiceState) -> Starlette:
     }
     deletes = {
         "training_runs/{run}/checkpoints/{kind}/{name}": calls.delete_checkpoint,
-        "training_runs/{run}/checkpoints/{kind}/{name}/publish": calls.unpublish,
+        "training_runs/{run}/checkpoints/{kind}/{name}/publish": calls.publish,
     }
     puts = {"training_runs/{run}/checkpoints/{kind}/{name}/ttl": calls.set_ttl}
     table = (("POST", posts), ("GET", gets), ("DELETE", deletes), ("PUT", puts))
@@ -190,7 +190,8 @@ class _Calls:
         operation = Operation(f"{model}:create", tenant.name, "create_model", model, data)
         if given.base_model != about.base_model:
             reason = f"this service trains {about.base_model}, not {given.base_model!r}; ask get_server_capabilities"
-            return await self._failed(operation, reason)
+            await self._state.futures.fail(operation, reason)
+            return _future(operation)
         lora = {} if given.lora_config is None else given.lora_config.model_dump()
         row = new_model(tenant.name, model, given.session_id, about.base_model, lora, given.user_metadata)
         return await self._accepted(operation, tenant, also=row)
@@ -265,8 +266,8 @@ class _Calls:
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampler})
 
     async def join_sampler(self, http: Request, tenant: Tenant) -> Response:
-        given = body.JoinSampler.of(await read_body(http))
-        number = await self._state.sessions.join(tenant.name, given.sampling_session_id)
+        sampler = body.SampleAddress.of(await read_body(http)).sampling_session_id
+        number = await self._state.sessions.join(tenant.name, sampler or "")
         return JSONResponse({"type": "join_sampling_session", "client_counter": number})
 
     async def sampler(self, http: Request, tenant: Tenant) -> Response:
@@ -303,10 +304,6 @@ class _Calls:
         await self._state.futures.accept(operation, self._state.executor_of(operation.kind), also, tenant)
         return _future(operation, **more)
 
-    async def _failed(self, operation: Operation, reason: str) -> Response:
-        await self._state.futures.fail(operation, reason)
-        return _future(operation)
-
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     async def training_runs(self, http: Request, tenant: Tenant) -> Response:
@@ -332,11 +329,7 @@ class _Calls:
         return Response(status_code=204)
 
     async def publish(self, http: Request, tenant: Tenant) -> Response:
-        await self._state.checkpoints.change(tenant.name, _path(http), public=True)
-        return Response(status_code=204)
-
-    async def unpublish(self, http: Request, tenant: Tenant) -> Response:
-        await self._state.checkpoints.change(tenant.name, _path(http), public=False)
+        await self._state.checkpoints.change(tenant.name, _path(http), public=http.method == "POST")
         return Response(status_code=204)
 
     async def set_ttl(self, http: Request, tenant: Tenant) -> Response:

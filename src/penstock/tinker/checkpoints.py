@@ -89,17 +89,19 @@ class Checkpoints:
         path = TinkerPath.of(given)
         if kinds and path.kind not in kinds:
             raise UserError(f"{given} is of kind {path.kind}; this takes {' or '.join(kinds)}")
-        wanted = select(checkpoints).where(checkpoints.c.path == str(path))
-        row = await self._database.run(lambda c: c.execute(wanted).first())
+        row = await self._row(path)
         if row is None or (row.tenant != tenant and not row.public) or _expired(row):
             raise MissingError(f"there is no checkpoint {given}; it was never saved, was deleted, or has expired")
         return row
 
     async def exists(self, path: TinkerPath) -> bool:
         """Return whether a checkpoint of that path is there."""
-        wanted = select(checkpoints).where(checkpoints.c.path == str(path))
-        row = await self._database.run(lambda c: c.execute(wanted).first())
+        row = await self._row(path)
         return row is not None and not _expired(row)
+
+    async def _row(self, path: TinkerPath) -> Row[Any] | None:
+        wanted = select(checkpoints).where(checkpoints.c.path == str(path))
+        return await self._database.run(lambda c: c.execute(wanted).first())
 
     async def listed(
         self, tenant: str, model: str | None, limit: int | None, offset: int

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sqlalchemy import Connection, bindparam, delete, insert, or_, select, update
@@ -196,10 +196,7 @@ class Futures:
         """
         runs, size = executor or self.executor, len(operation.body)
         limits = tenant or Tenant(operation.tenant, max_queued=LARGEST, max_bytes=LARGEST)
-        row = {
-            "id": operation.id, "tenant": operation.tenant, "kind": operation.kind, "scope": operation.scope,
-            "executor": runs, "state": PENDING, "body": operation.body, "arrived": time.time(), "size": size,
-        }  # fmt: skip
+        row = _row(operation, runs, state=PENDING, body=operation.body, size=size)
 
         def work(connection: Connection) -> int | str | None:
             refusal = take(connection, limits, size)
@@ -221,24 +218,13 @@ class Futures:
         if isinstance(number, str):
             raise QuotaError(number)
         if runs == self.executor:
-            self._begin([_numbered(operation, number)])
+            self._begin([replace(operation, number=number)])
         return True
 
     async def fail(self, operation: Operation, reason: str, category: str = "user") -> None:
         """Accept an operation that cannot run: its future has failed."""
-
-        def work(connection: Connection) -> None:
-            if connection.execute(select(futures.c.number).where(futures.c.id == operation.id)).first() is not None:
-                return
-            now = time.time()
-            values = {
-                "id": operation.id, "tenant": operation.tenant, "kind": operation.kind, "scope": operation.scope,
-                "executor": self.executor, "state": FAILED, "error": reason, "category": category, "arrived": now,
-                "finished": now,
-            }  # fmt: skip
-            connection.execute(insert(futures).values(values))
-
-        await self._database.run(work)
+        row = _row(operation, self.executor, state=FAILED, error=reason, category=category, finished=time.time())
+        await self._database.run(lambda c: c.execute(_ADD[c.dialect.name], row))
 
     def on_cancel(self, request_id: str, cancel: Callable[[], object]) -> None:
         """Say how an operation that has begun is cancelled."""
@@ -432,5 +418,7 @@ class Futures:
                 foreign.changed.set()
 
 
-def _numbered(operation: Operation, number: int) -> Operation:
-    return Operation(operation.id, operation.tenant, operation.kind, operation.scope, operation.body, number)
+def _row(operation: Operation, executor: str, **more: Any) -> dict[str, Any]:
+    """Return the row of a future that arrives."""
+    known = {name: getattr(operation, name) for name in ("id", "tenant", "kind", "scope")}
+    return {**known, "executor": executor, "arrived": time.time(), **more}

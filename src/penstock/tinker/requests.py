@@ -128,12 +128,6 @@ class CreateSampler(Body):
     model_path: str | None = None
 
 
-class JoinSampler(Body):
-    """`join_sampling_session`: another process's client of a sampler."""
-
-    sampling_session_id: str
-
-
 class RequestBody(Body):
     """`retrieve_future` and `cancel_future`."""
 
@@ -177,7 +171,7 @@ class Sampling(Body):
 
 
 class SampleAddress(Body):
-    """What names the future of an `asample`."""
+    """What names the future of an `asample`; also `join_sampling_session`."""
 
     sampling_session_id: str | None = None
     seq_id: int | None = None
@@ -189,8 +183,6 @@ class SampleBody(SampleAddress):
 
     prompt: Prompt
     sampling_params: Sampling
-    base_model: str | None = None
-    model_path: str | None = None
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: int = Field(default=0, ge=0)
     topk_sample_logprobs: int = Field(default=0, ge=0)

@@ -128,11 +128,6 @@ class Sessions:
         """Return a tenant's model. UnknownError."""
         return await self._mine(models, "model", tenant, model)
 
-    async def has_model(self, tenant: str, model: str) -> bool:
-        """Return whether a tenant has a model of that id."""
-        mine = select(models.c.id).where((models.c.id == model) & (models.c.tenant == tenant))
-        return await self._database.run(lambda c: c.execute(mine).first()) is not None
-
     async def runs(self, tenant: str, limit: int, offset: int) -> dict[str, Any]:
         """Return the SDK's `TrainingRunsResponse`."""
         mine = models.c.tenant == tenant
