@@ -18,7 +18,7 @@ from typing import Any
 import _common
 import psutil
 
-from penstock.router import EngineEntry
+from penstock.router import EngineEntry, Membership
 from penstock.router.admin_client import RouterAdmin
 
 HERE = Path(__file__).parent
@@ -95,7 +95,8 @@ def penstock(ports: Sequence[int], *, workers: int = 1) -> Iterator[Side]:
 
         async def announce() -> None:
             admin = RouterAdmin(url)
-            await admin.set_engines(1, [EngineEntry(f"e{i}", f"http://127.0.0.1:{p}") for i, p in enumerate(ports)])
+            entries = tuple(EngineEntry(f"e{i}", f"http://127.0.0.1:{p}") for i, p in enumerate(ports))
+            await admin.announce(Membership(1, entries))
             await admin.close()
 
         asyncio.run(announce())

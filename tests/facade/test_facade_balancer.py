@@ -100,12 +100,10 @@ def test_wrong_balancers_leave_the_old_one(service):
 
 def test_nowhere_to_go_is_said(service):
     balancer = service.create_load_balancer()
-    for name in service.engine_names():
-        service.ask_router(lambda admin, name=name: admin.gate(closed=True, engine=name))
+    service.call(service.fleet.pause_generation())
     with pytest.raises(StateError, match="would have to wait"):
         balancer.select_actor()
-    for name in service.engine_names():
-        service.ask_router(lambda admin, name=name: admin.gate(closed=False, engine=name))
+    service.call(service.fleet.resume_generation())
     assert balancer.select_actor() in range(3)
 
 

@@ -16,7 +16,7 @@ from penstock.errors import EngineDeadError, EngineHTTPError, StateError, Weight
 from penstock.fleet.member import Lifecycle, Member, State
 from penstock.fleet.operations import Operations
 from penstock.fleet.roster import Roster
-from penstock.router import EngineEntry
+from penstock.router import Membership
 from penstock.router.admin_client import EngineLoad, RouterState
 from penstock.settings import FleetConfig
 from penstock.types import KV, EngineStats, EngineUpdate, PauseMode
@@ -212,33 +212,32 @@ class FakeProcess:
 class FakeRouter:
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
-        self.closed = False
-        self.epoch = -1
-        self.set: tuple[EngineEntry, ...] = ()
-        self.cut: tuple[str, ...] = ()
+        self.known = Membership()
         self.gone = False
 
-    async def set_engines(self, epoch: int, engines: Sequence[EngineEntry], cut: Sequence[str] = ()) -> None:
+    async def announce(self, membership: Membership) -> None:
         if self.gone:
             raise EngineDeadError("router is gone")
-        if epoch <= self.epoch:
-            raise StateError(f"epoch {epoch} is not newer than {self.epoch}")
-        self.journal.append(("router", "set"))
-        self.epoch, self.set, self.cut = epoch, tuple(engines), tuple(cut)
+        if membership.epoch <= self.known.epoch:
+            raise StateError(f"epoch {membership.epoch} is not newer than {self.known.epoch}")
+        if membership.engines != self.known.engines:
+            self.journal.append(("router", "set"))
+        if membership.closed is not self.known.closed:
+            self.journal.append(("router", "gate closed" if membership.closed else "gate open"))
+        self.known = membership
 
-    async def gate(self, closed: bool) -> None:  # noqa: FBT001
-        if self.gone:
-            raise EngineDeadError("router is gone")
-        self.journal.append(("router", "gate closed" if closed else "gate open"))
-        self.closed = closed
+    @property
+    def closed(self) -> bool:
+        return self.known.closed
 
     async def engines(self) -> RouterState:
-        loads = tuple(EngineLoad(e.name, e.url, e.weight_version, e.eligible, False, 0, 0) for e in self.set)
-        return RouterState(self.epoch, self.closed, 0, 0, 0, loads)
+        engines = self.known.engines
+        loads = tuple(EngineLoad(e.name, e.url, e.weight_version, e.eligible, False, 0, 0) for e in engines)
+        return RouterState(self.known.epoch, self.closed, 0, 0, 0, loads)
 
     def serves(self) -> dict[str, int]:
         """Name and weight version of each engine that gets requests."""
-        return {entry.name: entry.weight_version for entry in self.set if entry.eligible}
+        return {entry.name: entry.weight_version for entry in self.known.engines if entry.eligible}
 
 
 class FakeStore:

@@ -14,7 +14,7 @@ from penstock import Fleet
 from penstock.cli.status import status
 from penstock.errors import EngineDeadError
 from penstock.fleet.service import beyond_reach
-from penstock.router import EngineEntry
+from penstock.router import EngineEntry, Membership
 from penstock.router.admin_client import RouterAdmin
 from penstock.router.server import Router
 from penstock.settings import RouterConfig
@@ -55,7 +55,7 @@ async def router_of(engine: str, engine_key: str) -> AsyncIterator[Router]:
     router = Router(config, api_key="secret", admin_key="own")
     await router.start("127.0.0.1", 0)
     admin = RouterAdmin(router.url, "own")
-    await admin.set_engines(0, [EngineEntry("e0", engine, weight_version=7, api_key=engine_key)])
+    await admin.announce(Membership(0, (EngineEntry("e0", engine, weight_version=7, api_key=engine_key),)))
     await admin.close()
     try:
         yield router

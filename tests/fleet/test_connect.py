@@ -26,7 +26,7 @@ from penstock.errors import (
     UserError,
 )
 from penstock.fleet.member import State
-from penstock.router import EngineEntry
+from penstock.router import EngineEntry, Membership
 from penstock.router.admin_client import RouterAdmin
 from penstock.router.server import Router
 from penstock.settings import EngineConfig
@@ -119,7 +119,7 @@ async def test_a_second_hand_on_another_machine_is_noticed(caplog: pytest.LogCap
         await first.update_weights(GOOD)
         assert [r.getMessage() for r in caplog.records if r.name.startswith("penstock")] == []
         admin = RouterAdmin(first.url)
-        await admin.set_engines(99, [EngineEntry("e1", servers[1].url)])
+        await admin.announce(Membership(99, (EngineEntry("e1", servers[1].url),)))
         await admin.close()
         await first.update_weights(GOOD)
         assert "another process has sent this fleet's router its engines" in caplog.text

@@ -36,7 +36,6 @@ from penstock.fleet.member import State
 from penstock.fleet.remote import AdoptedRoster, FleetClient
 from penstock.fleet.service import folder, present, refuse_second, shown, socket_of, state_of
 from penstock.http import HttpTransport
-from penstock.router.admin_client import RouterAdmin
 from penstock.settings import EngineConfig, FleetConfig
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
@@ -472,10 +471,9 @@ async def test_a_process_of_the_same_user_gets_the_keys_and_nothing_shows_them()
         assert key is not None
         assert key == fleet.key_of("e0")
         assert key not in f"{state}{shown(state)}"
-        admin = RouterAdmin(fleet.url, key)
-        await admin.set_policy("round-robin")
-        await admin.close()
         async with Fleet.connect(fleet.url) as adopted:  # without the clients' key too
+            await adopted.set_policy("round-robin")
+            assert (await adopted.router_admin.engines()).policy["policy"] == "round-robin"
             await adopted.add_engines()
             await check_serves(adopted, engines=3)
             assert adopted.key_of("e2") == key

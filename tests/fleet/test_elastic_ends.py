@@ -126,7 +126,7 @@ async def test_an_engine_leaves_though_the_router_does_not_hear_of_it(monkeypatc
             raise DeadlineError("router did not answer", seconds=10.0)
 
         with monkeypatch.context() as patched:
-            patched.setattr(fleet._roster.admin, "set_engines", late)
+            patched.setattr(fleet._roster.admin, "announce", late)
             await asyncio.wait_for(leaving.stopping.wait(), 5.0)
         leaving.may_end.set()
         await removing

@@ -1,9 +1,9 @@
-"""Calls to the router that fail or come into force late: its gate ends where it is to be, and what was done holds."""
+"""Messages to the router that fail, come into force or not: it ends with the fleet's state, and what was done holds."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,10 +12,10 @@ from fleet_fakes import Bench, FakeProcess, FakeRouter, until
 
 from penstock import Fleet
 from penstock.aio import cancelled
-from penstock.errors import DeadlineError, EngineHTTPError, PenstockError
+from penstock.errors import DeadlineError, EngineHTTPError, PenstockError, UserError
 from penstock.fleet.member import State
 from penstock.fleet.router_process import RouterGuard, settle
-from penstock.router import EngineEntry
+from penstock.router import EngineEntry, Membership
 from penstock.router.admin_client import RouterAdmin
 from penstock.router.server import Router
 from penstock.settings import FleetConfig
@@ -28,25 +28,19 @@ BUSY = EngineHTTPError("every process of the router is being started anew", stat
 
 
 class Failing(FakeRouter):
-    """A router whose calls fail when they are in force already, as long as `failures` has an error for them."""
+    """A router that fails the next messages by these errors; a late one is in force all the same."""
 
     def __init__(self, bench: Bench) -> None:
         super().__init__(bench.journal)
-        self.failures: dict[str, list[PenstockError]] = {"gate": [], "set": []}
+        self.failures: list[PenstockError | None] = []
         bench.router = bench.roster.admin = self
 
-    async def gate(self, closed: bool) -> None:  # noqa: FBT001 - the router's own signature
-        await super().gate(closed)
-        self._fail("gate")
-
-    async def set_engines(self, epoch: int, engines: Sequence[EngineEntry], cut: Sequence[str] = ()) -> None:
-        if not self.failures["set"]:
-            await super().set_engines(epoch, engines, cut)
-        self._fail("set")
-
-    def _fail(self, call: str) -> None:
-        if self.failures[call]:
-            raise self.failures[call].pop(0)
+    async def announce(self, membership: Membership) -> None:
+        error = self.failures.pop(0) if self.failures else None
+        if error is not BUSY:
+            await super().announce(membership)
+        if error is not None:
+            raise error
 
 
 async def failing(names: str = "ab") -> tuple[Bench, Failing]:
@@ -55,121 +49,11 @@ async def failing(names: str = "ab") -> tuple[Bench, Failing]:
     return await bench.started(), router
 
 
-OPERATIONS: dict[str, Callable[[Bench], Coroutine[Any, Any, Any]]] = {
-    "pause": lambda bench: bench.operations.pause(PauseMode.KEEP, clear_cache=True),
-    "update": lambda bench: bench.operations.update([], None),
-    "sleep": lambda bench: bench.operations.sleep(1),
-}
-
-
-@pytest.mark.parametrize("error", [LATE, BUSY], ids=["late", "busy"])
-@pytest.mark.parametrize("operation", OPERATIONS)
-async def test_a_gate_that_closes_after_its_deadline_is_opened_again(operation: str, error: PenstockError) -> None:
-    bench, router = await failing()
-    router.failures["gate"] = [error]
-    with pytest.raises(type(error)):
-        await OPERATIONS[operation](bench)
-    assert not router.closed
-    bench.check_belief()
-    await OPERATIONS[operation](bench)
-
-
-async def test_a_router_is_told_once_that_its_gate_is_closed_and_again_where_it_may_not_have_heard() -> None:
-    bench, router = await failing()
-    bench.roster.router_returns = True
-
-    def told() -> list[str]:
-        said = [what for who, what in bench.journal if who == "router" and what.startswith("gate")]
-        bench.journal.clear()
-        return said
-
-    bench.journal.clear()
-    await OPERATIONS["pause"](bench)
-    assert told() == ["gate closed"]
-    await OPERATIONS["update"](bench)
-    assert told() == [], "held engines do not wait for a router that has answered"
-    await bench.operations.resume()
-    assert told() == ["gate open"]
-    bench.roster.router_returns = False
-    await OPERATIONS["pause"](bench)
-    told()
-    await OPERATIONS["update"](bench)
-    assert told() == ["gate closed", "gate closed"], "one that others keep up may have been started anew"
-    await bench.operations.resume()
-    router.failures["gate"] = [LATE]
-    with pytest.raises(DeadlineError):
-        await OPERATIONS["pause"](bench)
-    told()
-    await OPERATIONS["pause"](bench)
-    assert "gate closed" in told()
-
-
-async def test_an_update_whose_engines_the_router_does_not_take_is_committed_all_the_same(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    bench, router = await failing()
-    router.failures["set"] = [LATE]
-    report = await bench.operations.update([], None)
-    assert (report.version, [e.engine for e in report.engines]) == (1, ["a", "b"])
-    assert bench.store.current is not None
-    assert bench.store.current.version == bench.roster.version == 1
-    assert not router.closed
-    assert router.serves() == {"a": 0, "b": 0}
-    assert "the router does not know yet that its engines serve weight version 1: router http" in caplog.text
-    await bench.roster.check_router()
-    bench.check_belief()
-
-
-async def test_an_engine_that_the_router_does_not_hear_of_has_joined_all_the_same() -> None:
-    """It is well, and serves the fleet's weights: to start it anew for a call that came late would help nobody."""
-    bench, router = await failing()
-    member = bench.roster.members[1]
-    await bench.roster.mark_dead(member, "died")
-    member.lifecycle.to(State.LAUNCHING, "is started anew")
-    member.lifecycle.to(State.SYNCING, "answers")
-    router.failures["set"] = [LATE]
-    await bench.operations.admit(member)
-    assert (member.state, router.serves()) == (State.SERVING, {"a": 0})
-    await bench.roster.check_router()
-    assert router.serves() == {"a": 0, "b": 0}
-
-
-async def test_a_native_update_that_the_router_does_not_hear_of_is_committed_too() -> None:
-    bench, router = await failing()
-    await bench.operations.pause(PauseMode.KEEP, clear_cache=True)
-    router.failures["set"] = [BUSY]
-    await bench.operations.native.update({}, 1)
-    await bench.roster.check_router()
-    bench.check_belief()
-
-
-async def test_a_gate_that_cannot_be_opened_fails_nothing_and_is_opened_by_who_watches_the_router(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    bench, router = await failing()
-    close = router.gate
-
-    async def gate(closed: bool) -> None:  # noqa: FBT001 - the router's own signature
-        if not closed:
-            raise LATE
-        await close(closed)
-
-    router.gate = gate  # type: ignore[method-assign]
-    report = await bench.operations.update([], None)
-    assert report.version == 1
-    assert router.closed
-    assert "the router does not know yet that its gate is open now" in caplog.text
-    async with watched(bench):
-        router.gate = close  # type: ignore[method-assign]
-        await until(lambda: not router.closed)
-        bench.check_belief()
-
-
 @asynccontextmanager
 async def watched(bench: Bench, **options: float) -> AsyncIterator[RouterChild]:
     """A router that the fleet started."""
 
-    async def relaunch(*_: object) -> Any:
+    async def relaunch() -> Any:
         raise AssertionError("nothing has ended")
 
     child = RouterChild()
@@ -196,23 +80,99 @@ async def settled(bench: Bench) -> AsyncIterator[None]:
         await cancelled(task)
 
 
-async def test_a_router_that_has_another_gate_or_other_engines_is_told_again() -> None:
+OPERATIONS: dict[str, Callable[[Bench], Coroutine[Any, Any, Any]]] = {
+    "pause": lambda bench: bench.operations.pause(PauseMode.KEEP, clear_cache=True),
+    "update": lambda bench: bench.operations.update([], None),
+    "sleep": lambda bench: bench.operations.sleep(1),
+}
+
+
+@pytest.mark.parametrize("error", [LATE, BUSY], ids=["late", "busy"])
+@pytest.mark.parametrize("operation", OPERATIONS)
+async def test_a_gate_that_does_not_close_in_time_is_open_afterwards(operation: str, error: PenstockError) -> None:
+    bench, router = await failing()
+    router.failures = [error]
+    with pytest.raises(type(error)):
+        await OPERATIONS[operation](bench)
+    assert not router.closed
+    bench.check_belief()
+    await OPERATIONS[operation](bench)
+
+
+async def test_what_a_router_of_the_fleet_has_confirmed_is_not_sent_again() -> None:
+    bench, router = await failing()
+    bench.roster.router_returns = True
+
+    async def messages(work: Coroutine[Any, Any, Any]) -> int:
+        before = router.known.epoch
+        await work
+        return router.known.epoch - before
+
+    assert await messages(OPERATIONS["pause"](bench)) == 1
+    assert await messages(OPERATIONS["update"](bench)) == 1, "the versions, and held engines do not wait for a gate"
+    assert await messages(bench.operations.resume()) == 1
+    assert await messages(bench.roster.push_membership()) == 0
+    router.failures = [LATE]
+    with pytest.raises(DeadlineError):
+        await OPERATIONS["pause"](bench)
+    assert await messages(OPERATIONS["pause"](bench)) == 1
+    bench.roster.router_returns = False
+    assert await messages(OPERATIONS["update"](bench)) == 2, "one that others keep up may have been started anew"
+
+
+@pytest.mark.parametrize("keeper", [watched, settled])
+async def test_an_update_that_the_router_does_not_hear_of_is_committed_all_the_same(
+    keeper: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench, router = await failing()
+    router.failures = [None, BUSY, BUSY]
+    report = await bench.operations.update([], None)
+    assert (report.version, [e.engine for e in report.engines]) == (1, ["a", "b"])
+    assert bench.store.current is not None
+    assert bench.store.current.version == bench.roster.version == 1
+    assert (router.closed, router.serves()) == (True, {"a": 0, "b": 0})
+    assert "does not know yet that its gate is open and its engines serve weight version 1: every proc" in caplog.text
+    async with keeper(bench):
+        await until(lambda: not router.closed)
+        assert router.serves() == {"a": 1, "b": 1}
+        bench.check_belief()
+
+
+async def test_an_engine_that_the_router_does_not_hear_of_has_joined_all_the_same() -> None:
+    """It is well, and serves the fleet's weights: to start it anew for a call that came late would help nobody."""
+    bench, router = await failing()
+    member = bench.roster.members[1]
+    await bench.roster.mark_dead(member, "died")
+    member.lifecycle.to(State.LAUNCHING, "is started anew")
+    member.lifecycle.to(State.SYNCING, "answers")
+    router.failures = [BUSY]
+    await bench.operations.admit(member)
+    assert (member.state, router.serves()) == (State.SERVING, {"a": 0})
+    await bench.roster.check_router()
+    assert router.serves() == {"a": 0, "b": 0}
+
+
+async def test_a_native_update_that_the_router_does_not_hear_of_is_committed_too() -> None:
+    bench, router = await failing()
+    await bench.operations.pause(PauseMode.KEEP, clear_cache=True)
+    router.failures = [BUSY]
+    await bench.operations.native.update({}, 1)
+    await bench.roster.check_router()
+    bench.check_belief()
+
+
+async def test_a_router_that_has_other_engines_is_told_again() -> None:
     bench, router = await failing()
     async with watched(bench):
-        router.closed = True  # by a call that nobody waits for any more
-        await until(lambda: not router.closed)
-        router.epoch, router.set = router.epoch + 3, ()
-        await until(lambda: router.serves() == {"a": 0, "b": 0})
+        router.known = Membership(router.known.epoch + 3, closed=True)
+        await until(lambda: router.serves() == {"a": 0, "b": 0} and not router.closed)
         await OPERATIONS["pause"](bench)
-        router.closed = False
-        await until(lambda: router.closed)
         bench.check_belief()
 
 
 async def test_a_router_that_is_as_it_was_told_is_left_alone() -> None:
     bench, router = await failing()
-    questions = 0
-    ask = router.engines
+    questions, told, ask = 0, router.known, router.engines
 
     async def engines() -> Any:
         nonlocal questions
@@ -222,15 +182,15 @@ async def test_a_router_that_is_as_it_was_told_is_left_alone() -> None:
     router.engines = engines  # type: ignore[method-assign]
     async with watched(bench):
         await until(lambda: questions > 3)
-    assert bench.journal == []
+    assert router.known is told
 
 
 async def test_a_router_that_answers_lives_though_it_does_not_take_its_engines() -> None:
     bench, router = await failing()
     async with watched(bench, hang_timeout_s=0.3) as child:
-        router.failures["set"] = [BUSY] * 60
+        router.failures = [BUSY] * 60
         with pytest.raises(EngineHTTPError):
-            await bench.roster.push_membership()
+            await bench.roster.gate(closed=True)
         await until(lambda: not bench.roster.router_uncertain)
         assert not child.killed
 
@@ -250,71 +210,32 @@ async def test_what_a_call_changes_between_question_and_answer_is_no_difference(
     checking = asyncio.create_task(bench.roster.check_router())
     await asked.wait()
     await bench.roster.gate(closed=True)
+    epoch = router.known.epoch
     go.set()
     await checking
-    assert bench.journal == [("router", "gate closed")]
+    assert router.known.epoch == epoch
 
 
 async def test_an_operation_goes_on_when_a_router_that_stood_still_was_told_again() -> None:
     bench, router = await failing()
-    router.failures["gate"] = [LATE]
     async with watched(bench):  # a router that will be there again is waited for
+        router.failures = [LATE]
         await asyncio.wait_for(OPERATIONS["pause"](bench), 5.0)
         assert router.closed
         bench.check_belief()
 
 
-async def test_a_gate_that_failed_to_close_is_not_taken_for_closed_by_a_restoration_that_was_under_way() -> None:
+async def test_a_policy_is_kept_by_the_fleet_and_a_wrong_one_changes_nothing() -> None:
     bench, router = await failing()
-    bench.roster.router_returns = True
-    pushing, go, take = asyncio.Event(), asyncio.Event(), router.set_engines
-
-    async def set_engines(*given: Any) -> None:
-        pushing.set()
-        await go.wait()
-        await take(*given)
-
-    router.set_engines = set_engines  # type: ignore[method-assign]
-    restoring = asyncio.create_task(bench.roster.restore())
-    await pushing.wait()
-    closing = asyncio.create_task(bench.roster.gate(closed=True))
-    await asyncio.sleep(0)
-    say, late = router.gate, [True]
-
-    async def gate(closed: bool) -> None:  # noqa: FBT001 - the router's own signature
-        if closed and late:
-            late.clear()
-            raise LATE
-        await say(closed)
-
-    router.gate = gate  # type: ignore[method-assign]
-    go.set()
-    await restoring
-    await until(lambda: bench.roster.router_uncertain)
-    assert not closing.done()
-    assert not router.closed
+    await bench.roster.set_policy({"policy": "prefix-aware, requests", "prefix_length": 77})
+    await bench.roster.set_policy({"policy": "round-robin"})
+    router.known = Membership()  # it was started again
     await bench.roster.restore()
-    await closing
-    assert router.closed
-
-
-async def test_a_router_of_others_is_told_again_until_it_has_taken_it_and_once_more() -> None:
-    bench, router = await failing()
-    say, late = router.gate, [True]
-
-    async def gate(closed: bool) -> None:  # noqa: FBT001 - the router's own signature
-        await say(closed)
-        if router.serves() == {"a": 1, "b": 1} and late:
-            late.clear()
-            router.closed = True  # a call that had failed comes into force now
-
-    router.gate = gate  # type: ignore[method-assign]
-    async with settled(bench):
-        router.failures["set"] = [BUSY] * 3
-        assert (await bench.operations.update([], None)).version == 1
-        assert router.serves() == {"a": 0, "b": 0}
-        await until(lambda: not late and not router.closed)
-        bench.check_belief()
+    assert router.known.policy == {"policy": "round-robin", "prefix_length": 77}
+    for wrong, says in (({"policy": "fastest"}, "no policy 'fastest'"), ({"prefix_length": 0}, "prefix_length")):
+        with pytest.raises(UserError, match=says):
+            await bench.roster.set_policy(wrong)
+    assert router.known.policy == {"policy": "round-robin", "prefix_length": 77}
 
 
 async def test_a_gate_that_was_left_closed_by_who_died_is_opened_by_who_connects() -> None:
@@ -323,8 +244,7 @@ async def test_a_gate_that_was_left_closed_by_who_died_is_opened_by_who_connects
         await router.start("127.0.0.1", 0)
         admin = RouterAdmin(router.url)
         try:
-            await admin.set_engines(3, [EngineEntry("e0", server.url)])
-            await admin.gate(closed=True)
+            await admin.announce(Membership(3, (EngineEntry("e0", server.url),), closed=True))
             async with Fleet.connect([server.url], url=router.url) as fleet:
                 out = await asyncio.wait_for(fleet.sample([1, 2], 1, {"max_tokens": 3}), 5.0)
                 assert len(out[0].token_ids) == 3

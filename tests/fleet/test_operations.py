@@ -20,6 +20,7 @@ from penstock.errors import (
     UserError,
 )
 from penstock.fleet.member import State, fan_out
+from penstock.router import Membership
 from penstock.types import PauseMode
 
 KINDS = ["refuse", "hang", "die", "garbage"]
@@ -191,7 +192,7 @@ async def test_what_is_in_flight_on_every_rank_of_a_server_that_died_is_broken_o
     bench = await Bench("ab").started()
     bench.roster.members[0].ranks = 2
     await bench.roster.mark_dead(bench.roster.members[0], "test")
-    assert bench.router.cut == ("a.dp0", "a.dp1")
+    assert bench.router.known.cut == ("a.dp0", "a.dp1")
     assert bench.router.serves() == {"b": 0}
 
 
@@ -393,9 +394,9 @@ async def test_after_a_close_nothing_begins_and_what_runs_is_cut_short() -> None
 
 async def test_the_fleet_has_the_last_word_on_a_router_that_another_spoke_to() -> None:
     bench = await Bench("ab").started()
-    bench.router.epoch = 40
+    bench.router.known = Membership(40)
     await bench.roster.mark_dead(bench.roster.members[0], "gone")
-    assert (bench.router.epoch, bench.router.serves()) == (41, {"b": 0})
+    assert (bench.router.known.epoch, bench.router.serves()) == (41, {"b": 0})
 
 
 async def test_an_engine_dies_though_the_router_cannot_be_told() -> None:

@@ -39,7 +39,7 @@ async def test_a_dead_engine_returns_under_its_name_and_index_with_the_fleets_we
         assert [change.new for change in bench.roster.members[1].lifecycle.history[-4:]] == [
             State.DEAD, State.LAUNCHING, State.SYNCING, State.SERVING,
         ]  # fmt: skip
-        assert next(e for e in bench.router.set if e.name == "b").url == "http://127.0.0.1:91"
+        assert next(e for e in bench.router.known.engines if e.name == "b").url == "http://127.0.0.1:91"
         bench.check_belief()
         assert len((await bench.operations.update([], None)).engines) == 3
         await dies_and_returns(bench, restarts, "b", 3)

@@ -14,7 +14,7 @@ from penstock import Fleet, SamplingParams
 from penstock.errors import ConfigError, EngineDeadError, EngineHTTPError, StateError, UserError
 from penstock.fleet.member import State
 from penstock.fleet.vllm_router import VllmRouterAdmin
-from penstock.router import EngineEntry
+from penstock.router import EngineEntry, Membership
 from penstock.router.server import Router
 from penstock.sim import SimConfig, SimServer
 from sim_fleets import SIM, check, check_serves, engine_process, in_flight, made
@@ -182,22 +182,22 @@ async def test_engines_ask_for_the_key_and_the_router_has_none(router: str) -> N
 async def test_full_sets_become_workers_added_and_removed(router: str) -> None:
     async with SimServer(SimConfig()) as a, SimServer(SimConfig()) as b:
         admin, stranger = VllmRouterAdmin(router), VllmRouterAdmin(router)
-        await stranger.set_engines(0, [EngineEntry("x", b.url)])
-        first = [EngineEntry("a", a.url, 3)]
-        await admin.set_engines(4, first)
+        await stranger.announce(Membership(0, (EngineEntry("x", b.url),)))
+        first = (EngineEntry("a", a.url, 3),)
+        await admin.announce(Membership(4, first))
         assert await workers(admin) == {a.url}, "the set is a full one"
         state = await admin.engines()
         assert (state.epoch, [(e.name, e.weight_version, e.eligible, e.down) for e in state.engines]) == (
             4, [("a", 3, True, False)]
         )  # fmt: skip
-        await admin.set_engines(4, first)
+        await admin.announce(Membership(4, first))
         with pytest.raises(StateError, match="epoch 3 is not newer"):
-            await admin.set_engines(3, [])
-        await admin.set_engines(5, [EngineEntry("a", a.url, eligible=False), EngineEntry("b", b.url)])
+            await admin.announce(Membership(3))
+        other = (EngineEntry("a", a.url, eligible=False), EngineEntry("b", b.url))
+        await admin.announce(Membership(5, other, closed=True))
         assert await workers(admin) == {b.url}
-        await admin.gate(closed=True)
         assert not (await admin.engines()).gate_closed, "it has none"
-        await admin.set_engines(6, [])
+        await admin.announce(Membership(6))
         assert await workers(admin) == set()
         await admin.close()
         await stranger.close()
@@ -207,7 +207,7 @@ async def test_full_sets_become_workers_added_and_removed(router: str) -> None:
 async def test_a_router_that_runs_already_gets_the_fleet_and_gives_it_back(router: str) -> None:
     async with SimServer(SimConfig()) as stale:
         admin = VllmRouterAdmin(router)
-        await admin.set_engines(0, [EngineEntry("stale", stale.url)])
+        await admin.announce(Membership(0, (EngineEntry("stale", stale.url),)))
         async with Fleet.launch("sim-model", engines=2, kind="vllm-router", url=router, **SIM) as fleet:
             assert fleet.url == router
             assert await workers(admin) == {engine.url for engine in await fleet.engines()}
@@ -227,7 +227,7 @@ async def test_a_router_of_ours_that_runs_already_gets_the_fleet_too() -> None:
     await router.start("127.0.0.1", 0)
     try:
         async with SimServer(SimConfig()) as engine:
-            router.dispatcher.set_engines(0, [EngineEntry("x", engine.url)])
+            router.dispatcher.announce(Membership(0, (EngineEntry("x", engine.url),)))
             with pytest.raises(EngineHTTPError) as error:
                 await Fleet.launch("sim-model", kind="vllm-router", url=router.url, **SIM)
             assert error.value.status == 404, "it is no vllm-router"

@@ -24,7 +24,7 @@ from penstock.fleet.launch import Terms, assemble
 from penstock.fleet.member import Lifecycle, Member, State, connect_engine
 from penstock.fleet.router_process import OpenRouter
 from penstock.http import HttpTransport
-from penstock.router import EngineEntry
+from penstock.router import EngineEntry, Membership
 from penstock.router.admin_client import EngineLoad, RouterState
 from penstock.router.backend import Backend
 from penstock.router.dispatcher import Dispatcher, Waiter
@@ -162,13 +162,9 @@ class VirtualRouter:
         """Requests that went to an engine whose weights are not those that the fleet announced."""
         self._network = network
 
-    async def set_engines(self, epoch: int, engines: Sequence[EngineEntry], cut: Sequence[str] = ()) -> None:
+    async def announce(self, membership: Membership) -> None:
         await asyncio.sleep(LATENCY_S)
-        self.dispatcher.set_engines(epoch, engines, cut)
-
-    async def gate(self, closed: bool) -> None:  # noqa: FBT001 - the router's own signature
-        await asyncio.sleep(LATENCY_S)
-        self.dispatcher.set_gate(closed=closed)
+        self.dispatcher.announce(membership)
 
     async def engines(self) -> RouterState:
         await asyncio.sleep(LATENCY_S)

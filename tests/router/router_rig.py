@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from penstock.router import EngineEntry
+from penstock.router import EngineEntry, Membership
 from penstock.router.admin_client import RouterAdmin, RouterState
 from penstock.router.server import Router
 from penstock.settings import RouterConfig
@@ -231,6 +231,9 @@ class Rig:
     pid: int
     clients: list[RawClient] = field(default_factory=list)
     epoch: int = 0
+    entries: tuple[EngineEntry, ...] = ()
+    closed: bool = False
+    policy: dict[str, Any] = field(default_factory=dict)
 
     async def client(self, **options: Any) -> RawClient:
         client = await RawClient.connect(self.url, **options)
@@ -238,8 +241,21 @@ class Rig:
         return client
 
     async def announce(self, entries: Sequence[EngineEntry]) -> None:
+        self.entries = tuple(entries)
+        await self.again()
+
+    async def again(self) -> None:
+        """Announce what was announced, as another epoch."""
         self.epoch += 1
-        await self.admin.set_engines(self.epoch, entries)
+        await self.admin.announce(Membership(self.epoch, self.entries, self.closed, self.policy))
+
+    async def gate(self, *, closed: bool) -> None:
+        self.closed = closed
+        await self.again()
+
+    async def set_policy(self, policy: str, **options: float) -> None:
+        self.policy = {**self.policy, "policy": policy, **options}
+        await self.again()
 
     async def settled(self) -> RouterState:
         """State once nothing is outstanding."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from router_rig import Backend, RawClient, Seen, eventually, read_body, reply, request
 
-from penstock.router import EngineEntry
+from penstock.router import EngineEntry, Membership
 from penstock.router.backend import Backend as RouterBackend
 from penstock.router.http import RequestHead
 from penstock.router.server import Router
@@ -64,8 +64,6 @@ class World:
         self.entries: dict[str, EngineEntry] = {}
         self.homes: dict[str, str] = {}
         self.closed = False
-        self.closed_adapter = False
-        self.closed_engines: set[str] = set()
         self.wrong: list[str] = []
         self.epoch = self.count = 0
 
@@ -75,6 +73,10 @@ class World:
         self.router = Router(RouterConfig(policy=policy, max_held=20, max_hold_s=60, engine_metrics_interval_s=0))
         await self.router.start("127.0.0.1", 0)
         self.dispatcher = self.router.dispatcher
+
+    def announce(self) -> None:
+        self.epoch += 1
+        self.dispatcher.announce(Membership(self.epoch, tuple(self.entries.values()), self.closed))
 
     async def stop(self) -> None:
         await self.router.close()
@@ -128,8 +130,6 @@ class World:
                 "not in the set": entry is None,
                 "down": engine.engine.down,
                 "gate closed": self.closed,
-                "gate of its adapter closed": asked.adapter is not None and self.closed_adapter,
-                "gate of the engine closed": engine.name in self.closed_engines,
                 "tried before": engine in tried,
             }.items()
             if so

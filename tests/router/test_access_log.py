@@ -8,6 +8,7 @@ import logging
 import pytest
 from router_rig import Backend, RawClient, answer_name, eventually, request
 
+from penstock.router import Membership
 from penstock.router.server import Router
 from penstock.settings import RouterConfig
 
@@ -19,15 +20,15 @@ async def test_a_line_names_trace_session_group_and_engine(caplog: pytest.LogCap
     router = Router(RouterConfig(access_log=True, data_paths="/v1/x"))
     await router.start("127.0.0.1", 0)
     try:
-        router.dispatcher.set_engines(1, [backend.entry()])
+        router.dispatcher.announce(Membership(1, (backend.entry(),)))
         client = await RawClient.connect(router.url)
         with caplog.at_level(logging.INFO, "penstock.router.access"):
             context = f"Traceparent: 00-{TRACE.upper()}-00f067aa0ba902b7-01\r\ntracestate: a=1,b=2\r\n"
             await client.ask("/v1/x?y", b"body", f"X-Session-ID: s\r\nX-Group-ID: g\r\n{context}")
-            router.dispatcher.set_gate(closed=True)
+            router.dispatcher.gate.set(closed=True)
             await client.send(request("/v1/x", headers="traceparent: not-one\r\n"))
             await eventually(lambda: len(router.dispatcher.gate) == 1)
-            router.dispatcher.set_gate(closed=False)
+            router.dispatcher.gate.set(closed=False)
             await client.receive()
         client.close()
     finally:

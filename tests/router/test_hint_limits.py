@@ -8,7 +8,7 @@ import pytest
 from router_rig import Backend, Seen, answer_name, eventually, reply, request, rig
 
 from penstock.errors import UserError
-from penstock.router import EngineEntry
+from penstock.router import EngineEntry, Membership
 from penstock.router.backend import Backend as RouterBackend
 from penstock.router.dispatcher import Dispatcher, Lane, Waiter
 from penstock.router.http import RefusalError, parse_request
@@ -115,7 +115,7 @@ async def test_ten_thousand_invented_names_wait_in_as_few_lanes_as_engines_diffe
     dispatcher = Dispatcher(RouterConfig(engine_metrics_interval_s=0, max_held=100_000))
     old = EngineEntry("old", "http://h:1", weight_version=20_000)
     new = EngineEntry("new", "http://h:2", weight_version=40_000, adapters=("code",))
-    dispatcher.set_engines(1, [old, new])
+    dispatcher.announce(Membership(1, (old, new)))
     for name in ("old", "new"):
         dispatcher.placement.report_kv(name, kv_usage=0.0, kv_capacity=100)
         dispatcher.gate.submit(asking(f"X-Session-ID: on {name}\r\nX-Prompt-Tokens: 90\r\n"))

@@ -9,7 +9,7 @@ from router_rig import Backend, Seen, reply, rig
 
 from penstock import http
 from penstock.http import HttpTransport
-from penstock.router import backend
+from penstock.router import Membership, backend
 from penstock.router.admin_client import RouterAdmin
 from penstock.sim.server import KEEP_ALIVE_S
 
@@ -34,7 +34,7 @@ async def test_every_client_takes_a_fresh_connection_before_an_engine_closes_an_
         async def ask_all() -> list[int]:
             assert (await client.ask()).status == 200
             await transport.post("/pause", timeout_s=5.0)
-            await admin.gate(closed=True)
+            await admin.announce(Membership(1))
             return [backend.connections for backend in r.backends]
 
         assert await ask_all() == await ask_all() == [1, 1, 1], "they are kept at all"

@@ -28,7 +28,6 @@ class State:
     eligible: bool = True
     draining: bool = False
     down: bool = False
-    gated: bool = False
     version: int = 0
     adapters: tuple[str, ...] | None = None
 
@@ -65,7 +64,6 @@ class Fleet(RuleBasedStateMachine):
             self.homes = {s: None if home == name else home for s, home in self.homes.items()}
         for name, state in engines.items():
             state.down = False
-            state.gated = self.engines[name].gated if name in self.engines else False
             if name not in self.engines and self.capacity:
                 self.p.report_kv(name, kv_usage=0.1, kv_capacity=self.capacity)
         self.engines = engines
@@ -86,12 +84,6 @@ class Fleet(RuleBasedStateMachine):
         if name in self.engines:
             self.p.mark(name, down=down)
             self.engines[name].down = down
-
-    @rule(name=st.sampled_from(NAMES), closed=st.booleans())
-    def gate(self, name: str, closed: bool) -> None:  # noqa: FBT001
-        if name in self.engines:
-            self.p.gate(name, closed=closed)
-            self.engines[name].gated = closed
 
     @rule(seconds=st.sampled_from([0.5, 5.0, 100.0, 600.0]))
     def wait(self, seconds: float) -> None:
@@ -141,7 +133,7 @@ class Fleet(RuleBasedStateMachine):
         home = self.homes.get(session) if session is not None else None
         known = session is not None and self.p.sessions.get(session) is not None
         able = [n for n in self.engines if self.could(n, request) and n not in tried]
-        new = [n for n in able if not self.engines[n].draining and not self.engines[n].gated]
+        new = [n for n in able if not self.engines[n].draining]
         own = home in able and self.sticky and home not in new and known
         answer = self.p.place(request, self.now, tried)
         if isinstance(answer, str):
@@ -154,9 +146,6 @@ class Fleet(RuleBasedStateMachine):
             assert session is not None
             assert not known, "a later turn was made to wait"
             assert all(self.p.views()[n].resident_tokens for n in new), "an empty engine has room"
-        elif answer is Defer.GATED:
-            assert not new or (own and home is not None and self.engines[home].gated)
-            assert any(self.engines[n].gated for n in able)
         else:
             assert answer is None
             assert not new

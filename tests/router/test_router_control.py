@@ -1,16 +1,14 @@
-"""The control side over HTTP: gates of one adapter or engine, drains, sessions, room, health and KV figures."""
+"""The control side over HTTP: adapters, drains, sessions, room, health and KV figures."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from router_rig import Backend, RawClient, Rig, Seen, answer_name, eventually, reply, request, rig
 
-from penstock.errors import UserError
 from penstock.router import EngineEntry
 from penstock.router.admin_client import EngineLoad
 from penstock.router.backend import KVStats, parse_kv_stats
@@ -36,110 +34,6 @@ async def until(r: Rig, name: str, holds: Callable[[EngineLoad], bool], seconds:
 
 async def homes(client: RawClient, names: range) -> dict[int, str]:
     return {s: (await client.ask(headers=session(s))).body.decode() for s in names}
-
-
-# --- gates -----------------------------------------------------------------------------------------------------------
-
-
-async def test_the_gate_of_an_adapter_holds_its_requests_and_no_others() -> None:
-    async with rig(answer_name, max_hold_s=0.2) as r:
-        await r.admin.gate(closed=True, adapter="code")
-        waiting, client = await r.client(), await r.client()
-        await waiting.send(request(headers="X-Adapter: code\r\n"))
-        await r.until_held(1)
-        assert (await client.ask()).status == 200
-        assert (await client.ask(headers="X-Adapter: prose\r\n")).status == 200
-        state = await r.admin.engines()
-        assert (state.gates_closed, state.gate_closed, state.held_by["adapter"]) == (("code",), False, 1)
-        await asyncio.sleep(0.6)  # three times the hold, and two sweeps: a pause may be long
-        await r.admin.gate(closed=False, adapter="code")
-        assert (await waiting.receive()).status == 200
-        assert (await r.admin.engines()).gates_closed == ()
-
-
-async def test_sessions_of_a_gated_engine_wait_for_it_and_all_else_goes_elsewhere() -> None:
-    async with rig(answer_name, answer_name) as r:
-        client = await r.client()
-        before = await homes(client, range(12))
-        assert set(before.values()) == {"e0", "e1"}
-        await r.admin.gate(closed=True, engine="e0")
-        assert (await load(r, "e0")).gate_closed
-        waiting = {s: await r.client() for s, home in before.items() if home == "e0"}
-        for s, waiter in waiting.items():
-            await waiter.send(request(headers=session(s)))
-        await r.until_held(len(waiting))
-        for s, home in before.items():
-            if home == "e1":
-                assert (await client.ask(headers=session(s))).body == b"e1"
-        assert {(await client.ask(headers=session(s))).body for s in range(100, 106)} == {b"e1"}
-        assert {(await client.ask()).body for _ in range(4)} == {b"e1"}
-        assert (await r.admin.engines()).held_by["engine"] == len(waiting)
-        await r.admin.gate(closed=False, engine="e0")
-        assert {(await waiter.receive()).body for waiter in waiting.values()} == {b"e0"}
-
-
-async def test_where_every_engine_is_gated_new_requests_wait_too_however_long() -> None:
-    async with rig(answer_name, answer_name, max_hold_s=0.2) as r:
-        await r.admin.gate(closed=True, engine="e0")
-        await r.admin.gate(closed=True, engine="e1")
-        client = await r.client()
-        await client.send(request())
-        await r.until_held(1)
-        await asyncio.sleep(0.6)
-        await r.admin.gate(closed=False, engine="e1")
-        assert (await client.receive()).body == b"e1"
-
-
-@pytest.mark.parametrize("how", ["left", "another url", "not eligible"])
-async def test_sessions_do_not_wait_for_a_gated_engine_that_is_lost(how: str) -> None:
-    async with rig(answer_name, answer_name) as r:
-        e0, e1 = r.backends
-        await r.announce([e0.entry()])
-        client = await r.client()
-        assert (await client.ask(headers=session("s"))).body == b"e0"
-        await r.announce([e0.entry(), e1.entry()])
-        await r.admin.gate(closed=True, engine="e0")
-        await client.send(request(headers=session("s")))
-        await r.until_held(1)
-        match how:
-            case "left":
-                await r.announce([e1.entry()])
-            case "another url":
-                await r.announce([EngineEntry("e0", f"http://127.0.0.1:{e1.port}")])
-            case _:
-                await r.announce([e0.entry(eligible=False), e1.entry()])
-        assert (await client.receive()).body == b"e1"
-        assert (await load(r, "e0")).gate_closed if how == "not eligible" else True
-
-
-async def test_a_gate_of_an_engine_that_is_not_there_is_an_error() -> None:
-    async with rig(answer_name) as r:
-        with pytest.raises(UserError, match=r"no engine 'e7' in the set; known: e0"):
-            await r.admin.gate(closed=True, engine="e7")
-        await r.admin.gate(closed=False, engine="e7")  # it left, and its gate with it
-        with pytest.raises(UserError, match="not both"):
-            await r.admin.gate(closed=True, engine="e0", adapter="code")
-        with pytest.raises(UserError, match="adapter"):
-            await r.admin.gate(closed=True, adapter="")
-        assert (await (await r.client()).ask()).status == 200
-
-
-@pytest.mark.parametrize("which", [{}, {"adapter": "code"}, {"engine": "e0"}], ids=["all", "adapter", "engine"])
-async def test_a_waiting_request_goes_on_within_5_ms(which: dict[str, str]) -> None:
-    async with rig(answer_name) as r:
-        assert r.router is not None
-        client, backend, delays = await r.client(), r.backends[0], []
-        for _ in range(15):
-            r.router.dispatcher.set_gate(closed=True, **which)
-            await client.send(request(headers="X-Adapter: code\r\n"))
-            await eventually(lambda: len(r.router.dispatcher.gate) == 1)  # type: ignore[union-attr]
-            backend.arrived.clear()
-            started = time.monotonic()
-            r.router.dispatcher.set_gate(closed=False, **which)
-            await backend.arrived.wait()
-            delays.append(time.monotonic() - started)
-            assert (await client.receive()).status == 200
-        assert min(delays) < 0.005  # of any, since this machine has other work too
 
 
 # --- eligibility and drain -------------------------------------------------------------------------------------------

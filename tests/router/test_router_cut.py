@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 from router_rig import Backend, RawClient, Rig, Seen, eventually, reply, request, rig
 
+from penstock.router import Membership
 from penstock.router.admin_client import RouterAdmin
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nbegun\r\n"
@@ -36,7 +37,7 @@ async def sent_to_e0(r: Rig) -> RawClient:
 
 
 async def give_up_e0(r: Rig, cut: tuple[str, ...] = ("e0",)) -> None:
-    await r.admin.set_engines(99, [r.backends[1].entry()], cut=cut)
+    await r.admin.announce(Membership(99, (r.backends[1].entry(),), cut=cut))
 
 
 @pytest.mark.parametrize("options", [{}, {"process": True, "workers": 2}], ids=["one-process", "two-workers"])
@@ -84,6 +85,6 @@ async def test_it_is_given_up_later_than_it_left() -> None:
         client = await sent_to_e0(r)
         await give_up_e0(r, cut=())
         second = RouterAdmin(r.url)
-        await second.set_engines(99, [r.backends[1].entry()], cut=("e0",))
+        await second.announce(Membership(100, (r.backends[1].entry(),), cut=("e0",)))
         await second.close()
         assert (await client.receive()).body == b"of e1"

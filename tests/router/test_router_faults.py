@@ -66,11 +66,11 @@ async def test_a_client_that_leaves_inside_its_body_ends_the_engines_work() -> N
 
 async def test_a_client_that_leaves_after_a_long_held_body_ends_the_engines_work() -> None:
     async with rig(never) as r:
-        await r.admin.gate(closed=True)
+        await r.gate(closed=True)
         client = await r.client()
         sending = asyncio.create_task(client.send(request(body=b"x" * 3_000_000)))  # more than is read while it waits
         await r.until_held(1)
-        await r.admin.gate(closed=False)
+        await r.gate(closed=False)
         async with asyncio.timeout(60):
             await sending
             await eventually(lambda: bool(r.backends[0].seen) and len(r.backends[0].seen[0].body) == 3_000_000)

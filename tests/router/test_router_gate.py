@@ -29,7 +29,7 @@ async def test_two_thousand_wait_and_go_on_in_order_while_new_clients_are_accept
 
     monkeypatch.setattr(Exchange, "connected", spy)  # sees the router of this process only
     async with rig(answer_name, process=process) as r:
-        await r.admin.gate(closed=True)
+        await r.gate(closed=True)
         clients: list[RawClient] = []
         for i in range(count):
             client = await r.client()
@@ -38,7 +38,7 @@ async def test_two_thousand_wait_and_go_on_in_order_while_new_clients_are_accept
             if i % 50 == 49:
                 await r.until_held(i + 1)
         assert r.backends[0].connections == 0
-        await r.admin.gate(closed=False)
+        await r.gate(closed=False)
         assert (await (await r.client()).ask("/router/health", method="GET")).status == 200
         assert len(r.backends[0].seen) < count  # a new client did not have to wait for all of them
         answers = await asyncio.gather(*[client.receive() for client in clients])
@@ -60,14 +60,14 @@ async def test_the_gate_holds_new_requests_only() -> None:
         before = await r.client()
         await before.send(request())
         await r.backends[0].arrived.wait()
-        await r.admin.gate(closed=True)
+        await r.gate(closed=True)
         go.set()
         assert (await before.receive()).status == 200
         after = await r.client()
         await after.send(request())
         await r.until_held(1)
         opened = time.monotonic()
-        await r.admin.gate(closed=False)
+        await r.gate(closed=False)
         assert (await after.receive()).status == 200
         assert time.monotonic() - opened < 30
         assert r.router is not None
@@ -127,12 +127,12 @@ async def test_a_request_waits_for_its_weight_version() -> None:
 @both_loops
 async def test_a_held_client_that_leaves_is_forgotten(*, process: bool) -> None:
     async with rig(answer_name, process=process) as r:
-        await r.admin.gate(closed=True)
+        await r.gate(closed=True)
         client = await r.client()
         await client.send(request(body=b"x" * 1000))
         await r.until_held(1)
         client.close()
         await r.until_held(0)
-        await r.admin.gate(closed=False)
+        await r.gate(closed=False)
         assert (await (await r.client()).ask()).status == 200
         assert len(r.backends[0].seen) == 1

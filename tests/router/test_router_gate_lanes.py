@@ -10,14 +10,11 @@ from types import SimpleNamespace
 import pytest
 from router_rig import eventually
 
-from penstock.router import EngineEntry
-from penstock.router.backend import Backend
-from penstock.router.dispatcher import ENGINE, NOWHERE, Dispatcher, Gate, Kind, Lane, Waiter
+from penstock.router.dispatcher import NOWHERE, Gate, Kind, Lane, Waiter
 from penstock.router.http import RefusalError, RequestHead
 from penstock.settings import RouterConfig
 
 ROOM = Lane(Kind.ROOM, (0, None))
-CODE = Lane(Kind.ADAPTER, "code")
 
 
 class Request(Waiter):
@@ -95,7 +92,7 @@ async def test_room_for_thousands_is_given_in_slices() -> None:
     assert not gate.crowded
 
 
-@pytest.mark.parametrize("lane", [None, CODE, ENGINE])
+@pytest.mark.parametrize("lane", [None, NOWHERE])
 async def test_ten_thousand_behind_a_gate_go_on_in_slices_and_in_order(lane: Lane | None) -> None:
     gate, log, closed = make_gate(), [], True
     gate.set(closed=lane is None)
@@ -103,10 +100,7 @@ async def test_ten_thousand_behind_a_gate_go_on_in_slices_and_in_order(lane: Lan
         gate.submit(Request(i, log, lambda: lane if closed else None))
     assert len(gate) == 10_000
     closed = False
-    if lane is CODE:
-        gate.wake(CODE)
-    else:
-        gate.set(closed=False)
+    gate.set(closed=False)
     before = len(log)
     for _ in range(20):  # what the loop has to do besides, such as to accept, comes in between
         await turns(1)
@@ -172,52 +166,6 @@ async def test_who_waits_for_room_and_then_for_an_engine_makes_way() -> None:
     assert (log, gate.held_by()["nowhere"]) == (["second"], 1)
 
 
-async def test_an_event_wakes_its_own_lane() -> None:
-    gate, log, closed = make_gate(), [], {CODE, ENGINE, NOWHERE}
-    for name, lane in (("adapter", CODE), ("engine", ENGINE), ("nowhere", NOWHERE)):
-        gate.submit(Request(name, log, lambda lane=lane: lane if lane in closed else None))
-    assert gate.held_by() == {"turn": 0, "adapter": 1, "engine": 1, "room": 0, "nowhere": 1}
-    gate.wake(Lane(Kind.ADAPTER, "other"))
-    gate.recheck()
-    assert log == []
-    closed.clear()
-    gate.wake(CODE)
-    assert log == ["adapter"]
-    gate.recheck()
-    assert log == ["adapter", "nowhere", "engine"]
-
-
-async def test_an_engine_that_leaves_takes_its_closed_gate_along() -> None:
-    dispatcher = Dispatcher(RouterConfig(engine_metrics_interval_s=0))
-    one, other = EngineEntry("e0", "http://h:1"), EngineEntry("e1", "http://h:2")
-    dispatcher.set_engines(1, [one])
-    dispatcher.set_gate(closed=True, engine="e0")
-    assert dispatcher.find(Waiter(RequestHead())) == ENGINE
-    dispatcher.set_engines(2, [one])
-    assert dispatcher.find(Waiter(RequestHead())) == ENGINE
-    dispatcher.set_engines(3, [other])
-    found = dispatcher.find(Waiter(RequestHead()))
-    assert isinstance(found, Backend)
-    assert found.name == "e1"
-    dispatcher.set_engines(4, [one])
-    assert dispatcher.find(Waiter(RequestHead())) is dispatcher.backends["e0"]
-
-
-async def test_closing_for_all_holds_what_an_adapters_gate_lets_go() -> None:
-    gate, log, closed = make_gate(), [], True
-    for i in range(300):
-        gate.submit(Request(i, log, lambda: CODE if closed else None))
-    gate.set(closed=True)
-    closed = False
-    gate.wake(CODE)
-    await turns(5)
-    assert (log, len(gate)) == ([], 300)
-    gate.submit(Request(300, log, lambda: None))
-    gate.set(closed=False)
-    await eventually(lambda: not len(gate))
-    assert log == list(range(301))
-
-
 async def test_closing_again_stops_the_release_and_keeps_the_order() -> None:
     gate, log = make_gate(), []
     gate.set(closed=True)
@@ -271,12 +219,12 @@ async def test_patience_goes_on_where_it_was_when_an_engine_did_not_take_the_req
 
 
 async def test_time_is_charged_to_what_was_waited_for(now: list[float]) -> None:
-    gate, log, lane = make_gate(), [], CODE
+    gate, log, lane = make_gate(), [], ROOM
+    gate.set(closed=True)
     request = Request("r", log, lambda: lane)
     gate.submit(request)
     now[0] += 1
-    lane = ROOM
-    gate.wake(CODE)
+    gate.set(closed=False)
     assert (request.gate_seconds, request.hold_seconds) == (1, 0)
     now[0] += 2
     lane = NOWHERE
@@ -293,11 +241,11 @@ async def test_time_is_charged_to_what_was_waited_for(now: list[float]) -> None:
 
 async def test_only_who_waits_for_an_engine_gives_up() -> None:
     gate, log = make_gate(max_hold_s=1), []
-    requests = {lane: Request(lane, log, lambda lane=lane: lane) for lane in (CODE, ENGINE, ROOM, NOWHERE)}
+    requests = {lane: Request(lane, log, lambda lane=lane: lane) for lane in (ROOM, NOWHERE)}
     for request in requests.values():
         gate.submit(request)
     gate.expire(time.monotonic() + 0.9)
-    assert len(gate) == 4
+    assert len(gate) == 2
     gate.expire(time.monotonic() + 3600)
     assert [lane for lane, request in requests.items() if request.refusal] == [NOWHERE]
 

@@ -158,10 +158,8 @@ class RouterMachine(RuleBasedStateMachine):
     def announce(self, entries: dict[str, dict[str, Any]]) -> None:
         async def act() -> None:
             world = self.world
-            world.epoch += 1
             world.entries = {name: world.backends[name].entry(**given) for name, given in entries.items()}
-            world.closed_engines &= set(entries)
-            world.dispatcher.set_engines(world.epoch, list(world.entries.values()))
+            world.announce()
 
         self.run(act())
 
@@ -169,25 +167,7 @@ class RouterMachine(RuleBasedStateMachine):
     def gate(self, *, closed: bool) -> None:
         async def act() -> None:
             self.world.closed = closed
-            self.world.dispatcher.set_gate(closed=closed)
-
-        self.run(act())
-
-    @rule(closed=st.booleans())
-    def gate_of_an_adapter(self, *, closed: bool) -> None:
-        async def act() -> None:
-            self.world.closed_adapter = closed
-            self.world.dispatcher.set_gate(closed=closed, adapter="code")
-
-        self.run(act())
-
-    @precondition(lambda self: self.world.entries)
-    @rule(pick=PICK, closed=st.booleans())
-    def gate_of_an_engine(self, pick: int, *, closed: bool) -> None:
-        async def act() -> None:
-            name = list(self.world.entries)[pick % len(self.world.entries)]
-            (self.world.closed_engines.add if closed else self.world.closed_engines.discard)(name)
-            self.world.dispatcher.set_gate(closed=closed, engine=name)
+            self.world.announce()
 
         self.run(act())
 
@@ -211,15 +191,9 @@ class RouterMachine(RuleBasedStateMachine):
         world, dispatcher = self.world, self.world.dispatcher
         for name in set(NAMES) - world.alive:
             await world.backends[name].start()
-        world.epoch += 1
         world.entries = {name: world.backends[name].entry(weight_version=2) for name in NAMES}
-        world.closed = world.closed_adapter = False
-        world.closed_engines.clear()
-        dispatcher.set_gate(closed=False)
-        dispatcher.set_gate(closed=False, adapter="code")
-        for name in NAMES:
-            dispatcher.set_gate(closed=False, engine=name)
-        dispatcher.set_engines(world.epoch, list(world.entries.values()))
+        world.closed = False
+        world.announce()
         await world.settle()
         for _ in range(len(world.asked) + 1):  # with each round of sessions that finish, others find room
             while world.pending:

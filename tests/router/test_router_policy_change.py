@@ -1,16 +1,11 @@
-"""The policy of a running router: changed for every process of it, and asked where a request would go."""
+"""The policy of a running router: changed with the engines, and asked where a request would go."""
 
 from __future__ import annotations
 
-import os
-import signal
-from collections import Counter
-
 import pytest
-from router_rig import Rig, answer_name, eventually, rig
+from router_rig import Rig, answer_name, rig
 
 from penstock.errors import UserError
-from penstock.router.admin_client import RouterAdmin
 from penstock.wire import prefix_hashes
 
 
@@ -27,7 +22,7 @@ async def test_from_the_next_request_on() -> None:
         client = await r.client()
         await client.ask(headers="X-Session-ID: a\r\n")
         assert await rules(r) == {"bounded-sticky": 1}
-        await r.admin.set_policy(["prefix-aware", "round-robin"], prefix_length=64, overload_threshold=3)
+        await r.set_policy("prefix-aware,round-robin", prefix_length=64, overload_threshold=3.0)
         answers = [(await client.ask()).body for _ in range(6)]
         assert answers[:3] == answers[3:]
         assert len(set(answers)) == 3
@@ -41,8 +36,9 @@ async def test_from_the_next_request_on() -> None:
             "overload_threshold": 3.0,
         }
         assert state.sessions == 1  # what was known stays known
-        await r.admin.set_policy("requests")
-        assert (await r.admin.engines()).policy["prefix_length"] == 64
+        r.policy = {}
+        await r.again()
+        assert (await r.admin.engines()).policy["policy"] == "bounded-sticky", "as it was started"
 
 
 @pytest.mark.parametrize(
@@ -58,8 +54,9 @@ async def test_a_wrong_one_changes_nothing(policy: str, options: dict[str, float
     async with rig(answer_name) as r:
         before = (await r.admin.engines()).policy
         with pytest.raises(UserError, match=says):
-            await r.admin.set_policy(policy, **options)  # type: ignore[arg-type]
-        assert (await r.admin.engines()).policy == before
+            await r.set_policy(policy, **options)
+        state = await r.admin.engines()
+        assert (state.policy, state.epoch) == (before, 1)
 
 
 async def test_a_choice_is_where_the_request_belongs_and_counts() -> None:
@@ -76,33 +73,9 @@ async def test_a_choice_is_where_the_request_belongs_and_counts() -> None:
         assert after.requests == before.requests + 8
         assert sum(after.placements.values()) == sum(before.placements.values()) + 16
         assert [engine.outstanding_tokens for engine in after.engines] == [0] * 4
-        await r.admin.set_policy("round-robin")
+        await r.set_policy("round-robin")
         chosen = [await r.admin.choose() for _ in range(8)]
         assert chosen[:4] == chosen[4:]
         assert len(set(chosen)) == 4
         await r.announce([])
         assert await r.admin.choose() is None
-
-
-async def test_every_process_follows_and_so_does_its_successor() -> None:
-    async with rig(*[answer_name] * 2, process=True, workers=2, engine_metrics_interval_s=0) as r:
-        await r.admin.set_policy("round-robin")
-        clients = [await r.client() for _ in range(12)]
-        for client in clients:
-            await client.ask()
-        state = await r.settled()
-        assert state.placements == {"round-robin": 12}
-        os.kill(state.workers[0], signal.SIGKILL)
-
-        async def replaced() -> bool:
-            return len(set((await r.admin.engines()).workers) - set(state.workers)) == 1
-
-        await eventually(replaced)
-        await r.announce([backend.entry() for backend in r.backends])  # as the owner of a fleet does
-        for _ in range(12):
-            await (await r.client()).ask()
-        assert Counter(set((await r.settled()).placements)) == Counter(["round-robin"])
-        admins = [RouterAdmin(r.url) for _ in range(8)]  # of either process
-        assert {(await admin.engines()).policy["policy"] for admin in admins} == {"round-robin"}
-        for admin in admins:
-            await admin.close()

@@ -17,7 +17,7 @@ import openai
 import pytest
 from router_rig import Backend, Rig, Seen, eventually, reply, rig, router_process
 
-from penstock.router import EngineEntry
+from penstock.router import EngineEntry, Membership
 from penstock.router.admin_client import RouterAdmin
 from penstock.sim import SimConfig, SimServer
 
@@ -106,9 +106,8 @@ async def simulated() -> AsyncIterator[openai.AsyncOpenAI]:
         url, _ = await stack.enter_async_context(router_process(api_key="key"))
         admin = RouterAdmin(url, "key")
         stack.push_async_callback(admin.close)
-        await admin.set_engines(
-            1, [EngineEntry(f"e{i}", engine.url, api_key="key") for i, engine in enumerate(engines)]
-        )
+        entries = tuple(EngineEntry(f"e{i}", engine.url, api_key="key") for i, engine in enumerate(engines))
+        await admin.announce(Membership(1, entries))
         made = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0, timeout=60)
         yield await stack.enter_async_context(made)
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from router_rig import DATA_PATHS
 
-from penstock.router import EngineEntry
+from penstock.router import EngineEntry, Membership
 from penstock.router.backend import BackendConnection
 from penstock.router.server import Router
 from penstock.settings import RouterConfig
@@ -80,7 +80,7 @@ class Pair:
         self.router = Router(
             RouterConfig(engine_metrics_interval_s=0, data_paths=DATA_PATHS)
         )  # nobody else opens connections
-        self.router.dispatcher.set_engines(1, [EngineEntry("e0", "http://127.0.0.1:9")])
+        self.router.dispatcher.announce(Membership(1, (EngineEntry("e0", "http://127.0.0.1:9"),)))
         engine = self.router.dispatcher.backends["e0"]
         self.engines: list[tuple[BackendConnection, Wire]] = []
         self.answered = 0

@@ -16,9 +16,9 @@ from router_rig import Backend, RawClient, Rig, Seen, answer_name, eventually, r
 from worker_rig import one_to_each, pid_of, running
 
 from penstock.errors import EngineStartError, StateError, UserError
-from penstock.fleet.roster import Roster
 from penstock.fleet.router_process import RouterProcess
 from penstock.process import backoff_s
+from penstock.router import Membership
 from penstock.router.admin_client import RouterAdmin, RouterState
 from penstock.router.workers import Workers, listen, share_port
 from penstock.settings import RouterConfig
@@ -124,10 +124,9 @@ async def test_a_call_on_the_shared_port_is_answered_for_all_or_refused() -> Non
             assert "penstock_router_gate_closed 0.0" in metrics
             assert sum(line.startswith("# TYPE penstock_router_requests_total") for line in metrics) == 1
             ports = json.loads((await client.ask("/router/health", method="GET")).body)["control_ports"]
-            for call in (("PUT", "/router/engines"), ("POST", "/router/gate"), ("PUT", "/router/policy")):
-                answer = await client.ask(call[1], b'{"closed": true}', method=call[0])
-                assert (answer.status, answer.header("x-penstock-error")) == (421, "several_processes")
-                assert f"each control port: {ports[0]}, {ports[1]}" in answer.body.decode()
+            answer = await client.ask("/router/engines", b"{}", method="PUT")
+            assert (answer.status, answer.header("x-penstock-error")) == (421, "several_processes")
+            assert f"each control port: {ports[0]}, {ports[1]}" in answer.body.decode()
             assert (await client.ask("/router/sessions/finish", b"{}")).status == 400
 
 
@@ -137,26 +136,6 @@ async def test_a_read_on_the_shared_port_changes_nothing(monkeypatch: pytest.Mon
         for client in (await one_to_each(r)).values():
             answer = await client.ask("/router/engines", method="GET")
             assert (answer.status, json.loads(answer.body)["epoch"]) == (200, -1)
-
-
-async def test_a_policy_or_gate_that_one_process_missed_reaches_it_with_the_engines() -> None:
-    async with rig(answer_name, **OPTIONS) as r:
-        client = await r.client()
-        ports = json.loads((await client.ask("/router/health", method="GET")).body)["control_ports"]
-        one = await RawClient.connect(f"http://127.0.0.1:{ports[1]}")
-        answer = await one.ask("/router/policy", b'{"policy": "round-robin"}', method="PUT")
-        assert answer.status == 200
-        assert (await one.ask("/router/gate", b'{"closed": true, "adapter": "a"}')).status == 200
-        assert not (await r.admin.engines()).in_step
-        await r.announce([r.backends[0].entry()])
-        state = await r.admin.engines()
-        assert (state.in_step, state.gates_closed, state.gate_closed) == (True, ("a",), False)
-        roster = Roster(r.admin)
-        await roster.restore()
-        await one.ask("/router/policy", b'{"policy": "requests"}', method="PUT")
-        one.close()
-        epochs = [(await roster.check_router()).epoch for _ in range(4)]
-        assert epochs == [3, 4, 4, 4], "announced once more, and no more once all are in step"
 
 
 async def test_a_session_of_one_process_alone_is_known_where_it_finishes() -> None:
@@ -174,10 +153,10 @@ async def test_a_control_port_that_answers_otherwise_is_a_named_refusal(monkeypa
     async with rig(answer_name) as r:
         assert r.router is not None
 
-        async def states(_: RouterAdmin) -> dict[str, dict[str, Any]]:
-            return {"one": {"epoch": 1}, "two": {"epoch": 1}}
+        async def states(*_: Any) -> list[dict[str, Any]]:
+            return [{"epoch": 1}, {"epoch": 1}]
 
-        monkeypatch.setattr(RouterAdmin, "_states", states)
+        monkeypatch.setattr(RouterAdmin, "_each", states)
         share_port(r.router, "127.0.0.1", 1, (1, 2), None)
         async with asyncio.timeout(20):
             answer = await (await r.client()).ask("/router/engines", method="GET")
@@ -190,42 +169,32 @@ async def test_a_change_is_in_force_on_every_process_when_the_call_returns() -> 
         clients = [await r.client() for _ in range(20)]
         assert len({await pid_of(client) for client in clients}) == 2
         for round_ in range(5):
-            await r.admin.gate(closed=True)
+            await r.gate(closed=True)
             for client in clients:
                 await client.send(request("/v1/x", b"{}"))
             await r.until_held(20)
             assert sum(len(backend.seen) for backend in r.backends) == 20 * round_
-            await r.admin.gate(closed=False)
+            await r.gate(closed=False)
             assert [(await client.receive()).status for client in clients] == [200] * 20
-        await r.admin.gate(closed=True, adapter="a")
-        for client in clients:
-            await client.send(request("/v1/x", b"{}", "X-Adapter: a\r\n"))
-        await r.until_held(20)
-        assert (await r.admin.engines()).held_by["adapter"] == 20
-        await r.admin.gate(closed=False, adapter="a")
-        assert [(await client.receive()).status for client in clients] == [200] * 20
         await r.announce([r.backends[0].entry(weight_version=3)])
         for client in clients:
             assert (await client.ask(headers="X-Weight-Version: 3\r\n")).body == b"e0"
         with pytest.raises(StateError, match="epoch 1 is not newer"):
-            await r.admin.set_engines(1, [])
-        with pytest.raises(UserError, match="no engine 'e9'"):
-            await r.admin.gate(closed=True, engine="e9")
+            await r.admin.announce(Membership(1))
         state = await r.admin.engines()
-        assert (state.epoch, len(state.engines), len(state.workers)) == (2, 1, 2)
+        assert (state.epoch, len(state.engines), len(state.workers)) == (12, 1, 2)
 
 
 async def test_a_process_that_was_started_again_serves_nothing_before_it_is_told() -> None:
     release, answer = held()
     async with rig(answer, answer, **OPTIONS) as r:
-        await r.admin.set_policy("bounded-sticky,requests", prefix_length=77)
+        await r.set_policy("bounded-sticky,requests", prefix_length=77)
         clients = await one_to_each(r)
         (first, one), (second, _) = clients.items()
         await one.send(request("/v1/x", b"{}", session("s")))
         await eventually(lambda: sum(len(backend.seen) for backend in r.backends) == 1)
         home = next(backend.name for backend in r.backends if backend.seen)
-        await r.admin.gate(closed=True, adapter="a")
-        await r.admin.gate(closed=True)
+        await r.gate(closed=True)
         os.kill(first, signal.SIGKILL)
         with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):  # its client sees a broken connection
             await one.receive()
@@ -240,12 +209,12 @@ async def test_a_process_that_was_started_again_serves_nothing_before_it_is_told
 
         await eventually(back)
         await r.until_held(8)
-        await r.announce([backend.entry() for backend in r.backends])  # and the gate is still closed, for both
+        await r.again()  # and the gate is still closed, for both
         state = await r.admin.engines()
-        assert (state.in_step, state.epoch, state.gates_closed, state.gate_closed) == (True, 2, ("a",), True)
+        assert (state.in_step, state.epoch, state.gate_closed) == (True, 4, True)
         assert state.policy["prefix_length"] == 77
         assert (state.held, sum(len(backend.seen) for backend in r.backends)) == (8, 1)
-        await r.admin.gate(closed=False)
+        await r.gate(closed=False)
         assert {(await client.receive()).body for client in fresh} == {home.encode()}
         assert second in state.workers
         state = await r.settled()
@@ -254,7 +223,7 @@ async def test_a_process_that_was_started_again_serves_nothing_before_it_is_told
 
 async def test_when_all_processes_die_the_gate_stays_closed() -> None:
     async with rig(answer_name, **OPTIONS) as r:
-        await r.admin.gate(closed=True)
+        await r.gate(closed=True)
         before = (await r.admin.engines()).workers
         for pid in before:
             os.kill(pid, signal.SIGKILL)
@@ -268,7 +237,7 @@ async def test_when_all_processes_die_the_gate_stays_closed() -> None:
         await client.send(request("/v1/x", b"{}"))
         await r.until_held(1)
         assert not r.backends[0].seen
-        await r.admin.gate(closed=False)
+        await r.gate(closed=False)
         assert (await client.receive()).status == 200
 
 

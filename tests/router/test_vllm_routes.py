@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute
 
 from penstock.errors import PenstockError
 from penstock.guard import CONTROL_PATHS, PRIVATE_PATHS
-from penstock.router import EngineEntry
+from penstock.router import EngineEntry, Membership
 from penstock.router.admin import DATA_PATHS
 from penstock.router.server import Router, check_data_path
 from penstock.settings import RouterConfig
@@ -67,7 +67,7 @@ def test_every_route_of_vllm_is_a_data_path_or_refused(monkeypatch: pytest.Monke
 async def router(live):
     made = Router(RouterConfig(engine_metrics_interval_s=0))
     await made.start("127.0.0.1", 0)
-    made.dispatcher.set_engines(1, [EngineEntry("live", live.engine.control.url, api_key=live.key)])
+    made.dispatcher.announce(Membership(1, (EngineEntry("live", live.engine.control.url, api_key=live.key),)))
     yield made
     await made.close()
 

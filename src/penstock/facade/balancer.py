@@ -45,8 +45,8 @@ class LoadBalancer:
             raise RequestError(f"a LoadBalancer needs a penstock.AsyncVLLM, got {type(service).__name__}")
         self.strategies = [strategy] if isinstance(strategy, str) else list(strategy or ("prefix-aware", "requests"))
         self._service = service
-        service.ask_router(
-            lambda admin: admin.set_policy(
+        service.call(
+            service.fleet.set_policy(
                 self.strategies, prefix_length=prefix_length, overload_threshold=overload_threshold
             )
         )
@@ -58,7 +58,7 @@ class LoadBalancer:
 
         The router counts the choice, so the next one follows from it: `round-robin` names each engine in turn.
 
-        StateError: it would have to wait: a gate is closed, or no engine is up.
+        StateError: it would have to wait: generation is paused, or no engine is up.
         """
         del request_context
         asked = Prompt(prompt) if isinstance(prompt, str) else Prompt(ids=prompt)

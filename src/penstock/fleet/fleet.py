@@ -166,6 +166,21 @@ class Fleet(Engine):
         """The router's control side, with the key it needs."""
         return self._roster.admin
 
+    async def set_policy(
+        self,
+        policy: str | Sequence[str],
+        *,
+        prefix_length: int | None = None,
+        overload_threshold: float | None = None,
+    ) -> None:
+        """Place requests by another policy, or list of them, from now on; sessions stay where they live.
+
+        See `RouterConfig` for the options, which stay as they are by default. ConfigError: one of them is wrong.
+        """
+        names = policy if isinstance(policy, str) else ",".join(policy)
+        given = {"policy": names, "prefix_length": prefix_length, "overload_threshold": overload_threshold}
+        await self._roster.set_policy({name: value for name, value in given.items() if value is not None})
+
     def key_of(self, engine: str) -> str | None:
         """Return the key for calls to an engine past the router; None: it asks for none. Never show or log it."""
         return next((member.api_key for member in self._roster.members if member.name == engine), None)

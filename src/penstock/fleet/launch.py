@@ -288,22 +288,19 @@ def data_client(url: str, api_key: str | None, roster: Roster, owned: AsyncExitS
 
 
 async def _roster(router: OpenRouter, members: Sequence[Member]) -> Roster:
-    """The engines as one fleet, in the state that they all are in; the router has them, and is gated as they are."""
+    """The engines as one fleet, in the state that they all are in; the router has them and a gate that fits."""
     _agree("weight version", {m.name: m.weight_version for m in members})
     vocabularies = {m.name: m.info.vocab_size for m in members if m.info.vocab_size}
     _agree("the size of their vocabulary", vocabularies, "a fleet serves one model")
     _agree("paused", {m.name: m.info.paused for m in members})
     paused = members[0].info.paused
-    roster = Roster(
-        router.admin, version=members[0].weight_version, closed=paused, by_rank=router.ours, gated=router.ours
-    )
+    roster = Roster(router.admin, version=members[0].weight_version, closed=paused, by_rank=router.ours)
     for member in members:
         if not roster.by_rank:
             member.ranks = 1
         roster.admit(member)
         if paused:
             member.lifecycle.to(State.PAUSED, "was paused when it was found")
-    # Also where it has these engines: the owner before may have died with the gate closed.
     await roster.restore()
     return roster
 

@@ -474,8 +474,8 @@ class Operations:
     async def _gate_closed(self) -> AsyncGenerator[None]:
         """Close the gate; on the way out, however that is, it is where the fleet's state wants it.
 
-        Also where it could not be closed in time: the router may close it later. A call that fails on the way out is
-        made later (`Roster.check_router`): what was done to the engines holds, whatever the router says.
+        What is said to the router on the way out has the engines' versions too. Where that fails, it is said later
+        (`Roster.check_router`): what was done to the engines holds, whatever the router says.
         """
         try:
             await self._roster.gate(closed=True)
@@ -486,8 +486,9 @@ class Operations:
             try:
                 await self._roster.gate(closed=closed)
             except PenstockError as error:
-                state = "closed" if closed else "open"
-                logger.warning("the router does not know yet that its gate is %s now: %s", state, error)
+                state, version = "closed" if closed else "open", self._roster.version
+                message = "the router does not know yet that its gate is %s and its engines serve weight version %d: %s"
+                logger.warning(message, state, version, error)
 
 
 @dataclass(frozen=True, slots=True)

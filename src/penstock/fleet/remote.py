@@ -175,10 +175,8 @@ class AdoptedRoster(Roster):
         self.members = tuple(self._member(reported, known.get(reported.name)) for reported in state.members)
         self.version, self.highest_version, self.kv_kept_versions = state.version, state.used, frozenset(state.kept)
         self.announce()
-        kept = {id(member.control) for member in self.members}
-        for member in known.values():
-            if id(member.control) not in kept:
-                await member.control.close()
+        for control in {m.control for m in known.values()} - {m.control for m in self.members}:
+            await control.close()
 
     def check_reachable(self) -> None:
         """Raise where the fleet was torn down here, or its owner is lost."""
@@ -196,6 +194,10 @@ class AdoptedRoster(Roster):
             raise EngineDeadError(self.lost or str(error)) from error
         await self.take(state)
         return result
+
+    async def set_policy(self, changes: Mapping[str, Any]) -> None:
+        """Have the owner do it."""
+        await self.order("set_policy", changes=dict(changes))
 
     async def follow(self, client: FleetClient) -> None:
         """Take every state that comes, until the owner is gone; calls under way fail then."""
@@ -378,10 +380,7 @@ class Plan(Section):
 async def launch_detached(engine: EngineConfig, router: RouterConfig, terms: Terms) -> Fleet:
     """Launch a detached fleet, and return a `Fleet` over it when it serves.
 
-    If this call is cancelled before that, or our process ends, the other one ends too.
-
-    Raises:
-        PenstockError: what kept it from starting, as `Fleet.launch` raises it.
+    If this call is cancelled before that, or our process ends, the other one ends too. Raises as `Fleet.launch`.
     """
     if (socket_of(router.url) is None) if router.url else not names_this_machine(router.host):
         raise UserError(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
 
 from penstock.aio import Changes
 from penstock.engine.capabilities import Capabilities
@@ -20,8 +21,9 @@ from penstock.errors import (
     UserError,
 )
 from penstock.fleet.member import SERVABLE, Call, EngineStatus, FanOut, Member, State, ask, fan_out, updatable, why
-from penstock.router import EngineEntry
+from penstock.router import Membership
 from penstock.router.admin_client import RouterState
+from penstock.settings import RouterConfig, validate
 from penstock.types import EngineStats
 
 logger = logging.getLogger(__name__)
@@ -38,8 +40,7 @@ SILENCING_S = 2.0
 class Admin(Protocol):
     """The control side of a router: `router.admin_client.RouterAdmin`, `vllm_router.VllmRouterAdmin`."""
 
-    async def set_engines(self, epoch: int, engines: Sequence[EngineEntry], cut: Sequence[str] = ()) -> None: ...  # noqa: D102
-    async def gate(self, closed: bool) -> None: ...  # noqa: D102, FBT001 - the router's own signature
+    async def announce(self, membership: Membership) -> None: ...  # noqa: D102
     async def engines(self) -> RouterState: ...  # noqa: D102
 
 
@@ -104,11 +105,10 @@ class Roster(Changes):
         version: int = 0,
         closed: bool = False,
         by_rank: bool = True,
-        gated: bool = True,
     ) -> None:
         super().__init__()
         self.by_rank = by_rank
-        """The router can address data-parallel ranks of one server one by one."""
+        """The router is ours: it can address data-parallel ranks of one server one by one."""
         self.members: tuple[Member, ...] = ()
         """Every engine that ever joined, the dead too: an engine keeps its index."""
         self.version = version
@@ -122,20 +122,17 @@ class Roster(Changes):
         self.router_returns = False
         """A supervisor restarts the router when it ends, and calls `restore`."""
         self.router_uncertain = False
-        """A call to the router has failed, and may come into force late or not at all, until `restore` succeeds."""
+        """A call to the router has failed, and may have come into force or not, until the next one succeeds."""
         self.occupation = Occupation()
         """Calls under way that may keep engines from answering others."""
         self.admin = admin
-        self._gated = gated
         self._tearing: set[ControlClient] = set()
         self._closed = closed
-        self._confirmed: bool | None = None
-        """The state of the gate that the router has confirmed; None: a call has not been answered."""
+        self._policy: Mapping[str, Any] = {}
         self._epoch = -1
-        self._announced = False
+        self._confirmed: Membership | None = None
+        """What the router has confirmed last; None: a call has not been answered."""
         self._ended = False
-        self._calls = 0
-        """How many calls to the router have begun."""
         self._calling = asyncio.Lock()
 
     def live(self) -> tuple[Member, ...]:
@@ -253,11 +250,30 @@ class Roster(Changes):
     # --- the router --------------------------------------------------------------------------------------------------
 
     async def push_membership(self) -> None:
-        """Send the full set to the router."""
-        await self._call(self._push)
+        """Have the router know the full set, the gate and the policy; in force when this returns.
+
+        Where it is gone and comes back, `restore` does it instead.
+        """
+        done = False
+        try:
+            async with self._calling:
+                try:
+                    # What it has confirmed is not sent again: paused engines would wait for the answer. A router that
+                    # others run may have been restarted without it, so it is always sent.
+                    if not self.router_returns or self._confirmed != self._membership(self._epoch):
+                        await self._push()
+                    done = True
+                finally:
+                    if not done:
+                        self.router_uncertain = True
+                        self.announce()
+        except (DeadlineError, EngineDeadError):
+            await self.until(lambda: not self.router_uncertain or not self.router_returns, deadline_s=ROUTER_BACK_S)
+            if self.router_uncertain:
+                raise
 
     async def push_or_defer(self, what: str) -> None:
-        """Send the full set; where that fails, `check_router` sends it later, since `what` holds all the same."""
+        """Push; where that fails, `check_router` does it later, since `what` holds all the same."""
         try:
             await self.push_membership()
         except PenstockError as error:
@@ -266,38 +282,32 @@ class Roster(Changes):
     async def gate(self, *, closed: bool) -> None:
         """Close or open the router's gate; in force when this returns."""
         self._closed = closed
+        await self.push_membership()
 
-        async def set_gate() -> None:
-            # A gate that is known to be so is not set again: paused engines would wait for the answer. A router that
-            # others run may have been restarted with its gate open, so it is always asked.
-            if not (self.router_returns and not self.router_uncertain and self._confirmed is closed):
-                await self._set_gate(closed=closed)
-
-        await self._call(set_gate)
+    async def set_policy(self, changes: Mapping[str, Any]) -> None:
+        """Place requests by other policies from now on; see `Fleet.set_policy`."""
+        if not self.by_rank:
+            raise UserError("vllm-router has no placement that can be changed; keep router.kind=penstock")
+        wanted = {**self._policy, **changes}
+        checked = validate(RouterConfig, wanted).model_dump()
+        self._policy = {name: checked[name] for name in wanted}
+        await self.push_membership()
 
     async def restore(self) -> None:
-        """Bring a router, such as one that was restarted, to the fleet's state; an open gate comes last."""
+        """Bring a router, such as one that was restarted, to the fleet's state."""
         async with self._calling:
-            self._calls += 1
-            if closed := self._closed:
-                await self._set_gate(closed=True)
             await self._push()
-            if not closed:
-                await self._set_gate(closed=False)
-            self.router_uncertain = False
-        self.announce()
 
     async def check_router(self, answer_s: float | None = None) -> RouterState:
         """Ask the router what it has, within `answer_s`, and restore what differs.
 
         Raises as `Admin.engines`, or TimeoutError. Where restoring fails, `router_uncertain` stays.
         """
-        quiet, calls = not self._calling.locked(), self._calls
+        quiet, epoch = not self._calling.locked(), self._epoch
         async with asyncio.timeout(answer_s):
             state = await self.admin.engines()
-        same_gate = state.gate_closed == self._closed or not self._gated
-        as_sent = state.in_step and same_gate and state.epoch == self._epoch
-        if (self.router_uncertain or not as_sent) and quiet and calls == self._calls:
+        as_sent = state.in_step and state.epoch == epoch
+        if (self.router_uncertain or not as_sent) and quiet and epoch == self._epoch:
             self.router_uncertain = True
             try:
                 await self.restore()
@@ -323,46 +333,30 @@ class Roster(Changes):
             pass
         return False
 
-    async def _set_gate(self, *, closed: bool) -> None:
-        self._confirmed = None
-        await self.admin.gate(closed)
-        self._confirmed = closed
-
-    async def _push(self) -> None:
-        self._epoch += 1
-        entries = [entry for member in self.live() for entry in member.entries()]
+    def _membership(self, epoch: int) -> Membership:
+        entries = tuple(entry for member in self.live() for entry in member.entries())
         # A stopped process keeps its connections, and may not be ours to end: the router breaks them off.
         left = (m for m in self.members if m.state in {State.DEAD, State.STOPPED})
-        cut = [entry.name for member in left for entry in member.entries()]
+        cut = tuple(entry.name for member in left for entry in member.entries())
+        return Membership(epoch, entries, self._closed, self._policy, cut)
+
+    async def _push(self) -> None:
+        known, self._confirmed = self._epoch >= 0, None
+        self._epoch += 1
+        wanted = self._membership(self._epoch)
         try:
-            await self.admin.set_engines(self._epoch, entries, cut)
+            await self.admin.announce(wanted)
         except StateError:  # another process has sent a newer set; the last word is ours
-            if self._announced:
+            if known:
                 logger.warning(
                     "another process has sent this fleet's router its engines. Two processes that update the same "
                     "engines give one version number to different weights: let one own the fleet, and others connect"
                 )
             self._epoch = (await self.admin.engines()).epoch + 1
-            await self.admin.set_engines(self._epoch, entries, cut)
-        self._announced = True
-
-    async def _call(self, call: Callable[[], Awaitable[None]]) -> None:
-        """Make a call to the router; where it is gone and comes back, `restore` does it instead."""
-        done = False
-        try:
-            async with self._calling:
-                try:
-                    self._calls += 1
-                    await call()
-                    done = True
-                finally:
-                    if not done:
-                        self.router_uncertain = True
-                        self.announce()
-        except (DeadlineError, EngineDeadError):
-            await self.until(lambda: not self.router_uncertain or not self.router_returns, deadline_s=ROUTER_BACK_S)
-            if self.router_uncertain:
-                raise
+            wanted = replace(wanted, epoch=self._epoch)
+            await self.admin.announce(wanted)
+        self._confirmed, self.router_uncertain = wanted, False
+        self.announce()
 
     # --- the engines -------------------------------------------------------------------------------------------------
 

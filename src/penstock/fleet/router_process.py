@@ -6,8 +6,8 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from penstock.fleet.roster import Admin, Roster
 from penstock.fleet.supervise import RestartBudget, keep_running
 from penstock.process import ChildProcess, read_report
 from penstock.rooms import plugged_in
+from penstock.router import Membership
 from penstock.router.admin_client import RouterAdmin, RouterState
 from penstock.settings import FleetConfig, RouterConfig, refuse_open_host
 
@@ -120,28 +121,20 @@ async def settle(roster: Roster, interval_s: float) -> None:
     """Send a router that someone else runs again what it may not have taken. Runs until it is cancelled."""
     while True:
         await roster.until(lambda: roster.router_uncertain)
-        sure = False
-        while not sure or roster.router_uncertain:  # once more after it: what failed may have come into force late
-            await asyncio.sleep(interval_s)
-            sure = not roster.router_uncertain
-            try:
-                await roster.check_router()
-            except PenstockError:  # it is asked again
-                sure = False
+        await asyncio.sleep(interval_s)
+        with suppress(PenstockError):  # it is asked again
+            await roster.check_router()
 
 
 class RouterGuard:
     """Holds a router's process, and restarts it when it ends.
 
-    `relaunch` starts another one on the same address, with the policy that the old one reported last.
+    `relaunch` starts another one on the same address.
     """
 
-    def __init__(
-        self, router: RouterProcess, relaunch: Callable[[Mapping[str, Any]], Awaitable[RouterProcess]]
-    ) -> None:
+    def __init__(self, router: RouterProcess, relaunch: Callable[[], Awaitable[RouterProcess]]) -> None:
         self._router = router
         self._relaunch = relaunch
-        self._policy: Mapping[str, Any] = {}
         self._dead_answers: dict[str, int] = {}
         self._watch: asyncio.Task[None] | None = None
 
@@ -183,7 +176,6 @@ class RouterGuard:
             late = False
             try:
                 state = await roster.check_router(fleet.hang_timeout_s / HUNG_CHECKS)
-                self._policy = state.policy
                 answered, missed = clock(), 0
                 if self._has_met_dead_engines(state) and probe_engines is not None:
                     await probe_engines()
@@ -201,7 +193,7 @@ class RouterGuard:
 
     async def _restart(self, roster: Roster) -> bool:
         try:
-            self._router = await self._relaunch(self._policy)
+            self._router = await self._relaunch()
         except PenstockError as error:
             logger.warning("the router did not start: %s", error)
             return False
@@ -274,7 +266,7 @@ async def open_router(
         router = await _launch(config, log_dir, api_key, key)
         url = router.url
         again = config.model_copy(update={"port": urlsplit(url).port})
-        guard = RouterGuard(router, lambda policy: _launch(again.model_copy(update=policy), log_dir, api_key, key))
+        guard = RouterGuard(router, lambda: _launch(again, log_dir, api_key, key))
     ours = config.kind == "penstock"
     admin = RouterAdmin(url, key) if ours else plugged_in(f"router.{config.kind}")(url)
     owned.push_async_callback(admin.close)
@@ -296,7 +288,7 @@ async def _launch(config: RouterConfig, log_dir: Path, api_key: str | None, admi
 
 async def _withdraw(admin: Admin) -> None:
     try:
-        await admin.set_engines((await admin.engines()).epoch + 1, ())
+        await admin.announce(Membership((await admin.engines()).epoch + 1))
     except PenstockError as error:
         # The fleet ends all the same; the router's owner reads this.
         logger.warning("the router does not know yet that this fleet's engines are gone: %s", error)

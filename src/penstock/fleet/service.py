@@ -227,6 +227,7 @@ CALLS: Mapping[type, tuple[str, tuple[str, ...]]] = {
     Operations: ("", ("pause", "resume", "abort", "reset_prefix_cache", "sleep", "wake_up", "collective_rpc")),
     NativeCalls: ("native_", ("init", "update")),
     FleetAdapters: ("adapter_", ("update_from", "load", "unload", "pause", "resume", "wait", "pin", "statuses")),
+    Roster: ("", ("set_policy",)),
     Elastic: ("", ("probe_all", "add", "attach", "drain", "remove", "replace")),
 }
 """Methods that other processes can call, and the first letters of these calls."""
@@ -312,7 +313,7 @@ class Endpoint:
         """Name the calls; some arguments are read from JSON before."""
         operations = self._operations
         calls: dict[str, Call] = {}
-        for part in (operations, operations.native, operations.adapters, self._elastic):
+        for part in (operations, operations.native, operations.adapters, self._roster, self._elastic):
             prefix, names = CALLS[type(part)]
             calls |= {f"{prefix}{name}": getattr(part, name) for name in names}
         calls["update"] = operations.update_from

@@ -84,7 +84,8 @@ class Updater:
     """Brings new weights to every engine of a fleet.
 
     `async with gate():` closes the router's gate, and on the way out, however that is, puts it where the fleet wants
-    it. An update counts as committed if at least `min_engines` made it; each has `deadline_s` seconds for each step.
+    it and says what the engines serve. An update counts as committed if at least `min_engines` made it; each has
+    `deadline_s` seconds for each step.
     """
 
     roster: Roster
@@ -141,7 +142,6 @@ class Updater:
             applied = await self._apply(updatable(members), manifest, way, kv=kv)
             committed = [m for m in members if m.name in applied and m.updatable]
             await self._commit_or_go_back(committed, applied, manifest)
-            await self.roster.push_or_defer(f"its engines serve weight version {self.roster.version}")
         opened = ended = time.monotonic()
         if self.roster.version == version:
             await in_thread(lambda: self._keep(manifest))  # it may copy all of it, or wait for a disk

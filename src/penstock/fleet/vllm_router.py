@@ -8,18 +8,14 @@ one, and none of the fleet's own.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
 from typing import Any, Literal
 from urllib.parse import urlencode
 
 from penstock.aio import all_or_first_error
 from penstock.errors import UserError
 from penstock.http import HttpTransport
-from penstock.router import EngineEntry, Membership
+from penstock.router import Membership
 from penstock.router.admin_client import EngineLoad, RouterState
-
-logger = logging.getLogger(__name__)
 
 CALL_S = 15.0
 """Deadline of one of its worker calls: it answers `/add_worker` after the worker's first good health check."""
@@ -35,28 +31,21 @@ class VllmRouterAdmin:
     def __init__(self, url: str) -> None:
         self._http = HttpTransport(url, name=f"vllm-router at {url}")
         self._membership = Membership()
-        self._said = False
 
-    async def set_engines(self, epoch: int, engines: Sequence[EngineEntry], cut: Sequence[str] = ()) -> None:  # noqa: ARG002 - as RouterAdmin has it
-        """Make its workers those of `engines` that are eligible; others are removed, whoever added them.
+    async def announce(self, membership: Membership) -> None:
+        """Make its workers those engines that are eligible; others are removed, whoever added them.
 
         One that drains is removed too: vllm-router would send it new sessions as well. Its requests in flight go on.
         It knows no epochs, so an older one is refused here (`StateError`): of this fleet's own messages the newest is
-        in force. Those that may not serve leave before others come. It breaks off nothing, so `cut` has no effect.
+        in force. Those that may not serve leave before others come. It has no gate, and breaks off nothing.
         """
-        announced = self._membership.replaced_by(epoch, engines)
+        announced = self._membership.replaced_by(membership)
         wanted = {entry.url for entry in announced.engines if entry.eligible and not entry.draining}
         present = set((await self._workers()).keys())
         for url in sorted(present - wanted):
             await self._change("remove", url)
         await all_or_first_error(self._change("add", url) for url in sorted(wanted - present))
         self._membership = announced
-
-    async def gate(self, closed: bool) -> None:  # noqa: FBT001 - the router's own signature
-        """Nothing: it has no gate. Engines that are paused queue what arrives meanwhile, so nothing is lost."""
-        if closed and not self._said:
-            self._said = True
-            logger.info("vllm-router has no gate; while engines are paused, new requests wait inside them")
 
     async def engines(self) -> RouterState:
         """The set in force. Of its figures it tells each worker's health and requests in flight; the others are 0."""

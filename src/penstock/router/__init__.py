@@ -1,11 +1,11 @@
-"""The data plane: bytes in, bytes out. Here: the set of engines, always a full one with an epoch, never a delta."""
+"""The data plane: bytes in, bytes out. Here: what a fleet tells it, always all of it with an epoch, never a delta."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from pydantic import ConfigDict
@@ -82,11 +82,18 @@ class EngineEntry:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """A full set of engines; a greater epoch replaces it."""
+    """A full set of engines, the gate and the policy; a greater epoch replaces it."""
 
     epoch: int = -1
     """-1: nothing has been announced yet."""
     engines: tuple[EngineEntry, ...] = ()
+    closed: bool = False
+    """Requests wait until a later epoch opens the gate."""
+    policy: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Fields of `RouterConfig` that differ from those that the router was started with."""
+    cut: tuple[str, ...] = ()
+    """Engines that have left. What is in flight there is broken off, to go on elsewhere; on others that have left, it
+    may come to its end."""
 
     def __post_init__(self) -> None:
         names: set[str] = set()
@@ -100,19 +107,16 @@ class Membership:
                 raise UserError(f"two engines have the url {entry.url!r}; give each its own, or its own rank there")
             taken.add(entry.dp_rank)
 
-    def replaced_by(self, epoch: int, engines: Sequence[EngineEntry]) -> Membership:
-        """The set in force after `epoch` was announced; the present one again where nothing changes.
+    def replaced_by(self, announced: Membership) -> Membership:
+        """What is in force after another was announced; this one again where nothing changes.
 
         Raises:
-            StateError: an older or equal epoch with other engines, so that a late message cannot undo a newer one.
-            UserError: a negative epoch, or a name or URL that occurs twice.
+            StateError: an older or equal epoch that says something else: a late message cannot undo a newer one.
+            UserError: a negative epoch.
         """
-        whole_number(epoch, "epoch")
-        announced = Membership(epoch, tuple(engines))
+        epoch = whole_number(announced.epoch, "epoch")
         if epoch > self.epoch:
             return announced
-        if announced.engines != self.engines:
-            raise StateError(
-                f"epoch {epoch} is not newer than {self.epoch} and its engines differ; nothing was changed"
-            )
+        if replace(announced, epoch=self.epoch) != self:
+            raise StateError(f"epoch {epoch} is not newer than {self.epoch} and differs from it; nothing was changed")
         return self

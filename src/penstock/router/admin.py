@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from penstock.errors import ConfigError, PenstockError, StateError, UserError
 from penstock.guard import DATA_PATHS as ENGINE_PATHS
 from penstock.rooms import plugged_in
-from penstock.router import EngineEntry
+from penstock.router import EngineEntry, Membership
 from penstock.router.backend import Backend
 from penstock.router.client_connection import ClientConnection
 from penstock.router.dispatcher import Dispatcher
@@ -29,7 +29,6 @@ def state(dispatcher: Dispatcher, keys: tuple[str | None, str | None] = (None, N
     return {
         "epoch": dispatcher.membership.epoch,
         "gate_closed": gate.closed,
-        "gates_closed": sorted(dispatcher.closed_adapters),
         "held": len(gate),
         "held_bytes": gate.held_bytes,
         "held_by": gate.held_by(),
@@ -37,15 +36,10 @@ def state(dispatcher: Dispatcher, keys: tuple[str | None, str | None] = (None, N
         "sessions": len(placement.sessions),
         "moved_sessions": placement.turns["moved"],
         "placements": dict(placement.rules),
-        "policy": policy_in_force(dispatcher),
+        "policy": placement.config.model_dump(include={"policy", "prefix_length", "overload_threshold"}),
         "workers": [os.getpid()],
         "engines": [_engine(dispatcher, b, views[b.name], keys) for b in dispatcher.backends.values()],
     }
-
-
-def policy_in_force(dispatcher: Dispatcher) -> dict[str, Any]:
-    """By which policies requests are placed, as `RouterConfig` has it."""
-    return dispatcher.placement.config.model_dump(include={"policy", "prefix_length", "overload_threshold"})
 
 
 def _engine(
@@ -63,7 +57,6 @@ def _engine(
         "breaker_openings": backend.openings,
         "dead_answers": backend.dead_answers,
         "failure": backend.failure,
-        "gate_closed": backend.engine.gated,
         "outstanding": view.outstanding,
         "outstanding_tokens": view.outstanding_tokens,
         "resident_tokens": view.resident_tokens,
@@ -87,8 +80,6 @@ _METHODS = {
     "/": "GET",
     "/router/health": "GET",
     "/router/engines": "GET or PUT",
-    "/router/gate": "POST",
-    "/router/policy": "PUT",
     "/router/choose": "POST",
     "/router/sessions/finish": "POST",
     "/router/metrics": "GET",
@@ -110,22 +101,18 @@ class _Strict(BaseModel):
 M = TypeVar("M", bound=_Strict)
 
 
+class _Policy(_Strict):
+    policy: Text | None = None
+    prefix_length: int | None = None
+    overload_threshold: float | None = None
+
+
 class _EnginesBody(_Strict):
     epoch: int = Field(ge=0)
     engines: list[EngineEntry]
     cut: list[str] = []
-
-
-class _GateBody(_Strict):
-    closed: bool
-    adapter: Text | None = None
-    engine: Text | None = None
-
-
-class _PolicyBody(_Strict):
-    policy: Text
-    prefix_length: int | None = None
-    overload_threshold: float | None = None
+    closed: bool = False
+    policy: _Policy = _Policy()
 
 
 class _ChoiceBody(_Strict):
@@ -171,16 +158,13 @@ class Admin:
             case ("GET", "/router/engines"):
                 answer = state(dispatcher, self._keys)
             case ("PUT", "/router/engines"):
-                answer = _set_engines(dispatcher, _parse(_EnginesBody, body))
-            case ("POST", "/router/gate"):
-                answer = _set_gate(dispatcher, _parse(_GateBody, body))
-            case ("PUT", "/router/policy"):
-                answer = _set_policy(dispatcher, _parse(_PolicyBody, body))
+                answer = _announce(dispatcher, _parse(_EnginesBody, body))
             case ("POST", "/router/choose"):
                 asked = _parse(_ChoiceBody, body)
                 hashes = None if asked.prefix_hashes is None else asked.prefix_hashes.encode()
                 hints = Hints(prompt_tokens=asked.prompt_tokens, prefix_hashes=hashes)
-                answer = {"engine": dispatcher.placement.choose(hints, time.monotonic())}
+                closed = dispatcher.gate.closed
+                answer = {"engine": None if closed else dispatcher.placement.choose(hints, time.monotonic())}
             case ("POST", "/router/sessions/finish"):
                 answer = {"finished": dispatcher.finish_session(finished_session(body))}
             case ("GET", "/router/metrics" | "/metrics"):
@@ -202,32 +186,17 @@ def finished_session(body: bytes) -> str:
     return _parse(_SessionBody, body).session_id
 
 
-def _set_engines(dispatcher: Dispatcher, body: _EnginesBody) -> dict[str, Any]:
+def _announce(dispatcher: Dispatcher, body: _EnginesBody) -> dict[str, Any]:
     try:
-        dispatcher.set_engines(body.epoch, body.engines, body.cut)
+        policy = body.policy.model_dump(exclude_none=True)
+        dispatcher.announce(Membership(body.epoch, tuple(body.engines), body.closed, policy, tuple(body.cut)))
+    except ConfigError as error:
+        raise RefusalError(400, "bad_policy", str(error)) from error
     except UserError as error:
         raise RefusalError(400, "bad_engines", str(error)) from error
     except StateError as error:
         raise RefusalError(409, "old_epoch", str(error)) from error
     return {"epoch": dispatcher.membership.epoch, "engines": len(dispatcher.backends)}
-
-
-def _set_gate(dispatcher: Dispatcher, body: _GateBody) -> dict[str, Any]:
-    if body.adapter is not None and body.engine is not None:
-        raise RefusalError(400, "bad_gate", "name an adapter or an engine, not both; neither is the gate for all")
-    if body.closed and body.engine is not None and body.engine not in dispatcher.backends:
-        known = ", ".join(dispatcher.backends) or "none"
-        raise RefusalError(400, "bad_gate", f"no engine {body.engine!r} in the set; known: {known}")
-    dispatcher.set_gate(closed=body.closed, adapter=body.adapter, engine=body.engine)
-    return body.model_dump(exclude_none=True)
-
-
-def _set_policy(dispatcher: Dispatcher, body: _PolicyBody) -> dict[str, Any]:
-    try:
-        dispatcher.set_policy(body.model_dump(exclude_none=True))
-    except ConfigError as error:
-        raise RefusalError(400, "bad_policy", str(error)) from error
-    return policy_in_force(dispatcher)
 
 
 def _parse(model: type[M], body: bytes) -> M:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ import orjson
 from penstock.errors import EngineDeadError, EngineHTTPError, StateError, UserError, reading
 from penstock.http import HttpTransport
 from penstock.rooms import plugged_in
-from penstock.router import EngineEntry
+from penstock.router import Membership
 
 T = TypeVar("T")
 
@@ -43,8 +43,6 @@ class EngineLoad:
     """As announced by the fleet: a data-parallel rank of the server at `url`."""
     other_key: bool = False
     """It asks for another key than clients of the router have: theirs is not to be sent to it."""
-    gate_closed: bool = False
-    """Its own gate; the one for all is in `RouterState`."""
     outstanding_tokens: int = 0
     """Prompt and expected tokens of the outstanding requests, as far as their headers say."""
     resident_tokens: int = 0
@@ -71,7 +69,7 @@ class RouterState:
     """-1 before the first membership."""
     gate_closed: bool
     held: int
-    """Requests waiting for a gate, for an engine or for room on one."""
+    """Requests waiting for the gate, for an engine or for room on one."""
     sessions: int
     """Sessions that have a home."""
     requests: int
@@ -81,8 +79,6 @@ class RouterState:
     """Most bytes that are kept of requests that wait or are still coming in."""
     held_by: Mapping[str, int] = field(default_factory=dict[str, int])
     """How many wait for what: see `penstock.router.dispatcher.Kind`."""
-    gates_closed: tuple[str, ...] = ()
-    """Adapters whose gate is closed."""
     moved_sessions: int = 0
     """Later turns that went to another engine than the one before."""
     placements: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -92,7 +88,7 @@ class RouterState:
     workers: tuple[int, ...] = ()
     """Process ids of those that serve."""
     in_step: bool = True
-    """All of them have the same engines, gates and policy; one that was started again has none at first."""
+    """All of them are of this epoch; one that was started again has no engines at first."""
 
 
 class RouterAdmin:
@@ -109,56 +105,10 @@ class RouterAdmin:
         self._transports: dict[str, HttpTransport] = {}
         self._processes: list[str] | None = None
         """URLs at which each process answers for itself; None: not known yet."""
-        self._closed = False
-        """What this client has said last of the gate for all."""
 
-    async def set_engines(self, epoch: int, engines: Sequence[EngineEntry], cut: Sequence[str] = ()) -> None:
-        """Announce the full set; sending the same set again under the same epoch is harmless.
-
-        Args:
-            epoch: greater than any before.
-            engines: the set.
-            cut: names of engines that are not in it any more. What is in flight there is broken off, to go on
-                elsewhere; of others that have left, it may come to its end.
-        """
-        body = {"epoch": epoch, "engines": [asdict(e) for e in engines], "cut": list(cut)}
-        if len(await self._urls()) > 1:
-            await self._align()  # before a restarted process has engines to serve from
-        await self._all("PUT", "/router/engines", body)
-
-    async def gate(self, closed: bool, *, adapter: str | None = None, engine: str | None = None) -> None:  # noqa: FBT001 - the one thing that the call says
-        """Close a gate (new requests wait) or open it; returns once that is in force.
-
-        Args:
-            closed: whether requests are to wait.
-            adapter: only those for this adapter.
-            engine: only those of sessions that live on this engine; new ones go elsewhere. Its gate is gone once the
-                engine leaves the set.
-        """
-        which = {"adapter": adapter, "engine": engine}
-        body = {"closed": closed, **{name: value for name, value in which.items() if value is not None}}
-        if adapter is None and engine is None:
-            self._closed = closed
-        await self._all("POST", "/router/gate", body)
-
-    async def set_policy(
-        self,
-        policy: str | Sequence[str],
-        *,
-        prefix_length: int | None = None,
-        overload_threshold: float | None = None,
-    ) -> None:
-        """Have requests placed by another policy, or list of them, from now on; sessions stay where they live.
-
-        Args:
-            policy: see `RouterConfig.policy`.
-            prefix_length: the same; default: as it is.
-            overload_threshold: the same; default: as it is.
-        """
-        names = policy if isinstance(policy, str) else ",".join(policy)
-        options = {"prefix_length": prefix_length, "overload_threshold": overload_threshold}
-        given = {name: value for name, value in options.items() if value is not None}
-        await self._all("PUT", "/router/policy", {"policy": names, **given})
+    async def announce(self, membership: Membership) -> None:
+        """Put engines, gate and policy in force on each process; the same again under the same epoch is harmless."""
+        await self._all("PUT", "/router/engines", asdict(membership))
 
     async def choose(self, *, prompt_tokens: int = 0, prefix_hashes: str | None = None) -> str | None:
         """Place a request that is sent past the router: the engine's name; None: it would have to wait."""
@@ -184,13 +134,14 @@ class RouterAdmin:
         answer = await self.state()
         with _as_a_router_answers(self._url):
             loads = tuple(_load(load) for load in answer.pop("engines"))
-            answer["gates_closed"] = tuple(answer["gates_closed"])
             answer["workers"] = tuple(answer["workers"])
             return RouterState(**answer, engines=loads)
 
     async def state(self) -> dict[str, Any]:
         """`engines` as the JSON that a router of one process answers."""
-        return self._merged([*(await self._states()).values()])
+        states = await self._each(lambda url: self._call("GET", "/router/engines", None, url))
+        with _as_a_router_answers(self._url):
+            return plugged_in("workers.states")(states) if len(states) > 1 else states[0]
 
     async def health(self) -> None:
         """Return when the router answers; needs no key."""
@@ -231,33 +182,6 @@ class RouterAdmin:
             if isinstance(result, BaseException):
                 raise result
         return [result for result in results if not isinstance(result, BaseException)]
-
-    async def _states(self) -> dict[str, dict[str, Any]]:
-        """What each process says, by its URL."""
-
-        async def ask(url: str) -> tuple[str, dict[str, Any]]:
-            return url, await self._call("GET", "/router/engines", None, url)
-
-        return dict(await self._each(ask))
-
-    def _merged(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        with _as_a_router_answers(self._url):
-            return plugged_in("workers.states")(states) if len(states) > 1 else states[0]
-
-    async def _align(self) -> None:
-        """Give each process the policy and the closed gates of the others, where its own differ."""
-        states = await self._states()
-        merged = self._merged([*states.values()])
-        await self._gather([self._bring_up(url, state, merged) for url, state in states.items()])
-
-    async def _bring_up(self, url: str, state: Mapping[str, Any], merged: Mapping[str, Any]) -> None:
-        if state["policy"] != merged["policy"]:
-            await self._call("PUT", "/router/policy", merged["policy"], url)
-        for adapter in set(merged["gates_closed"]) - set(state["gates_closed"]):
-            await self._call("POST", "/router/gate", {"closed": True, "adapter": adapter}, url)
-        closed = merged["gate_closed"] or (self._closed and state["epoch"] < 0)
-        if closed and not state["gate_closed"]:
-            await self._call("POST", "/router/gate", {"closed": True}, url)
 
     async def _call(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, url: str | None = None

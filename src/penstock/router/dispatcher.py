@@ -12,11 +12,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from penstock.router import EngineEntry, Membership
+from penstock.router import Membership
 from penstock.router.backend import Backend, read_kv_stats, wait_until_well
 from penstock.router.http import RefusalError, RequestHead, shown
 from penstock.router.memory import Metrics
@@ -35,10 +35,6 @@ class Kind(Enum):
 
     TURN = "turn"
     """The gate for all, and after it has opened those that came before."""
-    ADAPTER = "adapter"
-    """The gate of its adapter."""
-    ENGINE = "engine"
-    """The gate of the engine where its session lives, or of every engine that could serve it."""
     ROOM = "room"
     """Load must fall: the policy admits no new session now."""
     NOWHERE = "nowhere"
@@ -50,12 +46,10 @@ class Lane(NamedTuple):
 
     kind: Kind
     key: str | tuple[int, str | None] = ""
-    """Name of the adapter; for ROOM see `Placement.needs`."""
+    """Of ROOM, see `Placement.needs`."""
 
 
-TURN, ENGINE, NOWHERE = Lane(Kind.TURN), Lane(Kind.ENGINE), Lane(Kind.NOWHERE)
-_GATES = frozenset({Kind.TURN, Kind.ADAPTER, Kind.ENGINE})
-"""Kinds of which no request gives up: a gate may stay closed as long as it likes."""
+TURN, NOWHERE = Lane(Kind.TURN), Lane(Kind.NOWHERE)
 _SLICE = 64
 """Requests let go in one turn of the event loop, so that ten thousand of them do not keep it from accepting."""
 _ABSENT = object()
@@ -197,17 +191,10 @@ class Gate:
 
     def recheck(self) -> None:
         """The engines have changed: one may serve now what none could before."""
-        self.wake(NOWHERE)
-        self.wake(ENGINE)
+        if queue := self._lanes.pop(NOWHERE, None):
+            self._woken.append(queue)
         self._pass()
         self.room()
-
-    def wake(self, lane: Lane) -> None:
-        """All in that lane are to be tried, in slices: none is looked at here."""
-        queue = self._lanes.pop(lane, None)
-        if queue:
-            self._woken.append(queue)
-            self._pass()
 
     def room(self) -> None:
         """Load has fallen: those that have waited for room longest are tried, soon, and once for many such events."""
@@ -244,7 +231,7 @@ class Gate:
             del lanes[lane]
         now = time.monotonic()
         waited, opened = now - request.since, self._open_time(now) - request.open_since
-        at_gates = waited if lane.kind in _GATES else waited - opened
+        at_gates = waited if lane is TURN else waited - opened
         request.gate_seconds += at_gates
         request.hold_seconds += waited - at_gates
         if lane is NOWHERE:
@@ -313,34 +300,35 @@ class Dispatcher:
     """
 
     def __init__(self, config: RouterConfig, *, process: int = 0) -> None:
+        self._config = config
         self.metrics = Metrics()
         self.access_log = config.access_log
         self.membership = Membership()
         self.backends: dict[str, Backend] = {}
         self.placement = Placement(config, process)
         self.gate = Gate(config, self._place)
-        self.closed_adapters: set[str] = set()
-        """Adapters whose gate is closed."""
         # An engine is asked as often by several processes together as by one.
         self._interval_s = config.engine_metrics_interval_s * config.workers
         self._clock: asyncio.Task[None] | None = None
         self._leaving: set[Backend] = set()
         self._expire_at = 0.0
 
-    def set_engines(self, epoch: int, entries: Sequence[EngineEntry], cut: Container[str] = ()) -> None:
-        """Take over a full set; it is in force when this returns.
-
-        Args:
-            epoch: greater than that of the set in force, or equal for the same set.
-            entries: the engines.
-            cut: names of engines that have left and are not to end what is in flight there.
+    def announce(self, announced: Membership) -> None:
+        """Put engines, gate and policy in force.
 
         Raises:
-            StateError: an epoch that is not newer, with other engines; nothing was changed.
-            UserError: a negative epoch, or two engines of one name or URL; nothing was changed.
+            StateError: as `Membership.replaced_by`. ConfigError: a wrong policy. Nothing was changed.
         """
-        self.membership = self.membership.replaced_by(epoch, entries)
-        self.placement.set_engines(self.membership.engines)
+        announced = self.membership.replaced_by(announced)
+        if announced.policy != self.membership.policy:
+            self.placement.set_policy(validate(RouterConfig, {**self._config.model_dump(), **announced.policy}))
+        before, self.membership = self.membership, announced
+        if (announced.engines, announced.cut) != (before.engines, before.cut):
+            self._set_engines(announced)
+        self.gate.set(closed=announced.closed)
+
+    def _set_engines(self, announced: Membership) -> None:
+        self.placement.set_engines(announced.engines)
         before, self.backends = self.backends, {}
         for name, engine in self.placement.engines.items():
             known = before.get(name)
@@ -355,29 +343,11 @@ class Dispatcher:
             backend.remove()
             self._leaving.add(backend)
         for backend in self._leaving:
-            if backend.name in cut:
+            if backend.name in announced.cut:
                 backend.cut()
         self._leaving = {backend for backend in self._leaving if backend.open}
-        self.gate.recheck()
         if self._interval_s and self._clock is None:
             self._clock = asyncio.get_running_loop().create_task(self._tick())
-
-    def set_gate(self, *, closed: bool, adapter: str | None = None, engine: str | None = None) -> None:
-        """Close or open a gate: of an adapter, of an engine of the set, or for all. In force when this returns."""
-        if adapter is not None:
-            (self.closed_adapters.add if closed else self.closed_adapters.discard)(adapter)
-            if not closed:
-                self.gate.wake(Lane(Kind.ADAPTER, adapter))
-        elif engine is None:
-            self.gate.set(closed=closed)
-        elif engine in self.backends:
-            self.placement.gate(engine, closed=closed)
-            self.gate.recheck()
-
-    def set_policy(self, changes: dict[str, Any]) -> None:
-        """Place with these fields of `RouterConfig` changed from now on; ConfigError: one of them is wrong."""
-        self.placement.set_policy(validate(RouterConfig, {**self.placement.config.model_dump(), **changes}))
-        self.gate.room()
 
     def finish_session(self, session_id: str) -> bool:
         """The session has no further turn; False: it was not known."""
@@ -392,8 +362,6 @@ class Dispatcher:
             RefusalError: 502, only those that were tried could serve it.
         """
         request, tried = waiter.request, waiter.tried
-        if self.closed_adapters and request.adapter in self.closed_adapters:
-            return Lane(Kind.ADAPTER, request.adapter)
         placement, session_id = self.placement, request.session_id
         if self.gate.crowded and session_id is not None and placement.sessions.get(session_id) is None:
             lane = Lane(Kind.ROOM, placement.needs(request))  # it opens a session, as others do that wait for room
@@ -410,8 +378,6 @@ class Dispatcher:
             return backend
         if found is Defer.WAIT:
             return Lane(Kind.ROOM, placement.needs(request))
-        if found is Defer.GATED:
-            return ENGINE
         if tried and placement.could_serve(request):
             raise _engines_failed(tried)
         return NOWHERE

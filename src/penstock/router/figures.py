@@ -28,7 +28,6 @@ _OF_ENGINES = (
     ("requests", "counter", "Requests sent.", "requests"),
     ("eligible", "gauge", "1 if the fleet announces it as eligible.", "eligible"),
     ("draining", "gauge", "1 while it is to leave.", "draining"),
-    ("gate_closed", "gauge", "1 while its own gate is closed.", "gate_closed"),
     ("down", "gauge", "1 while the breaker is open.", "down"),
     ("breaker_openings", "counter", "How often the breaker opened.", "breaker_openings"),
     ("dead_answers", "counter", "Answers that said that its core is dead.", "dead_answers"),
@@ -117,8 +116,6 @@ def histogram(name: str, what: str, values: Histogram) -> Metric:
 
 _SUMMED = ("held", "held_bytes", "sessions", "requests", "moved_sessions")
 _SUMMED_BY_KEY = ("held_by", "placements")
-_SAME = ("epoch", "gate_closed", "gates_closed", "policy")
-"""What the owner has told each of them; they differ while one of them has not been told yet."""
 _ENGINE_SUMMED = (
     "outstanding",
     "outstanding_tokens",
@@ -128,10 +125,9 @@ _ENGINE_SUMMED = (
     "breaker_openings",
     "dead_answers",
 )
-_ENGINE_GREATEST = ("down", "gate_closed", "kv_usage", "kv_capacity", "failure")
+_ENGINE_GREATEST = ("down", "kv_usage", "kv_capacity", "failure")
 _GREATEST = {f"{PREFIX}gate_closed"} | {
-    f"{PREFIX}engine_{name}"
-    for name in ("eligible", "draining", "gate_closed", "down", "kv_cache_usage", "kv_cache_capacity_tokens")
+    f"{PREFIX}engine_{name}" for name in ("eligible", "draining", "down", "kv_cache_usage", "kv_cache_capacity_tokens")
 }
 """Metrics that say the same of every process; all others are counts of its own."""
 
@@ -143,9 +139,8 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
     merged = dict(max(states, key=lambda state: state["epoch"]))
     merged["workers"] = [pid for state in states for pid in state["workers"]]
-    merged["in_step"] = all(state[name] == states[0][name] for state in states for name in _SAME)
+    merged["in_step"] = all(state["epoch"] == states[0]["epoch"] for state in states)
     merged["gate_closed"] = any(state["gate_closed"] for state in states)
-    merged["gates_closed"] = sorted({adapter for state in states for adapter in state["gates_closed"]})
     for name in _SUMMED:
         merged[name] = sum(state[name] for state in states)
     for name in _SUMMED_BY_KEY:

@@ -32,7 +32,6 @@ class Engine:
     """The breaker is open: a connection was refused, or an answer said that the core is dead."""
     dead = False
     """An answer said that its core is dead: until it is marked up, an announcement does not close the breaker."""
-    gated = False
     kv_usage = -1.0
     kv_capacity = 0
     kv_reported_at = 0
@@ -139,11 +138,6 @@ class Placement:
         engine.down, engine.dead = down, dead
         self._arrange()
 
-    def gate(self, name: str, *, closed: bool) -> None:
-        """Close or open the gate of one engine: nothing new goes there, and its sessions wait for it (`GATED`)."""
-        self._engine(name).gated = closed
-        self._arrange()
-
     def report_kv(self, name: str, *, kv_usage: float, kv_capacity: int) -> None:
         """What an engine says of its KV cache.
 
@@ -171,8 +165,7 @@ class Placement:
             tried: engines that had this request and broke it.
 
         Returns:
-            The engine's name; `Defer.WAIT` until load falls, `Defer.GATED` until a gate opens; None where no engine
-            may serve it, see `could_serve`.
+            The engine's name; `Defer.WAIT` until load falls; None where no engine may serve it, see `could_serve`.
         """
         if now >= self._sweep_at:
             self.expire(now)
@@ -184,10 +177,10 @@ class Placement:
         record = None if session_id is None else self.sessions.get(session_id)
         home = None if record is None else self._home(record.engine, request, tried)
         if home is not None and home.place < 0:
-            return Defer.GATED if home.gated else self._record(request, now, tried, record, home, home, "draining")
+            return self._record(request, now, tried, record, home, home, "draining")
         snapshot = self._snapshot(request, tried)
         if snapshot is None:
-            return Defer.GATED if self._any_gated(request, tried) else None
+            return None
         wanted = self._policy.reads_prefixes
         boundaries = ()
         if wanted and request.prefix_hashes and (home is None or wanted is ReadsPrefixes.ALWAYS):
@@ -296,7 +289,7 @@ class Placement:
         """Something changed in which engines take new requests, or in the figures of many."""
         self._open = []
         for engine in self.engines.values():
-            takes_new = engine.serves and not engine.entry.draining and not engine.gated
+            takes_new = engine.serves and not engine.entry.draining
             engine.place = len(self._open) if takes_new else -1
             engine.view = engine.look(self.sessions.counts(engine.name)[1])
             if takes_new:
@@ -334,13 +327,8 @@ class Placement:
             return Snapshot.of(able, self._placed) if able else None
         return _new_tuple(Snapshot, (tuple(self._views), self._placed, self._resident))
 
-    def _any_gated(self, request: Hints, tried: Collection[str]) -> bool:
-        """Whether an engine could serve a new request if its gate were open."""
-        gated = (e for e in self.engines.values() if e.gated and e.serves and not e.entry.draining)
-        return any(engine.has(request) and engine.name not in tried for engine in gated)
-
     def _home(self, name: str | None, request: Hints, tried: Collection[str]) -> Engine | None:
-        """A session's engine, if it may serve this request now or when its gate opens."""
+        """A session's engine, if it may serve this request."""
         home = None if name is None else self.engines.get(name)
         if home is None or name in tried or not home.has(request):
             return None

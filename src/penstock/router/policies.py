@@ -116,9 +116,6 @@ class Defer(Enum):
     """No opinion: ask the next policy of the list."""
     WAIT = "wait"
     """Hold the request until an engine has room; only for a request that opens a session."""
-    GATED = "gated"
-    """Hold the request until a gate opens: that of its session's engine, or of every engine that may serve it. No
-    policy says so, only the placement."""
 
 
 class ReadsPrefixes(IntEnum):
@@ -139,7 +136,7 @@ class Policy:
     """
 
     sticky = False
-    """Whether a session belongs to its engine: it waits for that engine's gate, and stays while it is drained."""
+    """Whether a session belongs to its engine: it stays while that is drained."""
     reads_prefixes = ReadsPrefixes.NEVER
     """Which requests it wants prefixes of."""
 

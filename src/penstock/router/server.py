@@ -25,7 +25,7 @@ _OWN_FILES = 64
 """Descriptors that a router needs besides those of its clients and of the connections to engines."""
 _OWN = {b"/", b"/router", b"/metrics"}
 """The router's own endpoints besides those under `/router/`: any engine's metrics would be one of many."""
-_CHANGES = {b"/router/engines", b"/router/gate", b"/router/policy"}
+_CHANGES = {b"/router/engines"}
 _READS = {b"GET", b"HEAD"}
 
 

@@ -1,8 +1,8 @@
 """Several processes that serve one port as one router: this process starts them, and starts again those that end.
 
 Each has a listening socket of its own on the port, over which the kernel spreads connections, and one on a control port
-of its own. Each knows its own sessions and load. The owner of the fleet tells every process its engines and gates
-(`admin_client.py`); a process that has not been told yet holds what it gets.
+of its own. Each knows its own sessions and load. The owner of the fleet tells every process its engines, gate and
+policy (`admin_client.py`); a process that has not been told yet holds what it gets.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def share_port(router: Router, host: str, port: int, control_ports: tuple[int, .
                 return _ask_all(base_url(host, port), api_key, path, "")
             case "POST", "/router/sessions/finish":
                 return _ask_all(base_url(host, port), api_key, path, finished_session(body))
-            case ("PUT", "/router/engines" | "/router/policy") | ("POST", "/router/gate"):
+            case "PUT", "/router/engines":
                 ports = ", ".join(map(str, control_ports))
                 what = f"{len(control_ports)} processes serve this port, and {method} {path} would reach one"
                 raise RefusalError(421, "several_processes", f"{what}; make the call on each control port: {ports}")
