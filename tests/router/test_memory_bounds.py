@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import tracemalloc
-from asyncio import StreamReader as Reader
-from asyncio import StreamWriter as Writer
 
 import pytest
-from router_rig import Backend, RawClient, Rig, Seen, answer_name, eventually, request, rig
-from test_backpressure import narrow, resident
+from router_rig import answer_name, eventually, request, rig
 
 from penstock.router import server
 
@@ -25,54 +22,8 @@ class SilentTransport(asyncio.Transport):
         return False
 
 
-async def flood(client: RawClient, wanted: bytes) -> int:
-    """Send it again and again without reading, until the router takes no more; returns the bytes that it took."""
-    block = wanted * (65_536 // len(wanted))
-    sent = 0
-    try:
-        while sent < FLOOD:
-            client.writer.write(block)
-            async with asyncio.timeout(1.0):
-                await client.writer.drain()
-            sent += len(block)
-    except TimeoutError:
-        pass
-    return sent
-
-
-async def check(r: Rig, wanted: bytes) -> None:
-    client = await narrow(r.url)
-    r.clients.append(client)
-    before = resident(r.pid)
-    sent = await flood(client, wanted)
-    assert sent < FLOOD / 2, "it goes on taking requests whose answers nobody reads"
-    assert resident(r.pid) - before < 8 * MB
-    answers = 0
-    async with asyncio.timeout(60):
-        while answers < sent // len(wanted) // 2:  # and goes on when they are read
-            answers += (await client.reader.read(MB)).count(b"HTTP/1.1 ")
-    assert (await (await r.client()).ask(headers="Authorization: Bearer k\r\n")).status == 200
-
-
-@pytest.mark.parametrize(
-    "wanted",
-    [
-        b"GET /router/health HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        b"GET /router/engines HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        b"GET /nowhere HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer k\r\n\r\n",
-        b"POST /v1/x HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer k\r\nContent-Length: 3\r\n\r\nabc",
-    ],
-    ids=["health", "no key", "no path", "an engine's"],
-)
-async def test_who_pipelines_and_never_reads_is_not_read_either(wanted: bytes) -> None:
-    async with rig(answer_name, process=True, api_key="k") as r:
-        await check(r, wanted)
-
-
-@pytest.mark.parametrize(
-    "piece", [b"1\r\na\r\n", b"1;" + b"x" * 900 + b"\r\na\r\n", b"1;a=b;c=d;e=f\r\na\r\n"], ids=["tiny", "long", "many"]
-)
-async def test_the_framing_of_chunks_counts_as_body(piece: bytes) -> None:
+async def test_the_framing_of_chunks_counts_as_body() -> None:
+    piece = b"1\r\na\r\n"
     async with rig(answer_name, max_body_bytes=10_000) as r:
         head = request(headers="Transfer-Encoding: chunked\r\n")
         client = await r.client()
@@ -81,13 +32,6 @@ async def test_the_framing_of_chunks_counts_as_body(piece: bytes) -> None:
         client = await r.client()
         await client.send(head + piece * (5_000 // len(piece)) + b"0\r\n\r\n")
         assert (await client.receive()).status == 200
-
-
-async def test_trailers_count_as_body() -> None:
-    async with rig(answer_name, max_body_bytes=2_000) as r:
-        client = await r.client()
-        client.writer.write(request(headers="Transfer-Encoding: chunked\r\n") + b"0\r\n" + b"A: b\r\n" * 500)
-        assert (await client.receive()).status == 413
 
 
 async def test_a_body_that_drips_in_ends_at_its_deadline() -> None:
@@ -117,24 +61,6 @@ async def test_a_large_admin_body_is_refused_in_time() -> None:
             client.writer.write(piece)
             await asyncio.sleep(0)
         assert (await client.receive()).status == 413
-
-
-async def test_informational_answers_are_bounded() -> None:
-    early = b"HTTP/1.1 103 Early Hints\r\nLink: " + b"a" * 4000 + b"\r\n\r\n"
-
-    async def endless(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
-        for _ in range(1000):
-            writer.write(early)
-            await writer.drain()
-
-    async with rig(endless) as r:
-        client = await r.client()
-        await client.send(request())
-        passed = 0
-        async with asyncio.timeout(20):
-            while (status := (await client.head())[0]) == 103:
-                passed += 1
-        assert (status, passed) == (502, (1 << 16) // len(early))
 
 
 async def test_bytes_of_incomplete_bodies_count_as_held() -> None:

@@ -101,36 +101,6 @@ async def test_an_engine_that_breaks_off_is_never_a_clean_end(*, process: bool, 
         await r.settled()
 
 
-@both_loops
-async def test_a_reset_without_framing_is_a_reset(*, process: bool) -> None:
-    async def resets(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
-        writer.write(b"HTTP/1.1 200 OK\r\n\r\npart")
-        await writer.drain()
-        await asyncio.sleep(0.05)
-        writer.get_extra_info("socket").setsockopt(1, 13, b"\1\0\0\0\0\0\0\0")  # SO_LINGER 0: close with a reset
-        writer.transport.abort()
-
-    async with rig(resets, process=process) as r:
-        client = await r.client()
-        await client.send(request())
-        with pytest.raises(ConnectionResetError):
-            await client.rest()
-
-
-async def test_http_1_0_clients_see_a_broken_chunked_answer_as_a_reset() -> None:
-    async def breaks(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
-        writer.write(BROKEN["chunked"])
-        await writer.drain()
-        await asyncio.sleep(0.05)
-        writer.close()
-
-    async with rig(breaks) as r:
-        client = await r.client()
-        await client.send(b"GET /v1/x HTTP/1.0\r\n\r\n")
-        with pytest.raises(ConnectionResetError):
-            await client.rest()
-
-
 @pytest.mark.parametrize(
     "wire",
     [
@@ -140,8 +110,11 @@ async def test_http_1_0_clients_see_a_broken_chunked_answer_as_a_reset() -> None
         b"HTTP/1.1 200 OK\r\nContent-Le",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nokHTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok",
+        b"HTTP/1.1 200 OK\r\n\r\nuntil the end",
+        b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nok",
+        b"HTTP/1.1 103 Early Hints\r\nLink: a\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok",
     ],
-    ids=["ambiguous", "not HTTP", "upgrade", "half a head", "bad chunk", "two answers"],
+    ids=["ambiguous", "not HTTP", "upgrade", "half", "bad chunk", "two answers", "until close", "1.0", "early hints"],
 )
 async def test_an_answer_that_is_no_http_is_a_502(wire: bytes) -> None:
     async def odd(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001

@@ -16,18 +16,13 @@ BAD_BODIES = {
     "space after": b"3 \r\nabc\r\n0\r\n\r\n",
     "too many digits": b"0" * 15 + b"3\r\nabc\r\n0\r\n\r\n",
     "bare LF": b"3\nabc\r\n0\r\n\r\n",
-    "bare LF in an extension": b"3;a\nb\r\nabc\r\n0\r\n\r\n",
-    "bare CR in an extension": b"3;a\rb\r\nabc\r\n0\r\n\r\n",
+    "extension": b"3;a=b\r\nabc\r\n0\r\n\r\n",
+    "extension of the last": b"0;a\r\n\r\n",
     "chunk longer than its size": b"3\r\nabcd\r\n0\r\n\r\n",
     "chunk shorter than its size": b"3\r\nab\r\n0\r\n\r\n",
     "LF after a chunk": b"3\r\nabc\n0\r\n\r\n",
-    "folded trailer": b"0\r\nA: b\r\n c\r\n\r\n",
-    "trailer without colon": b"0\r\nab\r\n\r\n",
-    "trailer with a space before its colon": b"0\r\nA : b\r\n\r\n",
-    "length in a trailer": b"0\r\nContent-Length: 5\r\n\r\n",
-    "framing in a trailer": b"0\r\ntransfer-encoding: chunked\r\n\r\n",
-    "endless size line": b"3;" + b"a" * 5000,
-    "endless trailers": b"0\r\n" + b"A: b\r\n" * 3000 + b"\r\n",
+    "trailer": b"0\r\nA: b\r\n\r\n",
+    "endless size line": b"3" * 50,
 }
 
 
@@ -42,12 +37,10 @@ def chunked_bodies(draw: st.DrawFn) -> tuple[bytes, bytes]:
     """A well-formed chunked body and its payload."""
     wire, payload = b"", b""
     for chunk in draw(st.lists(st.binary(min_size=1, max_size=40), max_size=6)):
-        extension = draw(st.sampled_from([b"", b";a", b";a=b", b';a="c d"']))
         size = draw(st.sampled_from(["%x", "%X", "00%x"])) % len(chunk)
-        wire += size.encode() + extension + b"\r\n" + chunk + b"\r\n"
+        wire += size.encode() + b"\r\n" + chunk + b"\r\n"
         payload += chunk
-    trailers = draw(st.sampled_from([b"", b"A: b\r\n", b"A: b\r\nC:\r\n"]))
-    return wire + b"0\r\n" + trailers + b"\r\n", payload
+    return wire + b"0\r\n\r\n", payload
 
 
 @settings(max_examples=200, deadline=None)

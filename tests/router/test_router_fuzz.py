@@ -32,7 +32,6 @@ from penstock.guard import CONTROL_PATHS
 from penstock.router.admin import DATA_PATHS
 from penstock.router.http import (
     CHUNKED,
-    UNTIL_CLOSE,
     ChunkedReader,
     FramingError,
     RefusalError,
@@ -56,8 +55,8 @@ HEADS = [
     b"Transfer-Encoding: gzip, chunked", b"Content-Length: 5, 5", b"Transfer-Encoding: identity",
 ]  # fmt: skip
 FRAMES = [[], [b"Content-Length: 5"], [b"Transfer-Encoding: chunked"], [b"Transfer-Encoding: chunked"]]
-CHUNKS = [b"3\r\nabc\r\n", b"1;x=y\r\nd\r\n", b'2;a="b;c"\r\nef\r\n', b"00A\r\n0123456789\r\n"]
-ENDS = [b"0\r\n\r\n", b"0\r\nX-T: u\r\n\r\n", b"0;e\r\n\r\n", b"000\r\nA: b\r\nC:\r\n\r\n"]
+CHUNKS = [b"3\r\nabc\r\n", b"1\r\nd\r\n", b"1\r\nd\r\n", b'2;a="b;c"\r\nef\r\n', b"00A\r\n0123456789\r\n"]
+ENDS = [b"0\r\n\r\n", b"0\r\n\r\n", b"000\r\n\r\n", b"0;e\r\n\r\n", b"000\r\nA: b\r\nC:\r\n\r\n"]
 ODD = [
     b"\r", b"\n", b"\r\n", b"\r\n\r\n", b" ", b"\t", b"\x00", b"\x0b", b"\x0c", b"\x1f", b"\x7f", b"\x80", b"\xff",
     b":", b";", b",", b"=", b'"', b"\\", b"%0a", b"%2e", b"//", b"/./", b"/../", b"#", b"?", b"0", b"1", b"9", b"a",
@@ -100,15 +99,15 @@ def request(rng: random.Random) -> bytes:
     target = rng.choice([*TARGETS, *sorted(CONTROL_PATHS)[:3]])
     lines = [b"Host: a", *rng.choice(FRAMES), *rng.sample(HEADS, rng.choice([0, 0, 1, 2, 4]))]
     rng.shuffle(lines)
-    version = rng.choice([b"1.1"] * 11 + [b"1.0"] * 4 + [b"2.0"])
+    version = rng.choice([b"1.1"] * 14 + [b"1.0", b"2.0"])
     return b"%b %b HTTP/%b\r\n%b\r\n\r\n" % (method, target, version, b"\r\n".join(lines)) + body_for(rng, lines)
 
 
 def answer(rng: random.Random) -> bytes:
     lines = [*rng.choice(FRAMES), *rng.sample(HEADS[2:], rng.choice([0, 0, 1, 2, 4]))]
     status = rng.choice([b"200 OK", b"200 OK", b"404 Not Found", b"500 Oh", b"204 No Content", b"304 x", b"200 "])
-    version = rng.choice([b"1.1", b"1.1", b"1.1", b"1.0"])
-    interim = rng.choice([b"", b"", b"", b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 103 Early\r\nLink: a\r\n\r\n"])
+    version = rng.choice([b"1.1"] * 9 + [b"1.0"])
+    interim = rng.choice([b""] * 9 + [b"HTTP/1.1 103 Early\r\nLink: a\r\n\r\n"])
     return interim + b"HTTP/%b %b\r\n%b\r\n\r\n" % (version, status, b"\r\n".join(lines)) + body_for(rng, lines)
 
 
@@ -260,7 +259,7 @@ def exchange(pieces: list[bytes]) -> tuple[list[Message], list[bytes], bytes]:
         if not pair.wire.closing:
             pair.client.data_received(piece)
         while answer_one():
-            pair.client._next()  # as the loop would
+            pass
     pair.client.connection_lost(None)
     return requests, [wire.written for _, wire in pair.engines if wire.written], pair.wire.written
 
@@ -286,7 +285,7 @@ def check_request(data: bytes, places: list[int], seen: Counter[str], server: Vl
         assert (ours.method, ours.target, ours.body) == (theirs.method, theirs.target, theirs.body)
         fields = tuple(field for field in ours.fields if field[0] not in FRAMING)
         said = passed_on(theirs)
-        assert fields in {said, (*said, (b"host", b"localhost"))}
+        assert fields == said
         names = [name for name, _ in ours.fields]
         assert names.count(b"host") == 1
         assert sum(names.count(name) for name in FRAMING) <= 1
@@ -426,17 +425,15 @@ def check_answer_head(data: bytes, seen: Counter[str]) -> None:
         seen["answer heads refused"] += 1
         return
     seen["answer heads"] += 1
-    told = response.to_client()
+    told = response.to_client(close=False)
     reference = _Answer()
     parser = httptools.HttpResponseParser(reference)
     with suppress(httptools.HttpParserUpgrade):
         parser.feed_data(told)
     assert parser.get_status_code() == response.status
     assert parse_response(told, b"POST").length == response.length
-    assert parse_response(told, b"POST").to_client() == told, "what is written reads as it was meant"
-    assert (
-        reference.done == (response.length == 0) or response.length in {CHUNKED, UNTIL_CLOSE} or response.status < 200
-    )
+    assert parse_response(told, b"POST").to_client(close=False) == told, "what is written reads as it was meant"
+    assert reference.done == (response.length == 0) or response.length == CHUNKED
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from penstock.router import http as heads
-from penstock.router.http import CHUNKED, UNTIL_CLOSE, RefusalError, parse_request, parse_response
+from penstock.router.http import CHUNKED, RefusalError, parse_request, parse_response
 
 BAD_HEADS = {
     "length and chunked": b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
@@ -25,7 +25,7 @@ BAD_HEADS = {
     "identity": b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: identity\r\n\r\n",
     "almost chunked": b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: xchunked\r\n\r\n",
     "vertical tab": b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: \x0bchunked\r\n\r\n",
-    "chunked in HTTP/1.0": b"POST / HTTP/1.0\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n",
+    "HTTP/1.0": b"POST / HTTP/1.0\r\nHost: a\r\nContent-Length: 5\r\n\r\n",
     "folded value": b"POST / HTTP/1.1\r\nHost: a\r\nX: a\r\n b\r\n\r\n",
     "folded length": b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length:\r\n 5\r\n\r\n",
     "space first": b"POST / HTTP/1.1\r\n Host: a\r\n\r\n",
@@ -163,13 +163,6 @@ def test_an_offer_to_upgrade_is_declined() -> None:
     assert request.to_engine() == b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 
 
-def test_http_1_0_is_spoken_with_clients_only() -> None:
-    request = parse_request(b"GET / HTTP/1.0\r\n\r\n")
-    assert request.to_engine() == b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    assert not request.keep_alive
-    assert parse_request(b"GET / HTTP/1.0\r\nConnection: Keep-Alive\r\n\r\n").keep_alive
-
-
 @pytest.mark.parametrize(
     ("head", "method", "length"),
     [
@@ -178,13 +171,13 @@ def test_http_1_0_is_spoken_with_clients_only() -> None:
         (b"HTTP/1.1 304 Not Modified\r\nContent-Length: 7\r\n\r\n", b"GET", 0),
         (b"HTTP/1.1 204 No Content\r\n\r\n", b"GET", 0),
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: Chunked\r\n\r\n", b"GET", CHUNKED),
-        (b"HTTP/1.1 200\r\n\r\n", b"GET", UNTIL_CLOSE),
+        (b"HTTP/1.1 200\r\nContent-Length: 0\r\n\r\n", b"GET", 0),
     ],
 )
 def test_length_of_an_answer(head: bytes, method: bytes, length: int) -> None:
     response = parse_response(head, method)
     assert response.length == length
-    assert response.to_client().lower() == head.replace(b"200\r\n", b"200 OK\r\n").lower()
+    assert response.to_client(close=False).lower() == head.replace(b"200\r\n", b"200 OK\r\n").lower()
 
 
 @pytest.mark.parametrize(
@@ -196,6 +189,8 @@ def test_length_of_an_answer(head: bytes, method: bytes, length: int) -> None:
         b"SSH-2.0-OpenSSH_9.6\r\n\r\n",
         b"HTTP/1.1 2OO OK\r\n\r\n",
         b"HTTP/1.1 101 Early\r\nLink: a\r\n\r\n",
+        b"HTTP/1.0 200 OK\r\nContent-Length: 7\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nServer: x\r\n\r\n",
     ],
 )
 def test_ambiguous_answers_are_refused(head: bytes) -> None:
@@ -204,14 +199,12 @@ def test_ambiguous_answers_are_refused(head: bytes) -> None:
     assert caught.value.status == 502
 
 
-def test_answers_are_told_in_our_own_version() -> None:
-    response = parse_response(b"HTTP/1.0 200 OK\r\nConnection: close\r\nServer: x\r\n\r\n", b"GET")
-    assert response.to_client() == b"HTTP/1.1 200 OK\r\nServer: x\r\n\r\n"
+def test_a_client_is_told_of_its_own_connection_alone() -> None:
+    head = b"HTTP/1.1 200 Fine\r\nConnection: close\r\nTransfer-Encoding: chunked\r\nA: b\r\n\r\n"
+    response = parse_response(head, b"GET")
     assert not response.keep_alive
-    chunked = parse_response(b"HTTP/1.1 200 Fine\r\nTransfer-Encoding: chunked\r\nA: b\r\n\r\n", b"GET")
-    assert chunked.to_client(http_1_1=False, connection=b"close") == (
-        b"HTTP/1.1 200 OK\r\nA: b\r\nConnection: close\r\n\r\n"
-    )
+    assert response.to_client(close=False) == b"HTTP/1.1 200 OK\r\nA: b\r\nTransfer-Encoding: chunked\r\n\r\n"
+    assert response.to_client(close=True).endswith(b"chunked\r\nConnection: close\r\n\r\n")
 
 
 @pytest.mark.parametrize("options", ["", "keep-alive,", ", close", "close,,", " , ,x-mine, "])
@@ -222,7 +215,8 @@ def test_an_empty_connection_option_takes_no_line_away(options: str) -> None:
     assert request.to_engine() == (b"POST / HTTP/1.1\r\nHost: a\r\n" + mine + b"Accept: a\r\nContent-Length: 1\r\n\r\n")
     assert request.keep_alive == ("close" not in options)
     response = parse_response(b"HTTP/1.1 200 OK\r\nA: b\r\n" + line + b"Content-Length: 1\r\n\r\n", b"GET")
-    assert response.to_client() == (b"HTTP/1.1 200 OK\r\nA: b\r\n" + mine + b"Accept: a\r\nContent-Length: 1\r\n\r\n")
+    written = b"HTTP/1.1 200 OK\r\nA: b\r\n" + mine + b"Accept: a\r\nContent-Length: 1\r\n\r\n"
+    assert response.to_client(close=False) == written
 
 
 def test_no_key_and_no_rank_of_a_client_travels_on() -> None:

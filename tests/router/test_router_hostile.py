@@ -46,10 +46,9 @@ async def test_a_bad_request_behind_a_good_one_ends_the_connection() -> None:
     async with rig(answer_name) as r:
         client = await r.client()
         await client.send(request() + BAD_HEADS["length and chunked"] + request("/smuggled"))
-        assert (await client.receive()).status == 200
         assert (await client.receive()).status == 400
         assert await client.rest() == b""
-        assert [seen.line.split()[1] for seen in r.backends[0].seen] == ["/v1/x"]
+        assert not r.backends[0].seen
 
 
 @pytest.mark.parametrize("size", [3, 0x110000], ids=["short", "long"])

@@ -241,9 +241,8 @@ async def curl(*arguments: str | Path, stdin: bytes = b"") -> tuple[int, bytes, 
         ("-H", "Expect: 100-continue", "--expect100-timeout", "60"),
         ("-H", "Transfer-Encoding: chunked"),
         ("-H", "Transfer-Encoding: chunked", "-H", "Expect: 100-continue", "--expect100-timeout", "60"),
-        ("--http1.0",),
     ],
-    ids=["expect", "chunked", "chunked-expect", "http1.0"],
+    ids=["expect", "chunked", "chunked-expect"],
 )
 async def test_curl_a_large_body(scripted, tmp_path, how):
     body = TEXT.encode() * 4

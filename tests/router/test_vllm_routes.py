@@ -103,10 +103,9 @@ async def test_no_connection_option_opens_a_head_to_what_follows_it(live, router
     head = f"Connection: {connection}\r\nContent-Type: application/json\r\n"
     body = b'{"model": "' + str(live.model_path).encode() + b'", "prompt": [5], "max_tokens": 2}'
     client = await RawClient.connect(router.url)
-    await client.send(request("/v1/completions", body, head) + request("/v1/models", smuggled, head))
-    answers = [await client.receive()]
+    answers = [await client.ask("/v1/completions", body, head)]
     if "close" not in connection:
-        answers.append(await client.receive())
+        answers.append(await client.ask("/v1/models", smuggled, head))
     client.close()
     assert answers[0].status == 200
     assert b'"choices"' in answers[0].body

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import socket
-import struct
 import time
 from collections.abc import Callable
 from typing import Protocol, cast
@@ -33,14 +31,13 @@ LINGER_S = 2.0
 """How long the rest of a refused request is read and thrown away, so that the client gets to read its answer."""
 _LONG = 16_384
 """Bytes from which on a view costs less than a copy."""
-_PIPELINE_LIMIT = 1 << 16
 _NEVER = float("inf")
 _COMPLETE = BodyReader(0)
 _BARE_LF = re.compile(rb"(?<!\r)\n")
 _CR = 13
 HEALTH = b"/router/health"
 """Needs no key."""
-_BODY, _PIPELINE, _ANSWERS = 1, 2, 4
+_BODY, _ANSWERS = 1, 2
 """Reasons not to read, as bits."""
 
 
@@ -125,8 +122,6 @@ class ClientConnection(asyncio.Protocol):
         """The next byte is the first of a request."""
         self._head: bytes = b""
         """A head that is not complete yet."""
-        self._pipelined = b""
-        """What came after the request that is being served."""
         self._request: RequestHead | None = None
         self._body: BodyReader | None = None
         self._body_by = _NEVER
@@ -170,12 +165,10 @@ class ClientConnection(asyncio.Protocol):
     def _read_more(self, data: bytes) -> None:
         if self._lingering:
             return
-        if self._pipelined or (self.write_paused and self._call is None):
-            self._keep_for_later(data)
-        elif self._call is None:
+        if self._call is None and not self.write_paused:
             self._read_head(data)
-        elif self._body is None or self._body.done:
-            self._keep_for_later(data)
+        elif self._call is None or self._body is None or self._body.done:
+            raise self._sent_ahead()
         else:
             self._read_body(self._call, self._body, data)
 
@@ -208,7 +201,6 @@ class ClientConnection(asyncio.Protocol):
         self._block(_ANSWERS, blocked=False)
         if self._call is None:
             self._arm(IDLE_S, self._close)
-            self._next()
             return
         self.deadline = _NEVER
         if self._body is not None and not self._body.done:
@@ -233,7 +225,7 @@ class ClientConnection(asyncio.Protocol):
         """The answer is complete: on to the next request, or close."""
         unread = self._body is None or not self._body.done
         self._call = self._request = self._body = self._payload = None
-        self._ready = not (close or self._pipelined or self.write_paused)
+        self._ready = not (close or self.write_paused)
         if self.transport.is_closing():
             return
         if self._blocked & _BODY:
@@ -243,8 +235,6 @@ class ClientConnection(asyncio.Protocol):
                 self._arm(WRITE_STALL_S, self._cut_off)
             else:
                 self._arm(IDLE_S, self._close)
-                if self._pipelined:
-                    asyncio.get_running_loop().call_soon(self._next)
         elif unread:
             self._lingering = True
             self._arm(LINGER_S, self._cut_off)
@@ -253,20 +243,10 @@ class ClientConnection(asyncio.Protocol):
         else:
             self._close()
 
-    def cut(self, *, reset: bool) -> None:
-        """End the connection in the middle of an answer.
-
-        Args:
-            reset: with a reset, for an answer that has no other end than the connection's; else what was passed on
-                so far still reaches the client, who then misses the rest.
-        """
+    def cut(self) -> None:
+        """End the connection in the middle of an answer; what was passed on so far still reaches the client."""
         self._call = None
-        if reset:
-            sock = self.transport.get_extra_info("socket")
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self.transport.abort()
-        else:
-            self._close()
+        self._close()
 
     def block_body(self, *, blocked: bool) -> None:
         """Stop reading the request's body, or go on."""
@@ -349,7 +329,7 @@ class ClientConnection(asyncio.Protocol):
         if not body.done:
             self._body_by = time.monotonic() + clients.config.body_timeout_s
             self._await_body()
-            if request.expect and request.http_1_1:
+            if request.expect:
                 self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         call.begin(piece, done=body.done)
 
@@ -376,7 +356,7 @@ class ClientConnection(asyncio.Protocol):
             call.add_body(piece, done=body.done)
 
     def _follow(self, body: BodyReader, data: bytes, start: int) -> bytes | memoryview:
-        """What goes on of this request's body in `data`; what is behind the body is kept for later."""
+        """What goes on of this request's body in `data`."""
         try:
             end = body.feed(data, start)
         except FramingError as error:
@@ -385,27 +365,17 @@ class ClientConnection(asyncio.Protocol):
         if body.size > limit:
             raise RefusalError(413, "body_too_large", f"the body is over the limit of {limit} bytes")
         if end < len(data):
-            self._keep_for_later(data[end:])
+            raise self._sent_ahead()
         if self._payload is None:
             return memoryview(data)[start:end]
         payload = b"".join(self._payload)
         self._payload.clear()
         return chunk(payload, done=body.done)
 
-    # --- pipelining --------------------------------------------------------------------------------------------------
-
-    def _keep_for_later(self, data: bytes) -> None:
-        self._pipelined += data
-        self._block(_PIPELINE, blocked=len(self._pipelined) > _PIPELINE_LIMIT)
-
-    def _next(self) -> None:
-        if self.write_paused or self._call is not None or not self._pipelined:
-            return
-        data, self._pipelined = self._pipelined, b""
-        if not self.transport.is_closing():
-            self._ready = True
-            self._block(_PIPELINE, blocked=False)
-            self.data_received(data)
+    def _sent_ahead(self) -> RefusalError:
+        self._body = None  # the connection ends with the refusal
+        what = "a request came before the answer to the one before it; wait for that, or use another connection"
+        return RefusalError(400, "sent_ahead", what)
 
     def _block(self, reason: int, *, blocked: bool) -> None:
         before = self._blocked

@@ -17,7 +17,6 @@ from penstock.router.client_connection import ClientConnection
 from penstock.router.dispatcher import Dispatcher, Waiter
 from penstock.router.http import (
     CHUNKED,
-    UNTIL_CLOSE,
     WHOLE_CHUNK_LIMIT,
     WHOLE_CHUNK_OPENING,
     BodyReader,
@@ -32,8 +31,6 @@ from penstock.router.http import (
 REPLAY_LIMIT = 1 << 20
 """Bytes of request body kept for a retry. A request is placed once its body or so much of it has come: a client that
 stalls holds neither an engine's connection nor a share of its KV cache. While it is held, no more is read of it."""
-_INTERIM_LIMIT = 1 << 16
-"""Bytes of informational answers that a request may get; its client may not read them, and more may follow."""
 _TRACE_ID = re.compile(rb"[0-9A-Fa-f]{2}-([0-9A-Fa-f]{32})-")
 """W3C Trace Context, section 3.2: version, trace id, parent id, flags."""
 _access = logging.getLogger("penstock.router.access")
@@ -60,11 +57,10 @@ class Exchange(Waiter, ConnectionUser):
     _replay: bytes | bytearray | memoryview | None = b""
     _submitted = False
     """Enough of its body has come, and the gate got it."""
-    _interim_bytes = 0
     _head_sent = False
     """The client has the head of the engine's answer."""
-    _announced_close = _by_close = False
-    """The connection of the client ends with the answer; the second: its end is the answer's only end."""
+    _announced_close = False
+    """The connection of the client ends with the answer."""
 
     def __init__(self, client: ClientConnection, request: RequestHead, dispatcher: Dispatcher) -> None:
         super().__init__(request)
@@ -183,8 +179,6 @@ class Exchange(Waiter, ConnectionUser):
             self.first_byte_at = time.monotonic()
         try:
             piece = answer.feed(data)
-            if answer.interim:
-                self._pass_interim(answer)
         except FramingError as error:
             self._drop_connection()
             self._break(f"bad answer: {error}")
@@ -201,32 +195,15 @@ class Exchange(Waiter, ConnectionUser):
         elif answer.death:
             self._died(answer.death)
 
-    def _pass_interim(self, answer: Answer) -> None:
-        """Pass on informational answers; RefusalError: 502, they are too many."""
-        for response in answer.interim:
-            head = response.to_client()
-            self._interim_bytes += len(head)
-            if self._interim_bytes > _INTERIM_LIMIT:
-                what = f"the engine sent over {_INTERIM_LIMIT} bytes of informational answers (1xx) and no other"
-                raise RefusalError(502, "bad_engine_response", what)
-            if self.request.http_1_1 and response.status != _CONTINUE:  # which is the router's own to send
-                self._client.transport.write(head)
-        answer.interim = []
-
     def _respond(self, response: ResponseHead) -> bytes:
         """Nothing is retried from here on; returns the answer's head as the client gets it."""
         self._head_sent = True
         self._replay = None
         self.status = response.status
-        request = self.request
-        length = response.length
-        self._by_close = length == UNTIL_CLOSE or (length == CHUNKED and not request.http_1_1)
-        self._announced_close = self._by_close or not request.keep_alive or not self._body_done
+        self._announced_close = not self.request.keep_alive or not self._body_done
         if self._client.write_paused:
             self.pause(paused=True)
-        if self._announced_close:
-            return response.to_client(http_1_1=request.http_1_1, connection=b"close")
-        return response.to_client() if request.http_1_1 else response.to_client(connection=b"keep-alive")
+        return response.to_client(close=self._announced_close)
 
     def _answered(self) -> None:
         """The answer is complete: the connection is free for the next request, and so is the client's."""
@@ -253,8 +230,6 @@ class Exchange(Waiter, ConnectionUser):
             if stale:
                 self.spared = connection.backend
             self._lose(connection.backend, "stale" if stale else "hung_up", "closed the connection unanswered")
-        elif self._answer.ends_with_connection and error is None:
-            self._answered()
         else:
             self._break(f"the engine closed the connection inside its answer{f': {error}' if error else ''}")
 
@@ -300,7 +275,7 @@ class Exchange(Waiter, ConnectionUser):
             self.refuse(RefusalError(502, "engine_failed", reason))
             return
         self._end(f"broken: {reason}")
-        self._client.cut(reset=self._by_close)
+        self._client.cut()
 
     def _drop_connection(self) -> None:
         connection, self._connection = self._connection, None
@@ -374,7 +349,7 @@ _LINES, _EVENTS = b"application/x-ndjson", b"text/event-stream"
 _LINE_END, _EVENT_END = re.compile(rb"\n"), re.compile(rb"\r?\n\r?\n")
 _MAX_HEAD = 262_144
 """Bytes; an engine's head is trusted more than a client's, but not without bound."""
-_CONTINUE, _OK, _ERROR = 100, 200, 500
+_OK, _ERROR = 200, 500
 
 
 class Answer:
@@ -396,22 +371,13 @@ class Answer:
     _suspect: tuple[ResponseHead, BodyReader, list[bytes]] | None = None
     """Its head, and what reads the beginning of its body."""
     _body: BodyReader | None = None
-    _payload: list[bytes] | None = None
-    """Where chunks are taken apart, for a client of HTTP/1.0."""
     _buffer = b""
     """What came of the head, or of the body of a suspect."""
     _start = b""
     """The body of a suspect without its framing."""
 
     def __init__(self, request: RequestHead) -> None:
-        self.interim: list[ResponseHead] = []
-        """Informational answers (1xx) that came before it, to be taken out by the reader."""
         self._request = request
-
-    @property
-    def ends_with_connection(self) -> bool:
-        """Whether its end is the end of the engine's connection."""
-        return self.response is not None and self.response.length == UNTIL_CLOSE
 
     def feed(self, data: bytes) -> bytes:
         """Read on; returns what of the body goes to the client, behind `response` where that has just come.
@@ -426,20 +392,14 @@ class Answer:
 
     def _read_head(self, data: bytes) -> bytes:
         data, self._buffer = self._buffer + data, b""
-        start = 0
-        while True:
-            end = data.find(b"\r\n\r\n", start) + 4
-            if end < 4:  # noqa: PLR2004 - not found
-                if len(data) > _MAX_HEAD:
-                    what = f"the engine's head is longer than {_MAX_HEAD} bytes"
-                    raise RefusalError(502, "bad_engine_response", what)
-                self._buffer = data[start:]
-                return b""
-            response = parse_response(data[start:end], self._request.method)
-            if response.status >= _OK:
-                break
-            self.interim.append(response)
-            start = end
+        end = data.find(b"\r\n\r\n") + 4
+        if end < 4:  # noqa: PLR2004 - not found
+            if len(data) > _MAX_HEAD:
+                what = f"the engine's head is longer than {_MAX_HEAD} bytes"
+                raise RefusalError(502, "bad_engine_response", what)
+            self._buffer = data
+            return b""
+        response = parse_response(data[:end], self._request.method)
         if not _is_suspect(response):
             return self._begin(response, data, end)
         payload: list[bytes] = []
@@ -468,8 +428,7 @@ class Answer:
         if response.length == len(data) - start:  # all of it is here
             self.done = True
             return data[start:]
-        self._payload = None if self._request.http_1_1 or response.length != CHUNKED else []
-        self._body = body_reader(response.length, self._payload)
+        self._body = body_reader(response.length)
         return self._follow(self._body, data, start)
 
     def _follow(self, body: BodyReader, data: bytes, start: int) -> bytes:
@@ -477,12 +436,8 @@ class Answer:
             # Bytes after the answer: it is not the answer to this request, or the next one's would not be.
             raise FramingError("the engine sent more than its answer")
         self.done = body.done
-        if self._payload is None:
-            self.between_chunks = body.between_chunks and not body.done
-            return data[start:]
-        piece = b"".join(self._payload)
-        self._payload.clear()
-        return piece
+        self.between_chunks = body.between_chunks and not body.done
+        return data[start:]
 
 
 def _is_suspect(response: ResponseHead) -> bool:

@@ -5,8 +5,9 @@ nothing else. The checks follow RFC 9112 (sections 2.2, 3, 5, 6) and RFC 9110 (7
 
 A request's chunks are framed anew for the engine (`chunk`). An answer's chunks go to the client as they came: a token
 of a stream must cost next to nothing. The chunked reader is stricter than the RFC, so that a peer behind us finds no
-other end than we do: a bare LF, white space around a chunk size or in an extension, and a size over 15 digits are
-errors.
+other end than we do: a bare LF, white space around a chunk size, an extension, a trailer, and a size over 15 digits
+are errors. So is what no client or engine of today sends: HTTP/1.0, requests sent ahead of an answer, answers that end
+with their connection, and informational answers.
 """
 
 from __future__ import annotations
@@ -81,15 +82,13 @@ def response(
 
 CHUNKED = -1
 """Body length of a chunked message."""
-UNTIL_CLOSE = -2
-"""Body length of a response that ends with its connection."""
 
 Value = bytes | int | str | None
 Field = tuple[bytes, bytes]
 
 _TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]++"  # possessive: no head is read twice
 _REQUEST_LINE = re.compile(rb"(" + _TOKEN + rb") ([^\0- \x7f]+) HTTP/(\d\.\d)\r\n")
-_STATUS_LINE = re.compile(rb"HTTP/1\.([01]) (\d{3})(?: [\t -~\x80-\xff]*)?\r\n")
+_STATUS_LINE = re.compile(rb"HTTP/1\.1 (\d{3})(?: [\t -~\x80-\xff]*)?\r\n")
 _FIELD = re.compile(rb"(?<=\n)(" + _TOKEN + rb"):[ \t]*+([\t -~\x80-\xff]*+)\r\n")
 _METHODS = {b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"OPTIONS"}
 _TARGET = re.compile(rb"/[!\"$-~]*")
@@ -177,10 +176,9 @@ class _Head:
     content_length: int | None = None
     transfer_encoding: bytes | None = None
     connection: bytes | None = None
-    http_1_1: bool = True
     keep_alive: bool = True
     length: int = 0
-    """Bytes of body, or CHUNKED, or UNTIL_CLOSE."""
+    """Bytes of body, or CHUNKED."""
     is_public: bool = True
     """Nothing in it can be a secret or one request's own: a copy of it may be kept."""
     fields: bytes
@@ -216,12 +214,10 @@ class ResponseHead(_Head):
     content_type: bytes = b""
     """In lower case."""
 
-    def to_client(self, *, http_1_1: bool = True, connection: bytes = b"") -> bytes:
-        """The head for a client: whether it can read chunks, and the `Connection` to say; empty: nothing is said."""
+    def to_client(self, *, close: bool) -> bytes:
+        """The head for a client; `close`: its connection ends with the answer."""
         line = _STATUS_LINES.get(self.status) or b"HTTP/1.1 %d \r\n" % self.status
-        framing = self.framing if http_1_1 or self.length != CHUNKED else b""
-        said = b"Connection: %b\r\n" % connection if connection else b""
-        return b"%b%b%b%b\r\n" % (line, self.fields, framing, said)
+        return b"%b%b%b%b\r\n" % (line, self.fields, self.framing, b"Connection: close\r\n" if close else b"")
 
 
 def parse_request(head: bytes) -> RequestHead:
@@ -251,26 +247,20 @@ def _request(head: bytes) -> RequestHead:
     request = RequestHead()
     request.method, request.target, version = line.groups()
     if version != b"1.1":
-        if version != b"1.0":
-            raise _malformed("only HTTP/1.1 and HTTP/1.0 are served", 505, "version_not_supported")
-        request.http_1_1 = request.keep_alive = False
+        raise _malformed("only HTTP/1.1 is served (of nginx: proxy_http_version 1.1)", 505, "version_not_supported")
     if request.method not in _METHODS:
         raise _malformed(f"method {shown(request.method, 40)} is not supported", 501, "method_not_supported")
     if not _TARGET.fullmatch(request.target):
         raise _malformed(f"request target {shown(request.target)} must be a path, /... without #")
     fields = _read_fields(head, line.end(), _REQUEST_ROLES, request)
     if request.host is None:
-        if request.http_1_1:
-            raise _malformed("header Host is missing")
-        fields.append((b"Host", b"localhost"))
+        raise _malformed("header Host is missing")
     if request.expect is not None and request.expect != b"100-continue":
         raise _malformed(f"cannot meet Expect: {shown(request.expect)}", 417, "bad_expectation")
     _finish(request, fields)
     secret = request.authorization or request.x_api_key or request.hop_by_hop
     own = request.prompt_tokens or request.expected_tokens or request.traceparent  # the placement may change the first
     request.is_public = request.is_public and not (secret or own or b"?" in request.target)  # a query may hold a token
-    if request.transfer_encoding is not None and not request.http_1_1:
-        raise _malformed("Transfer-Encoding does not go with HTTP/1.0")
     return request
 
 
@@ -278,7 +268,7 @@ def parse_response(head: bytes, method: bytes) -> ResponseHead:
     """Judge an engine's head; `method` is the request's, since a HEAD has no body in its answer.
 
     Raises:
-        RefusalError: 502, for a head that is not HTTP/1.x or whose framing is ambiguous.
+        RefusalError: 502, for a head that is not HTTP/1.1 or whose framing is ambiguous.
     """
     known = len(head) <= _LONGEST_KNOWN and b"ookie" not in head  # no secret is kept
     try:
@@ -290,20 +280,18 @@ def parse_response(head: bytes, method: bytes) -> ResponseHead:
 @functools.lru_cache(maxsize=256)  # many answers of one second have one head; what it returns is never changed
 def _response(head: bytes, method: bytes) -> ResponseHead:
     line = _STATUS_LINE.match(head)
-    status = 0 if line is None else int(line[2])
-    if line is None or status < HTTPStatus.CONTINUE:
+    status = 0 if line is None else int(line[1])
+    if line is None or status < HTTPStatus.OK:  # none is informational, since nothing is expected of an engine
         raise _malformed(f"its status line is {shown(head.splitlines()[0])}")
-    if status == HTTPStatus.SWITCHING_PROTOCOLS:
-        raise _malformed("it switches protocols, which was not asked for")
     response = ResponseHead()
     response.status = status
-    response.http_1_1 = response.keep_alive = line[1] == b"1"
-    response.length = UNTIL_CLOSE
     _finish(response, _read_fields(head, line.end(), _RESPONSE_ROLES, response))
-    if method == b"HEAD" or status < HTTPStatus.OK or status in _BODILESS:
+    if method == b"HEAD" or status in _BODILESS:
         response.length = 0
-        if status < HTTPStatus.OK or status == HTTPStatus.NO_CONTENT:
+        if status == HTTPStatus.NO_CONTENT:
             response.framing = b""
+    elif not response.framing:
+        raise _malformed("it has neither Content-Length nor Transfer-Encoding")
     return response
 
 
@@ -340,7 +328,7 @@ def _finish(head: _Head, fields: list[Field]) -> None:
         options = {option.strip(b" \t") for option in head.connection.split(b",")} - {b""}
         if stolen := options & _NOT_HOP_BY_HOP:
             raise _malformed(f"Connection must not name {min(stolen).decode()}")
-        head.keep_alive = b"close" not in options and (head.http_1_1 or b"keep-alive" in options)
+        head.keep_alive = b"close" not in options
         fields = [field for field in fields if field[0].lower() not in options]
     head.fields = b"\r\n".join([*map(b": ".join, fields), b""])
     if head.transfer_encoding is not None:
@@ -358,14 +346,8 @@ def _finish(head: _Head, fields: list[Field]) -> None:
 
 # --- bodies -----------------------------------------------------------------------------------------------------------
 
-_CHUNK_SIZE = re.compile(
-    rb"([0-9A-Fa-f]{1,15})(?:;" + _TOKEN + rb"(?:=(?:" + _TOKEN + rb'|"[\t !#-\[\]-~]*"))?)*'  # no escapes in quotes
-)
-_NO_FRAMING = rb"(?!(?i:content-length|transfer-encoding|trailer|connection|upgrade|te|host):)"
-_TRAILER = re.compile(_NO_FRAMING + _TOKEN + rb":[\t -~\x80-\xff]*")
-"""No field that would say anew where the message ends (RFC 9110, 6.5.1)."""
-_MAX_LINE = 4096
-_MAX_TRAILERS = 8192
+_CHUNK_SIZE = re.compile(rb"[0-9A-Fa-f]{1,15}")
+_MAX_LINE = 18
 WHOLE_CHUNK_LIMIT = 4096
 _SIZES = {len(b"%x\r\n" % size) + size + 2: b"%x\r\n" % size for size in range(1, WHOLE_CHUNK_LIMIT)}
 WHOLE_CHUNK_OPENING = tuple(_SIZES.get(length, b"-" * WHOLE_CHUNK_LIMIT) for length in range(WHOLE_CHUNK_LIMIT))
@@ -387,10 +369,10 @@ class FramingError(Exception):
 
 
 class BodyReader:
-    """Follows one body of `length` bytes; UNTIL_CLOSE: it ends with its connection."""
+    """Follows one body of `length` bytes."""
 
     size: int = 0
-    """Bytes so far, chunk sizes, extensions and trailers included."""
+    """Bytes so far, chunk sizes included."""
     between_chunks = False
     """Whether the next byte is the first of a chunk."""
 
@@ -400,7 +382,7 @@ class BodyReader:
 
     def feed(self, data: bytes, start: int = 0) -> int:
         """Follow `data` from `start`; returns the index behind this body's last byte in it, the end unless `done`."""
-        taken = len(data) - start if self._left < 0 else min(len(data) - start, self._left)
+        taken = min(len(data) - start, self._left)
         self._left -= taken
         self.size += taken
         self.done = not self._left
@@ -408,7 +390,7 @@ class BodyReader:
 
 
 class ChunkedReader(BodyReader):
-    """A chunked body with its trailers.
+    """A chunked body.
 
     Args:
         payload: where given, the payload of the chunks is appended to it, for a peer that gets other chunks or none.
@@ -416,8 +398,8 @@ class ChunkedReader(BodyReader):
 
     _carry: bytes = b""
     _after_chunk = False
-    _in_trailers = False
-    _trailer_bytes = 0
+    _last = False
+    """The chunk of size 0 has come, and the empty line behind it has not."""
 
     def __init__(self, payload: list[bytes] | None = None) -> None:
         super().__init__(0)
@@ -458,7 +440,7 @@ class ChunkedReader(BodyReader):
             self._carry = data[at:]
             at = end
         self.size += at - carried - first
-        self.between_chunks = not (self._left or self._after_chunk or self._carry or self._in_trailers)
+        self.between_chunks = not (self._left or self._after_chunk or self._carry or self._last)
         return at - carried
 
     def _chunk(self, data: bytes, at: int, end: int) -> int:
@@ -472,26 +454,20 @@ class ChunkedReader(BodyReader):
     @staticmethod
     def _line_end(data: bytes, at: int, end: int) -> int:
         line_end = data.find(b"\r\n", at, at + _MAX_LINE)
-        if line_end < 0 and end - at >= _MAX_LINE:
-            raise FramingError(f"a chunk size or trailer line is longer than {_MAX_LINE} bytes")
-        if line_end < 0 and b"\n" in data[at:end]:
-            raise FramingError("a chunk size or trailer line ends without CR")
+        if line_end < 0 and (end - at >= _MAX_LINE or b"\n" in data[at:end]):
+            raise FramingError(f"bad chunk size line {shown(data[at:end])}")
         return line_end
 
     def _line(self, data: bytes, at: int, line_end: int) -> None:
-        if self._in_trailers:
-            if at == line_end:
-                self.done = True
-                return
-            self._trailer_bytes += line_end - at
-            if self._trailer_bytes > _MAX_TRAILERS or not _TRAILER.fullmatch(data, at, line_end):
-                raise FramingError(f"bad trailer line {shown(data[at:line_end])}")
+        if self._last:
+            if at != line_end:
+                raise FramingError("trailers are not served")
+            self.done = True
             return
-        size = _CHUNK_SIZE.fullmatch(data, at, line_end)
-        if size is None:
+        if not _CHUNK_SIZE.fullmatch(data, at, line_end):
             raise FramingError(f"bad chunk size line {shown(data[at:line_end])}")
-        self._left = int(size[1], 16)
-        self._in_trailers = self._left == 0
+        self._left = int(data[at:line_end], 16)
+        self._last = self._left == 0
 
 
 def body_reader(length: int, payload: list[bytes] | None = None) -> BodyReader:
