@@ -106,9 +106,6 @@ class HTTPEngine(Engine):
     async def resume_generation(self, *, adapter: str | None = None) -> None:
         await (self.control.resume() if adapter is None else self.control.resume_adapter(adapter))
 
-    async def wait_until_resumed(self, adapter: str, *, timeout_s: float) -> None:
-        raise NotImplementedError
-
     async def update_adapter(
         self,
         name: str,

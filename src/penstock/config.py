@@ -164,7 +164,7 @@ class TrainConfig(Section):
     max_staleness: Annotated[int, Field(ge=0)] = 2
     """`async`: largest trainer version minus the version that made a token, at the time of training on it."""
     kv: KV = "keep_in_flight"
-    """Of requests in flight when weights change; see `Engine.update_weights`."""
+    """Of requests in flight when weights change; see `Fleet.update_weights`."""
     micro_batch_tokens: Positive | None = None
     """Tokens in one forward and backward pass; default: 16,384 on CUDA, 2,048 on CPUs."""
     checkpoint_every: Positive = 20

@@ -65,7 +65,7 @@ class VersionSpan:
     start: int
     end: int
     kv_kept: bool = False
-    """These tokens attend, or may attend, to KV that older weights computed (`Engine.update_weights`, `kv`)."""
+    """These tokens attend, or may attend, to KV that older weights computed (`Fleet.update_weights`, `kv`)."""
     adapter: str | None = None
     """Name of the LoRA adapter that made them, on top of `version`."""
     adapter_version: int | None = None
@@ -389,7 +389,7 @@ class EngineUpdate:
     kept: int = 0
     """Requests in flight that kept their KV."""
     loss: TokenLoss | None = None
-    """None: not known yet (`Engine.recovered`), or not measured: the engine was paused."""
+    """None: not known yet (`Fleet.recovered`), or not measured: the engine was paused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,7 +415,7 @@ class UpdateReport:
     def tokens_lost(self) -> float | None:
         """Tokens that the update cost: each engine's steady rate minus tokens made, until its rate was back.
 
-        None until `Engine.recovered` has returned the report with it, and where no engine measured it.
+        None until `Fleet.recovered` has returned the report with it, and where no engine measured it.
         """
         losses = [engine.loss.tokens for engine in self.engines if engine.loss is not None]
         return sum(losses) if losses else None

@@ -86,7 +86,7 @@ class FleetAdapters:
         version: int | None = None,
         kv: KV = "recompute",
     ) -> UpdateReport:
-        """Put a version in force on every engine; a new name may evict another. See `Engine.update_adapter`.
+        """Put a version in force on every engine; a new name may evict another. See `Fleet.update_adapter`.
 
         Raises:
             WeightsError: every engine refused it; the version before stays in force.

@@ -1,17 +1,16 @@
-"""Many engines as one: the engine interface over a fleet and its router."""
+"""Many engines as one: generation through a router, and control of every engine."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, closing
+from contextlib import AsyncExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from penstock.aio import settled
 from penstock.engine.client import Counters, DataClient
 from penstock.engine.interface import Engine
-from penstock.errors import EngineError, StateError
+from penstock.errors import StateError
 from penstock.fleet.member import EngineStatus, State
 from penstock.fleet.roster import Admin, Roster
 from penstock.fleet.update import recovered
@@ -34,7 +33,7 @@ T = TypeVar("T")
 
 
 class Fleet(Engine):
-    """N engines behind one router, with the interface of one engine. Get one with `launch` or `connect`.
+    """N engines behind one router, used as one engine (R1). Get one with `launch` or `connect`.
 
     Generation goes through the router; control goes to every engine directly and waits for every answer. An engine
     that fails a call that changes its state is dead and out of the router's set before the call returns.
@@ -187,61 +186,21 @@ class Fleet(Engine):
 
     @property
     def weight_version(self) -> int:
-        """Version that every serving engine has confirmed."""
+        """Version that every serving engine has confirmed: 0 as loaded, +1 for each committed update."""
         return self._roster.version
 
     # --- generation --------------------------------------------------------------------------------------------------
 
     async def while_serving(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return what a request of `data` does; raise EngineDeadError as soon as no engine is left for it.
-
-        Requests that find no engine wait in the router, which does not know whether one will come.
-        """
-        roster = self._roster
+        """Return what a request of `data` does; raise EngineDeadError as soon as no engine is left for it."""
         with closing(work):
             self._check_open()
-            done = await settled(work, roster.until(roster.is_lost))
-        try:
-            if done.cancelled():
-                raise roster.lost_error()
-            return done.result()
-        except EngineError:
-            roster.raise_if_lost()
-            raise
+            return await self._roster.while_serving(work)
 
-    async def each_while_serving(self, items: AsyncGenerator[T]) -> AsyncGenerator[T]:
-        """Yield what a stream of `data` does, none of which is None; raise as `while_serving`.
-
-        Read in the caller's own task, where a task for each item would cost as much as reading it.
-        """
-        roster = self._roster
-        waiting: asyncio.Timeout | None = None
-
-        def give_up(_: asyncio.Task[bool]) -> None:
-            if waiting is not None:
-                waiting.reschedule(0.0)
-
+    def each_while_serving(self, items: AsyncGenerator[T]) -> AsyncGenerator[T]:
+        """Yield what a stream of `data` does, none of which is None; raise as `while_serving`."""
         self._check_open()
-        lost = asyncio.create_task(roster.until(roster.is_lost))
-        lost.add_done_callback(give_up)
-        try:
-            async with aclosing(items):
-                while True:
-                    try:
-                        async with asyncio.timeout(0.0 if lost.done() else None) as waiting:
-                            item = await anext(items, None)
-                    finally:
-                        waiting = None
-                    if item is None:
-                        return
-                    yield item
-        except TimeoutError:
-            raise roster.lost_error() from None
-        except EngineError:
-            roster.raise_if_lost()
-            raise
-        finally:
-            lost.cancel()
+        return self._roster.each_while_serving(items)
 
     @property
     def counters(self) -> Counters:
@@ -258,10 +217,22 @@ class Fleet(Engine):
         timeout_s: float | None = None,
         adapter: str | None = None,
     ) -> None:
-        """Close the gate and pause every engine; see `Engine.pause_generation`. New requests wait in the router.
+        """Stop making tokens on every engine; return when none is made (R22, R23). New requests wait in the router.
 
         While mode `wait` waits for requests, `abort_generation` ends it soon and `resume_generation` takes it back, as
         does cancelling this call.
+
+        Args:
+            mode: what happens to requests in flight.
+            clear_cache: recompute KV at resume, so that no cached block outlives its weights (G5).
+            timeout_s: seconds after which the pause is given up and generation goes on. Default: of the mode `wait`,
+                which lasts as long as the longest request in flight, a request's deadline; else a control call's.
+            adapter: pause the requests of this LoRA adapter alone (R25). They stop at a token, keep their tokens and
+                are computed again at resume, under the version that is in force then. All other requests go on.
+
+        Raises:
+            StateError: already paused.
+            DeadlineError: not within `timeout_s`.
         """
         if adapter is not None:
             await self._operations.adapters.pause(adapter)
@@ -269,24 +240,24 @@ class Fleet(Engine):
         await self._operations.pause(PauseMode(mode), clear_cache=clear_cache, timeout_s=timeout_s)
 
     async def resume_generation(self, *, adapter: str | None = None) -> None:
-        """Resume every engine, then open the gate; see `Engine.resume_generation`."""
+        """Resume after `pause_generation` with the same `adapter`, then open the gate. StateError: not paused."""
         await (self._operations.resume() if adapter is None else self._operations.adapters.resume(adapter))
 
     async def wait_until_resumed(self, adapter: str, *, timeout_s: float) -> None:
-        """Return when an adapter is not paused; see `Engine.wait_until_resumed`."""
+        """Return when an adapter is not paused. DeadlineError: it still is after `timeout_s` seconds."""
         await self._operations.adapters.wait(adapter, timeout_s)
 
     async def abort_generation(self) -> None:
-        """End every request in flight on every engine with what it has."""
+        """End every request in flight with the tokens it has and the finish reason `abort`; new ones are served."""
         self.data.expect_aborts()
         await self._operations.abort()
 
     async def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes on every engine."""
+        """Forget cached prefixes on every engine; running requests are recomputed."""
         await self._operations.reset_prefix_cache()
 
     async def sleep(self, level: int = 1) -> None:
-        """Free memory on every engine; new requests wait in the router until `wake_up` has taken all of it back.
+        """Free memory for a colocated trainer (R26); new requests wait until `wake_up` has taken all of it back.
 
         Requests in flight go on then from the tokens they have. Level 2 drops the weights: after it, requests wait for
         the next update as well.
@@ -320,14 +291,36 @@ class Fleet(Engine):
     async def update_weights(
         self, named_tensors: NamedTensors, *, version: int | None = None, kv: KV = "recompute"
     ) -> UpdateReport:
-        """Put new weights in force on every engine while requests are in flight; see `Engine.update_weights`.
+        """Put new weights in force on every engine while requests are in flight.
 
         Once begun, it runs to its end even if this call is cancelled.
+
+        Args:
+            named_tensors: `(checkpoint name, tensor)` for every tensor of the model, as `model.named_parameters()`
+                gives them; tied weights once. A module, or a function that returns the pairs, is asked again when an
+                engine needs this version and no copy of it was kept (docs/how-to/weights.md).
+            version: label of the new weights, greater than the present one; default: the present one + 1. A resumed
+                run passes the version that it had reached.
+            kv: `recompute`: requests in flight attend to nothing of older weights, at the price of their prefill.
+                `keep`: they go on at once, and cached prefixes stay. Until the next update that recomputes, the spans
+                of new tokens say `kv_kept`, and their logprobs are of no version alone.
+                `keep_in_flight`: those that are making tokens go on at once and say `kv_kept`, until they are preempted
+                or continue on another engine. All others compute under the new weights alone, and new requests reuse
+                nothing of older ones.
+
+        Raises:
+            WeightsError: a missing, extra or misshapen tensor, a wrong dtype, or NaN; nothing was changed.
+            StateError: another update is under way.
+            UpdateError: it did not commit on enough engines; the old version is still served.
         """
         return await self._operations.update(as_named_tensors(named_tensors), version, kv=kv)
 
     async def recovered(self, report: UpdateReport, *, timeout_s: float = 60.0) -> UpdateReport:
-        """Return the report with its `tokens_lost`; see `Engine.recovered`. Engines that died have none."""
+        """Return the report of an update with its `tokens_lost`, as soon as all engines make tokens as before it.
+
+        The next update ends the wait too, and so do `timeout_s` seconds; then the loss so far is reported. Engines that
+        died have none.
+        """
         return await recovered(self._roster, report, timeout_s=timeout_s)
 
     # --- engines that come and go ------------------------------------------------------------------------------------
@@ -426,7 +419,24 @@ class Fleet(Engine):
         version: int | None = None,
         kv: KV = "recompute",
     ) -> UpdateReport:
-        """Put a version of a LoRA adapter in force on every engine, and on those that join before they serve."""
+        """Put a version of a LoRA adapter in force while requests are in flight, the first or a new one.
+
+        Only these tensors travel. The adapter's requests in flight go on under the new version; the spans of their
+        tokens name adapter and version. No new request finds KV of an older version.
+
+        Args:
+            name: what requests ask for as `model`, or as `adapter`.
+            tensors: `(PEFT's checkpoint name, torch tensor or numpy array)`.
+            config: PEFT's `adapter_config` as a mapping: `r`, `lora_alpha`, `target_modules`, ...
+            version: greater than any that this name has had; default: the last one + 1, first 1.
+            kv: of the adapter's requests in flight: `recompute`, or, as for `update_weights`, `keep_in_flight`; `keep`
+                does the same here.
+
+        Raises:
+            WeightsError: it does not fit the model, or holds NaN; what was in force stays.
+            MissingCapabilityError: an engine takes no adapters.
+            StateError: no room for another name.
+        """
         return await self._operations.adapters.update(name, tensors, config, version, kv)
 
     async def load_adapter(self, name: str, path: str, *, timeout_s: float) -> UpdateReport | None:
@@ -434,7 +444,7 @@ class Fleet(Engine):
         return await self._operations.adapters.load(name, path, timeout_s)
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget a LoRA adapter on every engine; see `Engine.unload_adapter`."""
+        """Forget a LoRA adapter on every engine. StateError: it has requests in flight; it stays."""
         await self._operations.adapters.unload(name)
 
     async def pin_adapter(self, name: str, *, pinned: bool = True) -> None:

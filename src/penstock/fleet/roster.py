@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Collection, Coroutine, Generator, Mapping
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from penstock.aio import Changes
+from penstock.aio import Changes, settled
 from penstock.engine.capabilities import Capabilities
 from penstock.engine.control import ControlClient
 from penstock.errors import (
     DeadlineError,
     EngineDeadError,
+    EngineError,
     EngineHTTPError,
     PenstockError,
     StateError,
@@ -161,6 +162,52 @@ class Roster(Changes):
         if self._ended:
             return StateError("this fleet was torn down")
         return EngineDeadError(f"no engine is left, and none is coming back ({why(self.members)})")
+
+    async def while_serving(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return what a request does; raise `lost_error` as soon as no engine is left for it.
+
+        Requests that find no engine wait in the router, which does not know whether one will come.
+        """
+        done = await settled(work, self.until(self.is_lost))
+        try:
+            if done.cancelled():
+                raise self.lost_error()
+            return done.result()
+        except EngineError:
+            self.raise_if_lost()
+            raise
+
+    async def each_while_serving(self, items: AsyncGenerator[T]) -> AsyncGenerator[T]:
+        """Yield what a stream does; raise as `while_serving`.
+
+        Read in the caller's own task, where a task for each item would cost as much as reading it.
+        """
+        waiting: asyncio.Timeout | None = None
+
+        def give_up(_: asyncio.Task[bool]) -> None:
+            if waiting is not None:
+                waiting.reschedule(0.0)
+
+        lost = asyncio.create_task(self.until(self.is_lost))
+        lost.add_done_callback(give_up)
+        try:
+            async with aclosing(items):
+                while True:
+                    try:
+                        async with asyncio.timeout(0.0 if lost.done() else None) as waiting:
+                            item = await anext(items, None)
+                    finally:
+                        waiting = None
+                    if item is None:
+                        return
+                    yield item
+        except TimeoutError:
+            raise self.lost_error() from None
+        except EngineError:
+            self.raise_if_lost()
+            raise
+        finally:
+            lost.cancel()
 
     def end(self) -> None:
         """End every wait for an engine: the fleet ends."""

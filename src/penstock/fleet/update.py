@@ -104,7 +104,7 @@ class Updater:
         Args:
             publish: puts the weights of a version into the store; called in a thread.
             version: of the weights.
-            kv: see `Engine.update_weights`.
+            kv: see `Fleet.update_weights`.
 
         Raises:
             WeightsError: the tensors cannot be sent, or an engine refuses them; nothing was changed.
@@ -236,7 +236,7 @@ class Updater:
 
 
 async def recovered(roster: Roster, report: UpdateReport, *, timeout_s: float) -> UpdateReport:
-    """Add what an update cost each engine, as soon as all make tokens as before it; see `Engine.recovered`."""
+    """Add what an update cost each engine, as soon as all make tokens as before it; see `Fleet.recovered`."""
     names = {engine.engine for engine in report.engines}
     outcome = await fan_out(
         [member for member in roster.live() if member.name in names],

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from penstock.config import TrainConfig
-from penstock.engine.interface import Engine
 from penstock.errors import StateError, UserError
+from penstock.fleet.fleet import Fleet
 from penstock.train.advantages import ADVANTAGES, group_indices
 from penstock.train.batching import collate
 from penstock.train.interface import AdamSpec, Datum, Learner, Outputs
@@ -60,7 +60,7 @@ class Trainee:
         """What requests name to be answered by it; None: the engines' own weights."""
         return None if self.merge else self.adapter
 
-    async def put_in_force(self, engine: Engine) -> UpdateReport:
+    async def put_in_force(self, engine: Fleet) -> UpdateReport:
         """Have engines serve what is held: all weights, or the adapter's tensors alone."""
         if self.adapter is None:
             return await engine.update_weights(self.learner.weights(None), version=self.version, kv=self.config.kv)

@@ -8,7 +8,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from penstock.engine.interface import Engine
+from penstock.fleet.fleet import Fleet
 from penstock.observe.trace import Tracer
 from penstock.train.grpo import Trainee
 from penstock.train.rollouts import Rollouts
@@ -48,7 +48,7 @@ class Parts:
 
     rollouts: Rollouts
     learner: Trainee
-    client: Engine
+    client: Fleet
     watch: Stopwatch
     tracer: Tracer
     staleness: int

@@ -14,9 +14,9 @@ from functools import partial
 
 from penstock.aio import abandonable
 from penstock.config import RunConfig
-from penstock.engine.interface import Engine
 from penstock.engine.layouts import is_quantised
 from penstock.errors import MissingCapabilityError, PenstockError, StateError, WeightsError
+from penstock.fleet.fleet import Fleet
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Reporter, Summary
 from penstock.observe.trace import Loads, Tracer
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 async def train(
     config: RunConfig,
-    client: Engine,
+    client: Fleet,
     *,
     learner: Trainee,
     generator: Generator,
@@ -98,7 +98,7 @@ class _Run:
     """State of one run."""
 
     config: RunConfig
-    client: Engine
+    client: Fleet
     learner: Trainee
     generator: Generator
     environment: Environment
