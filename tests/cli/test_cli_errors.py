@@ -88,6 +88,7 @@ def test_help_loads_nothing_heavy() -> None:
         (["scenario", "run", "nothing"], "there is no scenario 'nothing'; known: colocated-tp1"),
         (["scenario", "run", "megatron", "--cpu"], "needs a Megatron learner, which is not there yet"),
         (["scenario", "run", "async", "--cpu"], "no model in examples/models/sorter-0.8m: run from a checkout"),
+        (["scenario", "run", "async", "--cpu", "--data", "."], "--data is of the scenario gsm8k; async makes its own"),
         (["status", "nowhere"], "'nowhere' is not an address"),
         (["serve"], "MODEL"),
         (["serve", "m", "--sim", "max_modellen=3"], "did you mean 'max_model_len'?"),

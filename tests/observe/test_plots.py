@@ -77,6 +77,15 @@ def test_seconds_stack_to_the_whole_step_with_what_was_done_after_it() -> None:
     assert sum(ends) == pytest.approx(sum(row["seconds/step"] for row in rows))
 
 
+def test_the_sleep_of_colocated_engines_is_drawn_by_itself() -> None:
+    rows = [{**row, "seconds/sleep": 0.25} for row in sample_rows(3)]
+    figure = Figure()
+    draw_seconds(figure, rows)
+    [sleep] = [bars for bars in figure.axes[0].containers if bars.get_label() == "sleep and wake-up"]
+    assert [bar.get_height() for bar in sleep] == [0.25] * 3
+    assert all(bar.get_height() >= 0 for bars in figure.axes[0].containers for bar in bars)
+
+
 def test_staleness_shares_add_up_and_no_age_is_left_out() -> None:
     figure = Figure()
     draw_staleness(figure, [{"staleness/0": 30, "staleness/3": 10}, {"staleness/0": 40}])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -94,6 +95,28 @@ def test_wandb_gets_config_and_figures_and_is_closed(tmp_path: Path, monkeypatch
     assert calls[1][1] == {"step": 1, "reward_mean": 0.5}
 
 
+def test_a_tracker_that_does_not_start_is_named_and_one_that_fails_at_its_end_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Unclosed(Kept):
+        def close(self) -> None:
+            raise ConnectionError("no route")
+
+    def no_key(*_: Any) -> Any:
+        raise ValueError("No API key\n  configured.")
+
+    monkeypatch.setattr(trackers, "TRACKERS", {"tensorboard": lambda *_: Unclosed(), "wandb": no_key})
+    folder = RunFolder.create(tmp_path, config_with())
+    with tracked(Reporter(), config_with("tensorboard"), folder):
+        pass
+    assert "tensorboard failed (no route) at its end" in caplog.text
+    with (
+        pytest.raises(UserError, match=r"wandb failed \(No API key configured\.\); leave it out, or have wandb"),
+        tracked(Reporter(), config_with("wandb"), folder),
+    ):
+        raise AssertionError("the block is not reached")
+
+
 def test_a_tracker_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers, "find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"wandb is not installed; pip install 'penstock\[wandb\]'"):
@@ -109,4 +132,7 @@ def test_the_real_wandb_keeps_figures_without_a_network(tmp_path: Path, monkeypa
     with tracked(Reporter(), config, RunFolder.create(tmp_path, config)) as reporter:
         reporter.on_step({"step": 1, "reward_mean": 0.25})
     [kept] = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    assert b"reward_mean" in kept.read_bytes()
+    ends = time.monotonic() + 20.0
+    while b"reward_mean" not in kept.read_bytes():  # its own process writes it
+        assert time.monotonic() < ends
+        time.sleep(0.1)

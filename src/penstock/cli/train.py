@@ -189,10 +189,13 @@ def run_one(
     - `penstock scenario run lora --cpu train.steps=10` (a shorter run gains less)
     """
     require_extra("train", "torch", "transformers", "safetensors", "matplotlib")
+    from penstock.errors import UserError  # noqa: PLC0415
     from penstock.train.scenarios.table import check_machine, scenario_named  # noqa: PLC0415
 
     profile = only_one(cpu=cpu, sim=sim) or "gpu"
     chosen = scenario_named(name)
+    if data is not None and name != "gsm8k":
+        raise UserError(f"--data is of the scenario gsm8k; {name} makes its own tasks")
     gpus = check_machine(chosen, profile)
     config = chosen.config(profile=profile, run_dir=run_dir, model=model, overrides=overrides or [], gpus=gpus)
     check_engine(config.engine)

@@ -21,7 +21,7 @@ from penstock.observe.summary import STALENESS_PREFIX, idle_shares
 
 Row = Mapping[str, float]
 
-BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#8A8A8A"
+BLUE, ORANGE, GREEN, PURPLE, SKY, GREY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#8A8A8A"
 """The palette of Okabe and Ito (2008), distinct in every kind of colour vision; grey for what matters less."""
 SMOOTHING = 9
 """Steps in the moving mean of noisy curves."""
@@ -84,12 +84,13 @@ def draw_seconds(figure: Figure, rows: Sequence[Row]) -> None:
     axes = _axes(figure, "Where a step's time goes", "wall time in s")
     steps = column(rows, "step")
     evaluation, checkpoint = ([*(row.get(key, 0.0) for row in rows[1:]), 0.0] for key in AFTER_A_STEP)
-    within = ("seconds/training", "seconds/waiting", "seconds/update", *AFTER_A_STEP)
+    within = ("seconds/training", "seconds/waiting", "seconds/update", "seconds/sleep", *AFTER_A_STEP)
     rest = [max(row["seconds/step"] - sum(row.get(key, 0.0) for key in within), 0.0) for row in rows]
     parts = {
         "training": (column(rows, "seconds/training"), BLUE),
         "waiting for rollouts": (column(rows, "seconds/waiting"), ORANGE),
         "updating weights": (column(rows, "seconds/update"), GREEN),
+        **({"sleep and wake-up": (column(rows, "seconds/sleep"), SKY)} if "seconds/sleep" in rows[0] else {}),
         "evaluation": (evaluation, PURPLE),
         "checkpoint, rest": ([c + r for c, r in zip(checkpoint, rest, strict=True)], GREY),
     }
@@ -198,7 +199,7 @@ def moving_mean(values: Sequence[float]) -> list[float]:
 
 # --- Several runs in one picture -------------------------------------------------------------------------------------
 
-COLORS = (BLUE, ORANGE, GREEN, PURPLE, "#56B4E9", "#D55E00", "#F0E442", GREY)
+COLORS = (BLUE, ORANGE, GREEN, PURPLE, SKY, "#D55E00", "#F0E442", GREY)
 """The palette of Okabe and Ito (2008); two runs never share one."""
 SIDES = ("learner", "engines")
 

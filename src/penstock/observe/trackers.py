@@ -10,7 +10,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.config import RunConfig
 from penstock.errors import UserError
@@ -23,18 +23,6 @@ log = logging.getLogger(__name__)
 HELD_OUT = "held_out_accuracy"
 
 
-class Tracker(Protocol):
-    """Where figures go."""
-
-    def log(self, figures: Mapping[str, float], step: int) -> None:
-        """Take the figures of a step."""
-        ...
-
-    def close(self) -> None:
-        """Write what is not written yet."""
-        ...
-
-
 class TensorBoard:
     """Event files in RUN/tensorboard."""
 
@@ -45,12 +33,12 @@ class TensorBoard:
         self._writer.add_text("config", f"```\n{config.model_dump_json(indent=2)}\n```")
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
-        """See `Tracker.log`."""
+        """Take the figures of a step."""
         for name, value in figures.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """See `Tracker.close`."""
+        """Write what is not written yet."""
         self._writer.close()
 
 
@@ -61,22 +49,21 @@ class Wandb:
     """
 
     def __init__(self, config: RunConfig, folder: RunFolder) -> None:
-        wandb: Any = import_module("wandb")
-
-        self._run: Any = wandb.init(  # pyright: ignore[reportUnknownMemberType]
+        self._run: Any = import_module("wandb").init(
             dir=str(folder.path), name=config.name, group=config.name, config=config.model_dump(mode="json")
         )
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
-        """See `Tracker.log`."""
+        """See `TensorBoard.log`."""
         self._run.log({**figures, "step": step})
 
     def close(self) -> None:
-        """See `Tracker.close`."""
+        """See `TensorBoard.close`."""
         self._run.finish()
 
 
-TRACKERS = {"tensorboard": TensorBoard, "wandb": Wandb}
+Tracker = TensorBoard | Wandb
+TRACKERS: Mapping[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": Wandb}
 
 
 class Reporters(Reporter):
@@ -116,9 +103,10 @@ class Reporters(Reporter):
     def _log(self, figures: Mapping[str, float], step: int) -> None:
         for name, tracker in tuple(self._trackers.items()):
             try:
-                tracker.log(figures, step)
-            except Exception as error:  # noqa: BLE001 - of a foreign library, whose errors must not end a run
-                log.warning("tracker %s failed and gets no more figures: %s", name, error)
+                with _foreign_code(name):
+                    tracker.log(figures, step)
+            except UserError as error:
+                log.warning("%s; it gets no more figures", error)
                 del self._trackers[name]
 
 
@@ -131,10 +119,27 @@ def check_trackers(names: Sequence[str]) -> None:
 
 @contextmanager
 def tracked(reporter: Reporter, config: RunConfig, folder: RunFolder) -> Generator[Reporter]:
-    """Report to the trackers of `config` as well, until the block ends."""
+    """Report to the trackers of `config` as well, until the block ends. UserError: one of them does not start."""
     with ExitStack() as closing:
         trackers: dict[str, Tracker] = {}
         for name in config.trackers:
-            trackers[name] = TRACKERS[name](config, folder)
-            closing.callback(trackers[name].close)
+            with _foreign_code(name, "; leave it out, or have wandb work offline by WANDB_MODE=offline"):
+                trackers[name] = TRACKERS[name](config, folder)
+            closing.callback(_close, name, trackers[name])
         yield Reporters(reporter, trackers, config.train.steps) if trackers else reporter
+
+
+def _close(name: str, tracker: Tracker) -> None:
+    try:
+        with _foreign_code(name):
+            tracker.close()
+    except UserError as error:  # the run is done
+        log.warning("%s at its end; it may lack figures", error)
+
+
+@contextmanager
+def _foreign_code(name: str, advice: str = "") -> Generator[None]:
+    try:
+        yield
+    except Exception as error:  # a library's own errors, of any type
+        raise UserError(f"trackers: {name} failed ({' '.join(str(error).split())}){advice}") from error

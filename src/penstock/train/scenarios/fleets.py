@@ -7,7 +7,6 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -135,11 +134,7 @@ class NcclLink:
 
     def join(self) -> None:
         """Meet the engine, which joins meanwhile; blocking."""
-        folder = "vllm.distributed.weight_transfer"
-        if find_spec(f"{folder}.nccl_common"):
-            trainer_init = import_module(f"{folder}.nccl_common").trainer_init
-        else:  # vLLM 0.26
-            trainer_init = import_module(f"{folder}.nccl_engine").NCCLWeightTransferEngine.trainer_init
+        trainer_init = import_module("vllm.distributed.weight_transfer.nccl_common").trainer_init
         self._group = trainer_init({name: self.joins[name] for name in ("master_address", "master_port", "world_size")})
 
     def send(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
