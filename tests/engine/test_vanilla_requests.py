@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -23,14 +24,17 @@ def choice(index: int, *ids: int, finish: str = "stop", **more: Any) -> dict[str
 
 
 async def asked(
-    *answers: list[dict[str, Any]], history: VersionHistory | None = None, of: list[dict[str, Any]] | None = None
+    *answers: list[dict[str, Any]],
+    history: VersionHistory | None = None,
+    of: list[dict[str, Any]] | None = None,
+    params: SamplingParams = PARAMS,
 ) -> list[Sample]:
     """The samples that a client makes of these answers, the bodies that it sent for them in `of`."""
     async with canned(*(answer({"choices": choices}) for choices in answers)) as server:
         data = DataClient(server.url, request_timeout_s=20.0)
         data.unreported = VanillaReplies(tuple, history)
         try:
-            return await data.sample([1], PARAMS.n, PARAMS)
+            return await data.sample([1], params.n, params)
         finally:
             await data.close()
             if of is not None:
@@ -57,6 +61,28 @@ async def test_its_versions_are_those_that_it_says_or_that_are_known_here() -> N
 async def test_what_does_not_fit_together_is_no_answer(choices: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(EngineError, match=message):
         await asked(choices)
+
+
+@pytest.mark.parametrize("ids", [True, False])
+async def test_logprobs_are_those_of_the_tokens_also_where_entries_have_no_id(ids: bool) -> None:
+    """Entries of 0.26 name their token as text alone."""
+    entries = [{"token": "a", "logprob": -0.5}, {"token": "b", "logprob": -1.5}]
+    if ids:
+        entries = [entry | {"token_id": token} for entry, token in zip(entries, (5, 6), strict=True)]
+    history = VersionHistory()
+    history.version = lambda: 3
+    answers = [choice(0, 5, 6, logprobs={"content": entries}), choice(1, 9, logprobs={"content": entries[:1]})]
+    first, _ = await asked(answers, history=history, params=replace(PARAMS, logprobs=True))
+    assert first.token_ids == (5, 6)
+    assert first.logprobs == (-0.5, -1.5)
+
+
+async def test_fewer_logprobs_than_tokens_are_no_answer() -> None:
+    history = VersionHistory()
+    history.version = lambda: 3
+    short = choice(0, 5, 6, logprobs={"content": [{"token": "a", "logprob": -0.5}]})
+    with pytest.raises(EngineError, match="logprob"):
+        await asked([short, choice(1, 9)], history=history, params=replace(PARAMS, logprobs=True))
 
 
 async def test_what_a_pause_has_cut_is_asked_for_with_its_tokens_and_joined() -> None:

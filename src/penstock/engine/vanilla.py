@@ -353,7 +353,9 @@ def report_of(choice: Mapping[str, Any], version: int | None, *, asked: bool = F
         versions = [[wire.version_of_tokens(span["version"]), span["end"] - span["start"]] for span in native]
     else:
         versions = None if ids and version is None else [[version, len(ids)]] if ids else []
-    sampled = [[[entry["token_id"], entry["logprob"], 1, None]] for entry in logprobs["content"]] if logprobs else None
+    # The ids are the choice's own: entries of vLLM 0.26 have none.
+    pairs = zip(ids, logprobs["content"], strict=False) if logprobs else ()
+    sampled = [[[token, entry["logprob"], 1, None]] for token, entry in pairs] if logprobs else None
     return {
         "index": choice["index"],
         "ids": ids,

@@ -190,6 +190,7 @@ def parameter_count(model_path: str) -> int:
 def _free_bytes(device: torch.device) -> int | None:
     """Memory that is free now; None where nothing says so."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # PyTorch keeps what an earlier learner of this process gave back
         return torch.cuda.mem_get_info(device)[0]
     try:
         meminfo = Path("/proc/meminfo").read_text()
