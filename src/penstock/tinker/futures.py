@@ -224,7 +224,7 @@ class Futures:
     async def fail(self, operation: Operation, reason: str, category: str = "user") -> None:
         """Accept an operation that cannot run: its future has failed."""
         row = _row(operation, self.executor, state=FAILED, error=reason, category=category, finished=time.time())
-        await self._database.run(lambda c: c.execute(_ADD[c.dialect.name], row))
+        await self._database.run(lambda c: c.execute(_ADD[c.dialect.name], row).scalar())
 
     def on_cancel(self, request_id: str, cancel: Callable[[], object]) -> None:
         """Say how an operation that has begun is cancelled."""
