@@ -63,12 +63,10 @@ async def test_what_does_not_fit_together_is_no_answer(choices: list[dict[str, A
         await asked(choices)
 
 
-@pytest.mark.parametrize("ids", [True, False])
-async def test_logprobs_are_those_of_the_tokens_also_where_entries_have_no_id(ids: bool) -> None:
+@pytest.mark.parametrize("ids", [({"token_id": 5}, {"token_id": 6}), ({}, {})])
+async def test_logprobs_are_those_of_the_tokens_also_where_entries_have_no_id(ids: tuple[dict[str, int], ...]) -> None:
     """Entries of 0.26 name their token as text alone."""
-    entries = [{"token": "a", "logprob": -0.5}, {"token": "b", "logprob": -1.5}]
-    if ids:
-        entries = [entry | {"token_id": token} for entry, token in zip(entries, (5, 6), strict=True)]
+    entries = [{"token": "a", "logprob": -0.5} | ids[0], {"token": "b", "logprob": -1.5} | ids[1]]
     history = VersionHistory()
     history.version = lambda: 3
     answers = [choice(0, 5, 6, logprobs={"content": entries}), choice(1, 9, logprobs={"content": entries[:1]})]
