@@ -22,7 +22,6 @@ PLACES = {
     "control_socket": "penstock.fleet.service:Endpoint",
     "control_socket.refuse_second": "penstock.fleet.service:refuse_second",
     "delivery.broadcast": "penstock.fleet.delivery:Delivery",
-    "detach": "penstock.fleet.remote:launch_detached",
     "elastic": "penstock.fleet.elastic:Elastic",
     "experts.add": "penstock.engine.experts:add_experts",
     "figures": "penstock.router.figures:text",

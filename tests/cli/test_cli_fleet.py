@@ -177,8 +177,9 @@ def test_detached_it_outlives_the_command_until_it_is_stopped(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     url = done.stdout.split("/v1")[0].split()[-1]
     state = json.loads(penstock("fleet", "list", "--json", **kept).stdout)
-    assert (state["url"], state["detached"]) == (url, True)
+    assert state["url"] == url
     holder = psutil.Process(state["pid"])
+    assert os.getsid(holder.pid) == holder.pid
     family = [holder, *holder.children(recursive=True)]
     assert OpenAI(base_url=f"{url}/v1", api_key="none").completions.create(model="m", prompt="Hi", max_tokens=3).usage
     assert penstock("fleet", "stop", "--url", url, **kept).stdout == "stopped\n"
@@ -194,3 +195,21 @@ def test_what_does_not_start_is_an_error_of_status_1(tmp_path: Path, how: list[s
     assert done.returncode == 1
     assert "no-such-option" in done.stderr
     assert "Traceback" not in done.stderr
+    assert ("no-such-option" in (tmp_path / "fleet.log").read_text()) if how else not (tmp_path / "fleet.log").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("fleet.log_dir={}",), "fleet.log cannot be written: Is a directory; choose another fleet.log_dir"),
+        (
+            ("--host", "192.0.2.1", "--api-key", "k"),
+            "needs router.host 127.0.0.1, localhost or 0.0.0.0, got '192.0.2.1'",
+        ),
+    ],
+)
+def test_what_cannot_be_detached_is_said(tmp_path: Path, options: tuple[str, ...], says: str) -> None:
+    (tmp_path / "fleet.log").mkdir()
+    done = penstock(*SERVE, "--detach", *(option.format(tmp_path) for option in options))
+    assert done.returncode == 2
+    assert says in " ".join(done.stderr.split())

@@ -17,7 +17,7 @@ import torch
 
 from penstock import Fleet, SamplingParams
 from penstock.engine.client import DataClient
-from penstock.errors import ConfigError, EngineDeadError, EngineHTTPError, EngineStartError, StateError, UserError
+from penstock.errors import ConfigError, EngineDeadError, EngineHTTPError, EngineStartError, StateError
 from penstock.fleet.member import State
 from penstock.http import HttpTransport
 from penstock.router import Membership
@@ -232,22 +232,10 @@ async def test_a_folder_for_logs(tmp_path: Path) -> None:
     assert {log.name for log in logs.iterdir()} == {"e0.log", "router.log"}
 
 
-@pytest.mark.parametrize("detach", [False, True])
-async def test_a_folder_for_logs_that_cannot_be_made_is_a_wrong_value(tmp_path: Path, *, detach: bool) -> None:
+async def test_a_folder_for_logs_that_cannot_be_made_is_a_wrong_value(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=f"fleet.log_dir {tmp_path}/file/logs cannot be made: "):
-        await Fleet.launch("sim-model", profile="sim", detach=detach, log_dir=tmp_path / "file" / "logs")
-
-
-async def test_a_log_of_a_detached_fleet_that_cannot_be_written_is_a_wrong_value(tmp_path: Path) -> None:
-    (tmp_path / "fleet.log").mkdir()
-    with pytest.raises(ConfigError, match="log cannot be written: Is a directory; choose another"):
-        await Fleet.launch("sim-model", profile="sim", detach=True, log_dir=tmp_path)
-
-
-async def test_a_detached_fleet_that_nobody_could_find_is_refused() -> None:
-    with pytest.raises(UserError, match=r"needs router\.host 127\.0\.0\.1, .*got '192\.0\.2\.1'"):
-        await Fleet.launch("sim-model", profile="sim", detach=True, router=RouterConfig(host="192.0.2.1"), api_key="k")
+        await Fleet.launch("sim-model", profile="sim", log_dir=tmp_path / "file" / "logs")
 
 
 async def test_logs_that_somebody_else_has_removed_are_no_error_at_the_end(logs_go_to: Path) -> None:

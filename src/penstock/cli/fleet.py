@@ -33,7 +33,7 @@ Timeout = Annotated[
 
 fleet = typer.Typer(
     name="fleet",
-    help="Change the engines of a fleet of `penstock serve`, `penstock train` or a detached process, while it serves.",
+    help="Change the engines of a fleet of `penstock serve`, `penstock train` or a program, while it serves.",
     invoke_without_command=True,
 )
 
@@ -197,8 +197,7 @@ def _only() -> str:
 def _print(state: FleetState) -> None:
     from rich.console import Console  # noqa: PLC0415
 
-    held = f"owned by process {state.pid}{', detached' if state.detached else ''}"
-    title = f"{callable_url(state.url)[0]}: weight version {state.version}, {held}"
+    title = f"{callable_url(state.url)[0]}: weight version {state.version}, owned by process {state.pid}"
     table = table_of(title, ("engine", "state", "version", "GPUs", "address", "why"), right={"version"}, wraps="why")
     for name in state.starting:
         table.add_row(name, "[yellow]launching[/]", "-", "-", "-", "starts for the first time")

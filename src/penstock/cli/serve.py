@@ -6,8 +6,12 @@ import asyncio
 import json
 import logging
 import shlex
-from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Any
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,7 +30,7 @@ from penstock.cli.common import (
     run_until_signal,
     waiting,
 )
-from penstock.errors import UserError
+from penstock.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from penstock.config import RunConfig
@@ -34,6 +38,10 @@ if TYPE_CHECKING:
 SECTIONS = ("engine", "fleet", "router")
 OF_TRAIN = ("train", "rollout", "environment", "eval")
 """Sections of a run that mean nothing to a server."""
+CTRL_C = "Ctrl-C"
+"""Begins the last line that says how to go on."""
+LONGEST_LOG = 4000
+"""Bytes of the log of a detached server that does not start, as they are shown."""
 
 
 def serve(
@@ -94,8 +102,7 @@ def serve(
     fleet = {"fleet.engines": count, "fleet.launcher": launcher, "fleet.attach": attach or []}
     router_flags = {"router.kind": router, "router.host": host, "router.port": port}
     config = _config(options or [], {"engine.model": model, "engine.profile": profile, **fleet, **router_flags})
-    _check(config, api_key)
-    run_until_signal(_serve(config, api_key or None, detach=detach))
+    (_serve_detached if detach else _serve_here)(config, api_key or None)
 
 
 def _config(options: list[str], flags: dict[str, Any]) -> RunConfig:
@@ -122,7 +129,53 @@ def _check(config: RunConfig, api_key: str | None) -> None:
         check_engine(config.engine)
 
 
-async def _serve(config: RunConfig, api_key: str | None, *, detach: bool) -> None:
+def _serve_here(config: RunConfig, api_key: str | None) -> None:
+    _check(config, api_key)
+    run_until_signal(_serve(config, api_key))
+
+
+def _serve_detached(config: RunConfig, _: str | None) -> None:
+    """Have this command run without `--detach` in a session of its own; return when it serves, or end as it does."""
+    from penstock.fleet.service import names_this_machine, socket_of  # noqa: PLC0415
+
+    url, host = config.router.url, config.router.host
+    if (socket_of(url) is None) if url else not names_this_machine(host):
+        raise UserError(
+            "a detached fleet is found by its control socket, which needs router.host 127.0.0.1, localhost or "
+            f"0.0.0.0, got {url or host!r}; take one of them, or leave --detach off"
+        )
+    argv = [sys.executable, "-m", "penstock", *(word for word in sys.argv[1:] if word != "--detach")]
+    with _log_of(config.fleet.log_dir) as log, ExitStack() as undo:
+        server = subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, start_new_session=True, text=True
+        )
+        undo.callback(server.terminate)
+        said: list[str] = []
+        for line in server.stdout or ():
+            if line.startswith(CTRL_C):
+                undo.pop_all()
+                address = said[0].rpartition(" at ")[2].strip().removesuffix("/v1")
+                typer.echo(f"{''.join(said)}penstock fleet stop --url {address} stops everything.")
+                return
+            said.append(line)
+        log.seek(0)
+        typer.echo(log.read().decode(errors="replace")[-LONGEST_LOG:], err=True)
+        raise typer.Exit(server.wait())
+
+
+def _log_of(log_dir: Path | None) -> IO[bytes]:
+    from penstock.fleet.launch import made  # noqa: PLC0415
+
+    if log_dir is None:
+        return tempfile.TemporaryFile()
+    log = made(log_dir) / "fleet.log"
+    try:
+        return log.open("ab+")
+    except OSError as error:
+        raise ConfigError(f"{log} cannot be written: {error.strerror}; choose another fleet.log_dir") from error
+
+
+async def _serve(config: RunConfig, api_key: str | None) -> None:
     from rich.console import Console  # noqa: PLC0415
 
     from penstock.fleet.fleet import Fleet  # noqa: PLC0415
@@ -133,17 +186,15 @@ async def _serve(config: RunConfig, api_key: str | None, *, detach: bool) -> Non
     logging.getLogger("penstock.fleet.service").setLevel(logging.WARNING)  # no control socket: that is said below
     count = config.fleet.engines + len(config.fleet.attach)
     what = f"{count} engine{'' if count == 1 else 's'} of {config.engine.model}"
-    opening = Fleet.launch(config.engine, fleet=config.fleet, router=config.router, api_key=api_key, detach=detach)
+    opening = Fleet.launch(config.engine, fleet=config.fleet, router=config.router, api_key=api_key)
     with waiting(f"starting {what}", console):
         fleet = await opening
     async with fleet:
         ordered = socket_of(fleet.url) is not None
         url, everywhere = callable_url(fleet.url)
-        usage = _usage(url, config, with_key=api_key is not None, detached=detach, ordered=ordered)
+        usage = _usage(url, config, with_key=api_key is not None, ordered=ordered)
         listens = "listening on all addresses of this machine\n" if everywhere else ""
         typer.echo(f"ready: {what} at {url}/v1\n{listens}{usage}")
-        if fleet.endpoint is None:  # another process holds it
-            return
         if not ordered:
             log.warning(
                 "there is no control socket for %s, which may be another machine's address: `penstock fleet` does not "
@@ -156,7 +207,7 @@ async def _serve(config: RunConfig, api_key: str | None, *, detach: bool) -> Non
         console.print("stopping")
 
 
-def _usage(url: str, config: RunConfig, *, with_key: bool, detached: bool, ordered: bool) -> str:
+def _usage(url: str, config: RunConfig, *, with_key: bool, ordered: bool) -> str:
     """What can be done with it now; `ordered`: `penstock fleet` finds it."""
     body = {"model": config.engine.served_model_name or config.engine.model, "prompt": "Hello", "max_tokens": 16}
     key = ' -H "Authorization: Bearer $PENSTOCK_API_KEY"' if with_key else ""
@@ -164,6 +215,5 @@ def _usage(url: str, config: RunConfig, *, with_key: bool, detached: bool, order
     engines = f"  penstock fleet list --url {url}\n" if ordered else ""
     return (
         f"\n  curl {url}/v1/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}\n"
-        f"{status}{engines}"
-        + (f"\npenstock fleet stop --url {url} stops everything." if detached else "\nCtrl-C stops everything.")
+        f"{status}{engines}\n{CTRL_C} stops everything."
     )

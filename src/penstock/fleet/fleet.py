@@ -70,7 +70,6 @@ class Fleet(Engine):
         fleet: FleetConfig | None = None,
         router: RouterConfig | None = None,
         api_key: str | None = None,
-        detach: bool = False,
         **options: Any,
     ) -> PendingFleet:
         """Start engines and a router on this machine: `async with Fleet.launch("path", engines=2) as fleet:`.
@@ -86,7 +85,6 @@ class Fleet(Engine):
             router: see `RouterConfig`.
             api_key: what the router asks of clients from now on; default: nothing, it listens on 127.0.0.1 only.
                 Engines that are launched have a random key of the fleet's own; servers to attach keep this one.
-            detach: the fleet outlives this process, until `penstock fleet stop`; `connect` finds it.
             options: fields of `EngineConfig`, `FleetConfig` and `RouterConfig`, which go before those given whole.
 
         Raises:
@@ -99,7 +97,7 @@ class Fleet(Engine):
             options["engines"] = engines
         if attach:
             options["attach"] = attach
-        return launch(model, options, fleet=fleet, router=router, api_key=api_key, detach=detach)
+        return launch(model, options, fleet=fleet, router=router, api_key=api_key)
 
     @staticmethod
     def connect(

@@ -91,7 +91,6 @@ def launch(
     fleet: FleetConfig | None,
     router: RouterConfig | None,
     api_key: str | None,
-    detach: bool,
 ) -> PendingFleet:
     """Prepare what `Fleet.launch` describes."""
     refuse_unknown(options, EngineConfig, FleetConfig, RouterConfig)
@@ -114,8 +113,6 @@ def launch(
     if of_router.kind == "vllm-router" and (ranks := [s.url for s in of_fleet.attach if (s.dp or 1) > 1]):
         raise ConfigError(f"vllm-router addresses no data-parallel ranks; leave dp out of {', '.join(ranks)}")
     terms = Terms(of_fleet, api_key, engine.control_timeout_s, engine.request_timeout_s)
-    if detach:
-        return PendingFleet(lambda: plugged_in("detach")(engine, of_router, terms))
     return PendingFleet(lambda: _launched(engine, of_router, terms, gpus))
 
 

@@ -1,21 +1,10 @@
-"""A fleet that another process owns: started detached, the client of its control API, and a `Fleet` over it.
-
-`python -m penstock.fleet.remote` is the process of a detached fleet, of a session of its own. It has its `Plan` as JSON
-on stdin, and answers on stdout with a line of JSON: the fleet's URL, or the error that kept it from starting. It ends
-by its control socket or by SIGTERM, and its engines and router with it, however it ends.
-"""
+"""A fleet that another process owns: the client of its control API, and a `Fleet` over it."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import logging
-import os
-import signal
-import subprocess
-import sys
-import tempfile
-import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, suppress
@@ -23,28 +12,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
-import orjson
 from pydantic import TypeAdapter
 
 from penstock.aio import cancelled, in_thread
 from penstock.engine.control import ControlClient
 from penstock.engine.vanilla import VanillaReplies
 from penstock.errors import (
-    ConfigError,
     EngineDeadError,
     EngineError,
     PenstockError,
     StateError,
     UserError,
     error_from_json,
-    error_to_json,
     reading,
 )
 from penstock.fleet.adapters import FleetAdapters
 from penstock.fleet.calls import CallClient
 from penstock.fleet.elastic import Elastic
 from penstock.fleet.fleet import Fleet
-from penstock.fleet.launch import Terms, data_client, made
+from penstock.fleet.launch import Terms, data_client
 from penstock.fleet.member import FanOut, Lifecycle, Member, State
 from penstock.fleet.native import NativeCalls
 from penstock.fleet.operations import Operations
@@ -55,15 +41,12 @@ from penstock.fleet.service import (
     QUIET_S,
     FleetState,
     MemberState,
-    folder,
-    names_this_machine,
     present,
     socket_of,
     state_of,
 )
-from penstock.process import read_start
 from penstock.router.admin_client import RouterAdmin
-from penstock.settings import EngineConfig, FleetConfig, RouterConfig, Section, ServerSpec
+from penstock.settings import ServerSpec
 from penstock.types import KV, AdapterStatus, UpdateReport
 from penstock.weights.adapter_files import AdapterFiles
 from penstock.weights.shared_memory import SharedMemoryStore
@@ -71,11 +54,6 @@ from penstock.weights.shared_memory import SharedMemoryStore
 if TYPE_CHECKING:
     import torch
 
-API_KEY_ENV = "PENSTOCK_API_KEY"
-MARGIN_S = 60.0
-"""What a start may take besides its engines."""
-JOIN_RAY_S = 150.0
-"""The same where a Ray cluster has to be started or joined before."""
 ANSWER_S = 10.0
 """Deadline of what is answered at once."""
 CALL_S = 24 * 3600.0
@@ -164,13 +142,12 @@ class AdoptedRoster(Roster):
         """Why the owner cannot be reached any more."""
         self._control_s = control_timeout_s
         self._change = -1
-        self._log: str | None = None
 
     async def take(self, state: FleetState) -> None:
         """Put a state in force, unless a newer one is."""
         if state.change < self._change:
             return
-        self._change, self._log = state.change, state.log
+        self._change = state.change
         known = {member.name: member for member in self.members}
         self.members = tuple(self._member(reported, known.get(reported.name)) for reported in state.members)
         self.version, self.highest_version, self.kv_kept_versions = state.version, state.used, frozenset(state.kept)
@@ -205,8 +182,7 @@ class AdoptedRoster(Roster):
             while True:
                 await self.take(await client.state(self._change))
         except PenstockError as error:
-            where = f"; its log is {self._log}" if self._log and not isinstance(error, StateError) else ""
-            self.lost = f"{error}{where}"
+            self.lost = str(error)
         self.router_returns = False
         for member in self.members:
             if member.state is not State.STOPPED:
@@ -360,140 +336,3 @@ class RemoteOperations(Remote):
                 self._store.commit(manifest)  # these bytes stay until the one after the next
         longer = {name: published + report.seconds[name] for name in ("publish", "total")}
         return replace(report, seconds={**report.seconds, **longer})
-
-
-# --- detached ---------------------------------------------------------------------------------------------------------
-
-
-class Plan(Section):
-    """What the process is started with."""
-
-    engine: EngineConfig
-    fleet: FleetConfig
-    router: RouterConfig
-    log: Path
-    """Where stderr goes."""
-    keep_log: bool
-    """Leave the log behind after an end in good order."""
-
-
-async def launch_detached(engine: EngineConfig, router: RouterConfig, terms: Terms) -> Fleet:
-    """Launch a detached fleet, and return a `Fleet` over it when it serves.
-
-    If this call is cancelled before that, or our process ends, the other one ends too. Raises as `Fleet.launch`.
-    """
-    if (socket_of(router.url) is None) if router.url else not names_this_machine(router.host):
-        raise UserError(
-            "a detached fleet is found by its control socket, which needs router.host 127.0.0.1, localhost or "
-            f"0.0.0.0, got {router.url or router.host!r}; take one of them, or leave detach off"
-        )
-    fleet = terms.fleet
-    log = _log_file(fleet)
-    # The fleet would ask for a key of our own environment, and nobody here would send it.
-    env = {name: value for name, value in os.environ.items() if name != API_KEY_ENV}
-    if terms.api_key:
-        env[API_KEY_ENV] = terms.api_key
-    plan = Plan(engine=engine, fleet=fleet, router=router, log=log, keep_log=fleet.log_dir is not None)
-    process, report_fd = _spawn(plan, env)
-    async with AsyncExitStack() as undo:
-        undo.callback(process.terminate)
-        url = await read_start(
-            report_fd,
-            deadline_s(engine, fleet),
-            "the process of the detached fleet",
-            lambda: f"its log ({log}) says:\n{log.read_text()[-2000:]}",
-        )
-        undo.pop_all()
-        client = FleetClient.to(url)
-        undo.push_async_callback(_stop, client)
-        adopted = await adopt(client, url, terms)
-        undo.pop_all()
-    return adopted
-
-
-async def _stop(client: FleetClient) -> None:
-    async with client:
-        with suppress(PenstockError):  # it is gone, or ends
-            await client.stop()
-
-
-def deadline_s(engine: EngineConfig, fleet: FleetConfig) -> float:
-    """Return how long a start may take. Ray may search for room for an engine for as long as that takes to start."""
-    engines = engine.start_timeout_s * max(1, fleet.engines)
-    return 2 * engines + JOIN_RAY_S if fleet.launcher == "ray" else engines + MARGIN_S
-
-
-def _spawn(plan: Plan, env: dict[str, str]) -> tuple[subprocess.Popen[bytes], int]:
-    """Start the process; returns it, and where its report can be read."""
-    read_fd, write_fd = os.pipe()
-    with plan.log.open("ab") as log, os.fdopen(write_fd, "wb") as report:
-        argv = [sys.executable, "-m", "penstock.fleet.remote"]
-        process = subprocess.Popen(
-            argv, stdin=subprocess.PIPE, stdout=report, stderr=log, env=env, start_new_session=True
-        )
-    # Reaped when it ends before us.
-    threading.Thread(
-        target=process.communicate, args=(plan.model_dump_json().encode(),), name="detached-fleet", daemon=True
-    ).start()
-    return process, read_fd
-
-
-def _log_file(fleet: FleetConfig) -> Path:
-    if fleet.log_dir is None:
-        handle, path = tempfile.mkstemp(prefix="fleet-", suffix=".log", dir=folder())
-        os.close(handle)
-        return Path(path)
-    log = made(fleet.log_dir).absolute() / "fleet.log"
-    try:
-        log.open("ab").close()
-    except OSError as error:
-        raise ConfigError(f"{log} cannot be written: {error.strerror}; choose another fleet.log_dir") from error
-    return log
-
-
-def main() -> int:
-    """Own the fleet, and return the exit status."""
-    plan = Plan.model_validate_json(sys.stdin.buffer.read())
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
-    logging.getLogger("penstock").setLevel(logging.INFO)
-    try:
-        asyncio.run(_own(plan, os.environ.get(API_KEY_ENV) or None))
-    except asyncio.CancelledError:
-        _say({"error": error_to_json(UserError("it was stopped before it had started"))})
-        return 1
-    except PenstockError as error:
-        _say({"error": error_to_json(error)})
-        return 1
-    except BrokenPipeError:
-        return 1  # the starter was gone before the fleet was there
-    if not plan.keep_log:
-        plan.log.unlink(missing_ok=True)
-    return 0
-
-
-async def _own(plan: Plan, api_key: str | None) -> None:
-    """Launch the fleet, report where it is, and keep it until it is stopped. Cancelled by a signal before it serves."""
-    owner = asyncio.current_task()
-
-    def stop() -> None:
-        if owner is not None and not owner.cancelling():  # a second signal does not cut the teardown short
-            owner.cancel()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop)
-    async with Fleet.launch(plan.engine, fleet=plan.fleet, router=plan.router, api_key=api_key) as fleet:
-        fleet.endpoint.log = plan.log
-        _say({"url": fleet.url})
-        os.dup2(2, 1)
-        with suppress(asyncio.CancelledError):
-            await fleet.endpoint.stopping.wait()
-
-
-def _say(line: dict[str, Any]) -> None:
-    with suppress(ValueError):  # of a stdout that was closed
-        sys.stdout.buffer.write(orjson.dumps(line) + b"\n")
-        sys.stdout.buffer.flush()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -184,7 +184,6 @@ class FleetState:
     """Of its router."""
     pid: int
     """Of its owner."""
-    detached: bool
     version: int
     """Weight version."""
     used: int
@@ -196,8 +195,6 @@ class FleetState:
     """Engines that start for the first time, and are no members yet."""
     kept: tuple[int, ...] = ()
     """See `Roster.kv_kept_versions`."""
-    log: str | None = None
-    """Of a detached owner."""
     admin_key: str | None = field(default=None, repr=False)
     """Of the router's admin calls, and good for requests too; never shown. None: the router asks for none."""
 
@@ -252,8 +249,6 @@ class Endpoint:
     def __init__(
         self, url: str, roster: Roster, operations: Operations, elastic: Elastic, *, admin_key: str | None = None
     ) -> None:
-        self.log: Path | None = None
-        """Of the process, where it is detached."""
         self.stopping = asyncio.Event()
         """The fleet was told to end, and does so by itself."""
         self._url = url
@@ -346,7 +341,6 @@ class Endpoint:
         return FleetState(
             url=self._url,
             pid=os.getpid(),
-            detached=self.log is not None,
             version=roster.version,
             used=roster.highest_version,
             change=roster.changes,
@@ -356,6 +350,5 @@ class Endpoint:
             ),
             starting=self._elastic.starting,
             kept=tuple(sorted(roster.kv_kept_versions)),
-            log=None if self.log is None else str(self.log),
             admin_key=self._admin_key,
         )
