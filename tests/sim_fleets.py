@@ -12,7 +12,7 @@ import psutil
 from penstock import Fleet, GenerateOutput, Sample, SamplingParams
 from penstock.engine.control import ControlClient
 from penstock.fleet.member import Member, State
-from penstock.sim.tokens import verify
+from sim_verify import verify
 
 CONTEXT = 512
 SIM: dict[str, Any] = {

@@ -15,8 +15,9 @@ from fleet_sim.run import START_SPACING_S, FleetRun, FleetSetup
 from fleet_sim.speed import EngineLimits, EngineSpeed
 from fleet_sim.trace import AgentShape, GroupShape, Lengths, Trajectory, agents, groups
 from penstock.errors import RequestError
-from penstock.sim import SimConfig, SimEngine, VirtualClock, run_virtual
+from penstock.sim import SimConfig, SimEngine
 from penstock.types import SamplingParams
+from virtual_time import VirtualClock, run_virtual
 
 SPEED = EngineSpeed(step_s=0.01, sequence_s=2e-4, context_s=1e-7, prefill_s=2e-5, prefill_context_s=1e-9)
 

@@ -19,8 +19,8 @@ from http_engine import HTTPEngine
 from penstock.errors import EngineDeadError, EngineError, EngineHTTPError, RequestError
 from penstock.sim.config import Fault, FaultKind, Phase, SimConfig
 from penstock.sim.server import SimServer
-from penstock.sim.tokens import verify
 from penstock.types import PauseMode, SamplingParams
+from sim_verify import verify
 
 STEPS_PER_S = 4000
 TOKENS = 60

@@ -17,8 +17,8 @@ from penstock.cli.status import _cells, _collect
 from penstock.errors import EngineError, MissingCapabilityError
 from penstock.sim.config import Fault, FaultKind, Phase, SimConfig
 from penstock.sim.server import SimServer
-from penstock.sim.tokens import verify
 from penstock.types import PauseMode, SamplingParams
+from sim_verify import verify
 
 LONG = SamplingParams(max_tokens=120, detokenize=False)
 PROMPT = [5, 6, 7]

@@ -32,11 +32,11 @@ from penstock import Fleet, SamplingParams
 from penstock.engine.launch import EngineProcess
 from penstock.errors import PenstockError
 from penstock.fleet.member import State
-from penstock.sim.tokens import verify
 
 sys.path.append(str(Path(__file__).parents[1]))  # a script's path has its own folder alone
 
 from sim_fleets import children
+from sim_verify import verify
 
 CONTEXT = 512
 TOKENS = (16, 96)

@@ -19,8 +19,8 @@ from penstock.fleet.member import State
 from penstock.fleet.service import socket_of
 from penstock.sim.config import FaultKind
 from penstock.sim.server import SimServer
-from penstock.sim.tokens import verify
 from penstock.types import Sample
+from sim_verify import verify
 
 CONFIG = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
 NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"

@@ -20,8 +20,8 @@ from penstock.engine.launch import EngineProcess
 from penstock.errors import EngineDeadError, UpdateError
 from penstock.fleet.member import Member, State
 from penstock.http import HttpTransport
-from penstock.sim.tokens import verify
 from sim_fleets import CONTEXT, SIM, check, check_serves, children, impatient, in_flight
+from sim_verify import verify
 
 PARAMS = SamplingParams(max_tokens=300, detokenize=False)
 SHORT = SamplingParams(max_tokens=20, detokenize=False)

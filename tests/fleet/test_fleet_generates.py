@@ -10,8 +10,8 @@ import torch
 
 from penstock import Fleet, GenerateBatch, SamplingParams
 from penstock.errors import EngineHTTPError, RequestError, UserError
-from penstock.sim.tokens import verify
 from sim_fleets import CONTEXT, check, in_flight, made, samples_of
+from sim_verify import verify
 
 
 async def test_a_batch_comes_back_in_input_order_from_all_engines(fleet: Fleet) -> None:

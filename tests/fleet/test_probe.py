@@ -12,7 +12,7 @@ import pytest
 from penstock.engine.control import CoreState
 from penstock.fleet.roster import Occupation
 from penstock.fleet.supervise import YOUNG, CoreSilentError, probe
-from penstock.sim import VirtualClock, run_virtual
+from virtual_time import VirtualClock, run_virtual
 
 HANG_S = 6.0
 INTERVAL_S = 0.6

@@ -31,9 +31,9 @@ from penstock.router.dispatcher import Dispatcher, Waiter
 from penstock.router.http import RefusalError, RequestHead
 from penstock.settings import EngineConfig, FleetConfig, RouterConfig
 from penstock.sim import Fault, FaultKind, Phase, SimConfig, SimEngine
-from penstock.sim.clock import VirtualClock, VirtualLoop
 from penstock.sim.server import CORE_DEATH_EXIT_S, _app
 from penstock.weights.manifest import WeightManifest
+from virtual_time import VirtualClock, VirtualLoop
 
 ROUTER = "http://127.0.0.1:1"
 LATENCY_S = 0.0002

@@ -26,8 +26,9 @@ from penstock.rollout.environment import Environment, Task, Turn
 from penstock.rollout.generator import GeneratorInput
 from penstock.rollout.multi_turn import MultiTurnGenerator, Sampler
 from penstock.rollout.tokenizer import Tokenizer
-from penstock.sim.tokens import Model, verify
+from penstock.sim.tokens import Model
 from penstock.types import Sample, SamplingParams, Trajectory, VersionSpan
+from sim_verify import verify
 
 
 class Harness:

@@ -19,8 +19,9 @@ import pytest
 from chat_model import save_chat_tokenizer
 from nano_models import logprobs_of
 from penstock import Fleet, Sample, SamplingParams
-from penstock.sim.tokens import Model, verify
+from penstock.sim.tokens import Model
 from penstock.types import VersionSpan
+from sim_verify import verify
 
 SIDE = Path(__file__).parents[2] / "benchmarks" / "_verifiers_side.py"
 PROMPT = [5, 6, 7, 8]

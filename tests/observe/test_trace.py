@@ -13,8 +13,8 @@ from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import idle_shares
 from penstock.observe.trace import Tracer
 from penstock.settings import EngineConfig
-from penstock.sim import run_virtual
 from penstock.types import EngineUpdate, UpdateReport
+from virtual_time import run_virtual
 
 
 def test_spans_of_engines_follow_what_is_in_flight() -> None:

@@ -22,8 +22,8 @@ from penstock.rollout.multi_turn import MultiTurnGenerator, TokenRow
 from penstock.rollout.tokenizer import Tokenizer, load_tokenizer
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
-from penstock.sim.tokens import verify
 from penstock.types import Sample, SamplingParams, Trajectory, VersionSpan
+from sim_verify import verify
 
 CONFIG = SimConfig(vocab_size=98, eos_token_id=2, eos_share=0.2, tokens_per_second=20_000, max_model_len=1024)
 PARAMS = SamplingParams(max_tokens=24, temperature=0.7)

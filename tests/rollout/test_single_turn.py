@@ -24,8 +24,9 @@ from penstock.rollout.single_turn import Places, SingleTurnGenerator
 from penstock.rollout.tokenizer import load_tokenizer
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
-from penstock.sim.tokens import decode, encode, verify
+from penstock.sim.tokens import decode, encode
 from penstock.types import Sample, SamplingParams, VersionSpan
+from sim_verify import verify
 
 CONFIG = SimConfig(vocab_size=96, eos_share=0.1, tokens_per_second=20_000, max_model_len=64, kv_blocks=256)
 PARAMS = SamplingParams(max_tokens=12, temperature=0.7)

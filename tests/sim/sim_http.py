@@ -11,7 +11,8 @@ from typing import Any
 import aiohttp
 import orjson
 
-from penstock.sim import SimConfig, SimServer, run_virtual
+from penstock.sim import SimConfig, SimServer
+from virtual_time import run_virtual
 
 PROMPT = [5, 6, 7]
 

@@ -8,8 +8,10 @@ import time
 
 import pytest
 
-from penstock.sim import DeadlockError, SimConfig, SimEngine, run_virtual, verify
+from penstock.sim import SimConfig, SimEngine
 from penstock.types import PauseMode, SamplingParams
+from sim_verify import verify
+from virtual_time import DeadlockError, run_virtual
 
 
 def test_sleeps_and_timeouts_are_virtual():

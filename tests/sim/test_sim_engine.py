@@ -8,9 +8,10 @@ import pytest
 from sim_http import now, virtual
 
 from penstock.errors import EngineDeadError
-from penstock.sim import SimConfig, SimEngine, verify
+from penstock.sim import SimConfig, SimEngine
 from penstock.types import KV, PauseMode, SamplingParams, VersionSpan
 from penstock.weights.manifest import TensorEntry, WeightManifest
+from sim_verify import verify
 
 PROMPT = list(range(1, 33))
 STEP = 0.001

@@ -14,10 +14,11 @@ from sim_http import PROMPT, parse_events, sim_client, virtual
 from own_answers import samples_of
 from penstock.errors import ConfigError
 from penstock.process import ChildProcess
-from penstock.sim import Fault, FaultKind, Phase, SimConfig, verify
+from penstock.sim import Fault, FaultKind, Phase, SimConfig
 from penstock.sim.config import FaultPlan
 from penstock.types import SamplingParams
 from penstock.weights.manifest import TensorEntry, WeightManifest
+from sim_verify import verify
 
 GENERATE = "/inference/v1/generate"
 

@@ -11,8 +11,9 @@ from sim_http import PROMPT, sim_client
 
 from own_answers import samples_of
 from penstock.errors import EngineStartError
-from penstock.sim import SimConfig, SimServer, verify
+from penstock.sim import SimConfig, SimServer
 from penstock.types import SamplingParams
+from sim_verify import verify
 
 
 @pytest.fixture(scope="module")

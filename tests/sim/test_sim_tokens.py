@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.sim import Model, SimConfig, SimEngine, run_virtual, verify
+from penstock.sim import Model, SimConfig, SimEngine
 from penstock.sim.tokens import Prefix, Weights, decode, encode, expected_logprob, expected_token
 from penstock.types import Sample, SamplingParams, VersionSpan
+from sim_verify import verify
+from virtual_time import run_virtual
 
 PROMPT = [5, 6, 7, 8]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from penstock.sim import run_virtual
 from penstock.train.staleness import STARTS_PER_BATCH, Pacer
+from virtual_time import run_virtual
 
 GROUPS = 32
 

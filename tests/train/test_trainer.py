@@ -32,13 +32,13 @@ from penstock.observe.trajectory_log import TrajectoryRecord
 from penstock.rollout.environment import Task
 from penstock.rollout.generator import Generator, GeneratorInput, GeneratorOutput
 from penstock.sim.config import Fault, FaultKind, Phase
-from penstock.sim.tokens import verify
 from penstock.train import rollouts
 from penstock.train.interface import Outputs
 from penstock.train.learner import LocalLearner
 from penstock.train.rollouts import group_seed
 from penstock.train.trainer import train
 from penstock.types import FinishReason, Sample, SamplingParams, TensorSpec, Trajectory, VersionSpan
+from sim_verify import verify
 
 
 @pytest.fixture(scope="session")
