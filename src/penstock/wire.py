@@ -38,7 +38,6 @@ SESSION_HEADER = "X-Session-ID"
 PROMPT_TOKENS_HEADER = "X-Prompt-Tokens"
 EXPECTED_TOKENS_HEADER = "X-Expected-Tokens"
 GROUP_HEADER = "X-Group-ID"
-ADAPTER_HEADER = "X-Adapter"
 PREFIX_HASHES_HEADER = "X-Prefix-Hashes"
 SPANS_HEADER = "X-Penstock-Weight-Versions"
 """For each choice `[[version, start, end], ...]`. A stream's header goes out before its tokens exist."""
@@ -192,7 +191,6 @@ def request_headers(
     session_id: SessionId | None,
     *,
     group_id: str | None = None,
-    adapter: str | None = None,
     prefix_hashes: str | None = None,
 ) -> dict[str, str]:
     """Make the headers by which a router places a request without parsing its body (docs/protocol.md).
@@ -202,7 +200,6 @@ def request_headers(
         params: say the most that the answer may add, all samples together.
         session_id: equal ones go to one engine.
         group_id: of samples of one prompt that are sent one by one.
-        adapter: name of the LoRA adapter that the request is for.
         prefix_hashes: of the prompt, from the function of that name.
     """
     headers = {EXPECTED_TOKENS_HEADER: str(params.max_tokens * params.n)}
@@ -210,7 +207,6 @@ def request_headers(
         PROMPT_TOKENS_HEADER: prompt_tokens,
         SESSION_HEADER: session_id,
         GROUP_HEADER: group_id,
-        ADAPTER_HEADER: adapter,
         PREFIX_HASHES_HEADER: prefix_hashes,
     }
     return headers | {name: str(value) for name, value in optional.items() if value is not None}

@@ -41,7 +41,7 @@ def test_every_name_is_there(names: set[str]) -> None:
 
 
 def test_a_missing_name_is_noticed() -> None:
-    assert missing({"/penstock/core", "X-Adapter"}, "`POST /penstock/cores` and X-Adapter") == {
+    assert missing({"/penstock/core", "X-Group-ID"}, "`POST /penstock/cores` and X-Group-ID") == {
         "/penstock/core",
-        "X-Adapter",
+        "X-Group-ID",
     }

@@ -25,7 +25,6 @@ class Asked:
 
     number: int
     session: str | None
-    adapter: str | None
     version: int
     client: RawClient
     reading: asyncio.Task[tuple[int, bytes]]
@@ -86,12 +85,12 @@ class World:
             asked.reading.cancel()
             asked.client.close()
 
-    async def ask(self, session: str | None, adapter: str | None, version: int, tokens: int) -> None:
+    async def ask(self, session: str | None, version: int, tokens: int) -> None:
         self.count += 1
         client = await RawClient.connect(self.router.url)
         reading = asyncio.ensure_future(read_answer(client))
-        self.asked[self.count] = Asked(self.count, session, adapter, version, client, reading)
-        named = {"X-Session-ID": session, "X-Adapter": adapter, "X-Weight-Version": version, "X-Prompt-Tokens": tokens}
+        self.asked[self.count] = Asked(self.count, session, version, client, reading)
+        named = {"X-Session-ID": session, "X-Weight-Version": version, "X-Prompt-Tokens": tokens}
         headers = "".join(f"{name}: {given}\r\n" for name, given in named.items() if given)
         await client.send(request(f"/v1/completions?r={self.count}", b"body", headers))
         await eventually(lambda: self.router.metrics.requests == self.count)
@@ -140,8 +139,6 @@ class World:
                 wrong.append("not eligible, or draining and the session lives elsewhere")
             if entry.weight_version < asked.version:
                 wrong.append("weights too old")
-            if asked.adapter is not None and entry.adapters is not None and asked.adapter not in entry.adapters:
-                wrong.append("without the adapter")
         if wrong:
             self.wrong.append(f"request {asked.number} on {engine.name}: {', '.join(wrong)}")
         asked.engines.append(engine.name)

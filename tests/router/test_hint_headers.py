@@ -24,12 +24,11 @@ async def one_token(backend: Backend, seen: Seen, reader: asyncio.StreamReader, 
 def test_headers_are_those_that_are_known() -> None:
     params = SamplingParams(max_tokens=10, n=4)
     assert request_headers(None, params, None) == {"X-Expected-Tokens": "40"}
-    assert request_headers(7, params, 0, group_id="g", adapter="a", prefix_hashes="1:x") == {
+    assert request_headers(7, params, 0, group_id="g", prefix_hashes="1:x") == {
         "X-Expected-Tokens": "40",
         "X-Prompt-Tokens": "7",
         "X-Session-ID": "0",
         "X-Group-ID": "g",
-        "X-Adapter": "a",
         "X-Prefix-Hashes": "1:x",
     }
 

@@ -56,15 +56,14 @@ def test_only_engines_that_may_serve_are_chosen(policy: str) -> None:
             EngineEntry("out", "http://h:2", weight_version=3, eligible=False),
             EngineEntry("leaving", "http://h:3", weight_version=3, draining=True),
             EngineEntry("down", "http://h:4", weight_version=3),
-            EngineEntry("other", "http://h:5", weight_version=3, adapters=("b",)),
-            EngineEntry("good", "http://h:6", weight_version=3, adapters=("a", "b")),
+            EngineEntry("good", "http://h:6", weight_version=3),
             EngineEntry("any", "http://h:7", weight_version=4),
         ],
         policy,
     )
     p.mark("down", down=True)
-    seen = {turn(p, f"s{i}", min_weight_version=3, adapter="a") for i in range(50)}
-    seen |= {turn(p, None, min_weight_version=3, adapter="a") for _ in range(50)}
+    seen = {turn(p, f"s{i}", min_weight_version=3) for i in range(50)}
+    seen |= {turn(p, None, min_weight_version=3) for _ in range(50)}
     assert seen <= {"good", "any"}
     assert p.place(Hints(min_weight_version=5), 0.0) is None
     assert not p.could_serve(Hints(min_weight_version=5))

@@ -29,12 +29,11 @@ class State:
     draining: bool = False
     down: bool = False
     version: int = 0
-    adapters: tuple[str, ...] | None = None
 
 
 def entry(name: str, state: State) -> EngineEntry:
     url = f"http://h:{NAMES.index(name) + 1}"
-    return EngineEntry(name, url, state.version, state.eligible, state.draining, state.adapters)
+    return EngineEntry(name, url, state.version, state.eligible, state.draining)
 
 
 @dataclass
@@ -70,7 +69,6 @@ class Fleet(RuleBasedStateMachine):
 
     @rule(
         name=st.sampled_from(NAMES), eligible=st.booleans(), draining=st.booleans(), version=st.integers(0, 2),
-        adapters=st.sampled_from([None, (), ("a",), ("a", "b")]),
     )  # fmt: skip
     def change(self, name: str, **announced: object) -> None:
         self.announce({**self.engines, name: State(**announced)})  # pyright: ignore[reportArgumentType]
@@ -101,7 +99,6 @@ class Fleet(RuleBasedStateMachine):
             min_weight_version=st.integers(0, 2),
             prompt_tokens=st.integers(0, 3000),
             expected_tokens=st.integers(0, 2000),
-            adapter=st.sampled_from([None, None, "a", "b"]),
             prefix_hashes=st.sampled_from([None, b"64:00112233445566aa", b"nonsense"]),
         )
     )
@@ -125,8 +122,7 @@ class Fleet(RuleBasedStateMachine):
 
     def could(self, name: str, request: Hints) -> bool:
         state = self.engines[name]
-        has = request.adapter is None or state.adapters is None or request.adapter in state.adapters
-        return state.eligible and not state.down and state.version >= request.min_weight_version and has
+        return state.eligible and not state.down and state.version >= request.min_weight_version
 
     def try_place(self, request: Hints, tried: tuple[str, ...]) -> None:
         session = request.session_id

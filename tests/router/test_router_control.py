@@ -1,4 +1,4 @@
-"""The control side over HTTP: adapters, drains, sessions, room, health and KV figures."""
+"""The control side over HTTP: drains, sessions, room, health and KV figures."""
 
 from __future__ import annotations
 
@@ -37,20 +37,6 @@ async def homes(client: RawClient, names: range) -> dict[int, str]:
 
 
 # --- eligibility and drain -------------------------------------------------------------------------------------------
-
-
-async def test_an_adapter_is_asked_of_an_engine_that_has_it() -> None:
-    async with rig(answer_name, answer_name, answer_name) as r:
-        base, code, anything = r.backends
-        await r.announce([base.entry(adapters=()), code.entry(adapters=("code", "prose"))])
-        client = await r.client()
-        assert {(await client.ask(headers="X-Adapter: code\r\n")).body for _ in range(4)} == {b"e1"}
-        assert {(await client.ask()).body for _ in range(8)} == {b"e0", b"e1"}
-        await client.send(request(headers="X-Adapter: poems\r\n"))
-        await r.until_held(1)
-        await r.announce([base.entry(adapters=()), code.entry(adapters=("code",)), anything.entry()])
-        assert (await client.receive()).body == b"e2"
-        assert [e.adapters for e in (await r.admin.engines()).engines] == [(), ("code",), None]
 
 
 async def test_a_draining_engine_serves_its_sessions_until_they_finish() -> None:

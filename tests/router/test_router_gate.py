@@ -89,12 +89,10 @@ async def test_nothing_up_is_held_then_refused_with_retry_after() -> None:
 async def test_who_is_refused_hears_what_no_engine_had() -> None:
     async with rig(answer_name, max_hold_s=0.1) as r:
         (backend,) = r.backends
-        await r.announce([backend.entry(weight_version=3, adapters=("a",))])
+        await r.announce([backend.entry(weight_version=3)])
         client = await r.client()
         answer = await client.ask(headers="X-Weight-Version: 4\r\n")
         assert b'"message":"no engine with weight version 4 or newer could serve it' in answer.body
-        answer = await client.ask(headers="X-Weight-Version: 3\r\nX-Adapter: b\r\n")
-        assert b"no engine with weight version 3 or newer and adapter 'b' could serve it" in answer.body
 
 
 async def test_a_held_request_goes_to_the_first_engine_that_comes() -> None:

@@ -43,7 +43,6 @@ BAD_HEADS = {
     "two sessions": b"POST / HTTP/1.1\r\nHost: a\r\nX-Session-ID: a\r\nX-Session-ID: b\r\n\r\n",
     "endless session": b"POST / HTTP/1.1\r\nHost: a\r\nX-Session-ID: " + b"a" * 600 + b"\r\n\r\n",
     "endless group": b"POST / HTTP/1.1\r\nHost: a\r\nX-Group-ID: " + b"a" * 513 + b"\r\n\r\n",
-    "endless adapter": b"POST / HTTP/1.1\r\nHost: a\r\nX-Adapter: " + b"a" * 257 + b"\r\n\r\n",
     "two groups": b"POST / HTTP/1.1\r\nHost: a\r\nX-Group-ID: a\r\nx-group-id: b\r\n\r\n",
     "tokens that are no number": b"POST / HTTP/1.1\r\nHost: a\r\nX-Prompt-Tokens: -1\r\n\r\n",
     "expected tokens that are no number": b"POST / HTTP/1.1\r\nHost: a\r\nX-Expected-Tokens: 1e3\r\n\r\n",
@@ -125,23 +124,23 @@ def test_a_head_is_written_from_its_fields() -> None:
 def test_what_a_client_says_for_its_placement() -> None:
     head = (
         b"POST / HTTP/1.1\r\nHost: a\r\nx-session-ID: S-1 \r\nX-GROUP-ID:\tG\r\nX-Prompt-Tokens: 32768\r\n"
-        b"X-Expected-Tokens: 512\r\nX-Adapter: Mine\r\nX-Prefix-Hashes: 1:00ff,AB\r\nNot-X-Adapter: b\r\n"
-        b"X-Adapter-Too: c\r\n\r\n"
+        b"X-Expected-Tokens: 512\r\nX-Prefix-Hashes: 1:00ff,AB\r\nNot-X-Group-ID: b\r\n"
+        b"X-Group-ID-Too: c\r\n\r\n"
     )
     request = parse_request(head)
-    assert (request.session_id, request.group_id, request.adapter) == ("S-1", "G", "Mine")
+    assert (request.session_id, request.group_id) == ("S-1", "G")
     assert (request.prompt_tokens, request.expected_tokens) == (32768, 512)
     assert request.prefix_hashes == b"1:00ff,AB"
     assert request.to_engine() == head.replace(b":\tG", b": G")
     bare = parse_request(b"GET / HTTP/1.1\r\nHost: a\r\nX-Session-ID:\r\n\r\n")
-    assert (bare.session_id, bare.group_id, bare.adapter, bare.prefix_hashes) == (None, None, None, None)
+    assert (bare.session_id, bare.group_id, bare.prefix_hashes) == (None, None, None)
     assert (bare.prompt_tokens, bare.expected_tokens, bare.min_weight_version) == (0, 0, 0)
 
 
 def test_names_beyond_ascii_are_those_that_admin_calls_say() -> None:
-    head = "POST / HTTP/1.1\r\nHost: a\r\nX-Session-ID: séance\r\nX-Adapter: modèle\r\n\r\n"
+    head = "POST / HTTP/1.1\r\nHost: a\r\nX-Session-ID: séance\r\nX-Group-ID: modèle\r\n\r\n"
     as_utf8, as_latin = parse_request(head.encode()), parse_request(head.encode("latin-1"))
-    assert (as_utf8.session_id, as_utf8.adapter) == (as_latin.session_id, as_latin.adapter) == ("séance", "modèle")
+    assert (as_utf8.session_id, as_utf8.group_id) == (as_latin.session_id, as_latin.group_id) == ("séance", "modèle")
     assert as_latin.to_engine() == head.encode("latin-1")
 
 

@@ -28,16 +28,14 @@ from penstock.router.dispatcher import Dispatcher, Lane, Waiter
 
 NAMES_OF_SESSIONS = ("s0", "s1", "s2", "s3", "s4", "s5")
 SESSIONS = st.sampled_from([None, *NAMES_OF_SESSIONS])
-ADAPTERS = st.sampled_from([None, None, "code"])
 ENTRIES = st.fixed_dictionaries(
     {
         "weight_version": st.integers(0, 2),
         "eligible": st.sampled_from([True, True, True, False]),
         "draining": st.sampled_from([False, False, True]),
-        "adapters": st.sampled_from([None, (), ("code",)]),
     }
 )
-REQUESTS = st.tuples(SESSIONS, ADAPTERS, st.sampled_from([0, 0, 1, 2]), st.sampled_from([0, 60, 60, 60]))
+REQUESTS = st.tuples(SESSIONS, st.sampled_from([0, 0, 1, 2]), st.sampled_from([0, 60, 60, 60]))
 POLICIES = st.sampled_from(["bounded-sticky"] * 4 + ["round-robin", "consistent-hash"])
 CAPACITIES = st.sampled_from([0, 100, 100])
 """Tokens: of the sessions that ask for 60, one fits."""
@@ -83,7 +81,7 @@ class RouterMachine(RuleBasedStateMachine):
     # --- clients -----------------------------------------------------------------------------------------------------
 
     @rule(wanted=st.lists(REQUESTS, min_size=1, max_size=4))
-    def ask(self, wanted: list[tuple[str | None, str | None, int, int]]) -> None:
+    def ask(self, wanted: list[tuple[str | None, int, int]]) -> None:
         async def act() -> None:
             for one in wanted:
                 await self.world.ask(*one)

@@ -215,9 +215,7 @@ class DataClient:
         self.unreported.check(params)
         end = self._end()
         hashes = prefix_hashes(token_ids) if self.routed and len(token_ids) >= LEAST_HASHED else None
-        headers = wire.request_headers(
-            len(token_ids), params, session_id, group_id=group_id, adapter=adapter, prefix_hashes=hashes
-        )
+        headers = wire.request_headers(len(token_ids), params, session_id, group_id=group_id, prefix_hashes=hashes)
         body = wire.generate_body(token_ids, params, adapter=adapter)
         request = Continuation(self, GENERATE, body, headers=headers, timeout_s=self.request_timeout_s)
         answer = await request.answer()

@@ -14,7 +14,6 @@ from penstock.errors import StateError, UserError, whole_number
 
 _NAME = re.compile(r"[!-~]{1,128}")
 _KEY = re.compile(r"[!-~]{1,1024}")
-_MAX_ADAPTER = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +22,7 @@ class EngineEntry:
 
     Raises:
         UserError: for a name that is not 1 to 128 printable characters without spaces, a URL that is not
-            `http://host:port`, a negative weight version or rank, a key that is no
-            single printable word, or adapters that are not 1 to 256 bytes of text each.
+            `http://host:port`, a negative weight version or rank, or a key that is no single printable word.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
@@ -36,8 +34,6 @@ class EngineEntry:
     """Whether requests may go there; False while it loads weights or is dead."""
     draining: bool = False
     """It is to leave: only later turns of sessions that live there go there, until they finish or their TTL passes."""
-    adapters: tuple[str, ...] | None = None
-    """LoRA adapters that it has loaded; None: any, or not known."""
     dp_rank: int | None = None
     """It is this data-parallel rank of the server at `url`, which is told so in a header of every request; None: the
     server is one engine, and shares requests out among its ranks itself."""
@@ -56,9 +52,6 @@ class EngineEntry:
             raise UserError(f"engine {self.name}: max_model_len must be at least 1, got {self.max_model_len}")
         if self.api_key is not None and not _KEY.fullmatch(self.api_key):
             raise UserError(f"engine {self.name}: api_key must be 1 to 1024 printable ASCII characters without spaces")
-        for adapter in self.adapters or ():
-            if not 1 <= len(adapter.encode()) <= _MAX_ADAPTER:
-                raise UserError(f"engine {self.name}: an adapter's name has 1 to {_MAX_ADAPTER} bytes, got {adapter!r}")
         self.address()
 
     @property

@@ -48,7 +48,7 @@ def _engine(
     entry = backend.engine.entry
     client_key, admin_key = keys
     sessions = dispatcher.placement.sessions.counts(entry.name)[0]
-    shown = ("name", "url", "weight_version", "eligible", "draining", "adapters", "dp_rank")
+    shown = ("name", "url", "weight_version", "eligible", "draining", "dp_rank")
     return {name: getattr(entry, name) for name in shown} | {
         "drained": entry.draining and not view.outstanding and not sessions,
         "other_key": entry.api_key is not None

@@ -37,8 +37,6 @@ class EngineLoad:
     """As announced by the fleet: only its own sessions still go there."""
     drained: bool = False
     """It is draining, nothing is in flight there, and no session lives there any more: it may go."""
-    adapters: tuple[str, ...] | None = None
-    """As announced by the fleet."""
     dp_rank: int | None = None
     """As announced by the fleet: a data-parallel rank of the server at `url`."""
     other_key: bool = False
@@ -133,7 +131,7 @@ class RouterAdmin:
         """The set in force, with load figures."""
         answer = await self.state()
         with _as_a_router_answers(self._url):
-            loads = tuple(_load(load) for load in answer.pop("engines"))
+            loads = tuple(EngineLoad(**load) for load in answer.pop("engines"))
             answer["workers"] = tuple(answer["workers"])
             return RouterState(**answer, engines=loads)
 
@@ -223,9 +221,3 @@ def _as_a_router_answers(url: str) -> AbstractContextManager[None]:
         )
 
     return reading("answer", error)
-
-
-def _load(answer: dict[str, Any]) -> EngineLoad:
-    if answer["adapters"] is not None:
-        answer["adapters"] = tuple(answer["adapters"])
-    return EngineLoad(**answer)

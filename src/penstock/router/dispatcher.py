@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from penstock.router import Membership
 from penstock.router.backend import Backend, read_kv_stats, wait_until_well
-from penstock.router.http import RefusalError, RequestHead, shown
+from penstock.router.http import RefusalError, RequestHead
 from penstock.router.memory import Metrics
 from penstock.router.placement import Placement
 from penstock.router.policies import Defer
@@ -45,7 +45,7 @@ class Lane(NamedTuple):
     """Requests that the same event lets go, in order of arrival."""
 
     kind: Kind
-    key: str | tuple[int, str | None] = ""
+    key: int = 0
     """Of ROOM, see `Placement.needs`."""
 
 
@@ -116,10 +116,9 @@ class Gate:
         self._turns: Queue = OrderedDict()
         self.crowded: dict[Lane, Queue] = {}
         """Lanes of the kind ROOM: only their first is tried, and the next when that one went."""
-        self._lanes: dict[Lane, Queue] = {}
-        """All other lanes but TURN: the whole of one is woken."""
+        self._nowhere: Queue = OrderedDict()
         self._woken: deque[Queue] = deque()
-        """Lanes whose event has come, to be tried before those that came after."""
+        """Those for which an engine may be up now, to be tried before those that came after."""
         self._passing = self._filling = self._filling_soon = False
 
     @property
@@ -191,8 +190,9 @@ class Gate:
 
     def recheck(self) -> None:
         """The engines have changed: one may serve now what none could before."""
-        if queue := self._lanes.pop(NOWHERE, None):
-            self._woken.append(queue)
+        if self._nowhere:
+            self._woken.append(self._nowhere)
+            self._nowhere = OrderedDict()
         self._pass()
         self.room()
 
@@ -208,7 +208,7 @@ class Gate:
             return
         longest_s = self._config.max_hold_s
         began = self._open_time(now) - longest_s
-        late = [one for one in self._lanes.get(NOWHERE, ()) if one.open_since - one.patience_used <= began]
+        late = [one for one in self._nowhere if one.open_since - one.patience_used <= began]
         for request in late:
             why = f"no engine{_needs(request.request)} could serve it for {longest_s:g} s; retry later or raise"
             self.discard(request)
@@ -218,7 +218,10 @@ class Gate:
         request.lane = lane
         request.since = time.monotonic()
         request.open_since = self._open_time(request.since)
-        request.queue = self._turns if lane is TURN else self._lanes_of(lane).setdefault(lane, OrderedDict())
+        if lane.kind is Kind.ROOM:
+            request.queue = self.crowded.setdefault(lane, OrderedDict())
+        else:
+            request.queue = self._turns if lane is TURN else self._nowhere
         request.queue[request] = None
 
     def _leave(self, request: Waiter) -> None:
@@ -226,9 +229,8 @@ class Gate:
         lane, queue = request.lane, request.queue
         if queue.pop(request, _ABSENT) is _ABSENT:
             return  # it is being tried, and was charged before that
-        lanes = self._lanes_of(lane)
-        if not queue and lanes.get(lane) is queue:
-            del lanes[lane]
+        if not queue and self.crowded.get(lane) is queue:
+            del self.crowded[lane]
         now = time.monotonic()
         waited, opened = now - request.since, self._open_time(now) - request.open_since
         at_gates = waited if lane is TURN else waited - opened
@@ -236,9 +238,6 @@ class Gate:
         request.hold_seconds += waited - at_gates
         if lane is NOWHERE:
             request.patience_used += opened
-
-    def _lanes_of(self, lane: Lane) -> dict[Lane, Queue]:
-        return self.crowded if lane.kind is Kind.ROOM else self._lanes
 
     def _try(self, request: Waiter) -> bool:
         """Whether it went; else it waits again."""
@@ -459,8 +458,5 @@ def _engines_failed(tried: Sequence[Backend]) -> RefusalError:
 
 
 def _needs(request: RequestHead) -> str:
-    version, adapter = request.min_weight_version, request.adapter
-    needs = ([f"weight version {version} or newer"] if version else []) + (
-        [f"adapter {shown(adapter)}"] if adapter is not None else []
-    )
-    return f" with {' and '.join(needs)}" if needs else ""
+    version = request.min_weight_version
+    return f" with weight version {version} or newer" if version else ""

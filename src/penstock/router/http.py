@@ -100,7 +100,6 @@ _PUBLIC = frozenset(b"accept accept-encoding accept-language content-type user-a
 """Fields without a role that hold no secret and do not differ from request to request."""
 _MAX_DIGITS = 15
 _MAX_ID = 512
-_MAX_ADAPTER = 256
 _STATUS_LINES: dict[int, bytes] = {
     status: b"HTTP/1.1 %d %b\r\n" % (status, status.phrase.encode()) for status in HTTPStatus
 }
@@ -163,7 +162,6 @@ _REQUEST_ROLES = _FRAMING | {
     b"x-weight-version": ("min_weight_version", _whole_number("X-Weight-Version"), _GOES_ON),
     b"x-prompt-tokens": ("prompt_tokens", _whole_number("X-Prompt-Tokens"), _GOES_ON),
     b"x-expected-tokens": ("expected_tokens", _whole_number("X-Expected-Tokens"), _GOES_ON),
-    b"x-adapter": ("adapter", _text("X-Adapter", _MAX_ADAPTER), _GOES_ON),
     b"x-prefix-hashes": ("prefix_hashes", bytes, _GOES_ON),
     b"origin": ("origin", bytes, _GOES_ON),
     b"traceparent": ("traceparent", bytes, _GOES_ON),

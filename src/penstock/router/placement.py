@@ -49,19 +49,12 @@ class Engine:
         """Take over what the fleet says of it now."""
         self.entry = entry
         self.weight_version = entry.weight_version
-        self.adapters = None if entry.adapters is None else frozenset(entry.adapters)
         self.down = self.dead
 
     @property
     def serves(self) -> bool:
         """Whether requests may go there, those of its own sessions at least."""
         return self.entry.eligible and not self.down
-
-    def has(self, request: Hints) -> bool:
-        """Whether it has what a request asks for."""
-        return self.weight_version >= request.min_weight_version and (
-            request.adapter is None or self.adapters is None or request.adapter in self.adapters
-        )
 
     def look(self, resident: int) -> EngineView:
         """What policies see of it, with so much context of sessions that live there."""
@@ -264,17 +257,13 @@ class Placement:
             self._arrange()
         return ceased
 
-    def needs(self, request: Hints) -> tuple[int, str | None]:
-        """What a request asks for, as far as engines differ in it: those with equal needs can go to the same engines.
+    def needs(self, request: Hints) -> int:
+        """The weight version that a request asks for, as far as engines differ: equal needs can go to the same engines.
 
-        So there are no more of them than versions times adapters that engines have, whatever names clients invent.
+        So there are no more of them than versions that engines have, whatever clients ask for.
         """
         place = bisect_left(self._versions, request.min_weight_version)
-        version = 0 if not place else self._versions[place] if place < len(self._versions) else -1
-        adapter = request.adapter
-        if adapter is None or adapter in self._adapters:
-            return version, adapter
-        return version, "" if self._adapters_differ else None  # engines that list none may serve it
+        return 0 if not place else self._versions[place] if place < len(self._versions) else -1
 
     # --- parts of it -------------------------------------------------------------------------------------------------
 
@@ -297,9 +286,6 @@ class Placement:
         self._views = [engine.view for engine in self._open]
         self._resident = sum([view.resident_tokens for view in self._views])
         self._versions = sorted({engine.weight_version for engine in self._open})
-        listed = [engine.adapters for engine in self._open if engine.adapters is not None]
-        self._adapters_differ = bool(listed)
-        self._adapters = frozenset[str]().union(*listed)
         limits = [
             min(filter(None, (e.entry.max_model_len, e.kv_capacity)), default=MOST_TOKENS)
             for e in self.engines.values()
@@ -321,16 +307,16 @@ class Placement:
         """The engines that may serve a new request; None: there is none."""
         if not self._open:
             return None
-        version, adapter = request.min_weight_version, request.adapter
-        if version > self._versions[0] or tried or (adapter is not None and self._adapters_differ):
-            able = [engine.view for engine in self._open if engine.has(request) and engine.name not in tried]
+        version = request.min_weight_version
+        if version > self._versions[0] or tried:
+            able = [e.view for e in self._open if e.weight_version >= version and e.name not in tried]
             return Snapshot.of(able, self._placed) if able else None
         return _new_tuple(Snapshot, (tuple(self._views), self._placed, self._resident))
 
     def _home(self, name: str | None, request: Hints, tried: Collection[str]) -> Engine | None:
         """A session's engine, if it may serve this request."""
         home = None if name is None else self.engines.get(name)
-        if home is None or name in tried or not home.has(request):
+        if home is None or name in tried or home.weight_version < request.min_weight_version:
             return None
         return home if home.place >= 0 or (home.serves and self._policy.sticky) else None
 

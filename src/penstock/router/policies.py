@@ -52,8 +52,6 @@ class Hints:
     """`X-Prompt-Tokens`; 0: not said."""
     expected_tokens: int = 0
     """`X-Expected-Tokens`: most that the answer may add, all samples together; 0: not said."""
-    adapter: str | None = None
-    """`X-Adapter`: the adapter that has to be loaded."""
     prefix_hashes: bytes | None = None
     """`X-Prefix-Hashes` as it came."""
     counted_tokens: int = 0

@@ -157,7 +157,7 @@ class Sampling:
 async def _ask(fleet: Fleet, request: _Request, adapter: str | None, index: int, group: str | None) -> _Answer:
     body = request.body(index, adapter)
     headers = wire.request_headers(
-        len(request.prompt), request.params, None, group_id=group, adapter=adapter,
+        len(request.prompt), request.params, None, group_id=group,
         prefix_hashes=wire.prefix_hashes(request.prompt) if len(request.prompt) >= 2 * wire.BLOCK else None,
     )  # fmt: skip
     sent = Continuation(fleet.data, wire.GENERATE, body, headers=headers, timeout_s=REQUEST_S)
