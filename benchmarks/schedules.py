@@ -12,7 +12,7 @@ each run, so that seeds can be added later; the rows are medians over all of its
 Lengths are drawn from a Pareto distribution by the prompt, so each schedule makes the same ones: most are short, a few
 reach `--max-tokens`. With `--size` the model has random weights in the layers of that Qwen3, prompts are some 200
 tokens long, and the reward is the share of even token ids, which such a model learns in a few steps. The longest
-response of a batch then takes about twice as long as the learner: the sizes at which schedules differ most.
+response of a batch then takes some three times as long as the learner.
 
 With `--to-reward` the policy decides its lengths, and a run ends when the mean reward of its last `WINDOW` steps is
 there: training rewards, so that no evaluation stands between the steps.
@@ -40,6 +40,7 @@ from typing import Any
 
 import _common
 import _dummy_models
+import torch
 from _common import Row
 
 from penstock.config import RunConfig
@@ -155,8 +156,7 @@ def heavy_tailed(name: str, most: int) -> int:
 
 def random_model(folder: Path, size: str) -> Path:
     """Write random weights in the layers of a Qwen3, with the sorter's tokenizer and vocabulary."""
-    import torch  # noqa: PLC0415 - the other runs need no torch here
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415 - seconds
 
     path, tokenizer = _dummy_models.save(folder, size), AutoTokenizer.from_pretrained(MODEL)
     config = AutoConfig.from_pretrained(path)
@@ -296,19 +296,18 @@ def main() -> int:
     options.add_argument("--model", type=Path, default=MODEL, help="folder of a sorter")
     options.add_argument("--size", choices=sorted(_dummy_models.SHAPES), help="random weights of this shape instead")
     options.add_argument("--eager", action="store_true", help="engines start sooner and generate more slowly")
-    options.add_argument("--learning-rate", type=float, help="default: 2e-4, with --size 5e-5")
+    options.add_argument("--learning-rate", type=float, help="default: 2e-4, with --size 5e-6")
     options.add_argument("--engines", type=int, default=1)
     options.add_argument("--steps", type=int, default=14)
     options.add_argument("--groups", type=int, help="of 8 samples, in each step; default: 64, with --size 16")
-    options.add_argument("--max-tokens", type=int, help="default: 256, with --size 384")
+    options.add_argument("--max-tokens", type=int, default=256)
     options.add_argument("--max-staleness", type=int, default=2, help="of async, in versions")
     options.add_argument("--sim-tokens-per-second", type=float, default=200.0, help="of each request")
     options.add_argument("--to-reward", type=float, help="end a run there; --steps bounds it")
     options.add_argument("--results", type=Path)
     given = options.parse_args()
     given.groups = given.groups or (16 if given.size else 64)
-    given.max_tokens = given.max_tokens or (384 if given.size else 256)
-    given.learning_rate = given.learning_rate or (5e-5 if given.size else 2e-4)
+    given.learning_rate = given.learning_rate or (5e-6 if given.size else 2e-4)
     if given.quick:
         given.steps, given.groups, given.max_tokens = 4, 4, 64
     if "colocated" in given.schedules and len(given.schedules) > 1:
