@@ -107,6 +107,7 @@ KINDS = {
         for form in FORMS
         for n in (1, 3)
         for stream in (False, True)
+        if not (stream and form in {"strings", "lists of ids"})  # a stream is of one prompt
     },
     "chat": chatting(stream=False),
     "chat stream": chatting(stream=True),
@@ -247,7 +248,7 @@ async def test_an_abort_asked_for_while_a_cut_request_waits_ends_it_with_what_it
 
 
 @pytest.mark.parametrize(
-    "kind", ["sample", "completion ids n=3", "completion strings n=3 stream", "chat", "chat stream"]
+    "kind", ["sample", "completion ids n=3", "completion string n=3 stream", "chat", "chat stream"]
 )
 @pytest.mark.parametrize("after", [0, 1, 9, 50])
 @pytest.mark.parametrize("fault", [FaultKind.CUT, FaultKind.ERROR_EVENT])
@@ -362,3 +363,5 @@ async def test_a_stream_asked_for_as_one_answer_says_where_it_is():
             await one.completion({**BODY, "prompt": "a", "stream": True})
         with pytest.raises(RequestError, match="iterate over chat_completion_stream"):
             await one.chat_completion({**BODY, "messages": MESSAGES, "stream": True})
+        with pytest.raises(RequestError, match="a stream is of one prompt, got 2; iterate over one stream for each"):
+            await anext(one.completion_stream({**BODY, "prompt": ["a", "b"]}))

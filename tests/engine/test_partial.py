@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from penstock.engine.client import DataClient
-from penstock.engine.openai import Stream, StreamDeduplicator, merged
+from penstock.engine.openai import Stream, StreamDeduplicator
 from penstock.engine.partial import Partial, Partials, whole_of
 from penstock.errors import EngineError, RequestError
 from penstock.types import Sample, SamplingParams, VersionSpan
@@ -253,32 +253,3 @@ async def stream(*chunks, error=None):
         yield one
     if error is not None:
         raise error
-
-
-async def test_streams_of_several_prompts_are_one():
-    usage = {"choices": [], "usage": {"total_tokens": 2, "details": None}}
-    streams = [stream(chunk(0, text=str(i)), chunk(1, text=str(i), of=str(i)), usage) for i in range(3)]
-    chunks = [one async for one in merged(streams, choices_each=2)]
-    assert sorted((c["choices"][0]["index"], c["choices"][0]["text"]) for c in chunks[:-1]) == [
-        (0, "0"), (1, "0"), (2, "1"), (3, "1"), (4, "2"), (5, "2"),
-    ]  # fmt: skip
-    assert {c["id"] for c in chunks} == {"first"}
-    assert chunks[-1]["usage"]["total_tokens"] == 6
-
-
-async def test_a_stream_that_fails_ends_the_others():
-    ended = asyncio.Event()
-
-    async def endless():
-        try:
-            while True:
-                await asyncio.sleep(0)
-                yield chunk(text="x")
-        finally:
-            ended.set()
-
-    chunks = merged([endless(), stream(error=ValueError("broken"))], choices_each=1)
-    with pytest.raises(ValueError, match="broken"):
-        async for _ in chunks:
-            pass
-    assert ended.is_set()

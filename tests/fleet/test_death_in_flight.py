@@ -60,9 +60,8 @@ async def every_kind(fleet: Fleet) -> list[Any]:
 
 
 async def every_stream(fleet: Fleet) -> list[Any]:
-    prompts = [f"prompt {i}" for i in range(6)]
     return await asyncio.gather(
-        texts(fleet.completion_stream({**BODY, "prompt": prompts, "n": 2})),
+        *(texts(fleet.completion_stream({**BODY, "prompt": f"prompt {i}", "n": 2})) for i in range(6)),
         *(texts(fleet.chat_completion_stream({**CHAT, "n": 2, "seed": i})) for i in range(4)),
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, cast
@@ -51,14 +50,16 @@ class OpenAICalls:
     async def completion_stream(
         self, body: Mapping[str, Any], session_id: SessionId | None = None
     ) -> AsyncGenerator[dict[str, Any]]:
-        """Yield the chunks of OpenAI `/v1/completions`, of all prompts of the body; raises as `completion`.
+        """Yield the chunks of OpenAI `/v1/completions` of one prompt; raises as `completion`.
 
-        The last chunk of each choice has its `weight_versions`.
+        The last chunk of each choice has its `weight_versions`. RequestError: the body has several prompts.
         """
-        n: Any = body.get("n")
-        streams = [self._request(COMPLETIONS, {**part, "stream": True}, session_id).chunks() for part in split(body)]
-        async for chunk in merged(streams, choices_each=n if isinstance(n, int) else 1):
-            yield chunk
+        part, *more = split(body)
+        if more:
+            raise RequestError(f"a stream is of one prompt, got {1 + len(more)}; iterate over one stream for each")
+        async with aclosing(self._request(COMPLETIONS, {**part, "stream": True}, session_id).chunks()) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     async def chat_completion_stream(
         self, body: Mapping[str, Any], session_id: SessionId | None = None
@@ -160,49 +161,6 @@ def add_usage(usages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         else:
             total[key] = sum(values) if values else None
     return total
-
-
-async def merged(streams: Sequence[AsyncGenerator[Chunk]], *, choices_each: int) -> AsyncGenerator[Chunk]:
-    """Yield chunks as they come; choices of stream `i` count from `i * choices_each`; summed usage comes last.
-
-    The first failure of a stream ends the others and is raised. One stream passes through as it is.
-    """
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            async for chunk in only:
-                yield chunk
-        return
-    head: Chunk = {}
-    usages: list[Chunk] = []
-    async with aclosing(_interleaved(streams)) as items:
-        async for i, chunk in items:
-            head = head or {key: chunk[key] for key in ("id", "created", "model") if key in chunk}
-            choices: list[Chunk] = chunk["choices"]
-            if choices:
-                moved = [{**choice, "index": i * choices_each + choice["index"]} for choice in choices]
-                yield {**chunk, **head, "choices": moved}
-            else:
-                usages.append(chunk)
-    if usages:
-        yield {**usages[0], **head, "usage": add_usage([chunk["usage"] for chunk in usages])}
-
-
-async def _interleaved(streams: Sequence[AsyncGenerator[Chunk]]) -> AsyncGenerator[tuple[int, Chunk]]:
-    next_chunks = {asyncio.ensure_future(anext(stream, None)): i for i, stream in enumerate(streams)}
-    try:
-        while next_chunks:
-            done, _ = await asyncio.wait(next_chunks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                chunk, i = await task, next_chunks.pop(task)
-                if chunk is not None:
-                    next_chunks[asyncio.ensure_future(anext(streams[i], None))] = i
-                    yield i, chunk
-    finally:
-        for task in next_chunks:
-            task.cancel()
-        await asyncio.gather(*next_chunks, return_exceptions=True)
-        for stream in streams:
-            await stream.aclose()
 
 
 # --- A stream --------------------------------------------------------------------------------------------------------
