@@ -195,6 +195,7 @@ def check_adapter(source: Mapping[str, Any], spec: WeightSpec) -> None:
     file = Path(source.get("file") or Path(source["path"], "adapter_model.safetensors"))
     if not file.is_file():
         return  # a name of the hub, or other files: vLLM reads them
+    rank, halves = _rank(source), set[tuple[str, str]]()
     known, layers = False, {match[1] for name in spec.shapes if (match := _LAYER.match(name))}
     of_adapter: set[str] = set()
     for name, shape in _shapes(file):
@@ -202,14 +203,30 @@ def check_adapter(source: Mapping[str, Any], spec: WeightSpec) -> None:
             continue
         base, axis = spec.shapes.get(f"{match['module']}.weight"), 1 if match["half"] == "A" else 0
         known |= base is not None
+        halves.add((match["module"], match["half"]))
+        if rank is not None and shape[1 - axis] != rank:
+            raise WeightsError(
+                f"the adapter's tensor {name!r} has shape {shape}, and its configuration says r={rank}; send the "
+                "configuration that it was trained with"
+            )
         of_adapter |= {layer[1]} if (layer := _LAYER.match(match["module"])) else set()
         if base is not None and shape[axis] != base[axis]:
             raise WeightsError(
                 f"the adapter is of another model: its tensor {name!r} has shape {shape}, and the engine's "
                 f"{match['module']!r} has {base}"
             )
+    if alone := sorted(module for module, half in halves if (module, "BA"[half == "B"]) not in halves):
+        raise WeightsError(f"the adapter has one of lora_A and lora_B for {alone[0]!r}, and not both")
     if known and (missing := sorted(of_adapter - layers)):
         raise WeightsError(f"the adapter is of another model: the engine's has no {missing[0]!r}")
+
+
+def _rank(source: Mapping[str, Any]) -> int | None:
+    """Return the rank that an adapter's configuration gives all matrices; None: it gives several, or there is none."""
+    config = source.get("config")
+    if config is None and (file := Path(source["path"], "adapter_config.json")).is_file():
+        config = parse_json(file.read_bytes(), str(file), WeightsError)
+    return None if not isinstance(config, dict) or config.get("rank_pattern") else config.get("r")
 
 
 def _shapes(file: Path) -> list[tuple[str, tuple[int, ...]]]:
