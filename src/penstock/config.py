@@ -124,6 +124,7 @@ class LoraConfig(Section):
     """The adapter's product counts alpha / rank times; default: once."""
     train_attn: bool = True
     train_mlp: bool = True
+    """A model of experts needs false."""
     train_unembed: bool = False
     merge: bool = False
     """Send engines the merged weights, all of them, and no adapter."""
@@ -200,6 +201,12 @@ class TrainConfig(Section):
                 "correction: none trains on older tokens as if they were new; choose tis, mis, icepop, dppo or "
                 "sequence_mask, or schedule: sync"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _has_ranks_for_ray(self) -> Self:
+        if self.ray_address is not None and self.ranks == 1:
+            raise ValueError("ray_address is for ranks beside the first: ask for more ranks, or set it to null")
         return self
 
     @model_validator(mode="after")

@@ -32,6 +32,13 @@ def test_a_model_that_cannot_fit_is_refused_with_the_arithmetic_and_not_loaded(m
         LocalLearner(str(tmp_path), TrainConfig(), seed=0)
 
 
+def test_a_configuration_that_contradicts_itself_is_refused(micro_model: str, tmp_path: Path):
+    config = json.loads((Path(micro_model) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 90}))
+    with pytest.raises(ConfigError, match=r"cannot load model .* for training: "):
+        LocalLearner(str(tmp_path), TrainConfig(), seed=0)
+
+
 def test_ranks_share_and_an_adapter_needs_the_base_alone(micro_model: str, monkeypatch: pytest.MonkeyPatch):
     count = parameter_count(micro_model)
     monkeypatch.setattr(fit, "_free_bytes", lambda _device: 8 * count)

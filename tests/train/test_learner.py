@@ -26,7 +26,7 @@ from penstock.train.checkpoint import LearnerState
 from penstock.train.grpo import Trainee, datum_of
 from penstock.train.interface import AdamSpec, Datum, LoraSpec
 from penstock.train.learner import LocalLearner, ServedDtype
-from penstock.train.losses import POLICY_LOSSES, Limits, LossSpec, LossTerms
+from penstock.train.losses import POLICY_LOSSES, Limits, LossOutput, LossSpec, LossTerms
 from penstock.weights.shared_memory import SharedMemoryStore
 
 
@@ -243,12 +243,26 @@ def test_groups_without_a_preference_change_nothing_but_are_measured(micro_model
     assert all(torch.equal(before[name], tensor) for name, tensor in held(learner).items())
 
 
+def no_number(terms: LossTerms, _: Limits) -> LossOutput:
+    """A sum that is NaN, with a finite gradient."""
+    return LossOutput(terms.log_ratio().sum() + math.nan, terms.weights_B_T.sum(), {})
+
+
 def test_a_gradient_that_is_no_number_changes_nothing(micro_model: str):
     learner = learner_of(micro_model)
     before = {name: tensor.clone() for name, tensor in held(learner).items()}
-    bad = [trajectory([1], [2, 3], logprobs=[float("nan"), -1.0], reward=r) for r in (0.0, 1.0)]
+    good = [trajectory([1], [2, 3], logprobs=[-3.0, -1.0], reward=r) for r in (0.0, 1.0)]
+    hook = learner.learner._parameters(None)["model.norm.weight"].register_hook(lambda gradient: gradient * math.nan)
+    with pytest.raises(StateError, match=r"step 1 has loss .* and a gradient of norm nan: nothing was changed"):
+        learner.step(good)
+    hook.remove()
+    lost = replace(learner, config=learner.config.model_copy(update={"loss": "test_learner:no_number"}))
     with pytest.raises(StateError, match=r"step 1 has loss nan and a gradient of norm nan: nothing was changed"):
-        learner.step(bad)
+        lost.step(good)
+    with pytest.raises(UserError, match="sample 0 of the data has the logprob of a token that is no finite number"):
+        learner.step([trajectory([1], [2, 3], logprobs=[math.nan, -1.0], reward=r) for r in (0.0, 1.0)])
+    with pytest.raises(UserError, match="reward is no finite number"):
+        learner.step([trajectory([1], [2, 3], logprobs=[-3.0, -1.0], reward=r) for r in (0.0, math.inf)])
     assert learner.version == 0
     assert all(torch.equal(before[name], tensor) for name, tensor in held(learner).items())
 

@@ -184,8 +184,42 @@ def test_what_does_not_fit_is_refused(micro_model: str, untied: str):
     other.create_adapter("a", LoraSpec(rank=2))
     with pytest.raises(CheckpointError, match="adapter of another base model"):
         other.load_state("a", learner.state("a"))
+    other = learner_of(micro_model)
+    with torch.no_grad():
+        other.policy.model.base_model.embed_tokens.weight[-1, -1] += 1.0
+    other.create_adapter("a", LoraSpec(rank=2))
+    with pytest.raises(CheckpointError, match="adapter of another base model"):
+        other.load_state("a", learner.state("a"))
     with pytest.raises(CheckpointError, match="is of another model"):
         learner.load_state("a", learner.state("head"))
+
+
+def test_merging_reaches_a_matrix_that_the_checkpoint_calls_otherwise(tmp_path: Path):
+    learner = learner_of(neox(tmp_path / "neox"))
+    learner.create_adapter("a", LoraSpec(rank=2, train_unembed=True))
+    generator = torch.Generator().manual_seed(1)
+    learner.set_adapter("a", {n: torch.randn(t.shape, generator=generator) for n, t in learner.weights("a")})
+    base, found = held(learner, None), {n: t.clone() for n, t in learner.merged_weights("a")}
+    assert len({name for name, tensor in found.items() if not torch.equal(tensor, base[name])}) == 9
+    assert not torch.equal(found["embed_out.weight"], base["embed_out.weight"])
+
+
+def test_what_a_new_or_replaced_adapter_leaves_alone(micro_model: str):
+    learner, data = learner_of(micro_model), data_of(micro_model)
+    random = torch.get_rng_state()
+    learner.create_adapter("a", LoraSpec(rank=2))
+    assert torch.equal(torch.get_rng_state(), random), "it draws from a generator of its own"
+    first = held(learner, "a")
+    trained(learner, "a", data, steps=3)
+    learner.set_adapter("a", first)
+    trained(learner, "a", data, steps=1)
+    other = learner_of(micro_model)
+    other.create_adapter("a", LoraSpec(rank=2))
+    trained(other, "a", data, steps=1)
+    torch.testing.assert_close(held(learner, "a"), held(other, "a"), rtol=0, atol=0)
+    with pytest.raises(StateError, match="base's weights are frozen"):
+        learner.optim_step(None, ADAM, scale=1.0)
+    assert learner.versions[None] == 0
 
 
 def neox(folder: Path) -> str:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from random_trajectories import trajectories_of
 from transformers import AutoModelForCausalLM
 
 from penstock.config import LoraConfig, TrainConfig
-from penstock.errors import UserError
+from penstock.errors import PenstockError, UserError
 from penstock.train.grpo import Trainee, datum_of, known_denominators
 from penstock.train.interface import AdamSpec, Datum, LoraSpec
 from penstock.train.learner import LocalLearner
-from penstock.train.losses import LOSSES, Limits, LossSpec, LossTerms
+from penstock.train.losses import LOSSES, Limits, LossOutput, LossSpec, LossTerms
 
 
 class Kept(LocalLearner):
@@ -112,6 +115,72 @@ def test_token_advantages_and_weights_count_token_by_token(micro_model: str):
     factors = torch.tensor(weights)
     assert outputs.losses["dapo"] == pytest.approx(-(factors * torch.tensor(advantages)).sum().item(), rel=1e-5)
     assert outputs.losses["cross_entropy"] == pytest.approx(-(factors * exact).sum().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("datum", "why"),
+    [
+        (Datum([1, 2, 3], [7], [1.0], [0.0], [1.0], positions=[4]), "sample 1 .* a target at place 4, and 3 input"),
+        (Datum([1, 2, 3], [7], [1.0], [0.0], [1.0], positions=[-1]), "sample 1 .* a target at place -1, and 3 input"),
+        (Datum([1, 2], [2, 3], [1.0, 1.0], [0.0, math.nan], [1.0, 1.0]), "sample 1 .* has the logprob of a"),
+        (Datum([1, 2], [2, 3], [1.0, 1.0], [0.0, 0.0], [1.0, math.inf]), "sample 1 .* has the advantage of a token"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("correction", ["tis", "icepop"])
+def test_places_and_numbers_that_mean_nothing_are_refused(micro_model: str, datum: Datum, why: str, correction: str):
+    learner = LocalLearner(micro_model, TrainConfig(), seed=0)
+    beside = Datum([5, 6, 8], [7], [1.0], [0.0], [1.0], positions=[2])
+    with pytest.raises(UserError, match=why):
+        learner.forward_backward(None, LossSpec({"dapo": 1.0}, Limits(correction=correction)), [beside, datum])
+
+
+def near(terms: LossTerms, _: Limits) -> LossOutput:
+    """Keep what has hardly moved."""
+    weights_B_T = terms.weights_B_T * (terms.log_ratio().detach().abs() < 0.1)
+    return LossOutput(-(terms.log_ratio().exp() * terms.advantages_B_T * weights_B_T).sum(), weights_B_T.sum(), {})
+
+
+def without_gradient(terms: LossTerms, _: Limits) -> LossOutput:
+    return LossOutput(terms.logprobs_B_T.detach().sum(), terms.weights_B_T.sum(), {})
+
+
+def of_each_token(terms: LossTerms, _: Limits) -> LossOutput:
+    return LossOutput(terms.logprobs_B_T, terms.weights_B_T.sum(), {})
+
+
+def breaks_half_way(terms: LossTerms, _: Limits) -> LossOutput:
+    if (terms.behaviour_B_T == -3.0).any() and (terms.logprobs_B_T != 0).any():
+        raise ValueError("in the second micro-batch")
+    return LossOutput(-terms.log_ratio().sum(), terms.weights_B_T.sum(), {})
+
+
+def test_a_loss_of_ones_own_that_drops_tokens_leaves_the_other_parts_as_they_are(micro_model: str):
+    """Both drop the same tokens, and without advantages the divergence alone has a gradient."""
+    norms: list[float] = []
+    for loss, correction in (("test_loss_parts:near", "tis"), ("dapo", "icepop")):
+        options = {"loss": loss, "correction": correction, "kl_coefficient": 1.0, "ratio_band": (0.9048, 1.1052)}
+        trainee = trainee_of(micro_model, **options)
+        moved = trajectories_of(trainee, noise=0.3)
+        trainee.learner.forward_backward(None, LossSpec({"cross_entropy": 1.0}), [datum_of(t, 0.0) for t in moved])
+        trainee.learner.optim_step(None, AdamSpec(learning_rate=1e-2), scale=0.1)
+        norms.append(trainee.step([replace(t, reward=0.0) for t in moved])["grad_norm"])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4) != 0
+
+
+@pytest.mark.parametrize("name", ["without_gradient", "of_each_token"])
+def test_a_loss_of_ones_own_that_is_no_sum_with_a_gradient_is_named(micro_model: str, name: str):
+    learner = LocalLearner(micro_model, TrainConfig(), seed=0)
+    data = [Datum([1, 2], [2, 3], [1.0, 1.0], [0.0, 0.0], [1.0, 1.0])]
+    with pytest.raises(PenstockError, match=f"train.loss 'test_loss_parts:{name}' must return one sum"):
+        learner.forward_backward(None, LossSpec({f"test_loss_parts:{name}": 1.0}), data)
+
+
+def test_a_call_that_fails_half_way_leaves_no_gradient(micro_model: str):
+    learner = LocalLearner(micro_model, TrainConfig(micro_batch_tokens=2), seed=0)
+    data = [Datum([1, 2], [2, 3], [1.0, 1.0], [mu, mu], [1.0, 1.0]) for mu in (-1.0, -3.0)]
+    with pytest.raises(PenstockError, match="in the second micro-batch"):
+        learner.forward_backward(None, LossSpec({"test_loss_parts:breaks_half_way": 1.0}), data)
+    assert learner.optim_step(None, AdamSpec(), scale=1.0).grad_norm == 0
 
 
 def test_data_that_do_not_fit_are_refused(micro_model: str):

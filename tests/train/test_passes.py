@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import starmap
+from pathlib import Path
 
 import pytest
 import torch
 from test_lora import SFT, data_of, learner_of, trained, untied  # noqa: F401 - a fixture
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from penstock.config import LoraConfig, TrainConfig
 from penstock.errors import StateError, UserError
@@ -106,3 +109,27 @@ def test_adapters_compute_alone_again_afterwards(untied: str):  # noqa: F811
 def test_compiled_layers_are_not_shared(untied: str):  # noqa: F811
     assert learner_of(untied).joins
     assert not LocalLearner(untied, TrainConfig(lora=LoraConfig(), compile=True), seed=0).joins
+
+
+def test_experts_of_one_adapters_data_are_replayed_in_a_shared_pass(tmp_path: Path):
+    config = Qwen3MoeConfig(
+        vocab_size=24, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2, head_dim=8,
+        num_attention_heads=4, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, initializer_range=0.3,
+    )  # fmt: skip
+    torch.manual_seed(5)
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    learner = learner_of(str(tmp_path))
+    for name in ("a", "b"):
+        learner.create_adapter(name, LoraSpec(rank=2, train_mlp=False))
+    ids, ones = list(range(3, 12)), [1.0] * 9
+    replayed = Datum(ids, ids, ones, ones, ones, experts=torch.tensor([[0, 1], [2, 3]]).expand(9, 2, 2))
+    plain = Datum(ids[::-1], ids[::-1], ones, ones, ones)
+    for parts in ([("a", SFT, [replayed]), ("b", SFT, [plain])], [("b", SFT, [plain]), ("a", SFT, [replayed])]):
+        apart = [learner.forward(*part).losses for part in parts]
+        assert [outputs.losses for outputs in learner.forward_backward_together(parts)] == [
+            pytest.approx(losses, rel=1e-5) for losses in apart
+        ]
+    assert (
+        learner.forward("a", SFT, [replace(replayed, experts=None)]).losses
+        != learner.forward("a", SFT, [replayed]).losses
+    )

@@ -18,7 +18,10 @@ from penstock.config import TrainConfig
 from penstock.errors import LearnerError, PenstockError
 from penstock.train import ranks as module
 from penstock.train.grpo import Trainee
+from penstock.train.interface import Datum
 from penstock.train.learner import LocalLearner
+from penstock.train.losses import LossSpec
+from penstock.train.parts import to_the_end
 from penstock.train.rank_group import COLLECTIVE, RankGroup
 from penstock.train.ranked import RankedLearner
 from penstock.train.ranks import Ranks
@@ -67,6 +70,23 @@ async def test_a_rank_that_stands_still_in_a_save_ends_the_run_with_its_name(
         pid = ranks.pids[1]
         with pytest.raises(LearnerError, match=rf"lost each other: .*imed out.*; still running: rank 1 \(pid {pid}\)"):
             await ranks.during(asyncio.to_thread(learner.save, None, folder))
+        assert learner.is_lost
+
+
+async def test_a_cancelled_run_does_not_wait_for_a_rank_that_stands_still(
+    micro_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(module, "STOP_S", 1.0)
+    data = [Datum([1, 2, 3], [2, 3, 4], [1.0] * 3, [-1.0] * 3, [1.0] * 3)]
+    async with asyncio.timeout(60), Ranks(2, tmp_path, {}) as ranks:
+        learner = await ranks.load(lambda group: RankedLearner(group, micro_model, CONFIG, seed=0, served_dtype="auto"))
+        os.kill(ranks.pids[1], signal.SIGSTOP)
+        step = to_the_end(asyncio.to_thread(learner.forward_backward, None, LossSpec({"dapo": 1.0}), data))
+        run = asyncio.create_task(ranks.during(step))
+        await asyncio.sleep(1.0)
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
         assert learner.is_lost
 
 

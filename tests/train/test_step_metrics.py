@@ -6,6 +6,7 @@ import pytest
 
 from penstock.config import TrainConfig, load_config
 from penstock.errors import ConfigError, StateError
+from penstock.train.rank_group import address_towards
 from penstock.train.step_metrics import LogprobAlarm, token_ages
 from penstock.types import Trajectory
 
@@ -52,6 +53,13 @@ def test_an_asynchronous_run_without_a_correction_does_not_start() -> None:
         load_config(None, ["engine.model=m", "train.correction=none"])
     config = load_config(None, ["engine.model=m", "train.correction=none", "train.max_staleness=0"])
     assert config.train == TrainConfig(correction="none", max_staleness=0)
+
+
+def test_a_ray_cluster_for_one_rank_is_refused_and_so_is_one_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match="ray_address is for ranks beside the first"):
+        load_config(None, ["engine.model=m", "train.ray_address=127.0.0.1:6379"])
+    with pytest.raises(ConfigError, match=r"no Ray cluster answers at 127.0.0.1:1 \(train.ray_address\)"):
+        address_towards("127.0.0.1:1")
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,8 @@ async def test_a_run_trains_on_every_token_once_within_the_bound(model: Path, tm
     assert kinds == ["update", "step"] * 8
     assert [value for kind, value in reporter.events if kind == "phase"][:2] == ["evaluate", "train"]
     assert reporter.events[-1] == ("end", summary)
+    warning = next(value for kind, value in reporter.events if kind == "warning")
+    assert warning.startswith("step 1: trainer and engine disagree by")
 
 
 async def test_recorded_tokens_are_those_of_the_version_they_claim(model: Path, tmp_path: Path) -> None:

@@ -73,6 +73,9 @@ class Recorder(Reporter):
     def on_eval(self, name: str, accuracy: float) -> None:
         self.events.append(("eval", (name, accuracy)))
 
+    def on_warning(self, text: str) -> None:
+        self.events.append(("warning", text))
+
     def on_end(self, summary: Summary) -> None:
         self.events.append(("end", summary))
 

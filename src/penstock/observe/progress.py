@@ -109,6 +109,10 @@ class RunDisplay(Reporter):
         self._evaluations[name] = accuracy
         self._line(f"held-out accuracy {name}: {accuracy:.1%}")
 
+    def on_warning(self, text: str) -> None:
+        """Print it, and leave it there."""
+        self._console.print(f"warning: {text}", style="yellow", markup=False)
+
     def on_end(self, summary: Summary) -> None:
         """End the live panel, and print the closing table."""
         self._stop_live()

@@ -181,5 +181,8 @@ class Reporter:
     def on_eval(self, name: str, accuracy: float) -> None:
         """An evaluation ended. `name` is `before`, `after` or `step N`; `accuracy` is a fraction from 0 to 1."""
 
+    def on_warning(self, text: str) -> None:
+        """The run goes on, and somebody should look at it."""
+
     def on_end(self, summary: Summary) -> None:
         """The run ended well."""

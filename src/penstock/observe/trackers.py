@@ -96,6 +96,10 @@ class Reporters(Reporter):
         step = self._steps[name] if name in self._steps else int(name.removeprefix("step "))
         self._log({HELD_OUT: accuracy}, step)
 
+    def on_warning(self, text: str) -> None:
+        """See `Reporter`."""
+        self._first.on_warning(text)
+
     def on_end(self, summary: Summary) -> None:
         """See `Reporter`."""
         self._first.on_end(summary)

@@ -129,7 +129,8 @@ def micro_batches(
         ranks: that share the micro-batches of each kind.
 
     Raises:
-        UserError: a token is not of the vocabulary, a loss is unknown, or the data lack what one of them reads.
+        UserError: a token is not of the vocabulary, a place not of its sequence, a number not finite, a loss is
+            unknown, or the data lack what one of them reads.
     """
     functions = [loss_named(part) for part in loss.parts]
     by_need: dict[bool, list[int]] = {True: [], False: []}
@@ -142,25 +143,34 @@ def micro_batches(
         for members in plan(lengths, min(max_tokens, math.ceil(sum(lengths) / ranks))):
             indices = [chosen[i] for i in members]
             batch = replace(collate([data[i] for i in indices], loss, indices), needs_gradient=needs_gradient)
-            _check_tokens(batch, vocabulary)
-            blank_K = torch.zeros(len(batch.targets_K))
+            _check(batch, vocabulary)
+            blank_K = torch.zeros(len(batch.targets_K), requires_grad=True)
             for function in functions:  # refuses what it would refuse in the midst of a step, on some ranks alone
                 function(batch.terms(blank_K, blank_K), loss.limits)
             result.append(batch)
     return result
 
 
-def _check_tokens(batch: MicroBatch, vocabulary: int) -> None:
-    inputs = "input token", batch.input_ids_1_L[0], batch.bounds.diff()
-    for what, ids, counts in (inputs, ("target", batch.targets_K, batch.present_B_T.sum(-1))):
-        unknown = ((ids < 0) | (ids >= vocabulary)).nonzero()
-        if len(unknown):
-            at = int(unknown[0])
-            sample = batch.indices[int(torch.arange(len(counts)).repeat_interleave(counts)[at])]
+def _check(batch: MicroBatch, vocabulary: int) -> None:
+    """Refuse what the model cannot read, or what would teach it nothing that means anything."""
+    samples = torch.arange(len(batch.indices))
+    of_L, of_K = (samples.repeat_interleave(n) for n in (batch.bounds.diff(), batch.present_B_T.sum(-1)))
+    for what, ids, of in (("input token", batch.input_ids_1_L[0], of_L), ("target", batch.targets_K, of_K)):
+        if (wrong := (ids < 0) | (ids >= vocabulary)).any():
+            sample, token = batch.indices[of[wrong][0]], int(ids[wrong][0])
             raise UserError(
-                f"sample {sample} of the data has the {what} {int(ids[at])}, and the learner's model knows tokens 0 to "
+                f"sample {sample} of the data has the {what} {token}, and the learner's model knows tokens 0 to "
                 f"{vocabulary - 1}; sample from engines of the same model"
             )
+    first_K, end_K = batch.bounds[of_K], batch.bounds[of_K + 1]
+    if (wrong := (batch.positions_K < first_K) | (batch.positions_K >= end_K)).any():
+        place, tokens = (batch.positions_K - first_K)[wrong][0], (end_K - first_K)[wrong][0]
+        sample = batch.indices[of_K[wrong][0]]
+        raise UserError(f"sample {sample} of the data has a target at place {place}, and {tokens} input tokens")
+    for what, values in (("logprob", batch.behaviour_B_T), ("advantage", batch.advantages_B_T)):
+        if (wrong := (~values.isfinite() & (batch.weights_B_T != 0)).any(-1)).any():
+            sample = batch.indices[samples[wrong][0]]
+            raise UserError(f"sample {sample} of the data has the {what} of a token that is no finite number")
 
 
 def collate(data: Sequence[Datum], loss: LossSpec, indices: Sequence[int] = ()) -> MicroBatch:

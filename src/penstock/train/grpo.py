@@ -24,7 +24,7 @@ from penstock.fleet.fleet import Fleet
 from penstock.train.advantages import ADVANTAGES, group_indices
 from penstock.train.batching import collate
 from penstock.train.interface import AdamSpec, Datum, Learner, Outputs
-from penstock.train.losses import DROP_NOTHING, LOG_RATIO_LIMIT, Limits, LossSpec, loss_named
+from penstock.train.losses import DROP_NOTHING, LOG_RATIO_LIMIT, LOSSES, Limits, LossSpec, loss_named
 from penstock.types import Trajectory, UpdateReport
 
 
@@ -94,6 +94,8 @@ class Trainee:
         started = time.perf_counter()
         policy_tokens = _count_policy_tokens(trajectories)
         rewards_N = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
+        if not rewards_N.isfinite().all():
+            raise UserError("a trajectory's reward is no finite number; look at what the environment returns")
         groups_N = group_indices([t.group_id for t in trajectories])
         advantages_N = ADVANTAGES[self.config.advantage](rewards_N, groups_N).float()
         data = [datum_of(t, advantage) for t, advantage in zip(trajectories, advantages_N.tolist(), strict=True)]
@@ -158,7 +160,7 @@ class Trainee:
         spec = LossSpec(self._coefficients(), limits, self.temperature)
         if len(spec.parts) == 1:
             return spec
-        if config.correction in DROP_NOTHING:
+        if config.correction in DROP_NOTHING and config.loss in LOSSES:
             found = known_denominators(spec, data)
         else:
             found = self.learner.forward(self.adapter, spec, data).denominators

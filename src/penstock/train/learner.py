@@ -75,6 +75,7 @@ class LocalLearner(Learner):
         self._casts: dict[str, Tensor] = {}
         self._optimizers: dict[str | None, torch.optim.AdamW] = {}
         self._adapters: Adapters | None = None
+        self._base_digest = ""
         # Compiled layers would be compiled again for each mixture of adapters.
         self.joins = self._group is None and not config.compile
         if self._group is None:  # a model that cannot be packed is refused now; of ranks the first step refuses it
@@ -93,8 +94,7 @@ class LocalLearner(Learner):
         self._use_threads()
         if not loss.parts:
             raise UserError("a loss of no parts has no gradient; name one in LossSpec.parts, or call forward")
-        if adapter is None and self._adapters is not None:
-            raise StateError("the base's weights are frozen, as adapters are trained on them; name an adapter")
+        self._check_trained(adapter)
         self._activate(adapter)
         with ExitStack() as failed:
             failed.callback(self._optimizer(adapter).zero_grad)
@@ -130,6 +130,7 @@ class LocalLearner(Learner):
     def optim_step(self, adapter: str | None, adam: AdamSpec, *, scale: float) -> StepFigures:
         """See `Learner.optim_step`."""
         self._use_threads()
+        self._check_trained(adapter)
         parameters = list(self._parameters(adapter).values())
         for parameter in parameters:
             if parameter.grad is not None:
@@ -337,11 +338,15 @@ class LocalLearner(Learner):
         return {plain_name(name): parameter for name, parameter in named if not is_adapter(name)}
 
     def _fingerprint(self) -> str:
-        """Name the base's weights by a few values of each tensor."""
-        digest = hashlib.blake2b(digest_size=16)
-        for name, parameter in self._parameters(None).items():
-            digest.update(f"{name}{tuple(parameter.shape)}{_whole(parameter.detach()).flatten()[:8].tolist()}".encode())
-        return digest.hexdigest()
+        """Name the weights of the frozen base by their bits' sum, and by a few values of each tensor."""
+        if not self._base_digest:
+            digest = hashlib.blake2b(digest_size=16)
+            for name, parameter in self._parameters(None).items():
+                whole = _whole(parameter.detach()).contiguous()
+                bits = int(whole.view(torch.int16 if whole.itemsize == 2 else torch.int32).sum(dtype=torch.int64))  # noqa: PLR2004
+                digest.update(f"{name}{tuple(whole.shape)}{bits}{whole.flatten()[:8].tolist()}".encode())
+            self._base_digest = digest.hexdigest()
+        return self._base_digest
 
     def _optimizer(self, adapter: str | None) -> torch.optim.AdamW:
         if adapter not in self._optimizers:
@@ -353,6 +358,10 @@ class LocalLearner(Learner):
             known = ", ".join(repr(known) for known in self.versions if known is not None) or "none"
             raise UserError(f"the learner has no adapter {name!r}; it has {known}")
         return self._adapters
+
+    def _check_trained(self, adapter: str | None) -> None:
+        if adapter is None and self._adapters is not None:
+            raise StateError("the base's weights are frozen, as adapters are trained on them; name an adapter")
 
     def _activate(self, adapter: str | None) -> None:
         """Compute with an adapter, or with the base alone."""

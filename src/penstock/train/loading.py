@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -140,7 +141,7 @@ def _refusing(model_path: str) -> Generator[None]:
     hf_logging.disable_progress_bar()  # it would write over the live display
     try:
         yield
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError, StrictDataclassError) as error:
         raise ConfigError(f"cannot load model {model_path!r} for training: {error}") from error
 
 

@@ -20,6 +20,7 @@ from torch.nn import Parameter
 
 from penstock.errors import UserError
 from penstock.train.interface import LoraSpec
+from penstock.weights.manifest import checkpoint_names_of
 
 _PREFIX = "base_model.model."
 """PEFT's checkpoints name tensors as its own wrapper does, which is not used here."""
@@ -40,6 +41,7 @@ class Adapters:
         self._keys: dict[str, str] = {}  # PEFT's names are attributes of modules, so they may hold no dots
         self._parameters: dict[str, dict[str, Parameter]] = {}
         self._layers: list[Any] = []
+        self._merged: dict[str, Mapping[str, LoraLayer]] = {}
         self._made = 0
 
     def create(self, name: str, spec: LoraSpec) -> None:
@@ -73,6 +75,7 @@ class Adapters:
     def drop(self, name: str) -> None:
         """See `Learner.drop_adapter`."""
         key = self._keys.pop(name)
+        self._merged.pop(name, None)
         del self._configs[name], self._parameters[name]
         for layer in self._layers:
             layer.set_adapter([])  # an active one would make way for another, with a warning
@@ -118,18 +121,24 @@ class Adapters:
         """Which weights of the base an adapter changes, by their names in a checkpoint.
 
         Raises:
-            UserError: it changes an output matrix that is the input matrix as well, which must stay as it is.
+            UserError: it changes an output matrix that is the input matrix as well, which must stay as it is, or a
+                matrix that the checkpoint has in other pieces.
         """
-        key = self._keys[name]
-        layers = {
-            f"{full}.weight": layer
-            for full, layer in self._model.named_modules()
-            if isinstance(layer, LoraLayer) and key in layer.lora_A
-        }
+        if name in self._merged:
+            return self._merged[name]
+        key, blanks, layers = self._keys[name], dict[str, Tensor](), dict[int, LoraLayer]()
+        for full, layer in self._model.named_modules():
+            if isinstance(layer, LoraLayer) and key in layer.lora_A:
+                blank = blanks[f"{full}.weight"] = torch.empty_like(layer.weight, device="meta")
+                layers[id(blank)] = layer
         head = self._model.get_output_embeddings()
         if head in layers.values() and self._model.config.get_text_config().tie_word_embeddings:
             raise UserError("an adapter of the output matrix cannot be merged where that is the input matrix as well")
-        return layers
+        named = checkpoint_names_of(self._model, dict(blanks))
+        if wrong := [stored for stored, blank in named.items() if id(blank) not in layers]:
+            raise UserError(f"the adapter cannot be merged: the checkpoint has {wrong[0]!r} in other pieces")
+        self._merged[name] = {stored: layers[id(blank)] for stored, blank in named.items()}
+        return self._merged[name]
 
     def delta(self, name: str, layer: Any) -> Tensor:
         """Alpha / rank * B A of one matrix, in its shape."""

@@ -418,6 +418,10 @@ def loss_named(name: str) -> Loss:
             output: object = found(terms, limits)
         if not isinstance(output, LossOutput):
             raise PenstockError(f"train.loss {name!r} must return penstock.train.losses.LossOutput, got {output!r}")
+        if getattr(output.loss, "ndim", 1) or terms.logprobs_B_T.requires_grad > output.loss.requires_grad:
+            raise PenstockError(
+                f"train.loss {name!r} must return one sum, with the gradient of terms.logprobs_B_T; got {output.loss!r}"
+            )
         return output
 
     return own

@@ -18,6 +18,7 @@ from penstock.train.interface import Datum, Outputs
 from penstock.train.logprobs import TokenLogprobs
 from penstock.train.losses import LossSpec, loss_named
 from penstock.train.policy_model import PolicyModel
+from penstock.train.router_replay import UNKNOWN
 
 if TYPE_CHECKING:
     from penstock.train.lora import Adapters
@@ -51,9 +52,8 @@ def loss_of(found: TokenLogprobs, batch: MicroBatch, loss: LossSpec) -> tuple[Te
     """Return the sum to differentiate of a micro-batch, and its sums without gradients."""
     terms = batch.terms(found.logprobs, found.entropy)
     outputs = {part: loss_named(part)(terms, loss.limits) for part in loss.parts}
-    metrics = {"entropy": (terms.entropy_B_T.detach() * terms.mask()).sum()}  # pyright: ignore[reportOptionalMemberAccess]
-    for output in outputs.values():
-        metrics |= output.metrics
+    metrics = {name: value for output in outputs.values() for name, value in output.metrics.items()}
+    metrics["entropy"] = (terms.entropy_B_T.detach() * terms.mask()).sum()  # pyright: ignore[reportOptionalMemberAccess]
     losses = {part: output.loss.detach() for part, output in outputs.items()}
     denominators = {part: output.denominator for part, output in outputs.items()}
     nothing = found.logprobs.new_zeros(())  # a loss of no parts asks for logprobs alone
@@ -113,10 +113,17 @@ def _end_to_end(batches: Sequence[MicroBatch]) -> MicroBatch:
     for batch in batches:
         starts.append(starts[-1] + batch.input_ids_1_L.shape[1])
     bounds = [batch.bounds[:-1] + start for batch, start in zip(batches, starts, strict=False)]
+    experts = next((batch.experts_L_N_K for batch in batches if batch.experts_L_N_K is not None), None)
+    if experts is not None:
+        unknown = experts.new_full((1, *experts.shape[1:]), UNKNOWN)
+        rows = [unknown.expand(b.input_ids_1_L.shape[1], -1, -1) for b in batches]
+        given = [row if b.experts_L_N_K is None else b.experts_L_N_K for b, row in zip(batches, rows, strict=True)]
+        experts = torch.cat(given)
     return replace(
         batches[0],
         input_ids_1_L=torch.cat([batch.input_ids_1_L for batch in batches], dim=1),
         position_ids_1_L=torch.cat([batch.position_ids_1_L for batch in batches], dim=1),
         bounds=torch.cat([*bounds, batches[0].bounds.new_tensor([starts[-1]])]),
         longest=max(batch.longest for batch in batches),
+        experts_L_N_K=experts,
     )

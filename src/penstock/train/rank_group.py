@@ -33,6 +33,8 @@ COLLECTIVE = timedelta(minutes=10)
 IDLE = timedelta(days=365)
 """A follower waits for the next command as long as rank 0 lives: the end of its connection ends the wait."""
 LOOPBACK = "127.0.0.1"
+ANSWER_S = 10.0
+"""For a Ray cluster to accept a connection."""
 _HEADER = "header"
 _GPU = "gpu"
 
@@ -112,12 +114,13 @@ def told_gpu(store: dist.Store) -> str:
 def address_towards(cluster: str) -> str:
     """Return this host's address on its way to a Ray cluster, `host:port` or what Ray finds by itself."""
     host, _, port = cluster.rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
-        try:
-            route.connect((host, int(port)))
+    try:
+        with socket.create_connection((host, int(port)), timeout=ANSWER_S) as route:
             return route.getsockname()[0]
-        except (OSError, ValueError):  # "auto"
-            return socket.gethostbyname(socket.gethostname())
+    except (socket.gaierror, ValueError):  # "auto"
+        return socket.gethostbyname(socket.gethostname())
+    except OSError as error:
+        raise ConfigError(f"no Ray cluster answers at {cluster} (train.ray_address): {error}") from error
 
 
 def _prefix(attempt: str) -> str:

@@ -123,6 +123,10 @@ class Ranks:
         finally:
             for task in (working, *ends):
                 task.cancel()
+            if not (await asyncio.wait((working,), timeout=STOP_S))[0]:  # its step waits for a rank that stands still
+                log.warning("a step of the learner did not end within %g s: its ranks are ended", STOP_S)
+                await asyncio.gather(*(child.stop(STOP_S) for child in self._children))
+                await asyncio.to_thread(self._release)
             await asyncio.wait((working, *ends))
 
     async def _in_thread(self, call: Callable[..., T], *arguments: Any) -> T:

@@ -223,6 +223,7 @@ class _Run:
         learned, report = await SCHEDULES[self.config.train.schedule](parts)
         if (warning := self.alarm.warning(learned.figures)) is not None:
             log.warning("step %d: %s", self.progress.step + 1, warning)
+            self.reporter.on_warning(f"step {self.progress.step + 1}: {warning}")
         lost = await self._tokens_lost(report)
         figures = {**batch_metrics(learned.batch, learned.ages), **learner_metrics(learned.figures), **lost}
         self._record(learned.batch, figures, report)
