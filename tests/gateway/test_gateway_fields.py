@@ -194,6 +194,6 @@ async def test_a_client_that_resets_and_asks_again_at_once_has_one_turn(tokenize
 
 def test_a_training_run_replaces_what_a_harness_asks_of_sampling() -> None:
     """Logprobs over a part of the vocabulary, or after a penalty, are not the learner's."""
-    assert set(_WHOLE) == set(dialect._SAMPLING) - {"temperature", "stop_token_ids"}
+    assert set(_WHOLE) == set(dialect.SAMPLING) - {"temperature", "stop_token_ids"}
     plain = SamplingParams()
     assert all(getattr(plain, name) == value for name, value in _WHOLE.items())

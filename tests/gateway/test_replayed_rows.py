@@ -6,6 +6,7 @@ import asyncio
 import shutil
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from penstock.engine.launch import EngineProcess
 from penstock.gateway.service import Tenant
 from penstock.rollout.tokenizer import Tokenizer
 from penstock.settings import EngineConfig
+from penstock.types import PauseMode
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -117,3 +119,40 @@ async def test_rows_are_what_fresh_engines_of_their_versions_compute(
             assert trained == session.sampled_tokens
             assert differ > 0.8 * trained
     assert seen == {before, after}
+
+
+async def test_rows_through_an_update_that_keeps_kv_are_replayed_with_it_repeated(
+    live: Any, tokenizer: Tokenizer
+) -> None:
+    harness = Harness(live.engine, tokenizer, 1024)
+    conversations: list[list[Any]] = [[{"role": "user", "content": f"question {i}"}] for i in range(24)]
+
+    async def ask(number: int) -> None:
+        await turn(harness, number % 3, f"k{number}", conversations[number], 400)
+
+    asking = [asyncio.create_task(ask(number)) for number in range(24)]
+    await made(live, 24)
+    await live.engine.pause_generation(PauseMode.KEEP, clear_cache=False)
+    kept = (await live.update(changed(live.history.latest, 79), "keep_in_flight")).engines[0].kept
+    await live.engine.resume_generation()
+    assert kept > 0
+    await asyncio.gather(*asking)
+    await asyncio.gather(*(ask(number) for number in range(24)))
+    crossed: list[float] = []
+    shifted: list[float] = []
+    for number in range(24):
+        session = harness.gateway.find(TENANT, f"k{number}")
+        for row in session.rows():
+            context = list(row.leaf.path()[0].added)
+            for node in row.leaf.path():
+                context += node.added if node.parent else ()
+                assert live.history.worst_difference(context, node.sample) < 1e-4
+                shifted.append(live.history.worst_difference(context[1:], node.sample))
+                spans = node.sample.spans
+                if any(span.kv_kept for span in spans):
+                    alone = replace(node.sample, spans=tuple(replace(span, kv_kept=False) for span in spans))
+                    crossed.append(live.history.worst_difference(context, alone))
+                context += node.sample.token_ids
+    assert len(crossed) == kept
+    for found in (shifted, crossed):
+        assert sum(difference > 1e-3 for difference in found) > 0.8 * len(found)

@@ -123,6 +123,7 @@ async def _serve(
             typer.echo(f"policy faithful: the template cannot be extended ({kept.codec.template_faults[0]})", err=True)
         gc.collect()
         gc.freeze()  # else each full collection walks what transformers imported, and all turns wait
+        gc.set_threshold(700, 10, 1000)  # and those of its own sessions are rare, since these have no circles
         async with serving(kept, host=host, port=port) as base:
             typer.echo(f"ready: gateway to {model} at {base}, policy {kept.policy}\nCtrl-C stops it.")
             await asyncio.Event().wait()

@@ -21,6 +21,7 @@ import operator
 import secrets
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, cast
@@ -185,7 +186,8 @@ class DataClient:
         given = SamplingParams.of(sampling_params)
         if given.n not in {1, num_samples}:
             raise RequestError(f"num_samples is {num_samples}, and sampling parameter n is {given.n}; leave n out")
-        return await self._generate(ids, replace(given, n=num_samples), session_id, adapter=adapter)
+        params = given if given.n == num_samples else replace(given, n=num_samples)
+        return await self._generate(ids, params, session_id, adapter=adapter)
 
     async def tokenize(self, prompt: Sequence[Message] | str) -> list[int]:
         """Return the token ids of a string, or of a chat with the opening of the assistant's turn."""
@@ -267,11 +269,11 @@ class DataClient:
         except TypeError:
             raise RequestError(f"{where} must be a list of token ids, got {str(given)[:80]}") from None
         top = self.vocab_size
-        for position, token in enumerate(ids):
-            if token < 0 or (top is not None and token >= top):
-                known = f"[0, {top})" if top is not None else "the non-negative integers"
-                raise RequestError(f"{where}[{position}] is {token}, outside the vocabulary {known}")
-        return ids
+        if not ids or (min(ids) >= 0 and (top is None or max(ids) < top)):
+            return ids
+        position, token = next((i, t) for i, t in enumerate(ids) if t < 0 or (top is not None and t >= top))
+        known = f"[0, {top})" if top is not None else "the non-negative integers"
+        raise RequestError(f"{where}[{position}] is {token}, outside the vocabulary {known}")
 
 
 def _group_ids(prompts: Sequence[Sequence[int]]) -> list[str | None]:
@@ -367,13 +369,14 @@ class Continuation:
     async def _read(self, reply: Reply) -> Answer:
         if reply.content_type != wire.LINES_TYPE:
             return await self.client.unreported.answer(self, reply)
-        async for line in reply.lines():
-            report: dict[str, Any] = self.client.http.decode(line)
-            self.reported += self.partials.add(report["samples"])
-            if "answer" in report:
-                if report["status"] >= 300:  # noqa: PLR2004 - HTTP's own boundary
-                    raise self.client.http.http_error(report["status"], orjson.dumps(report["answer"]))
-                return Answer(report["answer"], report["versions"])
+        async with aclosing(reply.lines()) as lines:  # one that is left to the collector costs a task more
+            async for line in lines:
+                report: dict[str, Any] = self.client.http.decode(line)
+                self.reported += self.partials.add(report["samples"])
+                if "answer" in report:
+                    if report["status"] >= 300:  # noqa: PLR2004 - HTTP's own boundary
+                        raise self.client.http.http_error(report["status"], orjson.dumps(report["answer"]))
+                    return Answer(report["answer"], report["versions"])
         raise EngineDeadError("its answer broke off", engine=self.client.http.name)
 
     async def after_death(self, error: EngineError) -> None:

@@ -12,7 +12,7 @@ import orjson
 from penstock.gateway.messages import Answer, ChatRequest, GatewayError, Tool
 
 KEEPALIVE = b": keepalive\n\n"
-_SAMPLING = (
+SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("min_tokens", "stop_token_ids", "ignore_eos"),
 )
@@ -83,7 +83,7 @@ def dumps(data: Any) -> bytes:
 
 def sampling_of(body: Mapping[str, Any], *, stop: str) -> dict[str, Any]:
     """Return the sampling parameters of a body under vLLM's names; `stop` is this wire's name of stop strings."""
-    found = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
+    found = {name: body[name] for name in SAMPLING if body.get(name) is not None}
     stops = body.get(stop)
     if stops:
         texts = cast("list[Any]", [stops] if isinstance(stops, str) else stops)
@@ -100,7 +100,7 @@ def notes_of(body: Mapping[str, Any], known: Sequence[str]) -> tuple[str, ...]:
         GatewayError: one of them cannot be ignored.
     """
     notes: list[str] = []
-    for name in sorted(body.keys() - _WITHOUT_EFFECT - {*known, *_SAMPLING, "model", "stream", "tools", "tool_choice"}):
+    for name in sorted(body.keys() - _WITHOUT_EFFECT - {*known, *SAMPLING, "model", "stream", "tools", "tool_choice"}):
         value = _format_of(body[name]) if name in _FORMATS else body[name]
         if value not in _PLAIN and name in _REFUSED:
             raise GatewayError(f"{name} is not served here, got {str(body[name])[:80]}; leave it out")

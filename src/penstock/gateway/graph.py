@@ -15,17 +15,13 @@ from secrets import token_hex
 from typing import Any
 
 from penstock.errors import UserError, whole_number
+from penstock.gateway.dialect import SAMPLING
 from penstock.gateway.messages import ChatMessage, GatewayError, Tool, tools_key
 from penstock.rollout.multi_turn import TokenRow
 from penstock.types import Sample, SamplingParams, Trajectory
 
 ID_BYTES = 12
-
-
-RECORDED = (
-    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("max_tokens", "min_tokens", "seed", "stop", "stop_token_ids", "ignore_eos"),
-)
+RECORDED = (*SAMPLING, "max_tokens", "stop")
 """Sampling parameters that rows say of each turn."""
 
 
@@ -47,6 +43,7 @@ class Node:
         cause: why it did not extend an earlier turn; empty: it did, or the session was new.
         tools: that it could call.
         reward: given to this turn.
+        children: how many turns extend it; their list would be a circle, which waits for the collector.
     """
 
     id: str
@@ -62,7 +59,7 @@ class Node:
     cause: str = ""
     tools: tuple[Tool, ...] = ()
     reward: float | None = None
-    children: list[Node] = field(default_factory=list["Node"])
+    children: int = 0
     created: float = field(default_factory=time.time)
 
     @property
@@ -150,7 +147,7 @@ class Session:
         if node.cause:
             self.breaks[node.cause] += 1
         if node.parent is not None:
-            node.parent.children.append(node)
+            node.parent.children += 1
         else:
             self._heads |= {tools_key(tools), _head(node.inputs)}
 

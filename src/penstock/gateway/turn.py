@@ -152,11 +152,10 @@ class TurnCodec:
         if budget is not None:
             limits.append(budget)
         given = {**request.sampling, **self.options.sampling, **sampling}
-        params = SamplingParams.of({**given, "max_tokens": min(limits), "detokenize": False})
-        params = replace(params, stop_token_ids=tuple({*params.stop_token_ids, *self.template.end_ids}))
         if request.forced and self.options.force_calls:
-            params = replace(params, structured_outputs=self._grammar(request, context))
-        return params
+            given["structured_outputs"] = self._grammar(request, context)
+        params = SamplingParams.of({**given, "max_tokens": min(limits), "detokenize": False})
+        return replace(params, stop_token_ids=tuple({*params.stop_token_ids, *self.template.end_ids}))
 
     def _grammar(self, request: ChatRequest, context: Sequence[int]) -> dict[str, Any]:
         """Return what makes the engine call one of the tools that have to be called, after its reasoning."""
@@ -201,8 +200,7 @@ class TurnCodec:
         self, prompt: Sequence[int], sample: Sample, tools: Sequence[Tool], params: SamplingParams
     ) -> ChatMessage:
         ids = sample.token_ids
-        ends = (*self.template.end_ids, *params.stop_token_ids)
-        if sample.finish_reason == "stop" and ids and ids[-1] in ends:
+        if sample.finish_reason == "stop" and ids and ids[-1] in params.stop_token_ids:
             ids = ids[:-1]
         form = None if params.structured_outputs is None else self._call_form
         parsed = self._parser.parse(prompt, ids, {tool.name: tool.parameters for tool in tools}, form)
