@@ -88,6 +88,7 @@ def parser(description: str, parts: str) -> Any:
     options.add_argument("--threads", type=int, default=1, help="of the learner and of the plain loop, on CPUs")
     options.add_argument("--eager", action="store_true", help="engines on GPUs start sooner, and compile nothing")
     options.add_argument("--tokens", type=int, default=32, help="of a sample")
+    options.add_argument("--widths", default="1,64,512", help="of these, samples under way")
     options.add_argument("--parts", default=parts, help=f"of {', '.join(PARTS)}, one after another")
     options.add_argument("--out", type=Path, help="the document is kept here as it grows")
     return options
@@ -237,13 +238,15 @@ async def sampling(service: Service, arguments: Any, found: Findings) -> None:
             stubbed = await against_stub.create_sampling_client(base_model=BASE)
             sides["SDK alone"] = lambda: stubbed.sample(prompt, 1, params)
             for width, total in SAMPLES[arguments.quick]:
+                if str(width) not in arguments.widths.split(","):
+                    continue
                 rounds = 1 if arguments.quick else ROUNDS
                 await at_width(sides, width, total, rounds, service.api.pid, found)
             await against_stub.close("success")
     await client.close("success")
 
 
-def processor_s(pid: int) -> float:
+def processor_s(pid: int | str) -> float:
     """Processor time that a process has used."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -298,17 +301,23 @@ def data_of(count: int, length: int) -> list[types.Datum]:
     ]
 
 
-async def training(client: tinker.ServiceClient, model: str, arguments: Any, found: Findings) -> None:
-    """Rows of tokens a second of steps, against a plain loop over the same data."""
+async def training(client: tinker.ServiceClient, service: Service, model: str, arguments: Any, found: Findings) -> None:
+    """Rows of tokens a second of steps, against a plain loop over the same data, and of processor time.
+
+    The processor time of learner and API says what steps cost where other work has a share of the processors.
+    """
     threads: int | None = arguments.threads
     for count, length in ((4, 64),) if arguments.quick else ((64, 256), (4, 64)):
         data = data_of(count, length)
         mine = await client.create_lora_training_client(BASE, rank=RANK, train_unembed=False)
         theirs = await asyncio.to_thread(plain_step, model, data, threads)
         rates: dict[str, list[float]] = {"ours": [], "plain": []}
-        for _ in range(2 if arguments.quick else 7):  # turn by turn, so that what else the machine does meets both
+        used: dict[str, float] = {"ours": 0.0, "plain": 0.0}
+        steps = 2 if arguments.quick else 7 if count > 4 else 25
+        for step in range(steps):  # turn by turn, so that what else the machine does meets both
             for name, speeds in rates.items():
-                began = time.perf_counter()
+                pids = (service.learner.pid, service.api.pid) if name == "ours" else ("self",)
+                before, began = sum(map(processor_s, pids)), time.perf_counter()
                 if name == "ours":
                     evaluated = mine.forward_backward(data, "cross_entropy")
                     stepped = mine.optim_step(types.AdamParams(learning_rate=1e-4))
@@ -317,10 +326,14 @@ async def training(client: tinker.ServiceClient, model: str, arguments: Any, fou
                 else:
                     await asyncio.to_thread(theirs)
                 speeds.append(count * length / (time.perf_counter() - began))
+                used[name] += (sum(map(processor_s, pids)) - before) if step else 0.0
         mid = {name: statistics.median(each[1:]) for name, each in rates.items()}
         case = f"training tokens/s, {count} sequences of {length}"
         row = _common.compare(case, mid["ours"], mid["plain"], bar=TRAINING_BAR, want="at least")
-        found.add(row, **{f"{case}, each step": rates})
+        each = {name: count * length * (steps - 1) / max(seconds, 0.01) for name, seconds in used.items()}
+        busy = case.replace("tokens/s", "tokens a processor second")
+        cost = _common.compare(busy, each["ours"], each["plain"], bar=TRAINING_BAR, want="at least")
+        found.add(row, *([] if arguments.profile == "gpu" else [cost]), **{f"{case}, each step": rates})
 
 
 def plain_step(model: str, data: list[types.Datum], threads: int | None) -> Callable[[], None]:
@@ -387,7 +400,7 @@ async def measured(service: Service, model: str, arguments: Any, found: Findings
         elif part == "sync":
             await syncing(client, arguments, found)
         elif part == "training":
-            await training(client, model, arguments, found)
+            await training(client, service, model, arguments, found)
     await client.close("success")
 
 

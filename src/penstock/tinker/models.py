@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import quote
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
 
@@ -229,18 +230,18 @@ class Models:
         self._write_weights(name, folder, values)
 
     def _write_weights(self, name: str, folder: Path, values: Mapping[str, Any] | None = None) -> None:
-        tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in self.learner.weights(name)}
+        named = dict(self.learner.weights(name))
+        # Copied at once: on a device that engines use as well, each copy waits for a turn of its own.
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in named.values()]).cpu()
+        parts = cast("list[torch.Tensor]", torch.split(flat, [tensor.numel() for tensor in named.values()]))
+        tensors = {key: part.clone().view_as(each) for part, (key, each) in zip(parts, named.items(), strict=True)}
         if broken := [key for key, tensor in tensors.items() if not tensor.isfinite().all()]:
             raise UserError(f"{len(broken)} tensors of the adapter, {broken[0]} the first, hold NaN or infinity")
         save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
         config = {**self.learner.adapter_config(name), "base_model_name_or_path": self.base_model}
         (folder / SETTINGS).write_text(json.dumps(config, default=str))
-        record = {
-            "format": FORMAT,
-            "base_model": self.base_model,
-            "spec": asdict(self.live[name].spec),
-            "values": values,
-        }
+        spec = asdict(self.live[name].spec)
+        record = {"format": FORMAT, "base_model": self.base_model, "spec": spec, "values": values}
         (folder / RECORD).write_text(json.dumps(record))
 
     def _keep(self, name: str, saved: Path | None = None, *, with_state: bool = True) -> None:
