@@ -123,7 +123,8 @@ def test_a_comparison_that_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no step to plot yet"):
         compare_runs([run, folder_with(tmp_path / "none", [])], tmp_path / "c.png")
     with pytest.raises(UserError, match=r"cannot write .*c\.nothing"):
-        compare_runs([run, run], tmp_path / "c.nothing")
+        compare_runs([run, run], tmp_path / "new" / "c.nothing")
+    assert not (tmp_path / "new").exists()
     (tmp_path / "folder").mkdir()
     with pytest.raises(UserError, match=r"cannot write .*folder"):
         compare_runs([run, run], tmp_path / "folder")

@@ -119,10 +119,19 @@ def test_engines_that_round_are_judged_by_the_worst_mean_of_a_step(
     assert (check.ok, check.figure) == (ok, f"{gap:.1e} on average")
 
 
-async def test_fp8_engines_on_cpus_are_refused_before_anything_starts(tmp_path: Path) -> None:
-    overrides = ["engine.quantization=fp8"]
-    config = SCENARIOS["quantised"].config(profile="cpu", run_dir=tmp_path, model=MODEL, overrides=overrides)
-    with pytest.raises(ConfigError, match="choose int8, or engines on a GPU for fp8") as caught:
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("engine.quantization=fp8", "choose int8, or engines on a GPU for fp8"),
+        ("fleet.weight_transport=cuda_ipc", "cuda_ipc needs GPUs, and torch sees none here; set it to auto"),
+    ],
+)
+async def test_what_cpus_cannot_do_is_refused_before_anything_starts(
+    override: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    config = SCENARIOS["quantised"].config(profile="cpu", run_dir=tmp_path, model=MODEL, overrides=[override])
+    with pytest.raises(ConfigError, match=message) as caught:
         await run(config, resume=False, fresh=True, reporter=Reporter())
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())

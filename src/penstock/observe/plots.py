@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -235,9 +236,11 @@ def compare_runs(folders: Sequence[RunFolder], out: Path) -> None:
     _draw_idle(next(panels), runs)
     handles = [panel for panel in figure.axes[0].get_lines() if not str(panel.get_label()).startswith("_")]
     figure.legend(handles=handles, loc="outside lower center", ncols=min(len(runs), 4), frameon=False)
+    drawn = io.BytesIO()
     try:
+        figure.savefig(drawn, dpi=110, format=out.suffix[1:] or "png")
         out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out, dpi=110, format=out.suffix[1:] or "png")  # else it would add `.png` by itself
+        out.write_bytes(drawn.getvalue())
     except (OSError, ValueError) as error:  # the latter: a format that matplotlib does not know
         raise UserError(f"cannot write {out}: {error}") from error
 

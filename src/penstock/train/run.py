@@ -73,7 +73,7 @@ async def run(
             f"the weights in {config.learner_model} are quantised, and a learner trains floats: set train.model to the "
             "checkpoint that they were made of"
         )
-    _check_quantisation(config)
+    _check_without_gpus(config)
     check_trackers(config.trackers)
     path = config.run_dir / config.name
     environment = load_environment(config.environment, config.seed)
@@ -95,12 +95,12 @@ async def run(
     return summary
 
 
-def _check_quantisation(config: RunConfig) -> None:
-    """Refuse fp8 engines on CPUs: vLLM computes fp8 there at 90 tokens a second, and rollouts end in timeouts."""
+def _check_without_gpus(config: RunConfig) -> None:
+    """Refuse what CPUs cannot do: vLLM computes fp8 there at 90 tokens a second, and rollouts end in timeouts."""
+    if config.fleet.weight_transport == "cuda_ipc" and not torch.cuda.is_available():
+        raise ConfigError("fleet.weight_transport: cuda_ipc needs GPUs, and torch sees none here; set it to auto")
     if config.engine.quantization == "fp8" and _starts_on_cpus(config):
-        raise ConfigError(
-            "engine.quantization: 'fp8' is far too slow for rollouts on CPUs; choose int8, or engines on a GPU for fp8"
-        )
+        raise ConfigError("engine.quantization: fp8 is far too slow on CPUs; choose int8, or engines on a GPU for fp8")
 
 
 def _check_ranks(config: RunConfig, launched: Mapping[str, str]) -> None:

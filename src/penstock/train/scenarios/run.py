@@ -82,14 +82,7 @@ def stand_in(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     sums = random.Random(0).sample([(one, other) for one in range(2, 30) for other in range(2, 30)], 80)
     for split, its in (("train", sums[:64]), ("test", sums[64:])):
-        lines = [
-            json.dumps(
-                {
-                    "question": f"Ann has {one} nuts and finds {other} more. How many nuts?",
-                    "answer": f"{one}+{other}={one + other}\n#### {one + other}",
-                }
-            )
-            for one, other in its
-        ]
+        tasks = [(f"Ann has {a} nuts and finds {b} more. How many?", f"{a}+{b}={a + b}\n#### {a + b}") for a, b in its]
+        lines = [json.dumps({"question": question, "answer": answer}) for question, answer in tasks]
         (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
     return folder
