@@ -235,6 +235,7 @@ async def one_run(config: RunConfig, fleet: Fleet, learner: Learner, given: argp
         "training_share": sum(row["seconds/training"] for row in inner) / spent,
         "idle_learner": statistics.fmean(row["idle/learner"] for row in inner),
         "idle_engines": statistics.fmean(row.get("idle/engines", 0.0) for row in inner),
+        "tokens_lost": sum(row.get("update/tokens_lost", 0.0) for row in rows),
         "staleness_mean": statistics.fmean(row["staleness_mean"] for row in rows),
         "target": given.to_reward,
         "seconds_to_target": progress.seconds if reached else None,

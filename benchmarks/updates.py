@@ -72,6 +72,8 @@ class Side:
     requeued: int = 0
     """Tokens that a client sent again."""
     failed: int = 0
+    lost: list[float] = field(default_factory=list[float])
+    """Tokens that updates cost, as the fleet measures it (`UpdateReport.tokens_lost`)."""
 
     @property
     def goodput(self) -> float:
@@ -125,7 +127,8 @@ class Bench:
     async def keep(self) -> float:
         """In flight; the engines say themselves how long each of them made nothing."""
         self._step()
-        return (await self._update()).bubble
+        self.last = await self._update()
+        return self.last.bubble
 
     async def abort(self) -> float:
         """Everything in flight gives up its KV and goes on: three control calls instead of one."""
@@ -210,6 +213,8 @@ class Bench:
                 for _ in range(count):
                     side.bubbles.append(await getattr(self, name)())
                     await asyncio.sleep(between_s)
+                    if name == "keep" and (lost := (await self.fleet.recovered(self.last)).tokens_lost) is not None:
+                        side.lost.append(lost)
             side.updates += count
             bubbles = ", ".join(f"{1000 * bubble:.0f}" for bubble in side.bubbles[-count:])
             _common.note(f"{concurrent} in flight, {name}: {side.goodput:.0f} tokens/s, bubbles {bubbles} ms")
@@ -256,6 +261,10 @@ def rows(sides: dict[str, Side], concurrent: int) -> list[_common.Row]:
             (keep.wasted + abort.wasted) / (keep.updates + abort.updates), wasted, bar=0.0, want="at most",
         )
     )  # fmt: skip
+    if keep.lost:
+        median = statistics.median(keep.lost)
+        case = f"{what}: tokens lost by an update of keep, by those that the naive loop wastes"
+        made_rows.append(_common.compare(case, median, wasted, bar=0.1, want="at most"))
     return made_rows
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -202,3 +202,9 @@ class History:
             logits = model(ids[:, begin : end - 1], past_key_values=cache).logits[0]
             logprobs += logits.log_softmax(-1).gather(1, ids[0, begin + 1 : end, None])[:, 0].tolist()
         return logprobs
+
+
+def state_of(learner: Any, adapter: str | None) -> Any:
+    """What a learner's `save` writes, copied."""
+    state = learner._live_state(adapter)
+    return replace(state, tensors={name: tensor.detach().clone() for name, tensor in state.tensors.items()})

@@ -21,6 +21,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from nano_models import state_of
 from penstock.config import LoraConfig, TrainConfig
 from penstock.errors import CheckpointError, StateError, UserError
 from penstock.train.grpo import Trainee, datum_of
@@ -155,7 +156,7 @@ def test_an_adapter_goes_on_bit_for_bit_from_its_state(micro_model: str):
     learner, data = learner_of(micro_model), data_of(micro_model)
     learner.create_adapter("a", LoraSpec(rank=2))
     trained(learner, "a", data)
-    state = learner.state("a")
+    state = state_of(learner, "a")
     assert not any("embed_tokens" in name for name in state.tensors), "the base is not in it"
     other = learner_of(micro_model)
     other.create_adapter("x", LoraSpec(rank=2, seed=8))
@@ -183,15 +184,15 @@ def test_what_does_not_fit_is_refused(micro_model: str, untied: str):
     other = learner_of(untied)
     other.create_adapter("a", LoraSpec(rank=2))
     with pytest.raises(CheckpointError, match="adapter of another base model"):
-        other.load_state("a", learner.state("a"))
+        other.load_state("a", state_of(learner, "a"))
     other = learner_of(micro_model)
     with torch.no_grad():
         other.policy.model.base_model.embed_tokens.weight[-1, -1] += 1.0
     other.create_adapter("a", LoraSpec(rank=2))
     with pytest.raises(CheckpointError, match="adapter of another base model"):
-        other.load_state("a", learner.state("a"))
+        other.load_state("a", state_of(learner, "a"))
     with pytest.raises(CheckpointError, match="is of another model"):
-        learner.load_state("a", learner.state("head"))
+        learner.load_state("a", state_of(learner, "head"))
 
 
 def test_merging_reaches_a_matrix_that_the_checkpoint_calls_otherwise(tmp_path: Path):
@@ -267,11 +268,11 @@ def test_the_base_is_frozen_by_an_adapter_and_not_by_a_refused_one(micro_model: 
 def test_a_gradient_that_is_no_number_changes_no_adapter(micro_model: str):
     learner, data = learner_of(micro_model), data_of(micro_model)
     learner.create_adapter("a", LoraSpec(rank=2))
-    before = learner.state("a")
+    before = state_of(learner, "a")
     learner.forward_backward("a", SFT, data)
     with pytest.raises(StateError, match="gradient of norm nan: nothing was changed"):
         learner.optim_step("a", ADAM, scale=float("nan"))
-    after = learner.state("a")
+    after = state_of(learner, "a")
     torch.testing.assert_close(dict(after.tensors), dict(before.tensors), rtol=0, atol=0)
     assert after.values == before.values
     trained(learner, "a", data, steps=1)  # the bad gradient is forgotten

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import torch
 from penstock.errors import StateError, WeightsError
 from penstock.weights.manifest import TensorEntry, WeightManifest
 from penstock.weights.pack import read
-from penstock.weights.shared_memory import SharedMemoryStore, open_mapping
+from penstock.weights.shared_memory import SharedMemoryStore, open_mapping, sealed_memory
 
 
 @pytest.fixture
@@ -214,3 +215,13 @@ def test_a_file_that_is_too_short_and_a_closed_store() -> None:
     with pytest.raises(StateError, match="closed"):
         store.adopt(given)
     source.close()
+
+
+def test_memory_that_the_system_refuses_is_named() -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        with pytest.raises(WeightsError, match=r"no 2097152 bytes of shared memory \(ulimit -f\?\): "):
+            sealed_memory("penstock-test", 2 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

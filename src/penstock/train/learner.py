@@ -9,7 +9,6 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -236,12 +235,6 @@ class LocalLearner(Learner):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def state(self, adapter: str | None) -> LearnerState:
-        """Everything that `save` writes, copied to the CPU."""
-        state = self._live_state(adapter)
-        copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.tensors.items()}
-        return replace(state, tensors=copies)
-
     def _live_state(self, adapter: str | None) -> LearnerState:
         optimizer = self._optimizer(adapter)
         tensors: dict[str, Tensor] = {"rng/cpu": torch.get_rng_state()}
@@ -255,7 +248,7 @@ class LocalLearner(Learner):
         return LearnerState(tensors, values)
 
     def load_state(self, adapter: str | None, state: LearnerState) -> None:
-        """Take up what `state` gave, and forget the gradient held.
+        """Take up what `save` wrote, and forget the gradient held.
 
         Raises:
             CheckpointError: the state is that of another model; nothing was changed.

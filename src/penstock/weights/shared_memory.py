@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from penstock.errors import WeightsError
+from penstock.process import shortage
 from penstock.weights.manifest import Store, TensorEntry, WeightManifest
 
 if TYPE_CHECKING:
@@ -145,9 +146,12 @@ def sealed_memory(name: str, size: int) -> tuple[int, mmap.mmap]:
     with ExitStack() as undo:
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         undo.callback(os.close, fd)
-        os.ftruncate(fd, size)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-        mapping = mmap.mmap(fd, size)
+        try:
+            os.ftruncate(fd, size)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+            mapping = mmap.mmap(fd, size)
+        except OSError as error:
+            raise WeightsError(f"no {size} bytes of shared memory (ulimit -f?): {shortage(error)}") from error
         undo.pop_all()
     return fd, mapping
 
