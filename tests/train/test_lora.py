@@ -218,6 +218,10 @@ def test_what_a_new_or_replaced_adapter_leaves_alone(micro_model: str):
     other.create_adapter("a", LoraSpec(rank=2))
     trained(other, "a", data, steps=1)
     torch.testing.assert_close(held(learner, "a"), held(other, "a"), rtol=0, atol=0)
+    key = next(iter(first))
+    with pytest.raises(UserError, match=f"{key} has a value that is no finite number"):
+        learner.set_adapter("a", {**first, key: torch.full_like(first[key], torch.nan)})
+    torch.testing.assert_close(held(learner, "a"), held(other, "a"), rtol=0, atol=0)
     with pytest.raises(StateError, match="base's weights are frozen"):
         learner.optim_step(None, ADAM, scale=1.0)
     assert learner.versions[None] == 0

@@ -178,6 +178,8 @@ class LocalLearner(Learner):
             here, there = (list(t[key].shape) if key in t else None for t in (parameters, tensors))
             if here != there:
                 raise UserError(f"the adapter's tensor {key} has the shape {there}, and this model's {here}")
+            if not tensors[key].isfinite().all():
+                raise UserError(f"the adapter's tensor {key} has a value that is no finite number")
         with torch.no_grad():
             for key, parameter in parameters.items():
                 parameter.copy_(tensors[key])
