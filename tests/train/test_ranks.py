@@ -25,7 +25,7 @@ from penstock.errors import CheckpointError, ConfigError, StateError, UserError
 from penstock.train import checkpoint
 from penstock.train.fsdp import ShardedLearner
 from penstock.train.grpo import Trainee, datum_of
-from penstock.train.interface import AdamSpec, Datum, LoraSpec
+from penstock.train.interface import AdamSpec, Datum, Learner, LoraSpec
 from penstock.train.learner import LocalLearner
 from penstock.train.losses import LossSpec
 from penstock.train.rank_group import RankGroup
@@ -290,6 +290,19 @@ async def test_adapters_on_two_ranks_are_those_of_one_process(group: RankGroup, 
     two.learner.drop_adapter("a")
     with pytest.raises(UserError, match="no adapter 'a'"):
         two.learner.forward("a", loss, data)
+
+
+async def test_a_merged_base_is_rounded_once_by_ranks_too(group: RankGroup, micro_model: str):
+    config = CONFIG.model_copy(update={"lora": LoraConfig()})
+    one: Learner = LocalLearner(micro_model, config, seed=0, served_dtype="bfloat16")
+    two = RankedLearner(group, micro_model, config, seed=0, served_dtype="bfloat16")
+    random = torch.Generator().manual_seed(1)
+    for learner in (one, two):
+        learner.create_adapter("a", LoraSpec(rank=2))
+    tensors = {name: 0.1 * torch.randn(t.shape, generator=random) for name, t in one.weights("a")}
+    for learner in (one, two):
+        learner.set_adapter("a", tensors)
+    same(dict(two.merged_weights("a")), {name: t.clone() for name, t in one.merged_weights("a")})
 
 
 def close(these: dict[str, torch.Tensor], those: dict[str, torch.Tensor]) -> None:
