@@ -22,5 +22,5 @@ async def test_no_sampled_token_is_lost(tmp_path: Path) -> None:
         async with gateway.client() as http:
             told, took = await gateway.episode(http, side, 0, 2, 5)
         assert (told <= 64, len(took)) == (True, 2)
-        assert await gateway.trained(side, [0]) == told
+        assert await gateway.trained([side], [0]) == told
         assert side.cpu_s() > 0
