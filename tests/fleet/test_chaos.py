@@ -34,7 +34,10 @@ async def _chaos(*arguments: str, timeout_s: float) -> dict[str, Any]:
 @pytest.mark.timeout(300)
 async def test_a_death_of_any_process_costs_no_request():
     """Simulated engines, one of each fault."""
-    seen = await _chaos("sim-model", "--profile", "sim", "--faults", "6", "--only", "router,api", timeout_s=240)
+    seen = await _chaos(
+        "sim-model", "--profile", "sim", "--faults", "6", "--only", "router,api",
+        "--engine", '{"hang_timeout_s": 3.0}', timeout_s=240,
+    )  # fmt: skip
     assert sum(seen["faults"].values()) == 6
     assert min(seen["asked"].values()) > 20
 

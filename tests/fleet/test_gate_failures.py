@@ -99,7 +99,8 @@ async def test_a_gate_that_does_not_close_in_time_is_open_afterwards(operation: 
     await OPERATIONS[operation](bench)
 
 
-async def test_what_a_router_of_the_fleet_has_confirmed_is_not_sent_again() -> None:
+async def test_what_a_router_of_the_fleet_has_confirmed_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.fleet.roster.ROUTER_BACK_S", 0.05)  # no guard restarts this router
     bench, router = await failing()
     bench.roster.router_returns = True
 
