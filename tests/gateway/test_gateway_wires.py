@@ -63,20 +63,6 @@ async def test_one_conversation_may_change_its_wire_s_form_of_text(tokenizer: To
     assert len(row["nodes"]) == 2
 
 
-async def test_a_call_rewritten_into_text_is_known_by_its_id(tokenizer: Tokenizer) -> None:
-    """smolagents writes the call into the assistant's text, and the result as a user's message."""
-    rig = Rig(tokenizer)
-    rig.engine.texts = [CALL, "5"]
-    client = Chat(rig)
-    client.user("add")
-    (call,) = (await client.ask())["tool_calls"]
-    client.items.append({"role": "assistant", "content": f"Calling tools:\n[{{'id': '{call['id']}', 'name': 'add'}}]"})
-    client.user("Observation: 5")
-    await client.ask()
-    (row,) = await rig.rows()
-    assert len(row["nodes"]) == 2
-
-
 async def test_responses_continue_a_named_response(tokenizer: Tokenizer) -> None:
     rig = Rig(tokenizer)
     rig.engine.texts = ["one", "two"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import re
@@ -20,6 +21,8 @@ MINTED = re.compile(r"(?:(?:call|toolu|fc|ctc|msg|rs|sig|resp)_|chatcmpl-)([0-9a
 """An id of ours: 24 hexadecimal digits, behind a prefix that says of what."""
 
 
+_CALLS_AS_TEXT = re.compile(r"(?:Calling tools:)?\s*(\[.*\])", re.DOTALL)
+"""How smolagents writes calls, behind the text of their turn."""
 _EXACT = 2**53
 """Whole numbers below it are exact as floats."""
 UNKNOWN_THREAD = "thread_not_found"
@@ -90,13 +93,23 @@ class ChatMessage:
     def agrees(self, ours: ChatMessage) -> str:
         """Compare an assistant's message that came back with what we sent; return the difference, empty for none."""
         if [call.meaning for call in self.calls] != [call.meaning for call in ours.calls]:
-            written = not self.calls and all(call.id in self.minted for call in ours.calls)
-            rewritten = written and all(call.name in self.text for call in ours.calls)
-            return "" if rewritten else "edited arguments"
+            return "" if not self.calls and self._writes(ours) else "edited arguments"
         if self.text.strip() != ours.text.strip():
             return "edited text"
         edited = self.reasoning is not None and self.reasoning.strip() != (ours.reasoning or "").strip()
         return "edited reasoning" if edited else ""
+
+    def _writes(self, ours: ChatMessage) -> bool:
+        """Whether the text is that of `ours`, with its calls written behind it and nothing else."""
+        text, head = self.text.strip(), ours.text.strip()
+        match = _CALLS_AS_TEXT.fullmatch(text[len(head) :].strip()) if text.startswith(head) else None
+        if match is None or not all(call.id in self.minted for call in ours.calls):
+            return False
+        try:  # a text that is no list of calls raises one of these
+            calls = [_written_call(given) for given in ast.literal_eval(match[1])]
+        except (ValueError, SyntaxError, TypeError, AttributeError, MemoryError, RecursionError):
+            return False
+        return sorted(calls) == sorted((call.id, *call.meaning) for call in ours.calls)
 
     def for_template(self) -> dict[str, Any]:
         """Return the form that chat templates read."""
@@ -174,6 +187,15 @@ class Answer:
     output_tokens: int
     request: ChatRequest
     created: int
+
+
+def _written_call(given: dict[str, Any]) -> tuple[str, str, str]:
+    """Read a call that a text shows as a Python literal: its bare id and its meaning."""
+    function = given.get("function", given)
+    arguments = function.get("arguments")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    wire_id = bare(str(given.get("id")))
+    return (wire_id, *ToolCall(wire_id, str(function.get("name")), text).meaning)
 
 
 def _number(text: str) -> float:

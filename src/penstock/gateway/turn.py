@@ -179,10 +179,11 @@ class TurnCodec:
     ) -> Node:
         """Return the node of a sample that continues `parent` by the tokens `added`."""
         prompt = added if parent is None else (*parent.sample.token_ids[-4:], *added)
-        message = self._message(prompt, sample, request.tools, params)
+        node_id = new_id()
+        message = replace(self._message(prompt, sample, request.tools, params), minted=(node_id,))
         cause = place.cause or ("template" if place.parent is not parent else "")
         return Node(
-            id=new_id(),
+            id=node_id,
             parent=parent,
             added=tuple(added),
             sample=sample,
