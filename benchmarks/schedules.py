@@ -9,6 +9,9 @@ Every run starts from the same weights, samples without seeds and writes no chec
 runs. A short run comes first and counts for none: it bears the compilation of kernels. `--results` keeps a line for
 each run, so that seeds can be added later; the rows are medians over all of its lines.
 
+Rates leave out the first step, and the last `--max-staleness` + 1: `async` fills its pipeline in the one and submits
+nothing new in the others. The same steps are left out of every schedule.
+
 Lengths are drawn from a Pareto distribution by the prompt, so each schedule makes the same ones: most are short, a few
 reach `--max-tokens`. With `--size` the model has random weights in the layers of that Qwen3, prompts are some 200
 tokens long, and the reward is the share of even token ids, which such a model learns in a few steps. The longest
@@ -46,7 +49,7 @@ from _common import Row
 from penstock.config import RunConfig
 from penstock.fleet.fleet import Fleet
 from penstock.observe.run_folder import RunFolder
-from penstock.observe.summary import Reporter
+from penstock.observe.summary import Reporter, package_versions
 from penstock.rollout.environment import Task, load_environment
 from penstock.rollout.single_turn import SingleTurnGenerator
 from penstock.rollout.tokenizer import Tokenizer, load_tokenizer
@@ -225,13 +228,13 @@ async def one_run(config: RunConfig, fleet: Fleet, learner: Learner, given: argp
     except ReachedError:
         reached = True
     rows = folder.metrics()
-    # The first step fills the pipeline, the last one has nothing to overlap with.
-    inner = rows[1:-1] or rows
+    inner = full_steps(rows, given.max_staleness)
     spent = sum(row["seconds/step"] for row in inner)
     return {
         "schedule": config.train.schedule,
         "seed": config.seed,
         "samples_per_second": sum(row["samples"] for row in inner) / spent,
+        "tokens_per_second": sum(row["tokens"] for row in inner) / spent,
         "training_share": sum(row["seconds/training"] for row in inner) / spent,
         "idle_learner": statistics.fmean(row["idle/learner"] for row in inner),
         "idle_engines": statistics.fmean(row.get("idle/engines", 0.0) for row in inner),
@@ -242,6 +245,18 @@ async def one_run(config: RunConfig, fleet: Fleet, learner: Learner, given: argp
         "steps": len(rows),
         "rewards": [round(reward, 3) for reward in progress.rewards],
     }
+
+
+def full_steps(rows: Sequence[Mapping[str, Any]], max_staleness: int) -> Sequence[Mapping[str, Any]]:
+    """Leave out the step that fills the pipeline of `async`, and those that drain it."""
+    return rows[1 : -max_staleness - 1] or rows[1:-1] or rows
+
+
+def layout_of(schedule: str, engines: int) -> dict[str, Any]:
+    """The GPUs of a schedule, and how engines and learner share them."""
+    if schedule == "colocated":
+        return {"gpus": engines, "layout": "learner and engine take turns on one GPU; the engine has 40% of its memory"}
+    return {"gpus": engines + 1, "layout": "the learner has a GPU of its own"}
 
 
 async def measure(given: argparse.Namespace, folder: Path, results: Path) -> None:
@@ -255,8 +270,10 @@ async def measure(given: argparse.Namespace, folder: Path, results: Path) -> Non
             found = await one_run(config, fleet, await asyncio.to_thread(learner_of, config), given)
             if seed == WARM_UP:
                 continue
-            gpus = given.engines + (schedule != "colocated")
-            found |= {"profile": given.profile, "gpus": gpus, "model": given.size or given.model.name}
+            found |= {"profile": given.profile, "model": given.size or given.model.name}
+            found |= layout_of(schedule, given.engines)
+            found |= {"max_tokens": given.max_tokens, "groups": given.groups, "max_staleness": given.max_staleness}
+            found |= {"machine": _common.machine(), "versions": package_versions()}
             _common.note(json.dumps(found))
             with results.open("a") as out:
                 out.write(json.dumps(found) + "\n")
@@ -283,7 +300,8 @@ def rows_of(runs: Sequence[Mapping[str, Any]]) -> list[Row]:
             ours, peer = (statistics.median(rates[name]) for name in (schedule, "sync"))
             rows.append(_common.compare(f"{schedule}, samples/s a GPU by sync", ours, peer, bar=bar, want="at least"))
     for schedule, found in times.items():
-        case = f"{schedule}, s to the reward, {len(found)} seeds"
+        on = " on one GPU" if schedule == "colocated" else ""
+        case = f"{schedule}{on}, s to the reward, {len(found)} seeds"
         rows.append(_common.single(case, statistics.median(found), bar=UNREACHED_S - 1, want="at most"))
     return rows
 
@@ -292,7 +310,7 @@ def main() -> int:
     """Measure, and print the document."""
     options = _common.parser(__doc__ or "")
     options.add_argument("--profile", choices=("sim", "cpu", "gpu"), default="sim")
-    options.add_argument("--schedules", nargs="+", default=["sync", "one_step_off", "async"])
+    options.add_argument("--schedules", nargs="+", default=["sync", "async", "one_step_off"])
     options.add_argument("--seeds", nargs="+", type=int, default=[0])
     options.add_argument("--model", type=Path, default=MODEL, help="folder of a sorter")
     options.add_argument("--size", choices=sorted(_dummy_models.SHAPES), help="random weights of this shape instead")
