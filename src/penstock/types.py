@@ -470,6 +470,8 @@ class Trajectory:
     stop_reason: FinishReason
     group_id: str
     """Trajectories of one prompt share it; advantages are taken within it."""
+    episode_id: str = ""
+    """Trajectories of one episode share it, and weigh as much as one; empty: this is the episode's only one."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     kv_kept: tuple[bool, ...] = ()
     """Of each token of `response_ids`: it attends to KV of older weights. Empty: none does."""
@@ -482,9 +484,6 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.loss_mask), len(self.logprobs), len(self.versions)}
-        if self.kv_kept:
-            lengths.add(len(self.kv_kept))
-        if self.constrained:
-            lengths.add(len(self.constrained))
+        lengths |= {len(given) for given in (self.kv_kept, self.constrained) if given}
         if len(lengths) != 1:
             raise ValueError(f"per-token fields of a trajectory differ in length: {sorted(lengths)}")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config import TrainConfig
-from penstock.train.advantages import ADVANTAGES, group_indices
+from penstock.train.advantages import ADVANTAGES, group_indices, leave_one_out
 
 batches = st.lists(st.tuples(st.integers(0, 4), st.floats(-5, 5).map(lambda x: round(x, 2))), min_size=1, max_size=40)
 
@@ -81,3 +81,27 @@ def test_closed_forms():
     assert computed("group_mean", ["a", "b", "a"], [1, 5, 0]).tolist() == [0.5, 0.0, -0.5]
     assert computed("leave_one_out", ["a"] * 4, [1, 0, 0, 0]).tolist() == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3])
     assert group_indices(["x", "y", "x", "z"]).tolist() == [0, 1, 0, 2]
+
+
+def test_the_leaves_of_an_episode_weigh_as_much_as_one_trajectory():
+    """Nine rows of one episode moved the mean of their own group to 0.9."""
+    rewards, groups = torch.tensor([1.0] * 9 + [0.0]), torch.zeros(10, dtype=torch.long)
+    episodes = group_indices(["one"] * 9 + ["other"])
+    want = {"group_mean": 0.5, "group_norm": 1.0, "leave_one_out": 1.0}
+    assert want.keys() == ADVANTAGES.keys()
+    for name, advantage in want.items():
+        assert ADVANTAGES[name](rewards, groups, episodes).tolist() == pytest.approx([advantage] * 9 + [-advantage])
+
+
+@given(name=st.sampled_from(sorted(ADVANTAGES)), batch=batches, data=st.data())
+def test_more_leaves_of_an_episode_change_no_advantage(name: str, batch: list[tuple[int, float]], data: st.DataObject):
+    leaves = data.draw(st.lists(st.integers(1, 5), min_size=len(batch), max_size=len(batch)))
+    rows = [i for i, n in enumerate(leaves) for _ in range(n)]
+    groups, rewards = [f"g{g}" for g, _ in batch], torch.tensor([r for _, r in batch], dtype=torch.float64)
+    found = ADVANTAGES[name](rewards[rows], group_indices([groups[i] for i in rows]), torch.tensor(rows))
+    torch.testing.assert_close(found, computed(name, groups, rewards.tolist())[rows], rtol=1e-6, atol=1e-9)
+
+
+def test_leaving_one_out_leaves_out_its_whole_episode():
+    rewards, groups = torch.tensor([1.0, 0.0, 2.0]), torch.zeros(3, dtype=torch.long)
+    assert leave_one_out(rewards, groups, torch.tensor([0, 0, 1])).tolist() == [-1.0, -2.0, 1.5]

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from hypothesis import given, settings
@@ -21,6 +22,7 @@ from penstock.engine.interface import Engine
 from penstock.errors import StateError
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Reporter, Summary
+from penstock.rollout.generator import GeneratorInput, GeneratorOutput
 from penstock.rollout.single_turn import SingleTurnGenerator
 from penstock.train.trainer import train
 from penstock.types import Sample, SamplingParams, Trajectory, UpdateReport
@@ -48,14 +50,20 @@ class CountingLearner:
         return {"version": self.version}
 
 
-async def run(config: RunConfig, engine: InProcessEngine, learner: CountingLearner, path: Path) -> Summary:
+async def run(
+    config: RunConfig,
+    engine: InProcessEngine,
+    learner: CountingLearner,
+    path: Path,
+    generator: type[SingleTurnGenerator] = SingleTurnGenerator,
+) -> Summary:
     params = SamplingParams(max_tokens=config.rollout.max_tokens)
     environment = Letters()
     return await train(
         config,
         engine,
         learner=learner,  # pyright: ignore[reportArgumentType]
-        generator=SingleTurnGenerator(engine, Characters(), environment, params, config.rollout.concurrency),
+        generator=generator(engine, Characters(), environment, params, config.rollout.concurrency),
         environment=environment,
         folder=RunFolder.create(path, config),
         reporter=Reporter(),
@@ -139,6 +147,44 @@ async def test_aborted_samples_are_asked_for_again_and_never_trained_on(tmp_path
     assert summary.unconsumed_tokens == 0
     seeds = [seed for seed in engine.seeds if seed is not None]
     assert len(seeds) == len(set(seeds)) == (8 if staleness == 0 else 0), "no sample is drawn twice"
+
+
+class Branching(SingleTurnGenerator):
+    """Episodes of two leaves, of which the second holds a turn of the first; the first leaf of one is aborted."""
+
+    asked: ClassVar[list[int]] = []
+
+    async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
+        made = await super().generate(input_batch)
+        if input_batch.sampling_params is not None:
+            return made
+        self.asked.append(input_batch.num_samples)
+        rows: list[Trajectory] = []
+        for i, t in enumerate(made.trajectories):
+            cut = "abort" if len(self.asked) == 1 and i == 0 else t.stop_reason
+            episode = f"{len(self.asked)}/{i}"
+            rows.append(replace(t, episode_id=episode, stop_reason=cut))
+            rows.append(replace(t, episode_id=episode, loss_mask=(0,) * len(t.loss_mask)))
+        return GeneratorOutput.of(rows)
+
+
+async def test_an_episode_with_an_aborted_leaf_is_made_again_as_a_whole(tmp_path: Path) -> None:
+    """Its other leaf stayed, without the turn that trained in the aborted one, beside a whole episode more."""
+    config = config_of(
+        "none",
+        train={"steps": 1},
+        rollout={"groups_per_batch": 1, "group_size": 2, "max_tokens": 3},
+        eval={"size": 1},
+    )
+    learner = CountingLearner()
+    summary = await run(config, Aborting(lambda *_: 0), learner, tmp_path, Branching)
+    assert Branching.asked == [2, 1]
+    (_, batch) = learner.batches[0]
+    episodes = [t.episode_id for t in batch]
+    assert episodes == ["1/1", "1/1", "2/0", "2/0"]
+    assert [sum(t.loss_mask) for t in batch] == [3, 0, 3, 0]
+    assert summary.wasted_tokens == 3
+    assert RunFolder.open(tmp_path).metrics()[-1]["aborted_samples"] == 2
 
 
 async def test_samples_that_are_aborted_time_and_again_are_left_out(tmp_path: Path) -> None:

@@ -243,6 +243,18 @@ def test_groups_without_a_preference_change_nothing_but_are_measured(micro_model
     assert all(torch.equal(before[name], tensor) for name, tensor in held(learner).items())
 
 
+def test_a_leaf_that_trains_nothing_of_its_own_changes_no_step(micro_model: str):
+    rows = [
+        replace(trajectory([1, 2], [3, 4], reward=reward), episode_id=f"{reward}", loss_mask=mask)
+        for reward, mask in ((1.0, (1, 1)), (0.0, (1, 1)), (1.0, (0, 0)), (1.0, (0, 0)))
+    ]
+    alone, beside = learner_of(micro_model), learner_of(micro_model)
+    figures = [learner.step(batch) for learner, batch in ((alone, rows[:2]), (beside, rows))]
+    assert figures[0]["grad_norm"] == pytest.approx(figures[1]["grad_norm"], rel=1e-5) != 0
+    for name, tensor in held(alone).items():
+        torch.testing.assert_close(tensor, held(beside)[name])
+
+
 def no_number(terms: LossTerms, _: Limits) -> LossOutput:
     """A sum that is NaN, with a finite gradient."""
     return LossOutput(terms.log_ratio().sum() + math.nan, terms.weights_B_T.sum(), {})

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from penstock.config import TrainConfig, load_config
 from penstock.errors import ConfigError, StateError
 from penstock.train.rank_group import address_towards
-from penstock.train.step_metrics import LogprobAlarm, token_ages
+from penstock.train.step_metrics import LogprobAlarm, batch_metrics, token_ages
 from penstock.types import Trajectory
 
 
@@ -18,6 +20,12 @@ def trajectory(versions: tuple[int, ...], loss_mask: tuple[int, ...]) -> Traject
 
 def test_ages_are_of_the_policys_tokens_alone() -> None:
     assert token_ages([trajectory((3, 3, 4), (1, 0, 1)), trajectory((4,), (1,))], 5) == {2: 1, 1: 2}
+
+
+def test_figures_of_a_batch_count_episodes_not_their_leaves() -> None:
+    leaf = trajectory((3,), (1,))
+    figures = batch_metrics([*[replace(leaf, episode_id="a")] * 3, replace(leaf, episode_id="b", reward=0.0)], {0: 4})
+    assert (figures["reward_mean"], figures["solved_share"], figures["samples"]) == (0.5, 0.5, 4)
 
 
 def test_a_token_without_a_version_is_refused_however_stale_tokens_may_be() -> None:

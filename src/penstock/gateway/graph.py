@@ -264,6 +264,7 @@ class Row:
             reward=reward,
             stop_reason=self.leaf.sample.finish_reason,
             group_id=group_id or self.session.id,
+            episode_id=self.session.id,
             turn_rewards=turns,
         )
 

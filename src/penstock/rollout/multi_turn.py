@@ -77,6 +77,7 @@ class TokenRow:
         stop_reason: FinishReason,
         group_id: str,
         turn_rewards: Sequence[tuple[int, float]],
+        episode_id: str = "",
     ) -> Trajectory:
         """Return the finished episode."""
         return Trajectory(
@@ -88,6 +89,7 @@ class TokenRow:
             reward=reward,
             stop_reason=stop_reason,
             group_id=group_id,
+            episode_id=episode_id,
             metrics={"turns": float(len(turn_rewards))},
             turn_rewards=tuple(turn_rewards),
             kv_kept=tuple(self.kv_kept) if any(self.kv_kept) else (),

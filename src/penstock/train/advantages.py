@@ -1,6 +1,8 @@
 """Advantages of the trajectories of a batch, each from the rewards of its group (the samples of one prompt).
 
-Axes: N trajectories, G groups. `groups_N` holds the index of each trajectory's group, from 0 to G - 1, in any order.
+Axes: N trajectories, G groups. `groups_N` holds the index of each trajectory's group, from 0 to G - 1, in any order;
+`episodes_N` that of its episode. An agent's episode has a trajectory for each leaf: they weigh as much as one together.
+Without `episodes_N` each trajectory is an episode.
 In a group whose rewards are all equal, up to rounding, every advantage is exactly 0: there is nothing to prefer.
 """
 
@@ -11,34 +13,38 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-Advantage = Callable[[Tensor, Tensor], Tensor]
+Advantage = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 ROUNDING = 1e-6
 """Rewards of a group that differ by less are equal: of 1, and of the largest where that is more."""
 
 
-def group_mean(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
+def group_mean(rewards_N: Tensor, groups_N: Tensor, episodes_N: Tensor | None = None) -> Tensor:
     """Reward minus the group's mean: A_i = R_i - mean(R) (Dr. GRPO, arXiv:2503.20783)."""
-    return (rewards_N - _mean(rewards_N, groups_N)).masked_fill(_constant(rewards_N, groups_N), 0.0)
+    mean_N = _mean(rewards_N, groups_N, _weights(rewards_N, episodes_N))
+    return (rewards_N - mean_N).masked_fill(_constant(rewards_N, groups_N), 0.0)
 
 
-def group_norm(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
+def group_norm(rewards_N: Tensor, groups_N: Tensor, episodes_N: Tensor | None = None) -> Tensor:
     """The same divided by the group's standard deviation: A_i = (R_i - mean(R)) / std(R) (GRPO, arXiv:2402.03300).
 
     The standard deviation is that of the population (divided by n), so that a group's advantages have variance 1.
     """
-    centred_N = group_mean(rewards_N, groups_N)
-    std_N = _mean(centred_N.square(), groups_N).sqrt()
+    centred_N = group_mean(rewards_N, groups_N, episodes_N)
+    std_N = _mean(centred_N.square(), groups_N, _weights(rewards_N, episodes_N)).sqrt()
     return torch.where(std_N > 0, centred_N / std_N, torch.zeros_like(centred_N))
 
 
-def leave_one_out(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
+def leave_one_out(rewards_N: Tensor, groups_N: Tensor, episodes_N: Tensor | None = None) -> Tensor:
     """Reward minus the mean of the group's others: A_i = R_i - mean_{j != i} R_j (RLOO, arXiv:2402.14740, eq. 8).
 
-    This is n / (n - 1) times `group_mean`; a group of one has advantage 0.
+    For n episodes of one trajectory each this is n / (n - 1) times `group_mean`; a group of one has advantage 0.
     """
-    count_N = groups_N.bincount().to(rewards_N.dtype)[groups_N]
-    return group_mean(rewards_N, groups_N) * count_N / (count_N - 1).clamp(min=1)
+    weights_N = _weights(rewards_N, episodes_N)
+    centred_N = group_mean(rewards_N, groups_N, episodes_N)
+    own_N = centred_N if episodes_N is None else _mean(centred_N, episodes_N, weights_N)
+    count_N = torch.zeros_like(weights_N).index_add_(0, groups_N, weights_N)[groups_N]
+    return centred_N + own_N / (count_N - 1).clamp(min=1)
 
 
 ADVANTAGES: Mapping[str, Advantage] = {
@@ -55,11 +61,20 @@ def group_indices(group_ids: Sequence[str]) -> Tensor:
     return torch.tensor([numbers.setdefault(group_id, len(numbers)) for group_id in group_ids])
 
 
-def _mean(values_N: Tensor, groups_N: Tensor) -> Tensor:
+def _weights(rewards_N: Tensor, episodes_N: Tensor | None) -> Tensor:
+    """Weight of each trajectory: one by the number that its episode has, `[N]`."""
+    if episodes_N is None:
+        return torch.ones_like(rewards_N)
+    return 1 / episodes_N.bincount().to(rewards_N.dtype)[episodes_N]
+
+
+def _mean(values_N: Tensor, groups_N: Tensor, weights_N: Tensor) -> Tensor:
     """Mean of each trajectory's group, `[N]`."""
-    count_G = groups_N.bincount()
-    total_G = values_N.new_zeros(len(count_G)).index_add_(0, groups_N, values_N)
-    return (total_G / count_G)[groups_N]
+    weight_G, total_G = (
+        values_N.new_zeros(int(groups_N.max()) + 1).index_add_(0, groups_N, added_N)
+        for added_N in (weights_N, values_N * weights_N)
+    )
+    return (total_G / weight_G)[groups_N]
 
 
 def _constant(rewards_N: Tensor, groups_N: Tensor) -> Tensor:

@@ -97,7 +97,8 @@ class Trainee:
         if not rewards_N.isfinite().all():
             raise UserError("a trajectory's reward is no finite number; look at what the environment returns")
         groups_N = group_indices([t.group_id for t in trajectories])
-        advantages_N = ADVANTAGES[self.config.advantage](rewards_N, groups_N).float()
+        episodes_N = group_indices([t.episode_id or str(i) for i, t in enumerate(trajectories)])
+        advantages_N = ADVANTAGES[self.config.advantage](rewards_N, groups_N, episodes_N).float()
         data = [datum_of(t, advantage) for t, advantage in zip(trajectories, advantages_N.tolist(), strict=True)]
         if self.config.kl_coefficient:
             data = self._with_reference(data)

@@ -86,8 +86,9 @@ class Rollouts:
     async def _roll_out(self, group: int, place: int, of: int) -> list[Trajectory]:
         """The whole samples of a group.
 
-        `abort_generation` cuts samples anywhere, so an aborted one has no reward of its own: it is thrown away, counted
-        and asked for again.
+        `abort_generation` cuts samples anywhere, so an episode with an aborted one has no reward of its own: all of it
+        is thrown away, counted and asked for again. A part of an agent's episode would lack the turns that train in
+        the rest of it.
         """
         config, progress = self.config, self.progress
         await self.pacer.turn(group, place, of)
@@ -98,12 +99,13 @@ class Rollouts:
         missing = config.rollout.group_size
         for _ in range(TRIES):
             made = (await self._generate(group, missing, seed)).trajectories
-            aborted = [t for t in made if t.stop_reason == "abort"]
-            whole += [t for t in made if t.stop_reason != "abort"]
+            cut = {_episode(t) for t in made if t.stop_reason == "abort"}
+            aborted = [t for t in made if _episode(t) in cut]
+            whole += [t for t in made if _episode(t) not in cut]
             progress.generated_tokens += policy_tokens(made)
             progress.wasted_tokens += policy_tokens(aborted)
             progress.aborted_samples += len(aborted)
-            missing = len(aborted)  # an agent's episode may have several trajectories
+            missing = len(cut)
             if not missing:
                 break
             seed = None  # with the same one, samples would come twice
@@ -119,6 +121,10 @@ class Rollouts:
         except PenstockError as error:
             error.add_note(f"in the rollout of group {group}")
             raise
+
+
+def _episode(trajectory: Trajectory) -> str:
+    return trajectory.episode_id or str(id(trajectory))
 
 
 async def greedy_accuracy(generator: Generator, tasks: Sequence[Task], max_tokens: int) -> float:

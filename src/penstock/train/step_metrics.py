@@ -57,13 +57,16 @@ def batch_metrics(trajectories: Sequence[Trajectory], ages: Mapping[int, int]) -
     n = len(trajectories)
     tokens = sum(ages.values())
     groups: dict[str, set[float]] = {}
-    for t in trajectories:
+    episodes: dict[str, list[float]] = {}
+    for i, t in enumerate(trajectories):
         groups.setdefault(t.group_id, set()).add(t.reward)
+        episodes.setdefault(t.episode_id or str(i), []).append(t.reward)
+    rewards = [sum(leaves) / len(leaves) for leaves in episodes.values()]
     return {
         "samples": n,
         "tokens": tokens,
-        "reward_mean": sum(t.reward for t in trajectories) / n,
-        "solved_share": sum(t.reward >= 1 for t in trajectories) / n,
+        "reward_mean": sum(rewards) / len(rewards),
+        "solved_share": sum(reward >= 1 for reward in rewards) / len(rewards),
         "zero_variance_share": sum(len(rewards) == 1 for rewards in groups.values()) / len(groups),
         "response_tokens_mean": sum(len(t.response_ids) for t in trajectories) / n,
         "truncated_share": sum(t.stop_reason == "length" for t in trajectories) / n,
