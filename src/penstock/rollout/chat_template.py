@@ -38,11 +38,19 @@ class ChatTemplate:
         self._options = dict(options or {})
         self._closing = self._after((_MARK,), [_question(), {"role": "assistant", "content": _MARK}], (), opening=False)
         self._closing_ids = tokenizer.encode_exact(self._closing)
+        self._end_id = self._find_end()
+
+    def _find_end(self) -> int | None:
+        """Return the added token that ends an assistant's message. White space before it is part of answers too."""
+        for token in self._closing_ids:
+            if self.tokenizer.decode([token], skip_special_tokens=False).strip():
+                return token if self.tokenizer.is_added(token) else None
+        return None
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """Ids that end an assistant's message: the tokenizer's, and the one that the template writes there."""
-        ids = (self.tokenizer.eos_token_id, *self._closing_ids[:1])
+        """Ids that end an assistant's message: the tokenizer's, and the added token that the template writes there."""
+        ids = (self.tokenizer.eos_token_id, self._end_id)
         return tuple(dict.fromkeys(token for token in ids if token is not None))
 
     def render(
@@ -79,7 +87,7 @@ class ChatTemplate:
         if text is None:
             return None
         ids = self.tokenizer.encode_exact(self._closing + text, most)
-        return ids[1:] if self._closing_ids[:1] == [last_id] else ids
+        return ids[ids.index(last_id) + 1 :] if last_id == self._end_id else ids
 
     def faults(self, histories: int = 8, seed: int = 0) -> list[str]:
         """Try the suffix on random histories; return where it is not what the template writes as a whole.
@@ -88,6 +96,7 @@ class ChatTemplate:
         """
         rng = random.Random(seed)
         found: list[str] = []
+        last_id = -1 if self._end_id is None else self._end_id
         for number in range(histories):
             history = _random_history(rng)
             last = history[-1]
@@ -95,7 +104,7 @@ class ChatTemplate:
             if calls := last.get("tool_calls"):
                 new = [{"role": "tool", "content": _words(rng), "tool_call_id": calls[0]["id"], "name": "f"}]
             try:
-                whole, suffix = self.render([*history, *new]), self.suffix(new, last_id=-1)
+                whole, suffix = self.render([*history, *new]), self.suffix(new, last_id=last_id)
             except RequestError:  # of a role that this model does not have
                 continue
             if suffix is None or whole[-len(suffix) :] != suffix:

@@ -80,6 +80,10 @@ class Tokenizer:
         found = self._tokenizer.convert_tokens_to_ids(token)
         return found if isinstance(found, int) and found != self._tokenizer.unk_token_id else None
 
+    def is_added(self, token_id: int) -> bool:
+        """Whether an id is that of a token beside the vocabulary's texts, such as `<|im_end|>`."""
+        return token_id in self._tokenizer.added_tokens_decoder
+
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
