@@ -313,7 +313,7 @@ async def training(client: tinker.ServiceClient, service: Service, model: str, a
         theirs = await asyncio.to_thread(plain_step, model, data, threads)
         rates: dict[str, list[float]] = {"ours": [], "plain": []}
         used: dict[str, float] = {"ours": 0.0, "plain": 0.0}
-        steps = 2 if arguments.quick else 7 if count > 4 else 25
+        steps = 7 if count > 4 else 9 if arguments.quick else 25
         for step in range(steps):  # turn by turn, so that what else the machine does meets both
             for name, speeds in rates.items():
                 pids = (service.learner.pid, service.api.pid) if name == "ours" else ("self",)
@@ -378,7 +378,7 @@ async def syncing(client: tinker.ServiceClient, arguments: Any, found: Findings)
     prompt, params = types.ModelInput.from_ints(PROMPT), types.SamplingParams(max_tokens=1, stop=[])
     saves: list[float] = []
     took: list[float] = []
-    for _ in range(2 if arguments.quick else 11):
+    for _ in range(6 if arguments.quick else 11):
         evaluated = training_client.forward_backward(data_of(2, 32), "cross_entropy")
         await training_client.optim_step(types.AdamParams(learning_rate=1e-4))
         await evaluated

@@ -15,7 +15,9 @@ from hanging_learner import HANGS
 from sdk_rig import ANSWER, BASE, PROMPT, call, client_of, service_of
 
 import tinker
-from penstock.tinker.service import Service
+from penstock.config import EngineConfig, FleetConfig, RouterConfig, TrainConfig
+from penstock.engine.launch import server_command
+from penstock.tinker.service import Service, ServiceConfig, adapted
 from tinker import types
 
 ADAM = types.AdamParams(learning_rate=1e-3)
@@ -48,6 +50,19 @@ def loss_of(client: tinker.TrainingClient, answer: str = ANSWER) -> float:
 async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Service]:
     async with service_of(tmp_path_factory.mktemp("tinker")) as running:
         yield running
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [({}, "32"), ({"max_loras": 2}, "8"), ({"extra_args": {"max_cpu_loras": 100}}, "100")],
+    ids=["default", "two in a batch", "said"],
+)
+def test_engines_keep_more_adapters_than_a_batch_has(tmp_path: Path, given: dict[str, Any], kept: str):
+    engine = EngineConfig(model="Qwen/Qwen3-0.6B", profile="cpu", **given)
+    config = ServiceConfig(engine, FleetConfig(), RouterConfig(), TrainConfig(), tmp_path)
+    argv = server_command(adapted(config), port=1, api_key=None).argv
+    assert argv[argv.index("--max-cpu-loras") + 1] == kept
+    assert argv.count("--max-cpu-loras") == 1
 
 
 async def test_models_of_two_clients_learn_different_things(service: Service):

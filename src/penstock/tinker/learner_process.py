@@ -313,9 +313,13 @@ class Operations:
     async def _save_for_sampler(self, model: str, body: bytes) -> Answer:
         values = _values(body)
         folder, adapter = _folder(values), values.get("adapter_name")
+        began = time.perf_counter()
         await self._in_thread(lambda: self.models.save_for_sampler(model, folder))
         if adapter is not None:
-            await self.adapters.load(str(adapter), str(folder), ADAPTER_S)
+            written = time.perf_counter()
+            report = await self.adapters.load(str(adapter), str(folder), ADAPTER_S)
+            took = written - began, time.perf_counter() - written, 0.0 if report is None else report.bubble
+            logger.info("%s: written in %.3f s, on the engines in %.3f s, which stopped for %.3f s", adapter, *took)
         return Answer.of_json({"type": "save_weights_for_sampler"})
 
     async def _load(self, model: str, body: bytes) -> Answer:

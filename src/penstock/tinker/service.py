@@ -28,6 +28,8 @@ SHARED_GPU = 0.4
 """Share of its memory that engines take of the only GPU, where nothing else was asked for."""
 MAX_LORAS, MAX_RANK = 8, 32
 """Adapters in one batch and their rank, where nothing else was asked for; 32 is the SDK's default rank."""
+KEPT_LORAS = 4
+"""Times `max_loras`: adapters that an engine keeps in memory. It reads others from files, and all requests wait."""
 
 logger = logging.getLogger(__name__)
 
@@ -112,12 +114,15 @@ async def serving(config: ServiceConfig) -> AsyncGenerator[Service]:
 def adapted(config: ServiceConfig) -> EngineConfig:
     """Return the engine's configuration with adapters, and room for the learner on a GPU that both must share."""
     engine = config.engine
-    values: dict[str, Any] = {"enable_lora": True}
-    if "max_loras" not in engine.model_fields_set:
-        values["max_loras"] = MAX_LORAS
-    if "max_lora_rank" not in engine.model_fields_set:
-        values["max_lora_rank"] = MAX_RANK
-    gpus = visible_gpus() if resolve_profile(engine) == "gpu" else ()
+    usual = {"max_loras": MAX_LORAS, "max_lora_rank": MAX_RANK}
+    values: dict[str, Any] = {"enable_lora": True} | {
+        k: v for k, v in usual.items() if k not in engine.model_fields_set
+    }
+    profile = resolve_profile(engine)
+    if profile != "sim" and not {"max-cpu-loras", "max_cpu_loras"} & engine.extra_args.keys():
+        most = KEPT_LORAS * values.get("max_loras", engine.max_loras)
+        values["extra_args"] = {**engine.extra_args, "max-cpu-loras": most}
+    gpus = visible_gpus() if profile == "gpu" else ()
     ranks = engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size
     shared = gpus and config.fleet.engines * ranks + config.train.ranks > len(gpus)
     if shared and "gpu_memory_utilization" not in engine.model_fields_set:

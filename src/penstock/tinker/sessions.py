@@ -149,13 +149,7 @@ class Sessions:
 
     async def add_sampler(self, sampler: Mapping[str, Any]) -> None:
         """Add a sampler; harmless if it is there."""
-
-        def work(connection: Connection) -> None:
-            if connection.execute(select(samplers.c.id).where(samplers.c.id == sampler["id"])).first() is None:
-                now = time.time()
-                connection.execute(insert(samplers).values(created=now, used=now, **sampler))
-
-        await self._database.run(work)
+        await self._database.run(lambda connection: put_sampler(connection, sampler))
 
     async def sampler(self, tenant: str, sampler: str) -> Row[Any]:
         """Return a tenant's sampler. UnknownError."""
@@ -237,6 +231,13 @@ def new_model(tenant: str, model: str, session: str, base_model: str, lora: Any,
         "lora": lora, "user_metadata": _texts(user_metadata), "live": False, "steps": 0, "gradient": False,
     }  # fmt: skip
     return lambda connection: (connection.execute(insert(models).values(row)), None)[1]
+
+
+def put_sampler(connection: Connection, sampler: Mapping[str, Any]) -> None:
+    """Add a sampler; harmless if it is there."""
+    if connection.execute(select(samplers.c.id).where(samplers.c.id == sampler["id"])).first() is None:
+        now = time.time()
+        connection.execute(insert(samplers).values(created=now, used=now, **sampler))
 
 
 def run_as_json(connection: Connection, row: Row[Any]) -> dict[str, Any]:

@@ -16,11 +16,12 @@ from sqlalchemy import Connection, Row, func, insert, select, update
 from penstock.aio import cancelled
 from penstock.errors import EngineDeadError, UserError
 from penstock.tinker.checkpoints import Checkpoints, TinkerPath, checked_name, delete_folder, record, size_of
-from penstock.tinker.database import Database, facts, futures, models, samplers
+from penstock.tinker.database import Database, facts, futures, models
 from penstock.tinker.futures import Also, Futures, Operation, Outcome, settled
 from penstock.tinker.learner_client import LearnerClient
 from penstock.tinker.requests import CreateModel, LoadWeights, SaveForSampler, SaveWeights
 from penstock.tinker.schema import pb
+from penstock.tinker.sessions import put_sampler
 from penstock.tinker.tenants import Tenants
 
 INCARNATION = "learner"
@@ -229,10 +230,9 @@ class Training:
         if (given := result.get("path")) is None:
             values = {
                 "id": result["sampling_session_id"], "session": row.session, "tenant": row.tenant,
-                "created": time.time(), "used": time.time(), "base_model": row.base_model, "folder": body["folder"],
-                "adapter": body["adapter_name"],
+                "base_model": row.base_model, "folder": body["folder"], "adapter": body["adapter_name"],
             }  # fmt: skip
-            run.also = lambda connection: _put_sampler(connection, values)
+            run.also = lambda connection: put_sampler(connection, values)
             return
         path, ttl = TinkerPath.of(given), body.get("ttl_seconds")
         values = {
@@ -298,11 +298,6 @@ class Training:
 def _changed(model: str, **values: Any) -> Also:
     change = update(models).where(models.c.id == model).values(used=time.time(), **values)
     return lambda connection: (connection.execute(change), None)[1]
-
-
-def _put_sampler(connection: Connection, values: Mapping[str, Any]) -> None:
-    if connection.execute(select(samplers.c.id).where(samplers.c.id == values["id"])).first() is None:
-        connection.execute(insert(samplers).values(values))
 
 
 def _compare(connection: Connection, incarnation: str, held: Mapping[str, Mapping[str, Any]]) -> None:
