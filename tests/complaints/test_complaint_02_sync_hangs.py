@@ -14,7 +14,7 @@ from complaint_rig import DEADLINE_S, LONG, all_serve, generate, in_flight, set_
 from penstock import Fleet
 from penstock.errors import TransferError, UpdateError, WeightsError
 from penstock.sim import SimConfig, SimServer
-from sim_fleets import check
+from sim_fleets import check, impatient
 
 MANY = [[1 + i, 2] for i in range(200)]
 
@@ -25,6 +25,7 @@ async def test_an_engine_that_hangs_in_an_update_is_named_within_the_deadline(fl
     running = generate(fleet, MANY[:8], LONG)
     await in_flight(fleet, 8)
     await set_fault(fleet, 1, "hang", phase)
+    impatient(fleet._roster.members[1])
     report = await asyncio.wait_for(fleet.update_weights([("w", torch.ones(64))]), DEADLINE_S)
     assert list(report.failures) == ["e1"]
     assert [engine.engine for engine in report.engines] == ["e0"]

@@ -17,7 +17,7 @@ from penstock import Fleet
 from penstock.engine.launch import EngineProcess
 from penstock.errors import WeightsError
 from penstock.fleet.member import State
-from sim_fleets import check
+from sim_fleets import check, impatient
 
 PROMPTS = [[1 + i, 2] for i in range(8)]
 
@@ -29,6 +29,7 @@ async def test_a_dead_engine_is_noticed_and_replaced_and_costs_no_request(fleet:
     assert isinstance(member.process, EngineProcess)
     running = generate(fleet, PROMPTS, LONG)
     await in_flight(fleet, len(PROMPTS))
+    impatient(member)  # the deadline that it misses
     os.killpg(member.process.pid, number)
     await until(lambda: member.state is not State.SERVING)
     check(PROMPTS, await running, LONG)

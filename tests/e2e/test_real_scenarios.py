@@ -14,14 +14,14 @@ pytestmark = pytest.mark.vllm
 
 MODEL = Path(__file__).parents[2] / "examples" / "models" / "sorter-0.8m"
 QUICK = ("pause-keep", "http-generator")
-"""Without training; they run in `make test` too."""
+"""Without training; the first runs in `make test` too."""
 TRAINED = [name for name, each in SCENARIOS.items() if not each.gpus and not each.missing and name not in QUICK]
 SCHEDULES = ("non-colocated", "one-step-off", "async")
 NOISE = 0.08
 """Difference of held-out accuracies that is let pass: three standard errors of a difference at 512 tasks, 0.03 each."""
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", [QUICK[0], pytest.param(QUICK[1], marks=pytest.mark.slow)])
 async def test_a_quick_scenario_holds(name, tmp_path):
     config = SCENARIOS[name].config(profile="cpu", run_dir=tmp_path, model=MODEL, overrides=["fleet.engines=1"])
     result = await run_scenario(SCENARIOS[name], config)

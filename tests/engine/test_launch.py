@@ -104,6 +104,7 @@ def test_telling_lines_are_the_errors_not_the_traceback():
 
 
 @pytest.mark.vllm
+@pytest.mark.slow
 async def test_an_engine_that_cannot_start_says_why(nano_path, tmp_path):
     for file in nano_path.iterdir():
         data = file.read_bytes()

@@ -103,7 +103,7 @@ class Launcher:
 async def launched(count: int, *, gpus: int = 8, **options: Any) -> AsyncIterator[tuple[Fleet, Launcher]]:
     """`count` engines on a GPU each."""
     launcher = Launcher(gpus)
-    async with asyncio.timeout(30.0), AsyncExitStack() as last:
+    async with asyncio.timeout(120.0), AsyncExitStack() as last:
         router = Router()
         await router.start("127.0.0.1", 0)
         last.push_async_callback(router.close)

@@ -218,11 +218,15 @@ async def read(stream: AsyncGenerator[dict[str, Any]]) -> None:
         pass
 
 
-async def test_an_exhausted_budget_is_said_and_with_none_left_nobody_waits(tmp_path: Path) -> None:
-    async with Fleet.launch("sim-model", engines=2, max_restarts=0, log_dir=tmp_path, **SIM) as fleet:
+async def test_an_exhausted_budget_is_said_and_with_none_left_nobody_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    async with Fleet.launch("sim-model", engines=2, max_restarts=0, **SIM) as fleet:
         first, second = fleet._roster.members
         await kill(first)
         assert await fleet._roster.until(lambda: first.state is State.DEAD, deadline_s=60.0)
+        assert first.lifecycle.reason == "its process exited with status -9"
         report = await fleet.update_weights([("w", torch.ones(4))])
         assert [update.engine for update in report.engines] == ["e1"]
         await check_serves(fleet, engines=1)
@@ -244,3 +248,5 @@ async def test_an_exhausted_budget_is_said_and_with_none_left_nobody_waits(tmp_p
             await fleet.pause_generation()
         with pytest.raises(UpdateError, match="0 engines were good before it began"):
             await fleet.update_weights([("w", torch.ones(4))])
+    logs = {log.name for folder in tmp_path.iterdir() for log in folder.iterdir()}
+    assert logs == {"e0.log", "e1.log", "router.log"}, "kept, because some died"

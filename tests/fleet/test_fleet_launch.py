@@ -15,15 +15,15 @@ import psutil
 import pytest
 import torch
 
-from penstock import Fleet, SamplingParams
+from penstock import Fleet
 from penstock.engine.client import DataClient
-from penstock.errors import ConfigError, EngineDeadError, EngineHTTPError, EngineStartError, StateError
+from penstock.errors import ConfigError, EngineHTTPError, EngineStartError, StateError
 from penstock.fleet.member import State
 from penstock.http import HttpTransport
 from penstock.router import Membership
 from penstock.router.admin_client import RouterAdmin
 from penstock.settings import EngineConfig, FleetConfig, RouterConfig
-from sim_fleets import SIM, check, check_serves, children, engine_process, in_flight
+from sim_fleets import SIM, check_serves, children
 
 LAUNCHER = """
 import asyncio, signal, sys
@@ -203,25 +203,6 @@ async def test_a_start_that_is_cancelled_leaves_nothing(ours: set[int], logs_go_
     with pytest.raises(asyncio.CancelledError):
         await start
     assert list(logs_go_to.iterdir()) == []
-
-
-async def test_a_killed_engine_costs_no_request_and_an_update_commits_on_the_rest(logs_go_to: Path) -> None:
-    prompts, params = [[1 + i] for i in range(20)], SamplingParams(max_tokens=400, detokenize=False)
-    async with Fleet.launch("sim-model", engines=2, max_restarts=0, **SIM) as fleet:
-        running = asyncio.create_task(fleet.generate(prompt_token_ids=prompts, sampling_params=params))
-        await in_flight(fleet, lambda requests: requests == len(prompts))
-        engine_process((await fleet.engines())[0].url).kill()
-        check(prompts, await asyncio.wait_for(running, 60.0), params)
-        first, second = await fleet.engines()
-        assert (first.state, first.reason) == (State.DEAD, "its process exited with status -9")
-        assert second.state is State.SERVING
-        report = await fleet.update_weights([("w", torch.ones(4))])
-        assert [update.engine for update in report.engines] == ["e1"]
-        await check_serves(fleet, engines=1)
-        with pytest.raises(EngineDeadError, match="engine e0: it is dead"):
-            await fleet.get_num_unfinished_requests(0)
-    (folder,) = logs_go_to.iterdir()
-    assert {log.name for log in folder.iterdir()} == {"e0.log", "e1.log", "router.log"}, "kept, because one died"
 
 
 async def test_a_folder_for_logs(tmp_path: Path) -> None:

@@ -8,14 +8,10 @@ import pytest
 import torch
 from fleet_fakes import Bench
 
-from penstock import Fleet
 from penstock.engine.capabilities import PENSTOCK, Capabilities
 from penstock.errors import EngineHTTPError, MissingCapabilityError, UserError
 from penstock.fleet.member import State
-from penstock.sim.config import SimConfig
-from penstock.sim.server import SimServer
 from penstock.types import PauseMode
-from sim_fleets import SIM, check_serves
 
 JOIN = {"master_address": "127.0.0.1", "master_port": 1, "world_size": 4, "rank_offset": 1}
 NAMES = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[1]]}
@@ -47,14 +43,6 @@ async def test_engines_that_take_weights_in_different_ways_are_told_nothing() ->
     assert bench.roster.highest_version == 0, "the number is free still"
     await bench.operations.resume()
     bench.check_belief()
-
-
-async def test_a_launched_engine_beside_plain_vllm_outlives_a_native_call() -> None:
-    config = SimConfig(plain=True, tokens_per_second=500, max_model_len=512)
-    async with SimServer(config) as other, Fleet.launch("any", attach=[other.url], max_restarts=0, **SIM) as fleet:
-        with pytest.raises(MissingCapabilityError, match="e0 by 'penstock_shm'; e1 by 'nccl'"):
-            await fleet.init_weight_update_communicator(JOIN)
-        await check_serves(fleet, engines=2)
 
 
 async def test_plain_engines_with_our_backend_take_what_launched_ones_do() -> None:

@@ -116,7 +116,7 @@ async def metrics(url: str) -> dict[str, Counter[str]]:
 
 
 async def test_every_request_has_an_answer_or_a_clear_error_and_the_counters_add_up() -> None:
-    requests = 6_000
+    requests = 3_000
     engines, outcomes = Engines(), Counter[str]()
     numbers = list(range(1, requests + 1))
     async with rig(*[engines.answer] * ENGINES, process=True, max_hold_s=10) as router:

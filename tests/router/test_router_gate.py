@@ -16,10 +16,10 @@ both_loops = pytest.mark.parametrize("process", [False, True], ids=["asyncio", "
 
 
 @both_loops
-async def test_two_thousand_wait_and_go_on_in_order_while_new_clients_are_accepted(
+async def test_a_thousand_wait_and_go_on_in_order_while_new_clients_are_accepted(
     *, process: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    count = 2000
+    count = 1000
     sent: list[int] = []
     connected = Exchange.connected
 

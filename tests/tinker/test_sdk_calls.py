@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import inspect
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from sdk_rig import BASE, MODEL, call, client_of, service_of
+from sdk_rig import BASE, MODEL, call, client_of
 from tinker.lib.api_future_impl import QueueState
 
 import tinker
@@ -74,12 +74,6 @@ class Later:
 def got(found: Any) -> Any:
     """What a method gives: a future's result, or the value that some twins return themselves."""
     return found.result(120.0) if hasattr(found, "result") else found
-
-
-@pytest.fixture(scope="module")
-async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Service]:
-    async with service_of(tmp_path_factory.mktemp("calls"), "cpu") as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from sdk_rig import ANSWER, PROMPT, call, client_of, service_of
+from sdk_rig import ANSWER, PROMPT, call, client_of
 
 import tinker
 from penstock.tinker.service import Service
@@ -21,12 +20,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 DOCUMENT = Path(__file__).parents[2] / "docs" / "tinker.md"
 GAP = 2e-3
 """Nats between the learner's logprob of a token and the engine's, both in fp32."""
-
-
-@pytest.fixture(scope="module")
-async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Service]:
-    async with service_of(tmp_path_factory.mktemp("real"), "cpu") as running:
-        yield running
 
 
 def train(client: tinker.TrainingClient, steps: int) -> None:
