@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, cast
 
 import orjson
@@ -15,6 +16,7 @@ from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from penstock.asgi import listening, read_body, serving_app
 from penstock.errors import UserError, parse_json, reading
@@ -38,6 +40,11 @@ NOTE_HEADER = "X-Penstock-Note"
 """What was asked for and is not done."""
 MOST_NOTE = 500
 NODE_HEADER = "X-Penstock-Node"
+ROWS_TYPE = "application/x-ndjson"
+LONG_ANSWER = 1 << 16
+"""Bytes of an answer from which a connection takes it piece by piece."""
+_STEPS = 3
+"""Of the event loop, until what was written is sent and a reset is seen."""
 SESSION_HEADERS = ("x-session-id", "x-claude-code-session-id", "session-id")
 WIRES: dict[str, Dialect] = {
     "/v1/chat/completions": ChatDialect(),
@@ -160,28 +167,23 @@ class _Calls:
         idempotency = http.headers.get("idempotency-key", "")
         retries = http.headers.get("x-stainless-retry-count", "0")
         digest = hashlib.sha256(b"\n".join((http.url.path.encode(), idempotency.encode(), body))).digest()
-        repeated = bool(idempotency) or retries not in {"", "0"}
-        if not repeated and self._gateway.is_waited_for(session, digest):
+        is_retry = bool(idempotency) or retries not in {"", "0"}
+        if self._gateway.is_waited_for(session, digest):
             await asyncio.sleep(RESET_S)
-        turn = self._gateway.submit(session, request, digest, repeated=repeated)
+        turn = self._gateway.submit(session, request, digest, is_retry=is_retry, size=len(body))
         said = request.notes
         if request.forced and not self._gateway.options.force_calls:
             said = (*said, "tool_choice is not enforced, so that the turn can be trained on")
         note = "; ".join(said).encode("ascii", "backslashreplace")[:MOST_NOTE].decode()
-        notes = {NOTE_HEADER: note} if note else {}
+        headers = {**({NOTE_HEADER: note} if note else {}), NODE_HEADER: turn.id}
         answer = await self._wait(turn, http, self._keepalive_s if request.stream else None)
-        if answer is not None and not request.stream:
-            headers = {**notes, NODE_HEADER: answer.id}
-            return Response(
-                dumps(wire.write(answer)),
-                media_type="application/json",
-                headers=headers,
-                background=BackgroundTask(_delivered, turn),
-            )
-        headers = {**notes, "Cache-Control": "no-cache"}
-        return StreamingResponse(
-            _stream(wire, turn, self._keepalive_s), media_type="text/event-stream", headers=headers
-        )
+        if answer is None or request.stream:
+            return _Stream(http, turn, _events(wire, turn, self._keepalive_s), headers)
+        data = dumps(wire.write(answer))
+        if len(data) > LONG_ANSWER:
+            return _Stream(http, turn, _whole(data), headers, "application/json")
+        background = BackgroundTask(_deliver, turn)
+        return Response(data, media_type="application/json", headers=headers, background=background)
 
     async def _wait(self, turn: PendingTurn, http: Request, seconds: float | None) -> Answer | None:
         """Return the answer, or None after so many seconds. The turn goes on if the client leaves."""
@@ -189,11 +191,9 @@ class _Calls:
         turn.waiters += 1
         try:
             await asyncio.wait((turn.task, gone), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            if turn.task.done():
-                return _result(turn)
-            if gone.done():
+            if gone.done():  # perhaps in the moment in which the turn ended: its retry reads the answer
                 raise GatewayError("the client has left", status=499, code="client_left")
-            return None
+            return _result(turn) if turn.task.done() else None
         finally:
             turn.waiters -= 1
             gone.cancel()
@@ -207,10 +207,10 @@ class _Calls:
     async def open_session(self, http: Request, tenant: Tenant) -> Response:
         body = _as_object(await _body(http) or b"{}")
         name = body.get("session")
+        if name is not None and not isinstance(name, str):
+            raise UserError(f"session is a text, got {name!r}")
         given = any(value is not None for key, value in body.items() if key != "session")
-        session, key = self._gateway.open_session(
-            tenant, None if name is None else str(name), Limits.of(body) if given else None
-        )
+        session, key = self._gateway.open_session(tenant, name, Limits.of(body) if given else None)
         return JSONResponse({"session": session, "api_key": key, "base_url": str(http.base_url).rstrip("/")})
 
     async def report(self, _: Request, tenant: Tenant) -> Response:
@@ -219,6 +219,8 @@ class _Calls:
     async def reward(self, http: Request, tenant: Tenant) -> Response:
         session = self._gateway.find(tenant, http.path_params["session"])
         body = _as_object(await _body(http))
+        if unknown := sorted(body.keys() - {"reward", "node"}):  # a misspelt node would reward the whole session
+            raise UserError(f"unknown field {unknown[0]!r}; known: reward, node")
         reward, node = body.get("reward"), body.get("node")
         if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
             raise UserError(f"reward must be a finite number, got {reward!r}")
@@ -226,30 +228,73 @@ class _Calls:
         return JSONResponse({"session": session.id, "node": node, "reward": reward})
 
     async def rows(self, http: Request, tenant: Tenant) -> Response:
-        return _lines(self._gateway.find(tenant, http.path_params["session"]).rows())
+        rows = self._gateway.find(tenant, http.path_params["session"]).rows()
+        return Response(_lines(rows), media_type=ROWS_TYPE)
 
     async def finish(self, http: Request, tenant: Tenant) -> Response:
-        return _lines(self._gateway.drop(tenant, http.path_params["session"]))
+        session = self._gateway.finish(tenant, http.path_params["session"])
+        data = _lines(session.rows())
+
+        async def forget() -> None:
+            self._gateway.forget(session)
+
+        return StreamingResponse(_watched(http, _whole(data), forget), media_type=ROWS_TYPE)
 
 
-async def _stream(wire: Dialect, turn: PendingTurn, keepalive_s: float) -> AsyncGenerator[bytes]:
-    """Write a turn as events, with comments until it is finished. A stream without its last event is not whole."""
-    turn.waiters += 1
-    try:
-        while not turn.task.done():
-            await asyncio.wait((turn.task,), timeout=keepalive_s)
-            if not turn.task.done():
-                yield KEEPALIVE
+class _Stream(StreamingResponse):
+    """An answer in pieces. Its client counts as waiting for the turn already now, so an equal request is another."""
+
+    def __init__(
+        self,
+        http: Request,
+        turn: PendingTurn,
+        pieces: AsyncIterable[bytes],
+        headers: Mapping[str, str],
+        media_type: str = "text/event-stream",
+    ) -> None:
+        headers = {**headers, "Cache-Control": "no-cache"}
+        super().__init__(_watched(http, pieces, partial(_deliver, turn)), headers=headers, media_type=media_type)
+        self._turn = turn
+        turn.waiters += 1
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
         try:
-            answer = _result(turn)
-        except GatewayError as error:
-            yield wire.error_event(error)
-            return
-        for data in wire.events(answer):
-            yield data
-        turn.delivered = True
-    finally:
-        turn.waiters -= 1
+            await super().__call__(scope, receive, send)
+        finally:
+            self._turn.waiters -= 1
+
+
+async def _watched(
+    http: Request, pieces: AsyncIterable[bytes], then: Callable[[], Awaitable[None]]
+) -> AsyncGenerator[bytes]:
+    """Pass pieces on, and run `then` if the client was there to the end of them."""
+    async for data in pieces:
+        yield data
+    for _ in range(_STEPS):
+        await asyncio.sleep(0)
+    yield b""  # waits until the connection has taken what was written
+    if not await http.is_disconnected():
+        await then()
+
+
+async def _whole(data: bytes) -> AsyncGenerator[bytes]:
+    yield data
+
+
+async def _events(wire: Dialect, turn: PendingTurn, keepalive_s: float) -> AsyncGenerator[bytes]:
+    """Write a turn as events, with comments until it is finished. A stream without its last event is not whole."""
+    while not turn.task.done():
+        await asyncio.wait((turn.task,), timeout=keepalive_s)
+        if not turn.task.done():
+            yield KEEPALIVE
+    try:
+        answer = _result(turn)
+    except GatewayError as error:
+        yield wire.error_event(error)
+        return
+    for data in wire.events(answer):
+        yield data
 
 
 def _result(turn: PendingTurn) -> Answer:
@@ -266,7 +311,7 @@ def _result(turn: PendingTurn) -> Answer:
     raise error
 
 
-async def _delivered(turn: PendingTurn) -> None:  # not in a thread: the client's next request may come before
+async def _deliver(turn: PendingTurn) -> None:  # not in a thread: the client's next request may come before
     turn.delivered = True
 
 
@@ -293,6 +338,5 @@ def _key(http: Request) -> str:
     return key.strip() if scheme.lower() == "bearer" else http.headers.get("x-api-key", "")
 
 
-def _lines(rows: Iterable[Row]) -> Response:
-    data = b"".join(orjson.dumps(row.as_json()) + b"\n" for row in rows)
-    return Response(data, media_type="application/x-ndjson")
+def _lines(rows: Iterable[Row]) -> bytes:
+    return b"".join(orjson.dumps(row.as_json()) + b"\n" for row in rows)

@@ -224,19 +224,22 @@ class Limits:
         pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
         return Limits(**{name: min((v for v in pair if v is not None), default=None) for name, pair in pairs.items()})
 
-    def check(self, session: Session, *, under_way: int, reserved: int) -> None:
-        """Refuse the next turn of a session that is over its budget, with turns under way and their tokens."""
+    def check(self, session: Session, *, under_way: int) -> None:
+        """Refuse the next turn of a session that is over its budget, with the turns under way."""
         used = {
             "max_turns": len(session.nodes) + under_way,
-            "max_tokens": session.sampled_tokens + reserved,
+            "max_tokens": session.sampled_tokens,
             "max_seconds": time.time() - session.created,
         }
         for name, value in used.items():
             limit = getattr(self, name)
             if limit is not None and value >= limit:
-                raise GatewayError(
-                    f"the budget of session {session.id} is used up: {name}={limit:g}", code="budget_exceeded"
-                )
+                raise self.over(session, name)
+
+    def over(self, session: Session, name: str) -> GatewayError:
+        """Return the error of a session that has used up a limit."""
+        why = f"the budget of session {session.id} is used up: {name}={getattr(self, name):g}"
+        return GatewayError(why, code="budget_exceeded")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections import Counter
+import re
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -25,11 +27,16 @@ from penstock.rollout.chat_template import ChatTemplate
 from penstock.rollout.multi_turn import Sampler
 from penstock.rollout.output_parser import OutputParser
 from penstock.rollout.vllm_parser import VllmOutputParser
+from penstock.types import Sample, SamplingParams
 
 MOST_NAME = 200
 """Characters of a session's name."""
+_NAME = re.compile(rf"(?!\.{{1,2}}$)[A-Za-z0-9._~:@!$&'()*+,;=-]{{1,{MOST_NAME}}}")
+"""What stands in a URL's path as it is."""
 MOST_REPLAYED = 8
 """Answers of a session kept for a client that sends its request again although it has read the answer."""
+MOST_FAILED = 64
+"""Failed turns of a session that are kept in mind until they are asked again."""
 MOST_THREADS = 4
 """Threads that read, render and encode requests; each long body occupies one."""
 LONG_TEXT = 1 << 14
@@ -49,11 +56,18 @@ class Tenant:
 
 @dataclass(slots=True)
 class PendingTurn:
-    """A turn under way or finished; clients that repeat a request read the same one."""
+    """A turn under way or finished; clients that repeat a request read the same one. `id` is its node's."""
 
+    id: str
+    digest: bytes
     task: asyncio.Task[Answer]
     waiters: int = 0
     delivered: bool = False
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether no client has its answer or waits for it."""
+        return not (self.delivered or self.waiters)
 
     @property
     def failed(self) -> bool:
@@ -69,23 +83,71 @@ class _Kept:
     limits: Limits
     key: str
     sampling: Mapping[str, Any]
+    finished: bool = False
+    """No turn begins any more."""
     reserved: int = 0
     """Most tokens that turns under way may sample."""
-    turns: dict[bytes, PendingTurn] = field(default_factory=dict[bytes, PendingTurn])
+    freed: asyncio.Event = field(default_factory=asyncio.Event)
+    """A turn under way ended."""
+    turns: list[PendingTurn] = field(default_factory=list[PendingTurn])
+    """Turns that a request may repeat."""
+    failed: deque[bytes] = field(default_factory=lambda: deque[bytes](maxlen=MOST_FAILED))
+    """Digests of turns that failed and were not asked again."""
     tasks: set[asyncio.Task[Answer]] = field(default_factory=set["asyncio.Task[Answer]"])
-    """Turns under way; of equal requests at once, `turns` has the latest alone."""
+    """Turns under way."""
 
-    def budget(self) -> int | None:
-        """Return the tokens that one turn more may sample; None: any number. GatewayError: there are none."""
-        if self.limits.max_tokens is None:
+    def repeated(self, digest: bytes, *, is_retry: bool) -> PendingTurn | None:
+        """Return the turn that a request repeats, if it does: one that no client has read, before all others.
+
+        A retry of a turn that failed is a new turn: the other equal ones are those of other clients.
+        """
+        turns = [turn for turn in self.turns if turn.digest == digest and not turn.failed]
+        unread = next((turn for turn in turns if turn.is_unread), None)
+        if unread is not None or not is_retry:
+            return unread
+        if digest in self.failed:
+            self.failed.remove(digest)
             return None
-        left = self.limits.max_tokens - self.session.sampled_tokens - self.reserved
-        if left < 1:  # turns under way may use the rest
-            raise GatewayError(
-                f"the budget of session {self.session.id} is used up: max_tokens={self.limits.max_tokens}",
-                code="budget_exceeded",
-            )
-        return left
+        return turns[-1] if turns else None
+
+    async def reserve(self, wanted: int) -> int:
+        """Take tokens of the budget for one turn; return how many. It waits for turns that may leave some of theirs.
+
+        Raises:
+            GatewayError: there are none left.
+        """
+        most = self.limits.max_tokens
+        while most is not None:
+            left = most - self.session.sampled_tokens - self.reserved
+            if left >= wanted or not self.reserved:
+                if left < 1:
+                    raise self.limits.over(self.session, "max_tokens")
+                wanted = min(wanted, left)
+                break
+            self.freed.clear()
+            await self.freed.wait()
+        self.reserved += wanted
+        return wanted
+
+    def release(self, tokens: int) -> None:
+        """Give back what a turn has reserved; what it sampled counts from here on."""
+        self.reserved -= tokens
+        self.freed.set()
+
+    def keep(self, turn: PendingTurn) -> None:
+        """Keep a turn for requests that repeat it, and let go of the oldest that were read."""
+        read = [turn for turn in self.turns if turn.delivered]
+        for old in read[:-MOST_REPLAYED]:
+            self.turns.remove(old)
+        self.turns.append(turn)
+        self.tasks.add(turn.task)
+        turn.task.add_done_callback(lambda _: self._ended(turn))
+
+    def _ended(self, turn: PendingTurn) -> None:
+        self.tasks.discard(turn.task)
+        if turn.failed:  # its error holds the whole prompt
+            self.turns.remove(turn)
+            self.failed.append(turn.digest)
 
 
 class Gateway:
@@ -165,7 +227,7 @@ class Gateway:
             UserError: the name is too long, or limits are given for a session that exists.
             GatewayError: too many sessions.
         """
-        kept = self._open(tenant, name or new_id(), limits, sampling)
+        kept = self._open(tenant, new_id() if name is None else name, limits, sampling)
         return kept.session.id, kept.key
 
     def session(self, key: str, name: str | None, hint: str | None = None, *, keep: bool = True) -> Session:
@@ -199,20 +261,28 @@ class Gateway:
         """Sessions of the tenant, oldest first."""
         return [kept.session for (owner, _), kept in self._kept.items() if owner == tenant.name]
 
-    def drop(self, tenant: Tenant, name: str) -> list[Row]:
-        """Forget a session, and return its rows. GatewayError: a turn of it is under way, or there is none."""
+    def finish(self, tenant: Tenant, name: str) -> Session:
+        """End a session: no turn of it begins any more. GatewayError: one is under way, or there is no such session."""
         kept = self._find(tenant, name)
         if kept.tasks:
             raise GatewayError(f"a turn of session {name} is under way; wait for it", status=409, code="busy")
-        del self._kept[tenant.name, name]
-        del self._by_key[_digest(kept.key)]
-        self._counts[tenant.name] -= 1
-        return kept.session.rows()
+        kept.finished = True
+        return kept.session
+
+    def forget(self, session: Session) -> None:
+        """Forget a session, if it is still kept."""
+        place = session.tenant, session.id
+        if (kept := self._kept.get(place)) is not None and kept.session is session:
+            del self._kept[place], self._by_key[_digest(kept.key)]
+            self._counts[session.tenant] -= 1
 
     async def close_session(self, tenant: Tenant, name: str) -> list[Row]:
         """End the session's turns under way, forget it, and return its rows."""
-        await _cancel(self._find(tenant, name).tasks)
-        return self.drop(tenant, name)
+        kept = self._find(tenant, name)
+        kept.finished = True  # before the turns end: a harness may ask on meanwhile
+        await _cancel(kept.tasks)
+        self.forget(kept.session)
+        return kept.session.rows()
 
     def _open(
         self, tenant: Tenant, name: str, limits: Limits | None, sampling: Mapping[str, Any] | None = None
@@ -221,8 +291,10 @@ class Gateway:
             if limits is not None and limits.least(tenant.limits) != kept.limits:
                 raise UserError(f"session {name} exists, and its limits cannot change")
             return kept
-        if not (name.isascii() and name.isprintable()) or len(name) > MOST_NAME or "/" in name:
-            raise UserError(f"a session's name has at most {MOST_NAME} printable ASCII characters and no slash")
+        if not _NAME.fullmatch(name):
+            raise UserError(
+                f"a session's name has at most {MOST_NAME} characters, those of a URL's path alone, got {name[:80]!r}"
+            )
         if self._counts[tenant.name] >= self.options.max_sessions:
             why = f"{self._counts[tenant.name]} sessions are kept; finish some"
             raise GatewayError(why, status=503, code="too_many_sessions")
@@ -234,7 +306,8 @@ class Gateway:
     def _find(self, tenant: Tenant, name: str) -> _Kept:
         kept = self._kept.get((tenant.name, name))
         if kept is None:
-            raise GatewayError(f"there is no session {name!r}", status=404, code="not_found")
+            why = f"there is no session {name!r}; a finished one is forgotten as soon as its rows are sent"
+            raise GatewayError(why, status=404, code="not_found")
         return kept
 
     # --- turns -------------------------------------------------------------------------------------------------------
@@ -242,52 +315,79 @@ class Gateway:
     def is_waited_for(self, session: Session, digest: bytes) -> bool:
         """Whether a client waits for the answer to an equal request."""
         kept = self._kept.get((session.tenant, session.id))
-        turn = None if kept is None else kept.turns.get(digest)
-        return turn is not None and turn.waiters > 0
+        return kept is not None and any(turn.waiters and turn.digest == digest for turn in kept.turns)
 
-    def submit(self, session: Session, request: ChatRequest, digest: bytes, *, repeated: bool) -> PendingTurn:
+    def submit(
+        self, session: Session, request: ChatRequest, digest: bytes, *, is_retry: bool, size: int = 0
+    ) -> PendingTurn:
         """Begin a turn, or return the one that this request repeats.
 
-        A request repeats an earlier one of equal `digest` if its client says so (`repeated`), or if no client has read
+        A request repeats an earlier one of equal `digest` if its client says so (`is_retry`), or if no client has read
         the earlier answer and none waits for it. Two clients that ask the same at once get a turn each.
 
+        Args:
+            session: that it belongs to.
+            request: as it was read.
+            digest: equal for equal requests.
+            is_retry: its client says so.
+            size: bytes of its body; a long one is rendered in a thread.
+
         Raises:
-            GatewayError: the session was finished meanwhile, or is over its budget.
+            GatewayError: the session was finished, or is over its budget.
         """
         kept = self._kept.get((session.tenant, session.id))
-        if kept is None or kept.session is not session:
-            raise GatewayError(
-                f"session {session.id} was finished while the request came", status=404, code="not_found"
-            )
-        turn = kept.turns.get(digest)
-        if turn is not None and not turn.failed and (repeated or not (turn.delivered or turn.waiters)):
+        if kept is None or kept.session is not session or kept.finished:
+            raise GatewayError(f"session {session.id} was finished", status=404, code="not_found")
+        if (turn := kept.repeated(digest, is_retry=is_retry)) is not None:
             return turn
-        kept.limits.check(session, under_way=len(kept.tasks), reserved=kept.reserved)
-        task = asyncio.create_task(self._turn(kept, request))
-        kept.tasks.add(task)
-        task.add_done_callback(kept.tasks.discard)
-        read = [key for key, turn in kept.turns.items() if turn.delivered]
-        for key in read[:-MOST_REPLAYED]:
-            del kept.turns[key]
-        kept.turns[digest] = turn = PendingTurn(task)
-        task.add_done_callback(lambda _: _forget_failed(kept, digest, turn))
+        kept.limits.check(session, under_way=len(kept.tasks))
+        node_id = new_id()
+        turn = PendingTurn(node_id, digest, asyncio.create_task(self._turn(kept, request, node_id, size)))
+        kept.keep(turn)
         return turn
 
-    async def _turn(self, kept: _Kept, request: ChatRequest) -> Answer:
+    async def _turn(self, kept: _Kept, request: ChatRequest, node_id: str, size: int) -> Answer:
         session, asked, request = kept.session, request, self.codec.whole(kept.session, request)
         if request.messages and request.messages[-1].role == "assistant":
             raise GatewayError(
                 "the last message is the assistant's, and a turn cannot be begun for it; send what follows"
             )
-        if sum(len(m.text) for m in request.messages) > LONG_TEXT:
+        if max(size, sum(len(m.text) for m in request.messages)) > LONG_TEXT:
             parent, added, place = await self.in_thread(lambda: self.codec.prompt_of(session, request))
         else:  # a thread would cost more than the work: each change of threads may wait 5 ms for the interpreter's lock
             parent, added, place = self.codec.prompt_of(session, request)
         context = [*(parent.context() if parent else ()), *added]
-        params = self.codec.params(request, context, kept.sampling, kept.budget())
-        kept.reserved += params.max_tokens
+        params = self.codec.params(request, context, kept.sampling)
+        sample, params = await self._sampled(kept, context, params)
+        if not sample.token_ids:  # a row cannot go on from nothing
+            raise GatewayError("the turn was aborted before its first token; send it again", status=503, code="engine")
+        finish, node = sample.finish_reason, self.codec.node(parent, added, sample, request, place, params, node_id)
+        session.add(node, request.tools)
+        shown = tuple(tool for tool in node.tools if tool.custom)  # the only ones that a wire writes in another way
+        return Answer(
+            id=node.id,
+            message=node.message,
+            finish="tool_calls" if node.message.calls and finish == "stop" else finish,
+            prompt_tokens=len(context),
+            output_tokens=len(sample.token_ids),
+            request=replace(asked, messages=(), tools=shown, model=request.model or self.options.model),
+            created=int(node.created),
+        )
+
+    async def _sampled(
+        self, kept: _Kept, context: Sequence[int], params: SamplingParams
+    ) -> tuple[Sample, SamplingParams]:
+        """Sample a turn within the session's budget; return its parameters, too, with the tokens that it may have."""
+        session, seconds = kept.session, kept.limits.max_seconds
         try:
-            (sample,) = await self._sample(context, 1, params, f"{session.tenant}/{session.id}")
+            async with asyncio.timeout(None if seconds is None else session.created + seconds - time.time()):
+                params = replace(params, max_tokens=await kept.reserve(params.max_tokens))
+                try:
+                    (sample,) = await self._sample(context, 1, params, f"{session.tenant}/{session.id}")
+                finally:
+                    kept.release(params.max_tokens)
+        except TimeoutError as error:
+            raise kept.limits.over(session, "max_seconds") from error
         except EngineHTTPError as error:
             code = "engine" if error.status >= _SERVER_ERROR else "invalid_request"
             raise GatewayError(str(error), status=error.status, code=code) from error
@@ -295,21 +395,7 @@ class Gateway:
             if isinstance(error, (RequestError, GatewayError)):
                 raise
             raise GatewayError(f"no engine could answer: {error}", status=503, code="engine") from error
-        finally:
-            kept.reserved -= params.max_tokens
-        if not sample.token_ids:  # a row cannot go on from nothing
-            raise GatewayError("the turn was aborted before its first token; send it again", status=503, code="engine")
-        finish, node = sample.finish_reason, self.codec.node(parent, added, sample, request, place, params)
-        session.add(node, request.tools)
-        return Answer(
-            id=node.id,
-            message=node.message,
-            finish="tool_calls" if node.message.calls and finish == "stop" else finish,
-            prompt_tokens=len(context),
-            output_tokens=len(sample.token_ids),
-            request=replace(asked, messages=(), tools=request.tools, model=request.model or self.options.model),
-            created=int(node.created),
-        )
+        return sample, params
 
     # --- report ------------------------------------------------------------------------------------------------------
 
@@ -347,9 +433,3 @@ async def _cancel(tasks: set[asyncio.Task[Answer]]) -> None:
 def _digest(key: str) -> bytes:
     """Hash a key: looking it up then takes a time that does not depend on how much of it is right."""
     return hashlib.sha256(key.encode()).digest()
-
-
-def _forget_failed(kept: _Kept, digest: bytes, turn: PendingTurn) -> None:
-    """Let go of a turn that failed, whose error holds the whole prompt; a retry is a new turn."""
-    if turn.failed and kept.turns.get(digest) is turn:
-        del kept.turns[digest]

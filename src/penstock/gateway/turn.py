@@ -126,16 +126,13 @@ class TurnCodec:
                 return node, ids[node.length :]
         return None, ids
 
-    def params(
-        self, request: ChatRequest, context: Sequence[int], sampling: Mapping[str, Any], budget: int | None
-    ) -> SamplingParams:
+    def params(self, request: ChatRequest, context: Sequence[int], sampling: Mapping[str, Any]) -> SamplingParams:
         """Return the parameters of a turn.
 
         Args:
             request: of the turn.
             context: its prompt.
             sampling: parameters of the session, before all others.
-            budget: tokens that the session may still sample.
 
         Raises:
             GatewayError: the prompt fills the context, or a parameter is malformed.
@@ -149,8 +146,6 @@ class TurnCodec:
         limits = [room] if self.options.max_tokens is None else [room, self.options.max_tokens]
         if request.max_tokens is not None:
             limits.append(whole_number(request.max_tokens, "the limit of tokens", least=1, error=GatewayError))
-        if budget is not None:
-            limits.append(budget)
         given = {**request.sampling, **self.options.sampling, **sampling}
         if request.forced and self.options.force_calls:
             given["structured_outputs"] = self._grammar(request, context)
@@ -176,10 +171,10 @@ class TurnCodec:
         request: ChatRequest,
         place: Place,
         params: SamplingParams,
+        node_id: str,
     ) -> Node:
         """Return the node of a sample that continues `parent` by the tokens `added`."""
         prompt = added if parent is None else (*parent.sample.token_ids[-4:], *added)
-        node_id = new_id()
         message = replace(self._message(prompt, sample, request.tools, params), minted=(node_id,))
         cause = place.cause or ("template" if place.parent is not parent else "")
         return Node(
