@@ -144,14 +144,14 @@ async def test_who_cut_it_and_who_was_cut_are_named_once(fleet: Fleet, monkeypat
     said: list[dict[str, str]] = []
 
     class Waiting:
-        """Gathered in two passes; in the second one nothing more comes before the transfer was cut."""
+        """Gathered in two passes; in the second one nothing comes before the transfer is cut, which is in no tensor."""
 
         passes = 0
 
         def __iter__(self) -> Any:
             self.passes += 1
             for index, pair in enumerate(weights(7.0)):
-                if self.passes == 2 and index == 1:
+                if self.passes == 2 and index == 0:
                     cut.wait(60.0)
                 yield pair
 

@@ -45,6 +45,8 @@ async def test_a_death_of_any_process_costs_no_request():
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(9100)
-async def test_a_hundred_faults_cost_no_request_on_real_engines(nano_path):
-    seen = await _chaos(str(nano_path), "--faults", "100", "--seconds", "8700", timeout_s=9000)
-    assert sum(seen["faults"].values()) == 100
+@pytest.mark.parametrize(("faults", "victims", "within_s"), [(12, "api,core", 900), (100, "router,api,core", 8700)])
+async def test_faults_cost_no_request_on_real_engines(nano_path, faults: int, victims: str, within_s: int):
+    options = ["--faults", str(faults), "--only", victims, "--seconds", str(within_s)]
+    seen = await _chaos(str(nano_path), *options, timeout_s=within_s + 300)
+    assert sum(seen["faults"].values()) == faults

@@ -105,6 +105,9 @@ async def test_every_process_can_ask_what_an_update_cost():
         running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS * 4, sampling_params=PARAMS))
         await in_flight(fleet, lambda requests: requests == 4 * len(PROMPTS))
         async with Fleet.connect(fleet.url) as other:
+            with pytest.raises(UserError, match="kv must be one of recompute, keep, keep_in_flight"):
+                await other.update_weights(WEIGHTS, kv="lose")  # type: ignore[arg-type]
+            assert other.weight_version == 0
             await generated(fleet, 1000)
             report = await other.update_weights(WEIGHTS, kv="keep_in_flight")
             assert report.tokens_lost is None
@@ -139,13 +142,6 @@ async def test_who_takes_an_engine_over_has_it_until_an_update_recomputes() -> N
         async with Fleet.connect([server.url]) as fleet:
             (sample,) = await fleet.sample([5], 1, SamplingParams(max_tokens=9))
             assert [(span.version, span.kv_kept) for span in sample.spans] == [(2, False)]
-
-
-async def test_what_else_is_refused_before_anything_is_done():
-    async with Fleet.launch("sim-model", engines=1, **SIM) as fleet:
-        with pytest.raises(UserError, match="kv must be one of recompute, keep, keep_in_flight"):
-            await fleet.update_weights(WEIGHTS, kv="lose")  # type: ignore[arg-type]
-        assert fleet.weight_version == 0
 
 
 async def test_who_follows_the_fleet_is_told_before_any_engine_makes_such_tokens() -> None:
