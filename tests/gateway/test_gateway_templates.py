@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import pytest
+from wire_clients import WIRES, Chat
+
 from chat_model import TEMPLATE, chat_tokenizer
-from gateway_rig import Engine, Rig
+from gateway_rig import CALL, Engine, Rig
 from penstock.rollout.chat_template import ChatTemplate
 from penstock.rollout.environment import Environment, Task, Turn
 from penstock.rollout.generator import GeneratorInput
@@ -43,6 +47,107 @@ def test_a_template_that_ends_messages_by_a_text_stops_at_the_tokenizer_s_end_al
     template = ChatTemplate(chat_tokenizer(tmp_path, plain + "{% if add_generation_prompt %}assistant: {% endif %}"))
     assert template.end_ids == (2,)
     assert ChatTemplate(chat_tokenizer(tmp_path / "b", plain.replace("\n\n", "END"))).end_ids == (2,)
+
+
+# --- tools -----------------------------------------------------------------------------------------------------------
+
+
+NAMED = TEMPLATE.replace("<tool_response>\n{{ m.content", "<tool_response>\n{{ m.name }}: {{ m.content")
+OF_CALL = TEMPLATE.replace(
+    "<tool_response>\n{{ m.content",
+    "<tool_response>\n{{ messages[loop.index0 - 1].tool_calls[0].function.name }}: {{ m.content",
+)
+NINE = TEMPLATE.replace(
+    "<tool_response>\n{{ m.content",
+    "{% if m.tool_call_id | length != 9 %}{{ raise_exception('length 9!') }}{% endif %}<tool_response>\n{{ m.content",
+)
+"""As Mistral's of 2024."""
+_head, _middle, _tail = TEMPLATE.partition("{% elif messages[0].role == 'system' %}")
+LATE_TOOLS = (
+    _head[: _head.index("{%- if tools %}")]
+    + "{%- if messages[0].role == 'system' %}"
+    + _tail.replace(
+        "<|im_start|>{{ m.role }}\n",
+        "{% if tools and loop.index0 == ns.last %}[TOOLS {{ tools | tojson }}]{% endif %}<|im_start|>{{ m.role }}\n",
+        1,
+    )
+)
+"""Tools stand before the last question, as Mistral's."""
+
+
+async def called(rig: Rig, wire: type[Chat]) -> Chat:
+    """Call a tool, and send its result."""
+    rig.engine.texts = [CALL, "five"]
+    client = wire(rig)
+    client.user("x")
+    client.echo(await client.ask())
+    await client.ask()
+    return client
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("policy", ["extend", "faithful"])
+@pytest.mark.parametrize("template", [NAMED, OF_CALL], ids=["name", "of call"])
+async def test_a_result_has_the_name_of_the_tool_that_was_called(
+    tmp_path: Path, template: str, policy: str, wire: type[Chat]
+) -> None:
+    rig = Rig(chat_tokenizer(tmp_path, template), policy=policy)
+    await called(rig, wire)
+    assert rig.gateway.policy == policy
+    assert "<tool_response>\nadd: 5\n</tool_response>" in rig.tokenizer.decode(rig.engine.seen[-1])
+
+
+@pytest.mark.parametrize("wire", WIRES)
+async def test_ids_of_calls_have_the_length_that_the_template_wants(tmp_path: Path, wire: type[Chat]) -> None:
+    rig = Rig(chat_tokenizer(tmp_path, NINE.replace("{{ m.content }}\n", "{{ m.tool_call_id }}: {{ m.content }}\n")))
+    await called(rig, wire)
+    (row,) = await rig.rows()
+    assert [node["cause"] for node in row["nodes"]] == ["", ""]
+    text = rig.tokenizer.decode(row["response_ids"])
+    assert re.search(r"<tool_response>\n[0-9a-f]{9}: 5\n", text)
+
+
+def test_a_foreign_id_of_the_wanted_length_stays(tmp_path: Path) -> None:
+    template = ChatTemplate(chat_tokenizer(tmp_path, NINE.replace("{{ m.content }}\n", "{{ m.tool_call_id }}\n")))
+    for given, shown in (("abcdefghi", "abcdefghi"), ("call-1", "[0-9a-f]{9}")):
+        suffix = template.suffix([{"role": "tool", "content": "5", "tool_call_id": given}], last_id=2)
+        assert suffix is not None
+        assert re.search(f">\n{shown}\n<", template.tokenizer.decode(suffix))
+
+
+async def test_tools_before_the_last_question_are_shown_once(tmp_path: Path) -> None:
+    """Each question showed them again, so 100 KB of tools filled the context in a few turns."""
+    rig = Rig(chat_tokenizer(tmp_path, LATE_TOOLS))
+    rig.engine.texts = ["one", CALL, "two", "three"]
+    client = Chat(rig)
+    for question in "xyz":
+        client.user(question)
+        answer = await client.ask()
+        client.echo(answer)
+        if answer.get("tool_calls"):
+            client.echo(await client.ask())
+    assert rig.gateway.policy == "extend"
+    seen = [rig.tokenizer.decode(ids) for ids in rig.engine.seen]
+    assert [text.count("[TOOLS") for text in seen] == [1] * 4
+    assert seen[-1].index("two") < seen[-1].index("[TOOLS") < seen[-1].rindex("z")
+    causes = [[node["cause"] for node in row["nodes"]] for row in await rig.rows()]
+    assert causes == [[""], ["template", ""], ["template"]]  # a result extends its call, a question begins a branch
+
+
+async def test_tools_are_rendered_with_new_messages_too(tmp_path: Path) -> None:
+    """A template may show a result in another way where there are tools."""
+    marked = TEMPLATE.replace("<tool_response>\n{{ m", "<tool_response>\n{% if tools %}with tools{% endif %}{{ m")
+    rig = Rig(chat_tokenizer(tmp_path, marked))
+    await called(rig, Chat)
+    assert "<tool_response>\nwith tools5\n" in rig.tokenizer.decode(rig.engine.seen[-1])
+    assert len(await rig.rows()) == 1
+
+
+def test_a_template_whose_results_follow_another_number_of_calls_cannot_be_extended(tmp_path: Path) -> None:
+    counted = TEMPLATE.replace("<tool_response>\n{{ m", "<tool_response>\n{{ loop.index0 }}{{ m")
+    assert ChatTemplate(chat_tokenizer(tmp_path, counted)).faults()
+    with_tools = TEMPLATE.replace("<tool_response>\n{{ m", "<tool_response>\n{{ loop.index0 if tools }}{{ m")
+    assert ChatTemplate(chat_tokenizer(tmp_path / "tools", with_tools)).faults()
 
 
 class Asks(Environment):

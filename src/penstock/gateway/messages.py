@@ -221,6 +221,15 @@ def tools_key(tools: Sequence[Tool]) -> bytes:
     return hashlib.blake2b(orjson.dumps(shown, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()
 
 
+def with_names(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
+    """Name the tools of results by the calls that they answer: two wires have no such name, and templates show it."""
+    names = {call.id: call.name for message in messages for call in message.calls}
+    return tuple(
+        replace(m, name=names[m.call_id]) if m.role == "tool" and not m.name and m.call_id in names else m
+        for m in messages
+    )
+
+
 def merged(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
     """Join the leading system messages into one, since most templates take one."""
     leading = next((i for i, m in enumerate(messages) if m.role != "system"), len(messages))

@@ -11,7 +11,16 @@ from typing import Any, Literal
 
 from penstock.errors import whole_number
 from penstock.gateway.graph import Node, Place, Session, extended, new_id
-from penstock.gateway.messages import UNKNOWN_THREAD, ChatMessage, ChatRequest, GatewayError, Tool, ToolCall, merged
+from penstock.gateway.messages import (
+    UNKNOWN_THREAD,
+    ChatMessage,
+    ChatRequest,
+    GatewayError,
+    Tool,
+    ToolCall,
+    merged,
+    with_names,
+)
 from penstock.rollout.call_form import CallForm, after_reasoning, structured_outputs
 from penstock.rollout.chat_template import ChatTemplate
 from penstock.rollout.output_parser import OutputParser
@@ -84,7 +93,7 @@ class TurnCodec:
 
     def _prompt_of(self, session: Session, request: ChatRequest) -> tuple[Node | None, list[int], Place]:
         request = self.whole(session, request)
-        given = merged(request.messages)
+        given = with_names(merged(request.messages))
         place = session.find(given, request.tools)
         most = self.options.max_model_len
         if self.policy == "faithful":

@@ -7,7 +7,9 @@ message that holds a mark; what stands behind the mark is the suffix. It needs n
 
 from __future__ import annotations
 
+import hashlib
 import random
+import re
 from collections.abc import Mapping, Sequence
 from secrets import token_hex
 from typing import Any
@@ -18,6 +20,8 @@ from penstock.rollout.tokenizer import Tokenizer
 Message = Mapping[str, Any]
 _MARK = "penstock7mark3"
 _CALLED = "penstock7called3"
+_ID_SIZES = (24, 9)
+"""Of ids of calls: ours, and the only one that Mistral's templates take."""
 
 
 class ChatTemplate:
@@ -36,6 +40,8 @@ class ChatTemplate:
             raise ConfigError("the tokenizer has no chat template, so conversations cannot be rendered")
         self.tokenizer = tokenizer
         self._options = dict(options or {})
+        self._repeats: dict[tuple[str, ...], bool] = {}
+        self._id_size = next((size for size in _ID_SIZES if self._takes_ids(size)), _ID_SIZES[0])
         self._closing = self._after((_MARK,), [_question(), {"role": "assistant", "content": _MARK}], (), opening=False)
         self._closing_ids = tokenizer.encode_exact(self._closing)
         self._end_id = self._find_end()
@@ -63,11 +69,11 @@ class ChatTemplate:
             tools: that it shows.
             most: see `Tokenizer.encode_exact`.
         """
-        return self.tokenizer.encode_exact(self.tokenizer.chat(messages, tools, options=self._options), most)
+        return self.tokenizer.encode_exact(self._chat(messages, tools, opening=True), most)
 
     def text(self, messages: Sequence[Message]) -> str:
         """Return the text of a whole conversation, with no opening behind it."""
-        return self.tokenizer.chat(messages, opening=False, options=self._options)
+        return self._chat(messages, (), opening=False)
 
     def suffix(
         self, messages: Sequence[Message], tools: Sequence[Message] = (), *, last_id: int, most: int | None = None
@@ -84,7 +90,7 @@ class ChatTemplate:
             None: the template gives no such suffix, so the conversation has to be rendered as a whole.
         """
         text = self._suffix_text(messages, tools)
-        if text is None:
+        if text is None or (tools and self._repeats_tools(messages)):
             return None
         ids = self.tokenizer.encode_exact(self._closing + text, most)
         return ids[ids.index(last_id) + 1 :] if last_id == self._end_id else ids
@@ -99,17 +105,41 @@ class ChatTemplate:
         last_id = -1 if self._end_id is None else self._end_id
         for number in range(histories):
             history = _random_history(rng)
-            last = history[-1]
-            new = [{"role": "user", "content": _words(rng)}]
-            if calls := last.get("tool_calls"):
-                new = [{"role": "tool", "content": _words(rng), "tool_call_id": calls[0]["id"], "name": "f"}]
+            new: list[dict[str, Any]] = [{"role": "user", "content": _words(rng)}]
+            if calls := history[-1].get("tool_calls"):
+                new = [_result(call["id"], call["function"]["name"], _words(rng)) for call in calls]
+            tools = [_tool("look_up")] * rng.randint(0, 1)
             try:
-                whole, suffix = self.render([*history, *new]), self.suffix(new, last_id=last_id)
+                whole, suffix = self.render([*history, *new], tools), self.suffix(new, tools, last_id=last_id)
             except RequestError:  # of a role that this model does not have
+                continue
+            if tools and self._repeats_tools(new):  # such a turn is rendered as a whole
                 continue
             if suffix is None or whole[-len(suffix) :] != suffix:
                 found.append(f"history {number}: {new[0]['role']} messages are not rendered as a suffix")
         return found
+
+    def _chat(self, messages: Sequence[Message], tools: Sequence[Message], *, opening: bool) -> str:
+        shown = [_with_ids(message, self._id_size) for message in messages]
+        return self.tokenizer.chat(shown, tools, opening=opening, options=self._options)
+
+    def _takes_ids(self, size: int) -> bool:
+        """Whether the template takes ids of calls with so many characters."""
+        result = _result("0" * size, "f", "x")
+        called = {"role": "assistant", "content": "x", "tool_calls": [_call(result, "x")]}
+        try:
+            self.tokenizer.chat([_question(), called, result], options=self._options)
+        except RequestError:
+            return False
+        return True
+
+    def _repeats_tools(self, messages: Sequence[Message]) -> bool:
+        """Whether the template shows the tools again with new messages of these roles, as Mistral's with a user's."""
+        roles = tuple(sorted({str(message.get("role")) for message in messages}, key=lambda role: role != "tool"))
+        if roles not in self._repeats:
+            new = [_result("0" * 9, "f", "x") if role == "tool" else {"role": role, "content": "x"} for role in roles]
+            self._repeats[roles] = _MARK in (self._suffix_text(new, [_tool(_MARK)]) or "")
+        return self._repeats[roles]
 
     def _suffix_text(self, messages: Sequence[Message], tools: Sequence[Message]) -> str | None:
         """Return the text behind the end of the message before `messages`."""
@@ -128,7 +158,7 @@ class ChatTemplate:
     def _after(
         self, marks: Sequence[str], messages: Sequence[Message], tools: Sequence[Message], *, opening: bool
     ) -> str:
-        text = self.tokenizer.chat(messages, tools, opening=opening, options=self._options)
+        text = self._chat(messages, tools, opening=opening)
         mark = marks[0] if marks[0] in text else marks[-1]  # some templates show no calls
         return text[text.rindex(mark) + len(mark) :]
 
@@ -150,17 +180,45 @@ def _call(message: Message, argument: str) -> dict[str, Any]:
     return {"id": str(message.get("tool_call_id") or "call00000"), "type": "function", "function": function}
 
 
+def _result(call_id: str, name: str, content: str) -> dict[str, Any]:
+    return {"role": "tool", "content": content, "tool_call_id": call_id, "name": name}
+
+
+def _tool(name: str) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": name, "description": "", "parameters": {"type": "object", "properties": {}}}
+    return {"type": "function", "function": function}
+
+
+def _with_ids(message: Message, size: int) -> Message:
+    """Return a message with ids of calls that a template takes."""
+    if size == _ID_SIZES[0] or not ("tool_calls" in message or "tool_call_id" in message):
+        return message
+    made = dict(message)
+    if "tool_call_id" in made:
+        made["tool_call_id"] = _short(str(made["tool_call_id"]), size)
+    if calls := made.get("tool_calls"):
+        made["tool_calls"] = [{**call, "id": _short(str(call["id"]), size)} for call in calls]
+    return made
+
+
+def _short(call_id: str, size: int) -> str:
+    fits = re.fullmatch(rf"[A-Za-z0-9]{{{size}}}", call_id)
+    return call_id if fits else hashlib.blake2b(call_id.encode()).hexdigest()[:size]
+
+
 def _words(rng: random.Random) -> str:
     return " ".join(rng.choice(("one", "two", "3", "{4}", "five\n", "six.")) for _ in range(rng.randint(1, 5))).strip()
 
 
 def _random_history(rng: random.Random) -> list[dict[str, Any]]:
-    """Return a conversation that ends with an assistant's message, perhaps with a call."""
+    """Return a conversation that ends with an assistant's message, perhaps with calls."""
     history: list[dict[str, Any]] = [{"role": "system", "content": _words(rng)}] if rng.random() < 0.5 else []  # noqa: PLR2004
     for _ in range(rng.randint(0, 2)):
         history += [{"role": "user", "content": _words(rng)}, {"role": "assistant", "content": _words(rng)}]
     history += [{"role": "user", "content": _words(rng)}, {"role": "assistant", "content": _words(rng)}]
     if rng.random() < 0.5:  # noqa: PLR2004
-        function = {"name": "f", "arguments": {"x": _words(rng)}}
-        history[-1]["tool_calls"] = [{"id": "call00000", "type": "function", "function": function}]
+        history[-1]["tool_calls"] = [
+            _call({"name": rng.choice(("add", "get_it")), "tool_call_id": f"{rng.getrandbits(96):024x}"}, _words(rng))
+            for _ in range(rng.randint(1, 2))
+        ]
     return history
