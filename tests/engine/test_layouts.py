@@ -203,7 +203,7 @@ def test_a_simulated_engine_has_the_vocabulary_of_its_model(tmp_path: Path) -> N
     ("device", "keys", "shape", "message"),
     [
         ("cpu", {"quantization": "int8"}, MOE, "'int8' cannot be had for a mixture of experts on CPUs"),
-        ("cpu", {"quantization": "fp8_per_tensor"}, DENSE, "'fp8_per_tensor' cannot be had on CPUs.* int8 or fp8"),
+        ("cpu", {"quantization": "fp8_per_tensor"}, DENSE, "'fp8_per_tensor' cannot be had on CPUs.*; choose int8$"),
         ("gpu", {"quantization": "fp8", "dtype": "float32"}, DENSE, "cannot be had in float32 on GPUs.* bfloat16"),
         ("gpu", {"quantization": "fp8", "load_format": "dummy"}, DENSE, "'fp8' cannot be had with load_format 'dummy'"),
         ("gpu", {"quantization": "int8"}, {**DENSE, "quantization_config": {}}, "are quantised already; leave the key"),

@@ -205,7 +205,7 @@ def quantised_options(config: EngineConfig, device: Literal["cpu", "gpu"], shape
          " in float32 on GPUs, whose kernels give half precision; set engine.dtype: bfloat16"),
         (own and unread, f" with load_format {config.load_format!r}; it reads safetensors"),
         (not own and cpu and not shape.quantised,
-         " on CPUs, where vLLM quantises no floats by itself; choose int8 or fp8"),
+         " on CPUs, where vLLM quantises no floats by itself; choose int8"),
     ):  # fmt: skip
         if refused:
             raise ConfigError(f"engine.quantization: {name!r} cannot be had{why}")
