@@ -42,6 +42,24 @@ def test_spans_of_engines_follow_what_is_in_flight() -> None:
     run_virtual(main)
 
 
+def test_an_engine_that_left_the_fleet_does_nothing_more() -> None:
+    now = [0.0]
+    tracer = Tracer(lambda: now[0], None)
+    tracer._note({"e0": 1, "e1": 1}, 0.0)
+    tracer._note({"e0": 1}, 4.0)
+    now[0] = 10.0
+    spans, idle = tracer.cut(1, 10.0)
+    assert [(s["track"], s["start"], s["seconds"]) for s in spans] == [("e1", 0.0, 4.0), ("e0", 0.0, 10.0)]
+    assert idle == pytest.approx(0.3), "e1 for six of ten seconds"
+    now[0] = 12.0
+    spans, idle = tracer.cut(2, 2.0)
+    assert [(s["track"], s["start"]) for s in spans] == [("e0", 10.0)]
+    assert idle == 0.0
+    tracer._note({"e0": 1, "e1": 1}, 12.0)
+    now[0] = 13.0
+    assert [s["track"] for s in tracer.cut(3, 1.0)[0]] == ["e0", "e1"], "a restarted one is back"
+
+
 def test_an_update_stands_on_each_engine_where_it_was(tmp_path: Path) -> None:
     tracer = Tracer(lambda: 9.0, None)
     tracer.of_learner("training", 1.0, 2.0)

@@ -82,14 +82,17 @@ class Tracer:
             self._doing[engine] = (doing, now)
         spans, self._spans = self._spans, []
         shares = [1 - min(busy / seconds, 1.0) for busy in self._busy_s.values()] if seconds else []
-        self._busy_s = dict.fromkeys(self._busy_s, 0.0)
+        self._busy_s = dict.fromkeys(self._doing, 0.0)
         return [{"step": step, **span} for span in spans], sum(shares) / len(shares) if shares else None
 
     def _note(self, in_flight: Mapping[str, int], now: float) -> None:
+        for engine in self._doing.keys() - in_flight.keys():  # it left the fleet
+            self._end(engine, now)
+            del self._doing[engine]
         for engine, requests in in_flight.items():
             doing = "generate" if requests else "wait"
             if engine not in self._doing:
-                self._busy_s[engine] = 0.0
+                self._busy_s.setdefault(engine, 0.0)
             elif self._doing[engine][0] != doing:
                 self._end(engine, now)
             else:

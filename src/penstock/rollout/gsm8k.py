@@ -16,6 +16,8 @@ from penstock.rollout.environment import ListedTasks, Task
 
 HUB = "openai/gsm8k"
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+ANSWER = re.compile(rf"####\s*\$?({NUMBER.pattern})\.?\s*$")
+"""The end of a row's answer."""
 
 
 class GSM8K(ListedTasks):
@@ -64,21 +66,34 @@ def _rows(folder: Path, split: str) -> Sequence[tuple[str, str]]:
     """Question and plain answer of each problem."""
     lines = folder / f"{split}.jsonl"
     if lines.is_file():
-        found: list[Any] = [
-            parse_json(line, f"{lines}, line {number}", ConfigError)
-            for number, line in enumerate(lines.read_text().splitlines(), start=1)
-        ]
+        found: list[Any] = _json_lines(lines)
     else:
         found = _parquet(sorted((folder / "main").glob(f"{split}-*.parquet")), folder, split)
-    try:
-        rows = [(str(row["question"]), NUMBER.findall(row["answer"].rpartition("####")[2])[0]) for row in found]
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ConfigError(
-            f"{folder} is no GSM8K: every row has a 'question' and an 'answer' that ends in '#### NUMBER' ({error!r})"
-        ) from error
+    rows = [_problem(row, f"{folder}, row {number} of {split!r}") for number, row in enumerate(found, start=1)]
     if not rows:
         raise ConfigError(f"{folder} has no problem in its split {split!r}")
-    return [(question, _plain(answer)) for question, answer in rows]
+    return rows
+
+
+def _problem(row: Any, where: str) -> tuple[str, str]:
+    question, answer = (row.get(key) if isinstance(row, dict) else None for key in ("question", "answer"))
+    ending = ANSWER.search(answer) if isinstance(answer, str) else None
+    if not isinstance(question, str) or not question.strip() or ending is None:
+        raise ConfigError(
+            f"{where} is none of GSM8K: each has a 'question' in text and an 'answer' that ends in '#### NUMBER', and "
+            f"this one is {str(row)[:200]!r}"
+        )
+    return question, _plain(ending[1])
+
+
+def _json_lines(file: Path) -> list[Any]:
+    try:
+        text = file.read_text("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is not UTF-8 ({error}); save it in that encoding") from error
+    # JSON may hold the other ends of line that `splitlines` knows.
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    return [parse_json(line, f"{file}, line {number}", ConfigError) for number, line in lines]
 
 
 def _parquet(files: Sequence[Path], folder: Path, split: str) -> list[Any]:

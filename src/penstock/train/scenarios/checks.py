@@ -120,4 +120,8 @@ def checksum_check(reports: Sequence[UpdateReport]) -> Check:
 
 def length_check(lengths: Mapping[int, int], wanted: int) -> Check:
     """Every answer has all of its tokens; `lengths` counts answers by their number of tokens."""
-    return Check("tokens", set(lengths) == {wanted}, " ".join(f"{n} of {length}" for length, n in lengths.items()))
+    return Check(
+        "tokens",
+        set(lengths) == {wanted},
+        ", ".join(f"{length} in each of {n} answers" for length, n in lengths.items()),
+    )

@@ -51,7 +51,11 @@ async def pause_keep(config: RunConfig) -> list[Check]:
         engines = [status for status in await fleet.engines(stats=False) if status.state == "serving"]
     checks = [
         Check("engines", len(engines) == config.fleet.engines, f"{len(engines)} of {config.fleet.engines}"),
-        Check("paused", held == before < len(asked), f"{len(asked) - held} of {len(asked)} kept for {PAUSED_S:.0f} s"),
+        Check(
+            "paused",
+            held == before < len(asked),
+            f"{len(asked) - held} requests for {PAUSED_S:.0f} s, {before} had ended",
+        ),
         length_check(Counter(len(sample.token_ids) for sample in samples), TOKENS),
         Check("versions", all(set(s.versions()) == {0} for s in samples), "0"),
     ]
