@@ -14,7 +14,7 @@ from training_setup import Characters, Letters, Recorder, config_of, run_on_sim,
 
 from penstock.config import RunConfig, load_config
 from penstock.engine.interface import Engine
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, StateError
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Reporter
 from penstock.rollout.single_turn import SingleTurnGenerator
@@ -90,11 +90,21 @@ class Student:
         return {"version": self.version}
 
 
-async def events_of(schedule: str, path: Path, adapter: str | None = None, engine: type[Told] = Told) -> list[str]:
-    events: list[str] = []
-    client, student, environment = engine(events), Student(events), Letters()
+async def events_of(
+    schedule: str,
+    path: Path,
+    adapter: str | None = None,
+    engine: type[Told] = Told,
+    student: Student | None = None,
+    attach: Sequence[str] = (),
+) -> list[str]:
+    student = student or Student([])
+    events = student.events
+    client, environment = engine(events), Letters()
     student.served_adapter = adapter
     config = config_under(schedule)
+    if attach:
+        config = RunConfig.model_validate({**config.model_dump(), "fleet": {"engines": 0, "attach": attach}})
     await train(
         config,
         client,
@@ -123,6 +133,24 @@ async def test_colocated_engines_sleep_while_the_learner_trains(tmp_path: Path) 
     assert await events_of("colocated", tmp_path / "weights") == ["sleep 2", *step] * 4
     adapter = await events_of("colocated", tmp_path / "adapter", adapter="policy")
     assert adapter == ["sleep 1", *step] * 4, "an adapter's update does not bring the base's weights back"
+
+
+async def test_attached_servers_are_awake_after_a_colocated_run_that_fails(tmp_path: Path) -> None:
+    """They outlive the run, and answered no request any more."""
+
+    class Failing(Student):
+        adapter = "merged into the base's weights"
+
+        def step(self, trajectories: Sequence[Trajectory]) -> Mapping[str, float]:
+            if self.version == 1:
+                raise StateError("a gradient of norm nan")
+            return super().step(trajectories)
+
+    student = Failing([])
+    with pytest.raises(StateError, match="norm nan"):
+        await events_of("colocated", tmp_path, student=student, attach=["http://127.0.0.1:9"])
+    assert student.events[:2] == ["sleep 1", "train, ages [0]"], "with their weights, which nobody else has"
+    assert student.events[-3:] == ["sleep 1", "release", "wake None"]
 
 
 class Slow(Told):

@@ -7,6 +7,7 @@ one host. Then they take that of their KV cache.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 
 from penstock.train.parts import Learned, Parts, to_the_end
 from penstock.types import Trajectory, UpdateReport
@@ -20,15 +21,26 @@ async def step(parts: Parts) -> tuple[Learned, UpdateReport]:
 
 
 async def _train_asleep(parts: Parts, batch: Sequence[Trajectory]) -> tuple[Learned, UpdateReport]:
-    # Level 2 drops the weights, which the update replaces. An adapter's update does not bring its base.
-    level = 2 if parts.learner.served_adapter is None else 1
-    with parts.watch.measure("sleep"):
-        await parts.client.sleep(level)
-    learned = await parts.learn(batch)
-    with parts.watch.measure("sleep"):
-        parts.learner.release_memory()
-        await parts.client.wake_up(["weights"])
-    report = await parts.update()
-    with parts.watch.measure("sleep"):
-        await parts.client.wake_up(["kv_cache"])
+    # Level 2 drops the weights, which the update replaces. An adapter's update does not bring its base, and servers of
+    # others outlive a run that fails.
+    attached = bool(parts.rollouts.config.fleet.attach)
+    level = 2 if parts.learner.served_adapter is None and not attached else 1
+    async with AsyncExitStack() as failed:
+        if attached:
+            failed.push_async_callback(_wake, parts)
+        with parts.watch.measure("sleep"):
+            await parts.client.sleep(level)
+        learned = await parts.learn(batch)
+        with parts.watch.measure("sleep"):
+            parts.learner.release_memory()
+            await parts.client.wake_up(["weights"])
+        report = await parts.update()
+        with parts.watch.measure("sleep"):
+            await parts.client.wake_up(["kv_cache"])
+        failed.pop_all()
     return learned, report
+
+
+async def _wake(parts: Parts) -> None:
+    parts.learner.release_memory()
+    await parts.client.wake_up()
