@@ -158,6 +158,24 @@ async def test_a_training_scenario_runs_and_is_checked(name: str, tmp_path: Path
     assert row["ok"] is True
 
 
+@pytest.mark.parametrize("broken", ["", "engines", "versions", "checksums", "staleness", "accuracy"])
+def test_each_point_of_the_checklist_can_fail(broken: str, tmp_path: Path) -> None:
+    config = SCENARIOS["async"].config(profile="cpu", run_dir=tmp_path, model=MODEL, overrides=["train.steps=2"])
+    folder = RunFolder.create(tmp_path / config.name, config)
+    reports: list[UpdateReport] = []
+    for version in (1, 2):
+        wrong = broken if version == 2 else ""
+        folder.append_metrics({"step": version, "version": version, "staleness_max": 2 if wrong == "staleness" else 1})
+        sums = ("x", "y") if wrong == "checksums" else ("x", "x")
+        engines = tuple(EngineUpdate(name, {}, 0, checksum) for name, checksum in zip("ab", sums, strict=True))
+        made = version + 1 if wrong == "versions" else version
+        reports.append(UpdateReport(made, 1, {}, engines[:1] if wrong == "engines" else engines, {}))
+    after = 0.49 if broken == "accuracy" else 0.5
+    summary = Mock(logprob_difference=1e-5, accuracy_before=0.4, accuracy_after=after)
+    checks = training_checks(config, summary, reports, engines=2, gains=True)
+    assert [check.name for check in checks if not check.ok] == ([broken] if broken else [])
+
+
 def test_an_adapters_updates_are_not_asked_for_checksums(tmp_path: Path) -> None:
     """Engines report none of an adapter, and the scenario failed for it."""
     config = SCENARIOS["lora"].config(profile="sim", run_dir=tmp_path, model=MODEL, overrides=["train.steps=1"])
@@ -184,14 +202,44 @@ def test_quantised_engines_are_judged_by_the_mean_gap(mean: float, verdict: str,
     assert check.ok == (verdict == "ok")
 
 
+@pytest.mark.parametrize(("share", "ok"), [(1.0, True), (0.0, False)])
+def test_a_mixture_of_experts_is_asked_whether_its_experts_were_replayed(
+    share: float, tmp_path: Path, *, ok: bool
+) -> None:
+    config = SCENARIOS["moe"].config(profile="gpu", run_dir=tmp_path, model=MODEL.parent, gpus=1)
+    folder = RunFolder.create(tmp_path / config.name, config)
+    folder.append_metrics({"step": 1, "version": 1, "staleness_max": 0, "replayed_share": share})
+    summary = Mock(logprob_difference=0.0, accuracy_before=0, accuracy_after=0)
+    [check] = [c for c in training_checks(config, summary, [], engines=1, gains=False) if c.name == "replayed"]
+    assert (check.ok, check.figure) == (ok, f"{share:.1%} of tokens at least")
+
+
 @pytest.mark.parametrize("name", ["pause-keep", "http-generator"])
 async def test_a_scenario_without_training_runs_and_is_checked(name: str, tmp_path: Path) -> None:
     chosen = SCENARIOS[name]
     overrides = ["engine.extra_args.tokens-per-second=100", "fleet.engines=1"]
     config = chosen.config(profile="sim", run_dir=tmp_path, model=MODEL, overrides=overrides)
     result = await run_scenario(chosen, config)
-    # The simulated engine's text is its own, not the tokenizer's.
-    assert all(check.ok for check in result.checks if check.name != "texts"), result.row()
+    assert all(check.ok for check in result.checks), result.row()
+
+
+async def test_a_scenario_replaces_its_own_run_and_no_other(tmp_path: Path) -> None:
+    """It deleted a training run of its name in the folder that it was given."""
+    chosen = SCENARIOS["async"]
+    config = chosen.config(profile="sim", run_dir=tmp_path, model=MODEL, overrides=[*SHORT, "fleet.engines=1"])
+    mine = RunFolder.create(tmp_path / "async", config)
+    mine.append_metrics({"step": 1})
+    with pytest.raises(
+        UserError, match=r"async was made by no scenario, and would be replaced; give another --run-dir"
+    ):
+        await run_scenario(chosen, config)
+    assert mine.metrics() == [{"step": 1}]
+    again = config.model_copy(update={"name": "again"})
+    for _ in range(2):
+        assert (await run_scenario(chosen, again)).ok
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot make the folder .*/file"):
+        await run_scenario(chosen, config.model_copy(update={"run_dir": tmp_path / "file"}))
 
 
 # --- GSM8K -----------------------------------------------------------------------------------------------------------
@@ -236,6 +284,16 @@ def test_what_is_no_gsm8k_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UserError, match="no dataset 'no/where'"):
         GSM8K(seed=0, path="no/where")
+
+
+async def test_gsm8ks_options_are_the_callers(tmp_path: Path) -> None:
+    """They were replaced by those of a generated data set, and the checklist held."""
+    chosen, folder = SCENARIOS["gsm8k"], stand_in(tmp_path / "mine")
+    (folder / "test.jsonl").write_text('{"question": "q", "answer": "#### 7"}')
+    keys = [*SHORT, f"environment.options.path={folder}"]
+    config = chosen.config(profile="sim", run_dir=tmp_path / "runs", model=MODEL, overrides=keys)
+    with pytest.raises(UserError, match="1 tasks are held out, 4 were asked for"):
+        await run_scenario(chosen, config)
 
 
 @pytest.mark.parametrize(

@@ -80,19 +80,26 @@ class UpdateRecorder(Reporter):
 def training_checks(
     config: RunConfig, summary: Summary, reports: Sequence[UpdateReport], *, engines: int, gains: bool
 ) -> list[Check]:
-    """Check a whole run: engines, versions, checksums, staleness, logprobs, and what the policy learned."""
+    """Check a whole run: engines, versions, checksums, staleness, experts, logprobs, and what was learned."""
     rows = RunFolder.open(config.run_dir / config.name).metrics()
     made_it = [len(report.engines) for report in reports]
-    versions = [int(row["version"]) for row in rows]
+    versions = [report.version for report in reports]
     adapter = config.train.lora is not None and not config.train.lora.merge
     first = 2 if adapter or config.engines_may_differ else 1
     oldest = max(row["staleness_max"] for row in rows)
     checks = [
         Check("engines", made_it == [engines] * config.train.steps, f"{min(made_it, default=0)} of {engines}"),
-        Check("versions", versions == list(range(first, first + config.train.steps)), f"{versions[0]}-{versions[-1]}"),
+        Check(
+            "versions",
+            versions == list(range(first, first + config.train.steps)),
+            f"{min(versions, default=0)}-{max(versions, default=0)}",
+        ),
         *([] if adapter else [checksum_check(reports)]),  # an adapter's update reports none
         Check("staleness", oldest <= config.train.staleness, f"{oldest:.0f} of {config.train.staleness}"),
     ]
+    if config.engine.enable_return_routed_experts:
+        least = min(row["replayed_share"] for row in rows)
+        checks.append(Check("replayed", least > 0, f"{least:.1%} of tokens at least"))
     if config.engine.profile in LOGPROB_BARS:
         checks.append(_logprob_check(config, summary, rows))
     before, after = summary.accuracy_before or 0.0, summary.accuracy_after or 0.0
@@ -120,8 +127,4 @@ def checksum_check(reports: Sequence[UpdateReport]) -> Check:
 
 def length_check(lengths: Mapping[int, int], wanted: int) -> Check:
     """Every answer has all of its tokens; `lengths` counts answers by their number of tokens."""
-    return Check(
-        "tokens",
-        set(lengths) == {wanted},
-        ", ".join(f"{length} in each of {n} answers" for length, n in lengths.items()),
-    )
+    return Check("tokens", set(lengths) == {wanted}, ", ".join(f"{n} answers of {size}" for size, n in lengths.items()))

@@ -51,11 +51,7 @@ async def pause_keep(config: RunConfig) -> list[Check]:
         engines = [status for status in await fleet.engines(stats=False) if status.state == "serving"]
     checks = [
         Check("engines", len(engines) == config.fleet.engines, f"{len(engines)} of {config.fleet.engines}"),
-        Check(
-            "paused",
-            held == before < len(asked),
-            f"{len(asked) - held} requests for {PAUSED_S:.0f} s, {before} had ended",
-        ),
+        Check("paused", held == before < len(asked), f"{len(asked) - held} requests kept, {before} had ended"),
         length_check(Counter(len(sample.token_ids) for sample in samples), TOKENS),
         Check("versions", all(set(s.versions()) == {0} for s in samples), "0"),
     ]
@@ -96,9 +92,10 @@ async def http_generator(config: RunConfig) -> list[Check]:
     texts = [tokenizer.decode(samples[0].token_ids) for samples in tokens]
     same = sum(answer["choices"][0]["text"] == text for answer, text in zip(answers, texts, strict=True))
     labelled = sum(bool(answer["choices"][0].get("weight_versions")) for answer in answers)
+    real = config.engine.profile != "sim"  # the simulated engine's text is its own, not the tokenizer's
     return [
         Check("answers", len(answers) == PROMPTS, str(len(answers))),
-        Check("texts", same == PROMPTS, f"{same} of {PROMPTS} equal"),
+        *([Check("texts", same == PROMPTS, f"{same} of {PROMPTS} equal")] if real else []),
         Check("versions", labelled == PROMPTS, f"on {labelled} of {PROMPTS}"),
     ]
 

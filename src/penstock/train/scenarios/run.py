@@ -11,6 +11,7 @@ from pathlib import Path
 
 from penstock.config import RunConfig
 from penstock.engine.launch import EngineProcess
+from penstock.errors import UserError
 from penstock.train.run import run
 from penstock.train.scenarios.checks import Check, Result, UpdateRecorder, training_checks
 from penstock.train.scenarios.fleets import http_generator, native_sync, pause_keep
@@ -32,9 +33,14 @@ async def run_scenario(scenario: Scenario, config: RunConfig, *, data: Path | No
         PenstockError: it could not be run to its end.
     """
     began = time.monotonic()
-    config.run_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the folder {config.run_dir}: {error}; give another --run-dir") from error
     if scenario.name == "gsm8k":
-        options = {"path": str(data or stand_in(config.run_dir / "gsm8k-stand-in")), "instruction": ""}
+        options = {"instruction": "", **config.environment.options}
+        if data is not None or "path" not in options:
+            options["path"] = str(data or stand_in(config.run_dir / "gsm8k-stand-in"))
         config = config.model_copy(update={"environment": config.environment.model_copy(update={"options": options})})
     checks = await KINDS[scenario.kind](scenario, config)
     result = Result(
@@ -46,10 +52,21 @@ async def run_scenario(scenario: Scenario, config: RunConfig, *, data: Path | No
 
 
 async def _train(scenario: Scenario, config: RunConfig) -> list[Check]:
-    recorder = UpdateRecorder()
+    recorder, path = UpdateRecorder(), config.run_dir / config.name
+    ours = config.run_dir / f".{config.name}.scenario"
+    if not path.exists():
+        ours.touch()
+    elif not ours.exists():
+        raise UserError(
+            f"{path} was made by no scenario, and would be replaced; give another --run-dir, or a name=NAME"
+        )
     summary = await run(config, resume=False, fresh=True, reporter=recorder)
     engines = config.fleet.engines + len(config.fleet.attach)
-    return training_checks(config, summary, recorder.reports, engines=engines, gains=scenario.gains)
+    checks = training_checks(config, summary, recorder.reports, engines=engines, gains=scenario.gains)
+    if scenario.name == "async" and config.engine.profile != "sim":
+        busy = summary.updates_in_flight
+        checks.append(Check("in flight", busy > 0, f"{busy} of {summary.updates} updates"))
+    return checks
 
 
 async def _remote_server(scenario: Scenario, config: RunConfig) -> list[Check]:
