@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "tests" / "train"))
 PAGE = ROOT / "docs" / "reference" / "run-folder.md"
-NOT_HERE = {"wandb", "seconds/sleep"}
+NOT_HERE = {"wandb", "seconds/sleep", "replayed_share"}
 """A tracker's, and of engines on GPUs."""
 SOMETIMES = {"learner/logprob_diff_kv_kept", "update/tokens_lost"}
 """Of a request that was in flight at the right time, and of a measurement that was done in time."""

@@ -194,6 +194,20 @@ def test_a_row_says_which_tokens_attend_to_kept_kv() -> None:
     assert whole.kv_kept == (False, True, False)
 
 
+def test_a_row_has_the_experts_of_its_last_answer_which_are_of_all_tokens() -> None:
+    """They were dropped without a word, and a run of several turns replayed nothing."""
+    rows = [[[layer + token] for layer in range(2)] for token in range(6)]
+    one, two = (
+        Sample((5, 6), "stop", (-1.0, -1.0), (VersionSpan(0, 0, 2),), routed_experts=r) for r in (rows[:2], rows)
+    )
+    row, end = TokenRow((1,)), {"reward": 0.0, "stop_reason": "stop", "group_id": "g", "turn_rewards": ()}
+    row.add_sample(one)
+    row.add_environment((7, 8))
+    assert row.trajectory(**end).routed_experts is None, "nothing is known of the environment's tokens"
+    row.add_sample(two)
+    assert row.trajectory(**end).routed_experts == rows
+
+
 async def test_every_turn_asks_for_the_adapter(client: HTTPEngine, tokenizer: Tokenizer) -> None:
     asked: list[str | None] = []
 

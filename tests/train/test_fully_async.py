@@ -6,7 +6,7 @@ import asyncio
 import random
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -49,13 +49,20 @@ class CountingLearner:
         del folder
         return {"version": self.version}
 
+    def load(self, folder: Path, values: Mapping[str, int]) -> None:
+        del folder
+        self.version = values["version"]
+
 
 async def run(
     config: RunConfig,
     engine: InProcessEngine,
     learner: CountingLearner,
     path: Path,
-    generator: type[SingleTurnGenerator] = SingleTurnGenerator,
+    generator: Callable[..., SingleTurnGenerator] = SingleTurnGenerator,
+    reporter: Reporter | None = None,
+    *,
+    resume: bool = False,
 ) -> Summary:
     params = SamplingParams(max_tokens=config.rollout.max_tokens)
     environment = Letters()
@@ -65,8 +72,9 @@ async def run(
         learner=learner,  # pyright: ignore[reportArgumentType]
         generator=generator(engine, Characters(), environment, params, config.rollout.concurrency),
         environment=environment,
-        folder=RunFolder.create(path, config),
-        reporter=Reporter(),
+        folder=RunFolder.open(path) if resume else RunFolder.create(path, config),
+        resume=resume,
+        reporter=reporter or Reporter(),
     )
 
 
@@ -143,10 +151,67 @@ async def test_aborted_samples_are_asked_for_again_and_never_trained_on(tmp_path
     assert {t.stop_reason for _, batch in learner.batches for t in batch} == {"length"}
     rows = RunFolder.open(tmp_path).metrics()
     assert [row["aborted_samples"] for row in rows] == [2, 2]
+    for row in rows:
+        assert row["idle/learner"] == row["seconds/waiting"] / row["seconds/step"] > row["seconds/training"]
     assert summary.wasted_tokens == rows[-1]["wasted_tokens"] == 2 * 3
     assert summary.unconsumed_tokens == 0
     seeds = [seed for seed in engine.seeds if seed is not None]
     assert len(seeds) == len(set(seeds)) == (8 if staleness == 0 else 0), "no sample is drawn twice"
+
+
+class Killed(Exception):  # noqa: N818 - ends a run
+    pass
+
+
+class Telling(CountingLearner):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained_twice = asyncio.Event()
+
+    async def put_in_force(self, engine: Engine) -> UpdateReport:
+        if self.version == 2:
+            self.trained_twice.set()
+        return await super().put_in_force(engine)
+
+
+class EndsAt(Reporter):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, metrics: Mapping[str, float]) -> None:
+        if metrics["step"] == self.step:
+            raise Killed
+
+
+async def test_a_resumed_run_trains_on_carried_groups_once_and_on_no_other_twice(tmp_path: Path) -> None:
+    """The first group is long, so the checkpoint of step 1 knows a hole behind the groups that were trained on."""
+    learner = Telling()
+
+    class Long(SingleTurnGenerator):
+        async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
+            if input_batch.group_ids == ("0",):
+                await learner.trained_twice.wait()
+            return await super().generate(input_batch)
+
+    async def pause() -> None:
+        await asyncio.sleep(0)
+
+    def engine() -> InProcessEngine:
+        return InProcessEngine(lambda ids, _: (33 + len(ids) % 7, -1.0), pause)
+
+    rollout = {"groups_per_batch": 2, "group_size": 2, "max_tokens": 3}
+    train_keys = {"steps": 4, "max_staleness": 2, "checkpoint_every": 1}
+    config = config_of("none", rollout=rollout, train=train_keys, eval={"size": 1})
+    path = tmp_path / "run"
+    with pytest.raises(Killed):
+        await run(config, engine(), learner, path, Long, EndsAt(2))
+    kept = [t.group_id for version, batch in learner.batches for t in batch if version == 0]
+    assert "0" not in kept
+    again = CountingLearner()
+    await run(config, engine(), again, path, resume=True)
+    assert [version for version, _ in again.batches] == [1, 2, 3]
+    trained = kept + [t.group_id for _, batch in again.batches for t in batch]
+    assert sorted(trained) == sorted(str(group) for group in range(8) for _ in range(2))
 
 
 class Branching(SingleTurnGenerator):

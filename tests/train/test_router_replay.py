@@ -123,6 +123,14 @@ def test_experts_of_another_model_are_refused(save: Any, shape: tuple[int, int],
         datum(ids, torch.zeros(3, 2, 2))
 
 
+def test_an_expert_that_the_model_lacks_is_refused_before_the_step(tmp_path: Path) -> None:
+    [ids] = sequences(1)
+    given = torch.tensor([0, 1]).repeat(len(ids) - 1, 2, 1)
+    given[5, 1, 0] = 9
+    with pytest.raises(ConfigError, match="reports the expert 9, and the learner's model has the experts 0 to 3"):
+        learner_of(save_moe(tmp_path)).forward(None, LossSpec({}), [datum(ids, given)])
+
+
 def test_experts_reach_the_other_ranks() -> None:
     rows = sequences(2)
     experts = torch.arange((TOKENS - 1) * 4).reshape(TOKENS - 1, 2, 2)
@@ -144,6 +152,12 @@ def test_an_engines_rows_are_those_of_the_tokens_that_it_read() -> None:
     assert np.array_equal(with_experts(sample, text_of(rows), 8).routed_experts, rows)
     assert np.array_equal(with_experts(sample, text_of(rows), 5).routed_experts, rows[:7])
     assert with_experts(sample, text_of(rows), 9).routed_experts is None, "a row is missing, and nobody knows which"
+    rows[3] = 0  # as of tokens of which vLLM knows nothing
+    rows[4, 1] = 7
+    unknown = np.zeros((10, 2), dtype=bool)
+    unknown[3], unknown[4, 1] = True, True
+    found = with_experts(sample, text_of(rows), 8).routed_experts
+    assert np.array_equal(found, np.where(unknown[..., None], -1, rows.astype(int)))
     with pytest.raises(EngineError, match="float64 of shape"):
         with_experts(sample, text_of(rows.astype(float)), 8)
     with pytest.raises(EngineError, match="routed experts of the engine"):

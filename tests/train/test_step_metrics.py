@@ -9,7 +9,7 @@ import pytest
 from penstock.config import TrainConfig, load_config
 from penstock.errors import ConfigError, StateError
 from penstock.train.rank_group import address_towards
-from penstock.train.step_metrics import LogprobAlarm, batch_metrics, token_ages
+from penstock.train.step_metrics import LogprobAlarm, batch_metrics, check_ages, replayed_share, token_ages
 from penstock.types import Trajectory
 
 
@@ -26,6 +26,25 @@ def test_figures_of_a_batch_count_episodes_not_their_leaves() -> None:
     leaf = trajectory((3,), (1,))
     figures = batch_metrics([*[replace(leaf, episode_id="a")] * 3, replace(leaf, episode_id="b", reward=0.0)], {0: 4})
     assert (figures["reward_mean"], figures["solved_share"], figures["samples"]) == (0.5, 0.5, 4)
+
+
+def test_turns_that_add_up_to_one_solve_an_episode() -> None:
+    """Ten turns of 0.1 are 0.9999999999999999 in floats."""
+    figures = batch_metrics([replace(trajectory((3,), (1,)), reward=sum([0.1] * 10))], {0: 1})
+    assert figures["solved_share"] == 1.0
+
+
+def test_tokens_of_a_version_that_is_not_there_yet_are_refused() -> None:
+    check_ages({0: 2, 2: 1}, 2)
+    for age in (-1, 3):
+        with pytest.raises(StateError, match=f"3 tokens are {age} versions old where 0 to 2 is possible"):
+            check_ages({0: 2, age: 3}, 2)
+
+
+def test_the_replayed_share_counts_the_policys_tokens_with_experts() -> None:
+    plain, replayed = trajectory((3, 3), (1, 0)), trajectory((3, 3, 3), (1, 1, 1))
+    assert replayed_share([plain, replace(replayed, routed_experts=[[[0]]] * 3)]) == 0.75
+    assert replayed_share([plain]) == 0.0
 
 
 def test_a_token_without_a_version_is_refused_however_stale_tokens_may_be() -> None:

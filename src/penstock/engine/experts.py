@@ -28,7 +28,11 @@ def add_experts(made: Made, answer: Any, prompt_tokens: int) -> Made:
 def with_experts(sample: Sample, text: str, prompt_tokens: int) -> Sample:
     """Return a sample with its experts: `text` is a `.npy` file in base64, a row for each token of a forward pass.
 
-    Too few rows cannot be laid beside the tokens, and are left out. EngineError: it is no such array.
+    Too few rows cannot be laid beside the tokens, and are left out. Where one names an expert twice, the layer has no
+    router, or vLLM knows nothing of the token: there they are -1, and the learner's own router chooses.
+
+    Raises:
+        EngineError: it is no such array.
     """
     import numpy as np  # noqa: PLC0415 - of engines that report experts alone
 
@@ -37,4 +41,10 @@ def with_experts(sample: Sample, text: str, prompt_tokens: int) -> Sample:
     if rows.ndim != 3 or rows.dtype.kind not in "iu":  # noqa: PLR2004 - tokens, layers, experts a token
         raise EngineError(f"the engine's routed experts are {rows.dtype} of shape {rows.shape}, not integers on 3 axes")
     needed = prompt_tokens + len(sample.token_ids) - 1  # the last token had no forward pass
-    return replace(sample, routed_experts=rows[:needed]) if len(rows) >= needed else sample
+    if len(rows) < needed:
+        return sample
+    rows = rows[:needed]
+    twice = (np.diff(np.sort(rows, axis=-1), axis=-1) == 0).any(-1)
+    return replace(
+        sample, routed_experts=np.where(twice[..., None], -1, rows.astype(np.int32)) if twice.any() else rows
+    )

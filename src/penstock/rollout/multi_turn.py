@@ -49,6 +49,8 @@ class TokenRow:
     versions: list[int] = field(default_factory=list[int])
     kv_kept: list[bool] = field(default_factory=list[bool])
     constrained: list[bool] = field(default_factory=list[bool])
+    experts: Any = None
+    """Of all tokens so far: the last sample's report begins with its prompt."""
 
     def add_sample(self, sample: Sample, *, trained: bool = True, constrained: bool = False) -> None:
         """Append what the policy made. EngineError: it has no logprobs."""
@@ -60,6 +62,7 @@ class TokenRow:
         self.versions += sample.versions()
         self.kv_kept += sample.kv_kept()
         self.constrained += [constrained] * len(sample.token_ids)
+        self.experts = sample.routed_experts
 
     def add_environment(self, token_ids: Sequence[int]) -> None:
         """Append what the policy did not make; it has the version of the token before it."""
@@ -80,6 +83,7 @@ class TokenRow:
         episode_id: str = "",
     ) -> Trajectory:
         """Return the finished episode."""
+        read = len(self.prompt_ids) + len(self.ids) - 1
         return Trajectory(
             prompt_ids=self.prompt_ids,
             response_ids=tuple(self.ids),
@@ -94,6 +98,7 @@ class TokenRow:
             turn_rewards=tuple(turn_rewards),
             kv_kept=tuple(self.kv_kept) if any(self.kv_kept) else (),
             constrained=tuple(self.constrained) if any(self.constrained) else (),
+            routed_experts=self.experts if self.experts is not None and len(self.experts) == read else None,
         )
 
 

@@ -311,7 +311,7 @@ class LocalLearner(Learner):
         """What this process evaluates of the data; refuses, on every rank alike, what cannot be evaluated."""
         for datum in data:
             if datum.experts is not None:
-                self.policy.replay.check(torch.as_tensor(datum.experts).shape)
+                self.policy.replay.check(torch.as_tensor(datum.experts, dtype=torch.long))
         ranks = 1 if self._group is None else self._group.size()
         tokens = micro_batch_tokens(self.config, self.device)
         return micro_batches(data, loss, tokens, vocabulary=self.policy.vocabulary, ranks=ranks)

@@ -13,7 +13,7 @@ from penstock.rollout.environment import Environment, Task, user_code
 from penstock.rollout.generator import Generator, GeneratorInput, GeneratorOutput
 from penstock.train.resume import Progress
 from penstock.train.staleness import Pacer, StalenessWindow
-from penstock.train.step_metrics import policy_tokens
+from penstock.train.step_metrics import SOLVED, policy_tokens
 from penstock.types import SamplingParams, Trajectory
 
 TRIES = 3
@@ -147,7 +147,7 @@ async def greedy_accuracy(generator: Generator, tasks: Sequence[Task], max_token
             batch = GeneratorInput([asked[group] for group in groups], group_ids=groups, sampling_params=greedy)
             made = (await generator.generate(batch)).trajectories  # an agent's episode may have several, or none
             aborted = {t.group_id for t in made if t.stop_reason == "abort"}
-            solved |= {t.group_id for t in made if t.reward >= 1} - aborted
+            solved |= {t.group_id for t in made if t.reward >= SOLVED} - aborted
             left |= {group: asked[group] for group in groups if group in aborted}
         if not left:
             return len(solved) / len(tasks)

@@ -6,7 +6,6 @@ learner takes the engine's choice of experts and computes their weights anew, so
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,11 +32,13 @@ class RouterReplay:
         self._experts_L_N_K: Tensor | None = None
         self._others: set[str] = set()
         self._top_k: int | None = None
+        self._experts = 0
         for index, layer in enumerate(layers):
             for module in layer.modules():
                 kind = type(module).__name__
                 if kind in _NORMALISED | _ALWAYS_NORMALISED:
-                    self._top_k = int(getattr(module, "top_k"))  # noqa: B009 - a Module's attributes are untyped
+                    router: Any = module
+                    self._top_k, self._experts = int(router.top_k), int(router.weight.shape[0])
                     module.register_forward_hook(self._hook(index, normalised=_normalises(module)))
                 elif kind.endswith("Router"):
                     self._others.add(kind)
@@ -50,17 +51,22 @@ class RouterReplay:
         """
         self._experts_L_N_K = experts_L_N_K
 
-    def check(self, shape: Sequence[int]) -> None:
-        """Raise ConfigError if the model is no such mixture of experts, or has none of that shape (see `begin`)."""
+    def check(self, experts_L_N_K: Tensor) -> None:
+        """Raise ConfigError if the model is no such mixture of experts, or has none of these (see `begin`)."""
         if self._others or self._top_k is None:
             has = f"has the routers {', '.join(sorted(self._others))}" if self._others else "has no experts"
             known = ", ".join(sorted(_NORMALISED | _ALWAYS_NORMALISED))
             raise ConfigError(f"experts cannot be replayed: the learner's model {has}; known routers are {known}")
-        wanted = (self._layers, self._top_k)
-        if tuple(shape[1:]) != wanted:
+        wanted, shape = (self._layers, self._top_k), tuple(experts_L_N_K.shape)
+        if shape[1:] != wanted:
             raise ConfigError(
-                f"the engine's experts are {tuple(shape[1:])} (layers, experts a token), and the learner's model has "
+                f"the engine's experts are {shape[1:]} (layers, experts a token), and the learner's model has "
                 f"{wanted}: they are not of one model"
+            )
+        if (most := int(experts_L_N_K.max())) >= self._experts:
+            raise ConfigError(
+                f"the engine reports the expert {most}, and the learner's model has the experts 0 to "
+                f"{self._experts - 1}: they are not of one model"
             )
 
     def _hook(self, index: int, *, normalised: bool) -> Any:

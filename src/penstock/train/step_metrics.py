@@ -14,6 +14,8 @@ from penstock.types import Trajectory, UpdateReport
 
 LOGPROB_DIFFERENCE = "logprob_diff_max_equal"
 """The learner's name for the largest |trainer - engine logprob| over tokens of the version it held."""
+SOLVED = 1 - 1e-9
+"""Least reward of a solved episode: ten turns of 0.1 add up to less than 1."""
 
 
 def policy_tokens(trajectories: Sequence[Trajectory]) -> int:
@@ -66,7 +68,7 @@ def batch_metrics(trajectories: Sequence[Trajectory], ages: Mapping[int, int]) -
         "samples": n,
         "tokens": tokens,
         "reward_mean": sum(rewards) / len(rewards),
-        "solved_share": sum(reward >= 1 for reward in rewards) / len(rewards),
+        "solved_share": sum(reward >= SOLVED for reward in rewards) / len(rewards),
         "zero_variance_share": sum(len(rewards) == 1 for rewards in groups.values()) / len(groups),
         "response_tokens_mean": sum(len(t.response_ids) for t in trajectories) / n,
         "truncated_share": sum(t.stop_reason == "length" for t in trajectories) / n,
@@ -75,6 +77,12 @@ def batch_metrics(trajectories: Sequence[Trajectory], ages: Mapping[int, int]) -
         "staleness_mean": sum(age * count for age, count in ages.items()) / tokens if tokens else 0.0,
         "staleness_max": max(ages, default=0),
     }
+
+
+def replayed_share(trajectories: Sequence[Trajectory]) -> float:
+    """Share of the policy's tokens in trajectories with the experts that their engine chose."""
+    replayed = [t for t in trajectories if t.routed_experts is not None]
+    return policy_tokens(replayed) / (policy_tokens(trajectories) or 1)
 
 
 def learner_metrics(learned: Mapping[str, float]) -> dict[str, float]:

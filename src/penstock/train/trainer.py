@@ -1,7 +1,7 @@
 """One training run: its steps by a schedule, evaluations, checkpoints and records (R30).
 
 `penstock.train.schedules` has the order of a step. Everything else (HTTP, scoring, more groups) runs beside it on the
-event loop. Nothing polls: the loop wakes when a group is done.
+event loop, which wakes when a group is done. Only the trace asks, twenty times a second, what is in flight.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from penstock.train.step_metrics import (
     batch_metrics,
     learner_metrics,
     policy_tokens,
+    replayed_share,
     update_metrics,
 )
 from penstock.types import Trajectory, UpdateReport
@@ -226,6 +227,8 @@ class _Run:
             self.reporter.on_warning(f"step {self.progress.step + 1}: {warning}")
         lost = await self._tokens_lost(report)
         figures = {**batch_metrics(learned.batch, learned.ages), **learner_metrics(learned.figures), **lost}
+        if self.config.engine.enable_return_routed_experts:
+            figures["replayed_share"] = replayed_share(learned.batch)
         self._record(learned.batch, figures, report)
         await self._checkpoint_if_due()
         await self.evaluate_if_due()
