@@ -68,11 +68,31 @@ def test_tensorboard_has_every_figure(tmp_path: Path) -> None:
     assert [(e.step, e.value) for e in events.Scalars(HELD_OUT)] == [(5, 0.75)]
 
 
+def test_tensorboard_of_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = config_with("tensorboard")
+    folder = RunFolder.create(tmp_path, config)
+    for resumed, steps in ((0, (1, 2, 3)), (1, (2, 3, 4))):  # a kill after step 3, a checkpoint after step 1
+        with tracked(Reporter(), config, folder, resumed) as reporter:
+            reporter.on_eval("before", 0.25)
+            for step in steps:
+                reporter.on_step({"step": step, "reward_mean": step / 4 + resumed})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward_mean")] == [(1, 0.25), (2, 1.5), (3, 1.75), (4, 2.0)]
+    assert [e.step for e in events.Scalars(HELD_OUT)] == [0]
+
+
 def test_wandb_gets_config_and_figures_and_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a stand-in with wandb's names; the real one is not among the packages of the tests."""
     calls: list[tuple[str, Any]] = []
 
     class Run:
+        def define_metric(self, name: str, step_metric: str) -> None:
+            calls.append(("define_metric", (name, step_metric)))
+
         def log(self, figures: Any) -> None:
             calls.append(("log", figures))
 
@@ -89,10 +109,11 @@ def test_wandb_gets_config_and_figures_and_is_closed(tmp_path: Path, monkeypatch
     config = config_with("wandb")
     with tracked(Reporter(), config, RunFolder.create(tmp_path, config)) as reporter:
         reporter.on_step({"step": 1, "reward_mean": 0.5})
-    assert [name for name, _ in calls] == ["init", "log", "finish"]
+    assert [name for name, _ in calls] == ["init", "define_metric", "log", "finish"]
     assert calls[0][1]["dir"] == str(tmp_path)
     assert calls[0][1]["config"]["train"]["steps"] == 5
-    assert calls[1][1] == {"step": 1, "reward_mean": 0.5}
+    assert calls[1][1] == ("*", "step"), "evaluations are no steps"
+    assert calls[2][1] == {"step": 1, "reward_mean": 0.5}
 
 
 def test_a_tracker_that_does_not_start_is_named_and_one_that_fails_at_its_end_ends_no_run(
@@ -122,6 +143,14 @@ def test_a_tracker_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(UserError, match=r"wandb is not installed; pip install 'penstock\[wandb\]'"):
         check_trackers(["wandb"])
     check_trackers([])
+
+
+def test_a_folder_of_wandbs_files_is_no_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(UserError, match="wandb is not installed"):
+        check_trackers(["wandb"])
 
 
 def test_the_real_wandb_keeps_figures_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

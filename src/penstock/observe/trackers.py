@@ -26,16 +26,19 @@ HELD_OUT = "held_out_accuracy"
 class TensorBoard:
     """Event files in RUN/tensorboard."""
 
-    def __init__(self, config: RunConfig, folder: RunFolder) -> None:
+    def __init__(self, config: RunConfig, folder: RunFolder, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - optional
 
-        self._writer: Any = SummaryWriter(str(folder.path / "tensorboard"))
+        # What a kill lost comes again, and so do evaluations from before it: TensorBoard would draw both.
+        self._begins = step
+        self._writer: Any = SummaryWriter(str(folder.path / "tensorboard"), purge_step=step + 1 if step else None)
         self._writer.add_text("config", f"```\n{config.model_dump_json(indent=2)}\n```")
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
         """Take the figures of a step."""
         for name, value in figures.items():
-            self._writer.add_scalar(name, value, step)
+            if step >= self._begins:
+                self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Write what is not written yet."""
@@ -48,10 +51,12 @@ class Wandb:
     A resumed run is another one in the group of the run's name.
     """
 
-    def __init__(self, config: RunConfig, folder: RunFolder) -> None:
+    def __init__(self, config: RunConfig, folder: RunFolder, step: int) -> None:
+        del step  # nothing of another run is lost
         self._run: Any = import_module("wandb").init(
             dir=str(folder.path), name=config.name, group=config.name, config=config.model_dump(mode="json")
         )
+        self._run.define_metric("*", step_metric="step")  # evaluations are logged apart, and would count as steps
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
         """See `TensorBoard.log`."""
@@ -117,18 +122,21 @@ class Reporters(Reporter):
 def check_trackers(names: Sequence[str]) -> None:
     """Raise UserError where the package of a tracker is missing."""
     for name in names:
-        if find_spec(name) is None:
+        if (found := find_spec(name)) is None or found.origin is None:  # the latter: a folder of wandb's files here
             raise UserError(f"trackers: {name} is not installed; pip install 'penstock[{name}]', or leave it out")
 
 
 @contextmanager
-def tracked(reporter: Reporter, config: RunConfig, folder: RunFolder) -> Generator[Reporter]:
-    """Report to the trackers of `config` as well, until the block ends. UserError: one of them does not start."""
+def tracked(reporter: Reporter, config: RunConfig, folder: RunFolder, step: int = 0) -> Generator[Reporter]:
+    """Report to the trackers of `config` as well, until the block ends. UserError: one of them does not start.
+
+    A resumed run goes on after `step`.
+    """
     with ExitStack() as closing:
         trackers: dict[str, Tracker] = {}
         for name in config.trackers:
             with _foreign_code(name, "; leave it out, or have wandb work offline by WANDB_MODE=offline"):
-                trackers[name] = TRACKERS[name](config, folder)
+                trackers[name] = TRACKERS[name](config, folder, step)
             closing.callback(_close, name, trackers[name])
         yield Reporters(reporter, trackers, config.train.steps) if trackers else reporter
 

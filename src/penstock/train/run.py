@@ -29,6 +29,7 @@ from penstock.rollout.generator import Generator
 from penstock.rollout.multi_turn import generator_for
 from penstock.rollout.tokenizer import Tokenizer, load_tokenizer
 from penstock.rooms import plugged_in
+from penstock.train.checkpoint import latest_step
 from penstock.train.grpo import Trainee
 from penstock.train.interface import Learner, LoraSpec
 from penstock.train.learner import LocalLearner, ServedDtype
@@ -88,7 +89,8 @@ async def run(
         folder = RunFolder.open(path) if resume else RunFolder.create(path, config)
         if resume:
             check_resume(config, folder)
-        with folder.capture_log(), tracked(reporter, config, folder) as both:
+        step = latest_step(path) if resume else 0
+        with folder.capture_log(), tracked(reporter, config, folder, step) as both:
             opened = _Rollouts(config, folder, environment, tokenizer, agents)
             summary = await _run(config, folder, opened, both, launched or {}, resume=resume)
         await asyncio.to_thread(draw_plots, folder)
