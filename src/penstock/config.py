@@ -233,7 +233,7 @@ class RunConfig(Section):
 
     name: Name = "run"
     """Also the run folder's name, so it is no path."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
     run_dir: Path = Path("runs")
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     engine: EngineConfig

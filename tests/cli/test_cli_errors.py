@@ -63,6 +63,7 @@ def test_help_loads_nothing_heavy() -> None:
         (["train", "run.yaml", "steps=3"], "'steps'; did you mean 'train.steps'?"),
         (["train", "run.yaml", "name=../elsewhere"], "'name': must be a name and no path: letters, digits"),
         (["train", "run.yaml", "train.steps=many"], "'train.steps'"),
+        (["train", "run.yaml", "seed=99999999999999999999"], "'seed'"),
         (["train", "run.yaml", "train.steps"], "not of the form section.key=value"),
         (["train", "twice.yaml"], "config line 2: 'engine' is given twice"),
         (["train", "broken.yaml"], "not valid YAML"),

@@ -54,6 +54,17 @@ def test_no_step_yet_is_said(tmp_path: Path) -> None:
         draw_plots(folder_with(tmp_path, []))
 
 
+def test_what_cannot_be_drawn_or_written_is_one_line(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "run", sample_rows(2))
+    (folder.path / "plots").touch()
+    with pytest.raises(UserError, match=r"cannot write the plots into .*/run/plots: "):
+        draw_plots(folder)
+    folder.append_metrics({"step": 3})
+    for draw in (draw_plots, lambda run: compare_runs([run, run], tmp_path / "both.png")):
+        with pytest.raises(UserError, match=r"run/metrics.jsonl has a row without 'version': is it of another"):
+            draw(folder)
+
+
 def test_learning_shows_accuracy_from_before_the_first_step() -> None:
     figure = Figure()
     draw_learning(figure, sample_rows(10), {0: 0.44, 10: 0.7})

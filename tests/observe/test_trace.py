@@ -11,7 +11,7 @@ import pytest
 from penstock.config import RunConfig
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import idle_shares
-from penstock.observe.trace import Tracer
+from penstock.observe.trace import Tracer, chrome_trace
 from penstock.settings import EngineConfig
 from penstock.types import EngineUpdate, UpdateReport
 from virtual_time import run_virtual
@@ -49,8 +49,8 @@ def test_an_engine_that_left_the_fleet_does_nothing_more() -> None:
     tracer._note({"e0": 1}, 4.0)
     now[0] = 10.0
     spans, idle = tracer.cut(1, 10.0)
-    assert [(s["track"], s["start"], s["seconds"]) for s in spans] == [("e1", 0.0, 4.0), ("e0", 0.0, 10.0)]
-    assert idle == pytest.approx(0.3), "e1 for six of ten seconds"
+    assert [(s["track"], s["start"], s["seconds"]) for s in spans] == [("e1", 0.0, 2.0), ("e0", 0.0, 10.0)]
+    assert idle == 0.0, "of the engines that are left"
     now[0] = 12.0
     spans, idle = tracer.cut(2, 2.0)
     assert [(s["track"], s["start"]) for s in spans] == [("e0", 10.0)]
@@ -58,6 +58,34 @@ def test_an_engine_that_left_the_fleet_does_nothing_more() -> None:
     tracer._note({"e0": 1, "e1": 1}, 12.0)
     now[0] = 13.0
     assert [s["track"] for s in tracer.cut(3, 1.0)[0]] == ["e0", "e1"], "a restarted one is back"
+
+
+def test_a_change_came_in_the_middle_of_two_looks_and_not_before_the_step() -> None:
+    """Taken at the look that saw it, the time before always counted as waiting."""
+    now = [0.0]
+    tracer = Tracer(lambda: now[0], None)
+    for at, requests in ((0.0, 0), (1.0, 4), (3.0, 0)):
+        tracer._note({"e0": requests}, at)
+    now[0] = 4.0
+    spans, idle = tracer.cut(1, 4.0)
+    assert [(s["name"], s["start"], s["seconds"]) for s in spans] == [
+        ("wait", 0.0, 0.5),
+        ("generate", 0.5, 1.5),
+        ("wait", 2.0, 2.0),
+    ]
+    assert idle == pytest.approx(1 - 1.5 / 4)
+    tracer._note({"e0": 4}, 4.5)
+    now[0] = 5.0
+    spans, _ = tracer.cut(2, 1.0)
+    assert [(s["name"], s["start"]) for s in spans] == [("wait", 4.0), ("generate", 4.0)]
+
+
+def test_tracks_stand_in_the_order_of_the_engines_numbers() -> None:
+    spans = [
+        {"track": f"e{n}", "name": "wait", "start": 0.0, "seconds": 1.0, "step": 1, "args": {}} for n in (10, 2, 1)
+    ]
+    events = json.loads(chrome_trace([*spans, {**spans[0], "track": "learner"}], "run"))["traceEvents"]
+    assert [e["args"]["name"] for e in events if e["name"] == "thread_name"] == ["learner", "e1", "e2", "e10"]
 
 
 def test_an_update_stands_on_each_engine_where_it_was(tmp_path: Path) -> None:

@@ -28,6 +28,11 @@ SMOOTHING = 9
 """Steps in the moving mean of noisy curves."""
 LOGPROB_BAR = 1e-4
 """Largest difference of fp32 logprobs at equal weights that we accept (invariant 1)."""
+NEEDED = (
+    "step", "version", "reward_mean", "seconds/step", "seconds/training", "seconds/waiting", "seconds/update",
+    "update/bubble", "tokens_per_second", "staleness_mean",
+)  # fmt: skip
+"""Columns that every row has."""
 AFTER_A_STEP = ("seconds/evaluation", "seconds/checkpoint")
 """Columns about the time after the step before: the next row has them."""
 
@@ -39,18 +44,21 @@ def draw_plots(folder: RunFolder) -> list[Path]:
         The files, in the order drawn.
 
     Raises:
-        UserError: the run has no step yet.
+        UserError: the run has no step yet, a row lacks a column, or `plots` cannot be written.
     """
     rows = _rows(folder)
     out = folder.path / "plots"
-    out.mkdir(exist_ok=True)
     files: list[Path] = []
     plots = {"learning": partial(draw_learning, evaluations=folder.evaluations()), **PLOTS}
-    for name, draw in plots.items():
-        figure = Figure(figsize=(8, 4.5), layout="constrained")
-        draw(figure, rows)
-        files.append(out / f"{name}.png")
-        figure.savefig(files[-1], dpi=130)
+    try:
+        out.mkdir(exist_ok=True)
+        for name, draw in plots.items():
+            figure = Figure(figsize=(8, 4.5), layout="constrained")
+            draw(figure, rows)
+            files.append(out / f"{name}.png")
+            figure.savefig(files[-1], dpi=130)
+    except OSError as error:
+        raise UserError(f"cannot write the plots into {out}: {error}") from error
     return files
 
 
@@ -77,7 +85,7 @@ def draw_learning(figure: Figure, rows: Sequence[Row], evaluations: Mapping[int,
 
 
 def draw_seconds(figure: Figure, rows: Sequence[Row]) -> None:
-    """Where the trainer's wall time went, each step; the engines generate during all of it but the bubble.
+    """Where the trainer's wall time went, each step.
 
     Evaluation and checkpoint stand on the step after which they were made, though it is the next row that has their
     time; there is none of the last step's.
@@ -184,6 +192,8 @@ def axes_of(axes: Axes, title: str, y: str, x: str = "step") -> Axes:
 def _rows(folder: RunFolder) -> Sequence[Row]:
     if not (rows := folder.metrics()):
         raise UserError(f"{folder.path} has no step to plot yet: metrics.jsonl is empty or missing")
+    if lacking := [key for key in NEEDED if any(key not in row for row in rows)]:
+        raise UserError(f"{folder.path}/metrics.jsonl has a row without {lacking[0]!r}: is it of another Penstock?")
     return rows
 
 

@@ -214,7 +214,7 @@ SECONDS_LABELS: Mapping[str, str] = {
     "evaluation": "evaluation",
     "checkpoint": "checkpoints",
 }
-"""How the parts of `Summary.seconds` are called, in the order shown; generation goes on during all of them."""
+"""How the parts of `Summary.seconds` are called, in the order shown."""
 
 
 def end_table(summary: Summary) -> Table:

@@ -28,8 +28,8 @@ class Summary:
         seed: its seed.
         steps: optimiser steps, those before a resume included.
         resumed_at: steps at which the run was taken up again.
-        evaluations: held-out greedy exact-match accuracy, a fraction, by the step after which it was measured.
-        tokens: response tokens generated.
+        evaluations: held-out accuracy, decoded greedily, a fraction, by the step after which it was measured.
+        tokens: response tokens generated; those of steps lost to a kill are in `wasted_tokens` alone.
         tokens_per_second: `tokens` by the wall seconds of all steps (from the first rollout's start to the last
             step's end, without the evaluations before and after).
         updates: weight updates, one a step.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from penstock.types import UpdateReport
 log = logging.getLogger(__name__)
 
 LEARNER = "learner"
-LOOK_S = 0.1
+LOOK_S = 0.05
 """Between two looks at what is in flight; a pause of an engine that is shorter may be missed."""
 
 Span = Mapping[str, Any]
@@ -38,6 +39,7 @@ class Tracer:
         self._now = now
         self._loads = loads
         self._spans: list[dict[str, Any]] = []
+        self._looked = 0.0
         self._doing: dict[str, tuple[str, float]] = {}
         """What each engine does, and since when."""
         self._busy_s: dict[str, float] = {}
@@ -81,34 +83,39 @@ class Tracer:
             self._end(engine, now)
             self._doing[engine] = (doing, now)
         spans, self._spans = self._spans, []
-        shares = [1 - min(busy / seconds, 1.0) for busy in self._busy_s.values()] if seconds else []
+        shares = [1 - min(self._busy_s[engine] / seconds, 1.0) for engine in self._doing] if seconds else []
         self._busy_s = dict.fromkeys(self._doing, 0.0)
         return [{"step": step, **span} for span in spans], sum(shares) / len(shares) if shares else None
 
     def _note(self, in_flight: Mapping[str, int], now: float) -> None:
+        between, self._looked = (self._looked + now) / 2, now  # a change came at some time since the last look
         for engine in self._doing.keys() - in_flight.keys():  # it left the fleet
-            self._end(engine, now)
+            self._end(engine, between)
             del self._doing[engine]
         for engine, requests in in_flight.items():
-            doing = "generate" if requests else "wait"
+            doing, since = "generate" if requests else "wait", now
             if engine not in self._doing:
                 self._busy_s.setdefault(engine, 0.0)
             elif self._doing[engine][0] != doing:
-                self._end(engine, now)
+                since = self._end(engine, between)
             else:
                 continue
-            self._doing[engine] = (doing, now)
+            self._doing[engine] = (doing, since)
 
-    def _end(self, engine: str, now: float) -> None:
+    def _end(self, engine: str, now: float) -> float:
+        """End what an engine did, at `now` or where the step began; return when."""
         doing, since = self._doing[engine]
+        now = max(now, since)
         self.add(engine, doing, since, now - since)
         if doing == "generate":
             self._busy_s[engine] += now - since
+        return now
 
 
 def chrome_trace(spans: Sequence[Span], name: str) -> str:
     """Return spans as JSON in Chrome's trace format; one row for the learner and one for each engine."""
-    tracks = sorted({span["track"] for span in spans}, key=lambda track: (track != LEARNER, track))
+    named = {span["track"] for span in spans}
+    tracks = sorted(named, key=lambda track: (track != LEARNER, [int(n) for n in re.findall(r"\d+", track)], track))
     events: list[dict[str, Any]] = [{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": name}}]
     for row, track in enumerate(tracks, start=1):
         events.append({"ph": "M", "pid": 1, "tid": row, "name": "thread_name", "args": {"name": track}})

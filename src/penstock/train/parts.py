@@ -75,7 +75,7 @@ class Parts:
             return Learned(batch, ages, await to_the_end(asyncio.to_thread(self.learner.step, batch)))
 
     async def update(self) -> UpdateReport:
-        """Put the learner's weights in force on the engines, which admits further groups."""
+        """Put the learner's weights in force on the engines; `rollouts.submit` may then start further groups."""
         began = self.watch.now()
         with self.watch.measure("update"):
             report = await to_the_end(self.learner.put_in_force(self.client))

@@ -1,7 +1,7 @@
 """Fully asynchronous: rollouts never stop, and weights change while tokens are being made.
 
 Groups start as far ahead as `train.max_staleness` allows (`penstock.train.staleness`), at the pace of the learner. What
-is done waits in a buffer. A step takes the groups that are done first, and a long one is carried over to a later batch.
+is done waits in a buffer. A step takes the oldest that are done, and a long one is carried over to a later batch.
 """
 
 from __future__ import annotations
