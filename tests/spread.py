@@ -1,4 +1,4 @@
-"""How a run in several processes (`pytest -n 2 --dist loadfile`) is spread: all that needs real engines in one."""
+"""How a run in several processes (`pytest -n 3 --dist loadfile`) is spread: all that needs real engines in one."""
 
 from __future__ import annotations
 

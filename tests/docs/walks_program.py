@@ -53,6 +53,9 @@ async def main(profile: str, model: str, marks: Path) -> None:
         note_from_now_on()
         mark[0] = REQUEST
         await fleet.generate(prompt_token_ids=[[5, 6, 7]], sampling_params=SamplingParams(max_tokens=8))
+        mark[0] = 0
+        while any(e.outstanding for e in (await roster.admin.engines()).engines):  # noqa: ASYNC110 - the router ends it
+            await asyncio.sleep(0.01)
         mark[0] = UPDATE
         await fleet.update_weights(tensors.items())
         mark[0] = DEATH

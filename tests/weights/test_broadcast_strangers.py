@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -63,6 +64,14 @@ def member(told: Any, **other: Any) -> Group:
     return Group(spec, spec.rank_offset, torch.device("cpu"))
 
 
+def members(store: BroadcastStore, count: int) -> None:
+    """Wait until the trainer has so many."""
+    end = time.monotonic() + 60
+    while len(store._present_group()._peers) != count:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def in_thread(work: Any) -> threading.Thread:
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
@@ -93,7 +102,9 @@ def test_a_stranger_neither_joins_nor_reads_nor_disturbs(store: BroadcastStore) 
         store.form()
         again = Group(spec, spec.rank_offset, torch.device("cpu"))
         again.connect()  # the strangers' connections keep no member out
+        members(store, 2)
         again.end("it only knocked")
+        members(store, 1)  # what is sent to one that is leaving cuts the group
         store._bucket_bytes = 2**20
         store.send()
         taking.join(60)
