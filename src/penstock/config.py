@@ -60,7 +60,7 @@ class AgentConfig(Section):
     """An agent that plays each episode over chat, Responses or Anthropic messages (docs/how-to/agents.md)."""
 
     command: tuple[str, ...] = ()
-    """Words of a command; the words `{prompt}`, `{model}`, `{base_url}` and `{api_key}` are filled in."""
+    """Words of a command; `{prompt}`, `{model}` and `{base_url}` are filled in."""
     callable: str | None = None
     """Instead of a command: `module:name` of an `async def` that takes an Episode and returns its reward, or None."""
     concurrency: Positive = 64

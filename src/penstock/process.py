@@ -61,10 +61,11 @@ def remove_leftovers(names: Iterable[Path], scratch: Path | None) -> None:
 LIFELINE_ENV = "PENSTOCK_LIFELINE_FD"
 """Environment variable that carries the number of the read end."""
 TRACKER = b"multiprocessing.resource_tracker"
+PARENT, GROUP = 1, 2  # places in what Linux says of a process
 
 
-def watch_lifeline() -> None:
-    """End this process group when the launcher is gone; a child calls it first.
+def watch_lifeline(at_end: Callable[[], object] = bool) -> None:
+    """End this process group when the launcher is gone, after `at_end`; a child calls it first.
 
     Does nothing without the variable (a server that a person started).
     """
@@ -76,7 +77,7 @@ def watch_lifeline() -> None:
     scratch = Path(given) if (given := os.environ.get(SCRATCH_ENV)) else None
     if scratch is not None:  # our launcher may end while we do, by the second of two signals
         atexit.register(_remove, scratch, os.getpid())
-    threading.Thread(target=_end_group_at_eof, args=(fd, scratch), name="penstock-lifeline", daemon=True).start()
+    threading.Thread(target=_end_group_at_eof, args=(fd, scratch, at_end), name="lifeline", daemon=True).start()
 
 
 def _remove(scratch: Path, owner: int) -> None:
@@ -84,9 +85,10 @@ def _remove(scratch: Path, owner: int) -> None:
         remove_leftovers((), scratch)
 
 
-def _end_group_at_eof(fd: int, scratch: Path | None) -> None:
+def _end_group_at_eof(fd: int, scratch: Path | None, at_end: Callable[[], object]) -> None:
     while os.read(fd, 1):
         pass
+    at_end()
     group = os.getpgrp()
     shared = shared_memory_of(group_members(group))
     remove_leftovers((), scratch)  # now too: Ray ends its driver as soon as the others are gone
@@ -119,12 +121,12 @@ def _kill_others(group: int) -> None:
             os.kill(pid, signal.SIGCONT)
 
 
-def group_members(group: int) -> list[int]:
-    """Return the living processes of a group without resource trackers."""
-    return [pid for pid, tracker in _processes_of(group).items() if not tracker]
+def group_members(group: int, field: int = GROUP) -> list[int]:
+    """Return the living processes of a group, or of a `PARENT`, without resource trackers."""
+    return [pid for pid, tracker in _processes_of(group, field).items() if not tracker]
 
 
-def _processes_of(group: int) -> dict[int, bool]:
+def _processes_of(group: int, field: int = GROUP) -> dict[int, bool]:
     """Return the living processes of a group, and whether each is a resource tracker."""
     found: dict[int, bool] = {}
     for entry in Path("/proc").iterdir():
@@ -132,8 +134,8 @@ def _processes_of(group: int) -> dict[int, bool]:
             continue
         try:
             # The command name may hold anything, so fields are counted from its closing parenthesis.
-            state, _parent, its_group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
-            if int(its_group) == group and state not in "ZX":
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+            if int(fields[field]) == group and fields[0] not in "ZX":
                 found[int(entry.name)] = TRACKER in (entry / "cmdline").read_bytes()
         except (FileNotFoundError, ProcessLookupError):  # ended in between
             continue
@@ -293,10 +295,10 @@ class ChildProcess:
         """Record the named shared memory of its group, to unlink it even if all of the group is killed at once."""
         self._shared |= shared_memory_of(group_members(self.pid))
 
-    def said(self) -> str:
-        """Return what it has written to its log, without what was there before."""
+    def said(self, most: int = 1 << 62) -> str:
+        """Return what it has written to its log, without what was there before; of that the last `most` bytes."""
         with self.log.open("rb") as log:
-            log.seek(self._earlier)
+            log.seek(max(self._earlier, log.seek(0, os.SEEK_END) - most))
             return log.read().decode(errors="replace")
 
     async def _reap(self) -> int:

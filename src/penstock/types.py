@@ -479,8 +479,7 @@ class Trajectory:
     """Of each token of `response_ids`: it was sampled under a grammar, as was its logprob. Empty: none was."""
     turn_rewards: tuple[tuple[int, float], ...] = ()
     """Of an episode of several turns: the end of each turn in `response_ids`, and its own reward."""
-    routed_experts: Any = field(default=None, compare=False, repr=False)
-    """As of `Sample`, of an episode of one turn."""
+    routed_experts: Any = field(default=None, compare=False, repr=False)  # as of `Sample`
 
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.loss_mask), len(self.logprobs), len(self.versions)}

@@ -208,6 +208,25 @@ def test_a_row_has_the_experts_of_its_last_answer_which_are_of_all_tokens() -> N
     assert row.trajectory(**end).routed_experts == rows
 
 
+def test_tokens_of_the_environment_have_the_version_of_the_token_before_them() -> None:
+    row = TokenRow((1,))
+    row.add_environment((5,))
+    row.add_sample(Sample((6, 7), "stop", (-1.0, -1.0), (VersionSpan(3, 0, 1), VersionSpan(4, 1, 2))))
+    row.add_environment((8, 9))
+    assert row.trajectory(reward=0.0, stop_reason="stop", group_id="g", turn_rewards=()).versions == (0, 3, 4, 4, 4)
+
+
+async def test_a_turn_that_is_cut_off_is_the_episodes_last(client: HTTPEngine, tokenizer: Tokenizer) -> None:
+    environment = Repeats(5)
+    made = MultiTurnGenerator(client, tokenizer, environment, SamplingParams(max_tokens=1), concurrency=4)
+    output = await made.generate(GeneratorInput([environment.train_task(i) for i in range(8)]))
+    cut = [t for t in output.trajectories if t.response_ids[-1] != 2]
+    assert cut
+    assert {(t.stop_reason, t.response_ids[t.turn_rewards[-1][0] - 1] != 2) for t in cut} == {("length", True)}
+    for t in output.trajectories:
+        assert all(t.response_ids[end - 1] == 2 for end, _ in t.turn_rewards[:-1])
+
+
 async def test_every_turn_asks_for_the_adapter(client: HTTPEngine, tokenizer: Tokenizer) -> None:
     asked: list[str | None] = []
 

@@ -9,13 +9,16 @@ import re
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from penstock.aio import all_or_first_error
 from penstock.errors import ConfigError, PenstockError
-from penstock.gateway.graph import Limits, Row, Session
+from penstock.gateway.agent_process import GRACE_S
+from penstock.gateway.dialect import SAMPLING
+from penstock.gateway.graph import Limits, Node, Session
 from penstock.gateway.service import Gateway, Tenant
 from penstock.process import ChildProcess
 from penstock.rollout.environment import Environment, Task, user_code
@@ -25,17 +28,16 @@ from penstock.rollout.tokenizer import Tokenizer
 from penstock.types import Trajectory
 
 log = logging.getLogger(__name__)
-STOP_S = 5.0
+STOP_S = 2.0 * GRACE_S
+"""For the end of an agent; a command's own processes have half of it."""
 MOST_SILENT = 64
 """Episodes in a row without a turn; more are no accident of some tasks."""
-_WRAPPER = (
-    "import subprocess, sys; from penstock.process import watch_lifeline; watch_lifeline(); "
-    "sys.exit(subprocess.call(sys.argv[1:]))"
-)
-"""Ends the command with us, however we end."""
 _TAIL = 2000
-_PLACE = re.compile(r"\{\w+\}")
-_PLACES = ("prompt", "model", "base_url", "api_key")
+_PLACE = re.compile(r"(?<!\$)\{(\w+)\}")
+"""Not a shell's `${prompt}`."""
+_PLACES = ("prompt", "model", "base_url")
+_LONGEST_VARIABLE = 100_000
+"""Bytes; Linux starts no program with one of 128 KiB."""
 _SECRETS = ("PENSTOCK_API_KEY", "PENSTOCK_GATEWAY_KEY", "VLLM_API_KEY")
 """Of our environment; an agent must not have them."""
 
@@ -67,7 +69,7 @@ class Episode:
             "ANTHROPIC_BASE_URL": self.base_url,
             "ANTHROPIC_API_KEY": self.api_key,
             "PENSTOCK_MODEL": self.model,
-            "PENSTOCK_PROMPT": self.task.prompt,
+            "PENSTOCK_PROMPT": self.task.prompt if _fits_variable(self.task.prompt) else "",
             "PENSTOCK_SESSION": self.session,
             "PENSTOCK_TASK": json.dumps({"id": self.task.id}),  # its metadata may hold the answer
         }
@@ -81,15 +83,15 @@ class AgentGenerator(Generator):
     """Runs an agent for each episode, in a session of its own, and returns what it sampled as rows.
 
     An agent that fails or is over its time has the reward 0: its turns were the policy's as well. In an evaluation
-    (`sampling_params` of the batch) an episode has one trajectory, its last leaf; else one for each leaf.
+    (`sampling_params` of the batch) an episode has one trajectory, that of its last answer; else one for each leaf.
 
     Args:
         gateway: that is being served at `base_url`.
         base_url: without `/v1`.
         tenant: whose sessions these are.
         environment: scores the last answer where the agent gives no reward.
-        agent: a callable on this event loop; or the words of a command, in which `{prompt}`, `{model}`, `{base_url}`
-            and `{api_key}` are filled in. A command's process group ends with the episode.
+        agent: a callable on this event loop; or the words of a command, in which `{prompt}`, `{model}` and `{base_url}`
+            are filled in. All processes that a command started end with the episode.
         concurrency: most episodes at once.
         timeout_s: of one episode.
         log_dir: each command's output is kept there, in a file named by its session.
@@ -114,6 +116,8 @@ class AgentGenerator(Generator):
         if not callable(agent) and (isinstance(agent, str) or not agent):
             raise ConfigError(f"an agent's command is a list of words, got {agent!r}")
         for word in () if callable(agent) else agent:
+            if "{api_key}" in word:
+                raise ConfigError("every user can read a command line: take the key from the variable OPENAI_API_KEY")
             if _PLACE.fullmatch(word) and word[1:-1] not in _PLACES:
                 raise ConfigError(f"an agent's command has {word!r}; known: {', '.join(f'{{{p}}}' for p in _PLACES)}")
         self._gateway = gateway
@@ -129,6 +133,7 @@ class AgentGenerator(Generator):
         self._limits = limits
         self._most_logs = most_logs
         self._logs: deque[Path] = deque()
+        self._failed = 0
         self._silent = 0
         self._why_silent = ""
         self._has_turns = False
@@ -148,20 +153,25 @@ class AgentGenerator(Generator):
                 output is in the message.
         """
         episodes = (
-            self._episode(input_batch, index)
+            self._episode(input_batch, index, number)
             for index in range(len(input_batch.tasks))
-            for _ in range(input_batch.num_samples)
+            for number in range(input_batch.num_samples)
         )
         found = await all_or_first_error(episodes)
         if self._silent and (self._silent >= MOST_SILENT or not self._has_turns):
             raise PenstockError(self._why_silent)
         return GeneratorOutput.of([trajectory for trajectories in found for trajectory in trajectories])
 
-    async def _episode(self, batch: GeneratorInput, index: int) -> list[Trajectory]:
+    async def _episode(self, batch: GeneratorInput, index: int, number: int) -> list[Trajectory]:
         task = batch.tasks[index]
         group = batch.group_ids[index] if batch.group_ids is not None else task.id
         given = batch.sampling_params
-        sampling = {} if given is None else {"temperature": given.temperature, "top_p": given.top_p}
+        sampling: dict[str, Any] = {}
+        if given is not None:
+            values = {name: getattr(given, name) for name in (*SAMPLING, "max_tokens")}
+            sampling = {name: value for name, value in values.items() if value not in (None, ())}
+        if batch.seeds is not None:
+            sampling["seed"] = batch.seeds[index] + number
         await self._places.take(1)
         name, key = self._gateway.open_session(self._tenant, None, self._limits, sampling)
         try:
@@ -177,39 +187,60 @@ class AgentGenerator(Generator):
             log.warning("%s", self._why_silent)
             return []
         self._silent, self._has_turns = 0, True
+        if why is not None:
+            self._note_failure(task, session, why)
+        last = session.last_turn()
         if session.reward is None:
-            session.reward = self._reward(task, session, reward, failed=why is not None)
-        return [row.trajectory(group) for row in _chosen(rows, last_alone=given is not None)]
+            session.reward = 0.0 if why is not None else self._reward(task, last, reward)
+        chosen = rows if given is None else [row for row in rows if row.leaf is last]
+        return [row.trajectory(group) for row in chosen]
 
-    def _reward(self, task: Task, session: Session, reward: float | None, *, failed: bool) -> float:
-        if failed:
-            return 0.0
+    def _note_failure(self, task: Task, session: Session, why: str) -> None:
+        """Warn of a failure after some turns: of the first, and of every further power of two."""
+        self._failed += 1
+        if self._failed & (self._failed - 1) == 0:
+            turns = len(session.nodes)
+            log.warning("agents failed: %d; that of task %r after %d turns%s", self._failed, task.id, turns, why)
+
+    def _reward(self, task: Task, last: Node, reward: float | None) -> float:
         if reward is not None:
-            return finite_reward(reward, task)
-        last = list(session.nodes.values())[-1]
+            return reward
         with user_code(f"the environment's reward of task {task.id!r} failed", PenstockError):
             return finite_reward(self._environment.reward(task, last.message.text), task)
 
     async def _play(self, episode: Episode) -> tuple[float | None, str | None]:
         """Run the agent; return its reward, and why it failed, if it did."""
         try:
-            async with asyncio.timeout(self._timeout_s) as deadline:
-                if callable(self._agent):
-                    with user_code("the agent failed", PenstockError):
-                        reward = await self._agent(episode)
-                        return (None, self._late) if deadline.expired() else (reward, None)
+            if callable(self._agent):
+                return await self._call(episode, self._agent)
+            async with asyncio.timeout(self._timeout_s):
                 return None, await self._run(episode, self._agent)
         except TimeoutError:
             return None, self._late
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            return None, ": it was cancelled"
-        except OSError as error:
+        except (OSError, ValueError, PenstockError) as error:  # the second: a prompt that no program can be given
             return None, f": {error}"
-        except PenstockError as error:
-            return None, f": {error}"
+
+    async def _call(self, episode: Episode, agent: Agent) -> tuple[float | None, str | None]:
+        """Run the callable in a task of its own, which is left behind if it does not end when it is cancelled."""
+
+        async def play() -> float | None:
+            with user_code("the agent failed", PenstockError):
+                try:
+                    reward = await agent(episode)
+                except SystemExit as error:  # it would end this process
+                    raise PenstockError(f"the agent exited with {error.code!r}") from error
+            return None if reward is None else finite_reward(reward, episode.task, "agent")
+
+        task = asyncio.create_task(play(), name=f"agent-{episode.session}")
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # read, also if left behind
+        try:
+            done, _ = await asyncio.wait((task,), timeout=self._timeout_s)
+        finally:
+            task.cancel()
+            await asyncio.wait((task,), timeout=STOP_S)
+        if not done:
+            return None, self._late
+        return (None, ": it was cancelled") if task.cancelled() else (task.result(), None)
 
     async def _run(self, episode: Episode, command: Sequence[str]) -> str | None:
         """Run the command to its end, which is also that of its process group; return why it failed."""
@@ -217,20 +248,26 @@ class AgentGenerator(Generator):
             "prompt": episode.task.prompt,
             "model": episode.model,
             "base_url": episode.base_url,
-            "api_key": episode.api_key,
         }
-        child = await ChildProcess.start(
-            [sys.executable, "-c", _WRAPPER, *(_filled(word, filled) for word in command)],
-            name=f"agent {episode.session}",
-            log=self._log_dir / f"{episode.session}.log",
-            env={**dict.fromkeys(_SECRETS, ""), **episode.environment()},
-        )
+        words = [_PLACE.sub(lambda place: filled.get(place[1], place[0]), word) for word in command]
+        prompt = self._log_dir / f"{episode.session}.prompt"
+        given = {**episode.environment(), "PENSTOCK_PROMPT_FILE": str(prompt.absolute())}
         try:
-            status = await child.wait()
+            prompt.write_bytes(episode.task.prompt.encode())
+            child = await ChildProcess.start(
+                [sys.executable, "-m", "penstock.gateway.agent_process", *words],
+                name=f"agent {episode.session}",
+                log=self._log_dir / f"{episode.session}.log",
+                env={**dict.fromkeys(_SECRETS, ""), **given},
+            )
+            try:
+                status = await child.wait()
+            finally:
+                await asyncio.shield(child.stop(STOP_S))
+                said = child.said(_TAIL)
+                self._keep(child.log)
         finally:
-            await asyncio.shield(child.stop(STOP_S))
-            said = child.said()[-_TAIL:]
-            self._keep(child.log)
+            prompt.unlink(missing_ok=True)
         return None if status == 0 else f": it ended with status {status}; {child.log}: {said}"
 
     def _keep(self, log: Path) -> None:
@@ -239,15 +276,6 @@ class AgentGenerator(Generator):
             self._logs.popleft().unlink(missing_ok=True)
 
 
-def _filled(word: str, values: Mapping[str, str]) -> str:
-    for name, value in values.items():
-        if word == f"{{{name}}}":  # whole words alone: a prompt may hold anything
-            return value
-    return word
-
-
-def _chosen(rows: Sequence[Row], *, last_alone: bool) -> Sequence[Row]:
-    """Return the rows to give back: all, or that of the latest turn."""
-    if not last_alone:
-        return rows
-    return [max(rows, key=lambda row: row.leaf.created)]
+def _fits_variable(text: str) -> bool:
+    """Whether a program can be started with a text in a variable."""
+    return "\0" not in text and len(text.encode(errors="surrogatepass")) <= _LONGEST_VARIABLE

@@ -165,6 +165,26 @@ class Session:
             return "other tools"
         return "edited history" if any(m.role == "assistant" for m in given) else "new conversation"
 
+    def last_turn(self) -> Node:
+        """Return the latest turn of the main conversation; UserError: there is no turn.
+
+        Sub-agents, titles and the like have another system prompt or other tools. They lie within the main
+        conversation, whose root therefore spans the most turns of the session; compacted, it goes on at another root.
+        """
+        roots: dict[str, tuple[int, tuple[bytes, bytes]]] = {}
+        spans: dict[tuple[int, tuple[bytes, bytes]], int] = {}
+        latest: dict[tuple[bytes, bytes], Node] = {}
+        for at, node in enumerate(self.nodes.values()):
+            parent = node.parent
+            root = roots[parent.id] if parent else (at, (_head(node.inputs), tools_key(node.tools)))
+            roots[node.id] = root
+            spans[root] = at - root[0]
+            latest[root[1]] = node
+        if not latest:
+            raise UserError(f"session {self.id} has no turn")
+        _, kind = max(spans, key=lambda root: (spans[root], latest[root[1]].length))
+        return latest[kind]
+
     def leaves(self) -> list[Node]:
         """Turns that no other extends, in the order of their making."""
         return [node for node in self.nodes.values() if not node.children]

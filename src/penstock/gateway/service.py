@@ -24,7 +24,7 @@ from penstock.gateway.messages import Answer, ChatRequest, GatewayError
 from penstock.gateway.turn import GatewayOptions, TurnCodec
 from penstock.guard import new_key
 from penstock.rollout.chat_template import ChatTemplate
-from penstock.rollout.multi_turn import Sampler
+from penstock.rollout.multi_turn import Sampler, seed_of_turn
 from penstock.rollout.output_parser import OutputParser
 from penstock.rollout.vllm_parser import VllmOutputParser
 from penstock.types import Sample, SamplingParams
@@ -83,6 +83,8 @@ class _Kept:
     limits: Limits
     key: str
     sampling: Mapping[str, Any]
+    begun: int = 0
+    """Turns."""
     finished: bool = False
     """No turn begins any more."""
     reserved: int = 0
@@ -109,6 +111,12 @@ class _Kept:
             self.failed.remove(digest)
             return None
         return turns[-1] if turns else None
+
+    def next_sampling(self) -> Mapping[str, Any]:
+        """Return the parameters of the next turn, with a seed of its own."""
+        seed, turn = self.sampling.get("seed"), self.begun
+        self.begun += 1
+        return self.sampling if seed is None else {**self.sampling, "seed": seed_of_turn(seed, turn)}
 
     async def reserve(self, wanted: int) -> int:
         """Take tokens of the budget for one turn; return how many. It waits for turns that may leave some of theirs.
@@ -357,7 +365,7 @@ class Gateway:
         else:  # a thread would cost more than the work: each change of threads may wait 5 ms for the interpreter's lock
             parent, added, place = self.codec.prompt_of(session, request)
         context = [*(parent.context() if parent else ()), *added]
-        params = self.codec.params(request, context, kept.sampling)
+        params = self.codec.params(request, context, kept.next_sampling())
         sample, params = await self._sampled(kept, context, params)
         if not sample.token_ids:  # a row cannot go on from nothing
             raise GatewayError("the turn was aborted before its first token; send it again", status=503, code="engine")

@@ -155,6 +155,8 @@ class TurnCodec:
         limits = [room] if self.options.max_tokens is None else [room, self.options.max_tokens]
         if request.max_tokens is not None:
             limits.append(whole_number(request.max_tokens, "the limit of tokens", least=1, error=GatewayError))
+        if "max_tokens" in sampling:
+            limits.append(sampling["max_tokens"])
         given = {**request.sampling, **self.options.sampling, **sampling}
         if request.forced and self.options.force_calls:
             given["structured_outputs"] = self._grammar(request, context)

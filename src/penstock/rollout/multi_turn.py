@@ -216,9 +216,9 @@ class MultiTurnGenerator(Generator):
         return Response.of(self.tokenizer.decode(sample.token_ids), parsed.text, parsed.calls)
 
     async def _sample(self, row: TokenRow, params: SamplingParams, session: SessionId, turn: int) -> Sample:
-        """Draw the next turn. Its seed is its own: with an equal seed, all turns would draw the same numbers."""
+        """Draw the next turn."""
         room = min(params.max_tokens, self._max_tokens - len(row.ids))
-        seed = None if params.seed is None else (params.seed + turn * _SEED_STEP) % _SEEDS
+        seed = None if params.seed is None else seed_of_turn(params.seed, turn)
         now = replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room), seed=seed)
         await self._places.take(1)
         try:
@@ -228,6 +228,11 @@ class MultiTurnGenerator(Generator):
         if not sample.token_ids and sample.finish_reason != "abort":
             raise EngineError("the engine returned a sample without a token")
         return sample
+
+
+def seed_of_turn(seed: int, turn: int) -> int:
+    """Return a turn's own seed of an episode's: with an equal one, all its turns would draw the same numbers."""
+    return (seed + turn * _SEED_STEP) % _SEEDS
 
 
 def generator_for(

@@ -104,14 +104,14 @@ class SingleTurnGenerator(Generator):
         return finite_reward(reward, task)
 
 
-def finite_reward(reward: object, task: Task) -> float:
+def finite_reward(reward: object, task: Task, giver: str = "environment") -> float:
     """Return a reward as Python's float, of numpy's and torch's numbers too; PenstockError for NaN."""
     try:
         value = math.nan if isinstance(reward, str) else float(cast("SupportsFloat", reward))
     except (TypeError, ValueError, RuntimeError):  # the last: a tensor of several elements
         value = math.nan
     if not math.isfinite(value):
-        raise PenstockError(f"the environment's reward of task {task.id!r} must be a finite number, got {reward!r}")
+        raise PenstockError(f"the {giver}'s reward of task {task.id!r} must be a finite number, got {reward!r}")
     return value
 
 

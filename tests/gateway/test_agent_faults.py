@@ -1,0 +1,304 @@
+"""An agent's fault is its episode's alone, and nothing that it started outlives the episode."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from gateway_rig import Rig, auth
+from penstock.errors import ConfigError, PenstockError
+from penstock.gateway import agent as agent_room
+from penstock.gateway.agent import AgentGenerator, Episode
+from penstock.gateway.app import serving
+from penstock.rollout.environment import Environment, Task
+from penstock.rollout.generator import GeneratorInput, GeneratorOutput
+from penstock.rollout.tokenizer import Tokenizer
+
+CHAT = "/v1/chat/completions"
+TURN = """
+import json, os, sys, urllib.request
+def ask(text):
+    body = json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers))
+"""
+
+
+class Scored(Environment):
+    def __init__(self, prompts: Sequence[str] = ("say 0", "say 1")) -> None:
+        self.prompts = prompts
+
+    def train_task(self, index: int) -> Task:
+        return Task(f"t{index}", self.prompts[index], {"n": index})
+
+    def heldout_tasks(self, n: int) -> list[Task]:
+        raise NotImplementedError
+
+    def reward(self, task: Task, response_text: str) -> float:
+        del task
+        return float(response_text == "42")
+
+
+@pytest.fixture
+async def play(tokenizer: Tokenizer) -> AsyncIterator[Callable[..., Awaitable[GeneratorOutput]]]:
+    """Plays an episode of each task."""
+    rig = Rig(tokenizer)
+    async with serving(rig.gateway) as base:
+
+        async def played(agent: Any, environment: Environment | None = None, n: int = 2, **options: Any) -> Any:
+            given = environment or Scored()
+            made = AgentGenerator(rig.gateway, base, rig.tenant, given, agent, **options)
+            return await made.generate(GeneratorInput([given.train_task(i) for i in range(n)]))
+
+        played.rig = rig  # type: ignore[attr-defined]
+        yield played
+
+
+def asking(rig: Rig, then: Callable[[Episode], Awaitable[Any]]) -> Callable[[Episode], Awaitable[Any]]:
+    """An agent that takes a turn, and ends as `then` does."""
+
+    async def agent(episode: Episode) -> Any:
+        await rig.post(CHAT, {"messages": [{"role": "user", "content": "x"}]}, **auth(episode.api_key))
+        return await then(episode)
+
+    return agent
+
+
+async def not_a_number(episode: Episode) -> float:
+    return float("nan") if episode.task.id == "t0" else 1.0
+
+
+async def exits(episode: Episode) -> float:
+    if episode.task.id == "t0":
+        raise SystemExit(3)
+    return 1.0
+
+
+async def breaks(episode: Episode) -> float:
+    if episode.task.id == "t0":
+        raise KeyError("a bug")
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        (not_a_number, "the agent's reward of task 't0' must be a finite number, got nan"),
+        (exits, "the agent exited with 3"),
+        (breaks, "the agent failed: KeyError: 'a bug'"),
+    ],
+)
+async def test_a_callables_fault_is_its_episodes_alone_and_is_logged(
+    fault: Callable[[Episode], Awaitable[Any]], why: str, play: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        output = await play(asking(play.rig, fault))
+    assert output.rewards == [0.0, 1.0]
+    assert f"agents failed: 1; that of task 't0' after 1 turns: {why}" in caplog.text
+
+
+async def test_failures_are_logged_at_powers_of_two(play: Any, caplog: pytest.LogCaptureFixture) -> None:
+    async def fails(_: Episode) -> float:
+        raise OSError("no sandbox")
+
+    await play(asking(play.rig, fails), Scored(["x"] * 5), n=5)
+    assert [record.message.partition(";")[0] for record in caplog.records if "agents failed" in record.message] == [
+        "agents failed: 1",
+        "agents failed: 2",
+        "agents failed: 4",
+    ]
+
+
+@pytest.mark.parametrize(("prompt", "why"), [("a\0b", "null byte"), ("a\ud800b", "surrogates not allowed")])
+async def test_a_prompt_that_no_program_can_be_given_is_its_episodes_fault(
+    prompt: str, why: str, play: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    command = [sys.executable, "-c", TURN + "ask('x')", "{prompt}"]
+    output = await play(command, Scored([prompt, "fine"]))
+    assert [t.group_id for t in output.trajectories] == ["t1"]
+    assert "the agent of task 't0' asked for no turn: " in caplog.text
+    assert why in caplog.text
+
+
+@pytest.mark.parametrize("prompt", ["é" * 70_000, "a\0b", "short\n"])
+async def test_a_prompt_of_any_length_is_in_a_file(prompt: str, play: Any, tmp_path: Path) -> None:
+    """A variable of 128 KiB keeps a program from starting."""
+    program = "p = open(os.environ['PENSTOCK_PROMPT_FILE'], newline='').read(); ask('x'); "
+    program += "print(len(os.environ['PENSTOCK_PROMPT']), p == os.environ['PENSTOCK_PROMPT'])"
+    await play([sys.executable, "-c", TURN + program], Scored([prompt]), n=1, log_dir=tmp_path)
+    (log,) = tmp_path.iterdir()
+    assert log.read_text() == (f"{len(prompt)} True\n" if prompt == "short\n" else "0 False\n")
+
+
+async def test_places_are_filled_inside_words_and_a_shells_own_are_left(play: Any, tmp_path: Path) -> None:
+    words = ["--task={prompt}", "{model}/{base_url}", "${prompt}", '{"a": {b}}']
+    prompt = "say {model}"
+    await play(
+        [sys.executable, "-c", "import sys; print(sys.argv[1:])" + TURN + "ask('x')", *words],
+        Scored([prompt]),
+        n=1,
+        log_dir=tmp_path,
+    )
+    (log,) = tmp_path.iterdir()
+    task, url, *others = ast.literal_eval(log.read_text())
+    assert task == "--task=say {model}"
+    assert url.startswith("m/http://127.0.0.1:")
+    assert others == ["${prompt}", '{"a": {b}}']
+
+
+@pytest.mark.parametrize(("word", "why"), [("--key={api_key}", "OPENAI_API_KEY"), ("{promt}", "known: {prompt}")])
+async def test_a_key_on_a_command_line_and_unknown_places_are_refused(word: str, why: str, play: Any) -> None:
+    with pytest.raises(ConfigError, match=why):
+        await play(["agent", word])
+
+
+async def test_a_harness_that_still_asks_at_the_end_of_its_episode_harms_no_other(play: Any) -> None:
+    rig: Rig = play.rig
+    late: list[asyncio.Task[int]] = []
+
+    async def sample(*args: Any) -> Any:
+        if len(rig.engine.seen) < 2:
+            return await rig.engine.sample(*args)
+        try:
+            return await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await asyncio.sleep(0.05)  # an engine's abort takes its time
+            raise
+
+    rig.gateway._sample = sample
+
+    async def ask(episode: Episode, i: int) -> int:
+        await asyncio.sleep(0.01 * i)
+        body = {"messages": [{"role": "user", "content": f"late {i}"}]}
+        return (await rig.http.post(CHAT, json=body, headers=auth(episode.api_key))).status_code
+
+    async def leaves_behind(episode: Episode) -> float:
+        late.extend(asyncio.create_task(ask(episode, i)) for i in range(8))
+        await asyncio.sleep(0.02)
+        return 1.0
+
+    output = await play(asking(rig, leaves_behind))
+    assert output.rewards == [1.0, 1.0]
+    assert set(await asyncio.gather(*late)) <= {401, 404, 503}
+    assert rig.gateway.sessions(rig.tenant) == []
+
+
+async def test_a_callable_that_swallows_its_end_does_not_hold_up_the_others(
+    play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_room, "STOP_S", 0.2)
+    over = asyncio.Event()
+
+    async def swallows(episode: Episode) -> float:
+        while episode.task.id == "t0" and not over.is_set():
+            try:
+                await over.wait()
+            except asyncio.CancelledError:
+                continue
+        return 1.0
+
+    async with asyncio.timeout(10):
+        output = await play(asking(play.rig, swallows), timeout_s=1.0)
+    over.set()
+    assert output.rewards == [0.0, 1.0]
+
+
+async def test_a_command_over_its_time_can_end_what_it_started(play: Any, tmp_path: Path) -> None:
+    """SIGKILL came at once after SIGTERM."""
+    program = """
+import signal, time
+def end(*_):
+    time.sleep(1)
+    print("cleaned", flush=True)
+    sys.exit()
+signal.signal(signal.SIGTERM, end)
+ask("x")
+time.sleep(600)
+"""
+    output = await play([sys.executable, "-c", TURN + program], n=1, log_dir=tmp_path, timeout_s=5.0)
+    assert output.rewards == [0.0]
+    assert "cleaned" in next(tmp_path.iterdir()).read_text()
+
+
+DETACHED = """
+import signal, subprocess, sys, time
+sleep = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+child = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {sleep!r}], start_new_session=True)"
+subprocess.Popen([sys.executable, "-c", child], start_new_session=True).wait()
+subprocess.Popen(["sleep", "600"], start_new_session=True)
+"""
+"""Both in sessions of their own; the parent of the first has ended."""
+
+
+def with_variable(name: str) -> list[psutil.Process]:
+    """Processes of an episode, by their environment."""
+    found: list[psutil.Process] = []
+    for process in psutil.process_iter():
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("MARK") == name:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("end", ["by itself", "over its time"])
+async def test_what_a_command_detaches_ends_with_its_episode(
+    end: str, play: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MARK", str(tmp_path))
+    program = (
+        TURN + DETACHED + "ask('x')" + ("" if end == "by itself" else "; print('there', flush=True); time.sleep(600)")
+    )
+    playing = asyncio.create_task(play([sys.executable, "-c", program], n=1, log_dir=tmp_path, timeout_s=6.0))
+    if end == "over its time":
+        async with asyncio.timeout(20):
+            while len(with_variable(str(tmp_path))) < 4:  # noqa: ASYNC110 - the wrapper, the command and both
+                await asyncio.sleep(0.05)
+    await playing
+    assert with_variable(str(tmp_path)) == []
+
+
+def test_what_a_command_detaches_ends_when_its_launcher_is_killed(tmp_path: Path) -> None:
+    launcher = f"""
+import asyncio, sys
+from pathlib import Path
+from penstock.process import ChildProcess
+async def main():
+    command = [sys.executable, "-c", {DETACHED + "time.sleep(600)"!r}]
+    words = [sys.executable, "-m", "penstock.gateway.agent_process", *command]
+    await (await ChildProcess.start(words, name="agent", log=Path({str(tmp_path / "log")!r}))).wait()
+asyncio.run(main())
+"""
+    process = subprocess.Popen([sys.executable, "-c", launcher], env={**os.environ, "MARK": str(tmp_path)})
+    wait_for(lambda: len(with_variable(str(tmp_path))) == 5)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    wait_for(lambda: with_variable(str(tmp_path)) == [])
+
+
+def wait_for(reached: Callable[[], bool]) -> None:
+    until = time.monotonic() + 20
+    while not reached():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+async def test_an_agents_words_are_the_end_of_its_output_alone(play: Any, tmp_path: Path) -> None:
+    program = "print('begin'); print('x' * 5000); raise SystemExit('the reason')"
+    with pytest.raises(PenstockError, match=r"(?s)status 1; .*the reason") as caught:
+        await play([sys.executable, "-c", program], n=1, log_dir=tmp_path)
+    assert "begin" not in str(caught.value)
+    assert len(str(caught.value)) < 2500
