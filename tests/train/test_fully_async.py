@@ -214,6 +214,23 @@ async def test_a_resumed_run_trains_on_carried_groups_once_and_on_no_other_twice
     assert sorted(trained) == sorted(str(group) for group in range(8) for _ in range(2))
 
 
+async def test_a_second_kill_before_the_next_checkpoint_keeps_the_account_of_the_first(tmp_path: Path) -> None:
+    async def pause() -> None:
+        await asyncio.sleep(0)
+
+    rollout = {"groups_per_batch": 2, "group_size": 2, "max_tokens": 3}
+    train_keys = {"steps": 4, "max_staleness": 0, "checkpoint_every": 1}
+    config = config_of("none", rollout=rollout, train=train_keys, eval={"size": 1})
+    for kill in range(2):
+        engine = InProcessEngine(lambda ids, _: (33 + len(ids) % 7, -1.0), pause)
+        with pytest.raises(Killed):
+            await run(config, engine, CountingLearner(), tmp_path, reporter=EndsAt(2), resume=bool(kill))
+    engine = InProcessEngine(lambda ids, _: (33 + len(ids) % 7, -1.0), pause)
+    summary = await run(config, engine, CountingLearner(), tmp_path, resume=True)
+    assert summary.resumed_at == (1, 1)
+    assert summary.wasted_tokens == 2 * (2 * 2 * 3), "of step 2, twice"
+
+
 class Branching(SingleTurnGenerator):
     """Episodes of two leaves, of which the second holds a turn of the first; the first leaf of one is aborted."""
 

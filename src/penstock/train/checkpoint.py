@@ -88,6 +88,16 @@ def save(run_dir: Path, step: int, write: Callable[[Path], Mapping[str, Any]]) -
     return path
 
 
+def rewrite(path: Path, values: Mapping[str, Any]) -> None:
+    """Replace what `load` gives of a checkpoint beside its tensors, wholly or not at all."""
+    with _refusals(path):
+        unfinished, record = path / f"{RECORD}{_UNFINISHED}", json.loads((path / RECORD).read_text())
+        unfinished.write_text(json.dumps({**record, "values": values}, allow_nan=False))
+        _flush(unfinished)
+        unfinished.replace(path / RECORD)
+        _flush(path)
+
+
 def latest(run_dir: Path) -> Path | None:
     """The checkpoint of the highest step in `run_dir`, or None where there is none."""
     found = _checkpoints(run_dir / "checkpoints")

@@ -9,7 +9,7 @@ weights, and the resumed run equals one that was never cut off.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from penstock.config import RunConfig
@@ -103,6 +103,9 @@ def take_up(config: RunConfig, folder: RunFolder, learner: Trainee) -> Progress:
         except (KeyError, TypeError) as error:
             raise CheckpointError(f"checkpoint {path} is not one of a training run: {error!r}") from error
         learner.load(path, of_learner)
-    progress.resumed(folder.truncate(progress.step))
+        progress.resumed(folder.truncate(progress.step))
+        checkpoint.rewrite(path, {**values, "run": asdict(progress)})  # a kill before the next checkpoint would lose it
+    else:
+        progress.resumed(folder.truncate(0))
     folder.write_config(config)
     return progress
