@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import signal
-import sys
-import time
-import uuid
-from contextlib import suppress
-from pathlib import Path
 
 import psutil
 import pytest
@@ -128,72 +121,3 @@ async def test_a_server_that_cannot_write_its_log_ends_with_the_reason(tmp_path,
     config = EngineConfig(model="sim", profile="sim", start_timeout_s=0.05)
     with pytest.raises(EngineStartError, match=f"the disk is full: {tmp_path}"):
         await EngineProcess.launch(config, name="mute", log_dir=tmp_path)
-
-
-MARK = "PENSTOCK_TEST"
-"""A variable that all processes of one test inherit."""
-
-LAUNCHER = """
-import asyncio, sys
-from pathlib import Path
-from penstock.settings import EngineConfig, validate
-from penstock.engine.launch import EngineProcess
-
-async def main():
-    config = EngineConfig(model=sys.argv[1], profile="cpu", max_model_len=512)
-    engine = await EngineProcess.launch(config, name="orphan", log_dir=Path(sys.argv[2]))
-    print(engine.pid, flush=True)
-    await engine.wait()
-
-asyncio.run(main())
-"""
-
-
-@pytest.mark.vllm
-async def test_sigkill_of_the_launcher_leaves_no_process_no_shared_memory_and_no_socket(nano_path, tmp_path):
-    """Invariant 5 on a real engine."""
-    before = _named()
-    mark = uuid.uuid4().hex
-    launcher = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", LAUNCHER, str(nano_path), str(tmp_path),
-        stdout=asyncio.subprocess.PIPE, env={**os.environ, MARK: mark},
-    )  # fmt: skip
-    assert launcher.stdout is not None
-    group = int(await asyncio.wait_for(launcher.stdout.readline(), 120))
-    members = [p for p in psutil.process_iter() if _group(p.pid) == group]
-    assert len(members) >= 2, "expected the API server and the engine core"
-    launcher.send_signal(signal.SIGKILL)
-    await launcher.wait()
-    # They end with their launcher by an event, far within 5 s; but a machine that stands still counts for them too.
-    deadline = time.monotonic() + 60
-    while any(_group(p.pid) == group and p.status() != psutil.STATUS_ZOMBIE for p in members if p.is_running()):
-        assert time.monotonic() < deadline, "engine processes outlived their launcher by a minute"
-        await asyncio.sleep(0.05)
-    while left := _named() - before - _of_others(mark):  # Python's resource tracker cleans up after the dead
-        assert time.monotonic() < deadline, left
-        await asyncio.sleep(0.05)
-
-
-def _named() -> set[Path]:
-    """Shared memory, and what lies directly in /tmp as the sockets of vLLM's processes do by default."""
-    return {*Path("/dev/shm").iterdir(), *Path("/tmp").glob("????????-????-*"), *Path("/tmp").glob("penstock-e-*")}  # noqa: S108 - listed, not written
-
-
-def _of_others(mark: str) -> set[Path]:
-    """What living processes without our mark have mapped, or have for a folder: other tests run at the same time."""
-    found: set[Path] = set()
-    for process in psutil.process_iter(["environ"]):
-        env = process.info["environ"] or {}
-        if env.get(MARK) == mark:
-            continue
-        found |= {Path(value) for value in env.values() if value.startswith("/tmp/penstock-e-")}  # noqa: S108
-        with suppress(psutil.Error):
-            found |= {Path(mapped.path) for mapped in process.memory_maps() if mapped.path.startswith("/dev/shm/")}  # noqa: S108
-    return found
-
-
-def _group(pid: int) -> int:
-    try:
-        return os.getpgid(pid)
-    except ProcessLookupError:
-        return -1
