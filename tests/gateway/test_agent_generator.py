@@ -195,8 +195,8 @@ async def test_an_agent_over_its_time_has_no_reward_and_its_processes_end(
     made = generator(served, agent, timeout_s=5.0)
     output = await made.generate(GeneratorInput([Lengths().train_task(0)]))
     assert output.rewards == [0.0]
-    hanging = generator(served, ["sh", "-c", "sleep 600 & echo child $!; wait"], log_dir=tmp_path, timeout_s=5.0)
-    with pytest.raises(PenstockError, match="asked for no turn within 5 s"):
+    hanging = generator(served, ["sh", "-c", "sleep 600 & echo child $!; wait"], log_dir=tmp_path, timeout_s=1.0)
+    with pytest.raises(PenstockError, match="asked for no turn within 1 s"):
         await hanging.generate(GeneratorInput([Lengths().train_task(0)]))
     assert of_programs(tmp_path) == []
 
