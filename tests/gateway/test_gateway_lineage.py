@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
-from wire_clients import Chat
+from wire_clients import WIRES, Chat
 
-from gateway_rig import CALL, Rig
+from gateway_rig import CALL, THOUGHT, Rig
 from penstock.rollout.tokenizer import Tokenizer
 
 
@@ -87,3 +88,87 @@ async def test_a_thread_goes_on_from_the_message_that_it_names(tokenizer: Tokeni
     await rig.post("/v1/messages", {**asked, "thread": thread})
     *_, last = rig.session().nodes.values()
     assert f"msg_{last.path()[0].id}" == second["id"]
+
+
+# --- forms of equal meaning ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wire", WIRES)
+async def test_reasoning_that_comes_back_empty_was_dropped(tokenizer: Tokenizer, wire: type[Chat]) -> None:
+    """Clients with omitted thinking send an empty text with our signature."""
+    rig = Rig(tokenizer)
+    rig.engine.texts = [f"{THOUGHT}five", "six"]
+    client = wire(rig)
+    client.user("x")
+    client.echo(json.loads(json.dumps(await client.ask()).replace("let me see", "")))
+    client.user("y")
+    await client.ask()
+    (row,) = await rig.rows()
+    assert len(row["nodes"]) == 2
+
+
+@pytest.mark.parametrize("wire", WIRES)
+async def test_new_ids_of_calls_in_each_request_are_no_edit(tokenizer: Tokenizer, wire: type[Chat]) -> None:
+    rig = Rig(tokenizer)
+    rig.engine.texts = [f"{CALL}\n{CALL.replace('1,', '2,')}", "mid", "end"]
+    client = wire(rig)
+    client.user("x")
+    client.echo(await client.ask())
+    begun = client.items
+    for number in (1, 2):
+        text = re.sub(r"\b(?:call|fc|toolu)_([0-9a-f]{24})", rf"new{number}-\1", json.dumps(begun))
+        client.items = json.loads(text) + client.items[len(begun) :]
+        client.echo(await client.ask())
+        client.user("z")
+    assert [len(row["nodes"]) for row in await rig.rows()] == [3]
+
+
+async def test_results_that_change_their_calls_are_another_history(tokenizer: Tokenizer) -> None:
+    rig = Rig(tokenizer)
+    rig.engine.texts = [f"{CALL}\n{CALL.replace('1,', '2,')}", "mid", "end"]
+    client = Chat(rig)
+    client.user("x")
+    client.echo(await client.ask())
+    client.echo(await client.ask())
+    one, other = (item for item in client.items if item["role"] == "tool")
+    one["tool_call_id"], other["tool_call_id"] = other["tool_call_id"], one["tool_call_id"]
+    client.user("z")
+    await client.ask()
+    assert sorted(len(row["nodes"]) for row in await rig.rows()) == [2, 2]
+    assert (await rig.http.get("/sessions")).json()["breaks"] == {"edited history": 1}
+
+
+async def test_an_answer_that_names_another_turn_s_call_is_its_own_turn(tokenizer: Tokenizer) -> None:
+    """Its own call comes back with its arguments in another form, and its text has the id of an earlier one."""
+    rig = Rig(tokenizer)
+    client, call = await called(rig)
+    client.echo({"role": "assistant", "content": "so", "tool_calls": [call]})
+    rig.engine.texts = [f"{call['id']} was wrong\n{CALL}", "end"]
+    client.echo(await client.ask(), "compact")
+    await client.ask()
+    assert [len(row["nodes"]) for row in await rig.rows()] == [3]
+
+
+@pytest.mark.parametrize("given", ["5", '{"q": 1}', '"text"'])
+async def test_a_custom_call_with_any_input_continues(tokenizer: Tokenizer, given: str) -> None:
+    rig = Rig(tokenizer)
+    rig.engine.texts = [f'<tool_call>\n{{"name": "run", "arguments": {{"input": {given}}}}}\n</tool_call>', "done"]
+    body: dict[str, Any] = {"input": [{"role": "user", "content": "x"}], "tools": [{"type": "custom", "name": "run"}]}
+    (call,) = (await rig.post("/v1/responses", body))["output"]
+    assert call["input"] == given.strip('"')
+    body["input"] += [call, {"type": "custom_tool_call_output", "call_id": call["call_id"], "output": "ok"}]
+    await rig.post("/v1/responses", body)
+    assert [len(row["nodes"]) for row in await rig.rows()] == [2]
+
+
+@pytest.mark.parametrize("policy", ["extend", "faithful"])
+async def test_half_a_character_in_a_call_s_arguments_is_rendered_as_json(tokenizer: Tokenizer, policy: str) -> None:
+    rig = Rig(tokenizer, policy=policy)
+    client = Chat(rig)
+    client.user("x")
+    function = {"name": "add", "arguments": '{"a": "\\ud800"}'}
+    call = {"id": "c", "type": "function", "function": function}
+    client.items.append({"role": "assistant", "content": None, "tool_calls": [call]})
+    client.items.append({"role": "tool", "tool_call_id": "c", "content": "5"})
+    await client.ask()
+    assert '{"a": "\\ud800"}' in tokenizer.decode(rig.engine.seen[0])

@@ -29,6 +29,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
         ("", "<think>\nhm\n</think>\n\nyes", Parsed("yes", "hm", ())),
         ("<think>\n", "hm\n</think>\n\nyes", Parsed("yes", "hm", ())),
         ("<think>\n\n</think>\n\n", "yes", Parsed("yes", None, ())),
+        ("", "\n<think>\nhm\n</think>\n\nyes", Parsed("yes", "hm", ())),
+        ("", "N<think>\nhm\n</think>\nyes", Parsed("N<think>\nhm\n</think>\nyes", None, ())),  # none of it is lost
+        ("<think><|im_end|><|im_start|>", "yes", Parsed("yes", None, ())),  # a user's text ended with the marker
         ("", f"<think>\n{CALL}", Parsed("", CALL, ())),  # an unclosed reasoning channel yields no call
         ("", f"<think>\n{CALL}</think>no", Parsed("no", CALL, ())),
         ("", CALL.removesuffix("</tool_call>"), Parsed(CALL.removesuffix("</tool_call>"), None, ())),

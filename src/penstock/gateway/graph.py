@@ -10,7 +10,7 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from secrets import token_hex
 from typing import Any
 
@@ -154,7 +154,8 @@ class Session:
     def _sent(self, message: ChatMessage) -> Node | None:
         if message.role != "assistant":
             return None
-        return next((node for i in message.minted if (node := self._by_minted.get(i))), None)
+        named = [node for i in message.minted if (node := self._by_minted.get(i))]  # a text may name others' calls, too
+        return next((node for node in named if not message.agrees(node.message)), named[0] if named else None)
 
     def _why_root(self, given: Sequence[ChatMessage], digests: Sequence[bytes]) -> str:
         if not self.nodes:
@@ -322,10 +323,17 @@ class Row:
 
 
 def digests_of(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> Iterator[bytes]:
-    """Yield the digest of the tools, then that up to each message: `[len(messages) + 1]`."""
+    """Yield the digest of the tools, then that up to each message: `[len(messages) + 1]`.
+
+    A result counts with the place of its call, since some harnesses make new ids for each request.
+    """
     digest = tools_key(tools)
     yield digest
-    for message in messages:
+    places: dict[str, str] = {}
+    for number, message in enumerate(messages):
+        places |= {call.id: f"{number}.{i}" for i, call in enumerate(message.calls)}
+        if message.call_id in places:
+            message = replace(message, call_id=places[message.call_id])  # noqa: PLW2901
         digest = extended(digest, message)
         yield digest
 

@@ -53,6 +53,13 @@ class ToolCall:
         except (ValueError, RecursionError):
             return self.name, self.arguments.strip()
 
+    def as_custom(self) -> ToolCall:
+        """Return the call as its harness sends it back, of a tool whose input is plain text: JSON, if it was none."""
+        given = self.parsed()
+        text = given.get("input", self.arguments) if isinstance(given, dict) else given
+        text = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
+        return replace(self, arguments=json.dumps({"input": text}, ensure_ascii=False))
+
     def parsed(self) -> dict[str, Any] | str:
         """Return the arguments as an object; those that are no object, as their text."""
         try:
@@ -69,7 +76,7 @@ class ChatMessage:
     Attributes:
         role: `developer` counts as `system`.
         text: joined text parts.
-        reasoning: of an assistant; None: the harness did not send it.
+        reasoning: of an assistant; None or empty: the harness did not send it.
         calls: of an assistant.
         call_id: of a tool's result, as `ToolCall.id`.
         name: of the tool.
@@ -96,8 +103,8 @@ class ChatMessage:
             return "" if not self.calls and self._writes(ours) else "edited arguments"
         if self.text.strip() != ours.text.strip():
             return "edited text"
-        edited = self.reasoning is not None and self.reasoning.strip() != (ours.reasoning or "").strip()
-        return "edited reasoning" if edited else ""
+        thought = (self.reasoning or "").strip()  # some clients send an empty text for what they dropped
+        return "edited reasoning" if thought and thought != (ours.reasoning or "").strip() else ""
 
     def _writes(self, ours: ChatMessage) -> bool:
         """Whether the text is that of `ours`, with its calls written behind it and nothing else."""

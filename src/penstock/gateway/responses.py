@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-
-import orjson
 
 from penstock.gateway.dialect import Dialect, event, forced_tools, listed, notes_of, sampling_of, text_of
 from penstock.gateway.messages import Answer, ChatMessage, ChatRequest, GatewayError, Tool, ToolCall, bare, minted_in
@@ -111,7 +110,7 @@ def _assistant(kind: str, item: Mapping[str, Any]) -> ChatMessage:
     if kind == "function_call":
         arguments = str(item.get("arguments") or "{}")
     elif kind == "custom_tool_call":
-        arguments = orjson.dumps({"input": item.get("input") or ""}).decode()
+        arguments = json.dumps({"input": text_of(item.get("input"))}, ensure_ascii=False)
     else:
         raise GatewayError(f"items of type {kind!r} are not served here")
     call = ToolCall(bare(str(item["call_id"])), str(item["name"]), arguments)
@@ -184,9 +183,7 @@ def _call_item(call: ToolCall, *, is_custom: bool) -> dict[str, Any]:
     item: dict[str, Any] = {"call_id": f"call_{call.id}", "name": call.name, "status": "completed"}
     if not is_custom:
         return {"id": f"fc_{call.id}", "type": "function_call", **item, "arguments": call.arguments}
-    given = call.parsed()
-    written = given.get("input", "") if isinstance(given, dict) else given
-    return {"id": f"ctc_{call.id}", "type": "custom_tool_call", **item, "input": str(written)}
+    return {"id": f"ctc_{call.id}", "type": "custom_tool_call", **item, "input": json.loads(call.arguments)["input"]}
 
 
 def _item_events(item: dict[str, Any], index: int) -> Iterator[dict[str, Any]]:

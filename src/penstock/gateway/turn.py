@@ -215,5 +215,7 @@ class TurnCodec:
         if sample.finish_reason == "stop":
             found = [at for stop in params.stop if (at := text.rfind(stop)) >= 0]
             text = text[: min(found)] if found else text
-        calls = tuple(ToolCall(new_id(), name, arguments) for name, arguments in parsed.calls)
+        custom = {tool.name for tool in tools if tool.custom}
+        made = (ToolCall(new_id(), name, arguments) for name, arguments in parsed.calls)
+        calls = tuple(call.as_custom() if call.name in custom else call for call in made)
         return ChatMessage("assistant", text, parsed.reasoning, calls)

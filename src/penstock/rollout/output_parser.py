@@ -83,8 +83,9 @@ class OutputParser:
 
     def _split_reasoning(self, prompt_ids: Sequence[int], ids: list[int]) -> tuple[str | None, list[int] | None]:
         begins = self._think is not None and self._is_open(prompt_ids)
-        if not begins and self._think in ids[:3]:  # white space may come before it
-            begins, ids = True, ids[ids.index(self._think) + 1 :]
+        at = ids.index(self._think) if self._think in ids[:3] else None
+        if not begins and at is not None and not self._shown(ids[:at]).strip():  # white space may come before it
+            begins, ids = True, ids[at + 1 :]
         if not begins:
             return None, ids
         if self._end_think not in ids:
@@ -98,7 +99,10 @@ class OutputParser:
         if self._think not in tail:
             return False
         after = tail[len(tail) - tail[::-1].index(self._think) :]
-        return self._end_think not in after and not self._decode(after).strip()
+        return self._end_think not in after and not self._shown(after).strip()
+
+    def _shown(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False) if ids else ""
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids) if ids else ""

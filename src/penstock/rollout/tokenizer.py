@@ -107,11 +107,13 @@ class Tokenizer:
 
         given = list(tools) or None
         try:
-            return self._tokenizer.apply_chat_template(
+            text: str = self._tokenizer.apply_chat_template(
                 list(messages), tools=given, tokenize=False, add_generation_prompt=opening, **(options or {})
             )
         except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
             raise RequestError(f"the chat template refuses these messages: {error}") from error
+        # Arguments of a call may have half a character, which is no text: it is written as JSON writes it.
+        return text.encode("utf-8", "backslashreplace").decode()
 
 
 def load_tokenizer(path: Path | str) -> Tokenizer:
