@@ -184,10 +184,10 @@ class Watched:
 def forcing(submit: Any) -> Any:
     """Let the first turn of a session call `add`, which a model of noise would not do by itself."""
 
-    def forced(session: Any, request: Any, digest: bytes, *, repeated: bool) -> Any:
+    def forced(session: Any, request: Any, digest: bytes, **given: Any) -> Any:
         if not session.nodes and any(tool.name == "add" for tool in request.tools):
             request = replace(request, forced=("add",), single_call=True)
-        return submit(session, request, digest, repeated=repeated)
+        return submit(session, request, digest, **given)
 
     return forced
 

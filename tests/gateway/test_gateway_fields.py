@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import struct
+import threading
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -167,6 +168,62 @@ async def test_a_request_has_a_bounded_number_of_messages(
     answer = await Rig(tokenizer).http.post(path, json=body)
     assert answer.status_code == 413
     assert f"{name} has 4 entries; at most 3 are served" in answer.text
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+async def test_a_request_has_a_bounded_number_of_tools(tokenizer: Tokenizer, path: str) -> None:
+    function = {"name": "add", "parameters": {}}
+    tool: dict[str, Any] = {"type": "function", **function, "function": function}
+    body = body_of(path, tools=[{"name": "add", "input_schema": {}} if path == MESSAGES else tool] * 1001)
+    answer = await Rig(tokenizer).http.post(path, json=body)
+    assert answer.status_code == 413
+    assert "tools has 1001 entries; at most 1000 are served" in answer.text
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+async def test_a_call_has_bounded_arguments(tokenizer: Tokenizer, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dialect, "MOST_ARGUMENTS", 20)
+    arguments = {"a": "x" * 20}
+    function = {"name": "add", "arguments": json.dumps(arguments)}
+    call: dict[str, Any] = {"role": "assistant", "tool_calls": [{"id": "c", "function": function}]}
+    if path == RESPONSES:
+        call = {"type": "function_call", "call_id": "c", **function}
+    elif path == MESSAGES:
+        call = {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "add", "input": arguments}]}
+    body = body_of(path)
+    body["input" if path == RESPONSES else "messages"].append(call)
+    answer = await Rig(tokenizer).http.post(path, json=body)
+    assert answer.status_code == 413
+    assert "the arguments of a call of add have 29 characters; at most 20 are served" in answer.text
+
+
+@pytest.mark.parametrize("what", ["tools", "calls", "messages"])
+async def test_a_long_body_is_rendered_in_a_thread(
+    tokenizer: Tokenizer, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it is long of: 100,000 tools held up all sessions for two seconds."""
+    rig = Rig(tokenizer, max_model_len=100_000)
+    threads = set[int]()
+    real = rig.gateway.codec.prompt_of
+
+    def prompt_of(*given: Any) -> Any:
+        threads.add(threading.get_ident())
+        return real(*given)
+
+    monkeypatch.setattr(rig.gateway.codec, "prompt_of", prompt_of)
+    body, long = body_of(CHAT), "x" * 20_000
+    if what == "tools":
+        body["tools"] = [{"type": "function", "function": {"name": "add", "description": long}}]
+    elif what == "calls":
+        call = {"id": "c", "function": {"name": "add", "arguments": json.dumps({"a": long})}}
+        body["messages"] += [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c"}]
+    else:
+        body["messages"] *= 1000
+    await rig.post(CHAT, body)
+    assert threads
+    assert threading.get_ident() not in threads
+    await rig.post(CHAT, body_of(CHAT))
+    assert threading.get_ident() in threads
 
 
 async def test_a_client_that_resets_and_asks_again_at_once_has_one_turn(tokenizer: Tokenizer) -> None:

@@ -138,13 +138,15 @@ async def test_results_that_change_their_calls_are_another_history(tokenizer: To
     assert (await rig.http.get("/sessions")).json()["breaks"] == {"edited history": 1}
 
 
-async def test_an_answer_that_names_another_turn_s_call_is_its_own_turn(tokenizer: Tokenizer) -> None:
-    """Its own call comes back with its arguments in another form, and its text has the id of an earlier one."""
+async def test_a_written_call_behind_a_text_that_names_another_is_its_own_turn(tokenizer: Tokenizer) -> None:
     rig = Rig(tokenizer)
     client, call = await called(rig)
     client.echo({"role": "assistant", "content": "so", "tool_calls": [call]})
     rig.engine.texts = [f"{call['id']} was wrong\n{CALL}", "end"]
-    client.echo(await client.ask(), "compact")
+    answer = await client.ask()
+    text = f"{answer['content']}\nCalling tools:\n{written(answer['tool_calls'][0])}"
+    client.items.append({"role": "assistant", "content": text})
+    client.user("Observation: 5")
     await client.ask()
     assert [len(row["nodes"]) for row in await rig.rows()] == [3]
 

@@ -126,6 +126,31 @@ async def test_the_faithful_policy_renders_as_the_template_does(tokenizer: Token
     assert await causes(rig) == {"template": 2}
 
 
+async def test_a_faithful_prompt_continues_the_latest_turn_whose_tokens_it_begins_with(tokenizer: Tokenizer) -> None:
+    """The turn before is none: its thinking is stripped. The one before that is."""
+    rig = Rig(tokenizer, policy="faithful")
+    rig.engine.texts = ["one", f"{THOUGHT}two", "three"]
+    client = Chat(rig)
+    for text in "xyz":
+        client.user(text)
+        client.echo(await client.ask())
+    first, _, third = rig.session().nodes.values()
+    assert (third.parent, third.cause) == (first, "template")
+    assert [len(row["nodes"]) for row in await rig.rows()] == [2, 2]
+
+
+async def test_reasoning_that_the_turn_before_left_open_goes_on(tmp_path: Any) -> None:
+    from chat_model import chat_tokenizer
+
+    rig = Rig(chat_tokenizer(tmp_path, "{% for m in messages %}{{ m.content }}{% endfor %}"))
+    rig.engine.texts = ["a<think>", "hm</think>yes"]
+    await rig.post(CHAT, body("x", max_tokens=2))
+    answer = await rig.post(CHAT, body("x", "a<think>", "\n"))
+    message = answer["choices"][0]["message"]
+    assert len(await rig.rows()) == 1
+    assert (message["content"], message["reasoning_content"]) == ("yes", "hm")
+
+
 def test_a_template_that_cannot_be_extended_makes_the_gateway_faithful(tmp_path: Any) -> None:
     from chat_model import TEMPLATE, chat_tokenizer
 

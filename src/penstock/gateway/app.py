@@ -22,7 +22,7 @@ from penstock.asgi import listening, read_body, serving_app
 from penstock.errors import UserError, parse_json, reading
 from penstock.gateway.anthropic import AnthropicDialect
 from penstock.gateway.chat import ChatDialect
-from penstock.gateway.dialect import KEEPALIVE, Dialect, dumps
+from penstock.gateway.dialect import KEEPALIVE, Dialect, dumps, refuse_long
 from penstock.gateway.graph import Limits, Row, Session
 from penstock.gateway.messages import Answer, ChatRequest, GatewayError, bare, tools_key
 from penstock.gateway.responses import ResponsesDialect
@@ -155,6 +155,7 @@ class _Calls:
         def read() -> ChatRequest:
             with reading("request", GatewayError):
                 request = wire.read(_as_object(body))
+                refuse_long(request)
                 tools_key(request.tools)  # raises for parameters that are nested too deeply to be rendered
                 return request
 
@@ -229,11 +230,12 @@ class _Calls:
 
     async def rows(self, http: Request, tenant: Tenant) -> Response:
         rows = self._gateway.find(tenant, http.path_params["session"]).rows()
-        return Response(_lines(rows), media_type=ROWS_TYPE)
+        return Response(await asyncio.to_thread(_lines, rows), media_type=ROWS_TYPE)
 
     async def finish(self, http: Request, tenant: Tenant) -> Response:
         session = self._gateway.finish(tenant, http.path_params["session"])
-        data = _lines(session.rows())
+        rows = session.rows()
+        data = await asyncio.to_thread(_lines, rows)
 
         async def forget() -> None:
             self._gateway.forget(session)

@@ -17,7 +17,9 @@ SAMPLING = (
     *("min_tokens", "stop_token_ids", "ignore_eos"),
 )
 MOST_MESSAGES = 50_000
-"""Messages or items of one request; reading more would hold up other sessions."""
+MOST_TOOLS = 1000
+MOST_ARGUMENTS = 1 << 20
+"""Messages or items of one request, its tools, and characters of one call; more would hold up other sessions."""
 _WITHOUT_EFFECT = frozenset(
     (
         *("betas", "cache_control", "client_metadata", "context_management", "diagnostics", "include"),
@@ -171,6 +173,16 @@ def forced_tools(choice: Any, tools: Sequence[Tool]) -> tuple[str, ...]:
     if unknown := sorted(set(names) - set(known)):
         raise GatewayError(f"tool_choice names {unknown[0]!r}, which is no tool of the request: {', '.join(known)}")
     return tuple(dict.fromkeys(names))
+
+
+def refuse_long(request: ChatRequest) -> None:
+    """Refuse a request of too many tools, or with too long a call."""
+    if len(request.tools) > MOST_TOOLS:
+        raise GatewayError(f"tools has {len(request.tools)} entries; at most {MOST_TOOLS} are served", status=413)
+    for call in (call for message in request.messages for call in message.calls):
+        if (size := len(call.arguments)) > MOST_ARGUMENTS:
+            why = f"the arguments of a call of {call.name} have {size} characters; at most {MOST_ARGUMENTS} are served"
+            raise GatewayError(why, status=413)
 
 
 def refuse_many(body: Mapping[str, Any]) -> None:

@@ -197,7 +197,7 @@ def _with_ids(message: Message, size: int) -> Message:
     if "tool_call_id" in made:
         made["tool_call_id"] = _short(str(made["tool_call_id"]), size)
     if calls := made.get("tool_calls"):
-        made["tool_calls"] = [{**call, "id": _short(str(call["id"]), size)} for call in calls]
+        made["tool_calls"] = [{**call, "id": _short(str(call.get("id")), size)} for call in calls]
     return made
 
 
