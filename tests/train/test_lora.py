@@ -15,6 +15,8 @@ from transformers import (
     AutoModelForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
     Qwen3Config,
@@ -97,6 +99,36 @@ def test_gradients_and_logprobs_are_those_of_plain_peft(untied: str, tmp_path: P
     assert any("lm_head" in name for name in want) == unembed
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
     assert all(p.grad is None for p in learner._parameters(None).values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_our_adapted_matrix_is_pefts_with_a_bias_and_in_bf16(tmp_path: Path, dtype: str):
+    torch.manual_seed(9)
+    config = Qwen2Config(
+        vocab_size=24, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.3,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path)
+    found: list[tuple[list[torch.Tensor], dict[str, torch.Tensor | None]]] = []
+    for theirs in (False, True):
+        options = TrainConfig(lora=LoraConfig(), micro_batch_tokens=60, dtype=dtype)
+        learner = LocalLearner(str(tmp_path), options, seed=0)
+        learner.create_adapter("a", LoraSpec(rank=4, alpha=8))
+        for number, parameter in enumerate(learner._parameters("a").values()):  # B is 0 at first, and A's gradient
+            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(number))
+        for layer in learner._adapters._layers if theirs else ():
+            del layer.forward
+        outputs = learner.forward_backward("a", SFT, data_of(str(tmp_path)))
+        found.append((list(outputs.logprobs), {name: p.grad for name, p in learner._parameters("a").items()}))
+    near = {"rtol": 1e-4, "atol": 1e-4} if dtype == "float32" else {"rtol": 0.1, "atol": 0.1}
+    torch.testing.assert_close(*[logprobs for logprobs, _ in found], **near)
+    ours, theirs = ([g.flatten() for g in gradients.values()] for _, gradients in found)
+    alike = torch.nn.functional.cosine_similarity(torch.cat(ours), torch.cat(theirs), dim=0)
+    assert alike > (0.999999 if dtype == "float32" else 0.995)
 
 
 def test_two_adapters_of_different_ranks_do_not_touch_each_other(micro_model: str):

@@ -50,7 +50,7 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=["qwen3", "llama", "sliding", "half-sliding", "window-in-the-mask"])
-@pytest.mark.parametrize("lengths", [(6,), (9, 2, 5), (1, 1, 1, 12)])
+@pytest.mark.parametrize("lengths", [(6,), (9, 2, 5), (1, 1, 1, 12), (5, 5, 5)])
 def test_a_packed_row_equals_each_sequence_alone(config: PretrainedConfig, lengths: tuple[int, ...]):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(copy.deepcopy(config)).eval()

@@ -131,7 +131,7 @@ class LocalLearner(Learner):
         self._use_threads()
         self._check_trained(adapter)
         parameters = list(self._parameters(adapter).values())
-        for parameter in parameters:
+        for parameter in parameters if scale != 1.0 else ():
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)
         norm: Any = torch.nn.utils.clip_grad_norm_(parameters, adam.grad_clip_norm or math.inf)
@@ -157,7 +157,7 @@ class LocalLearner(Learner):
 
         if self.versions[None]:
             raise StateError("the base's weights have been trained; adapters need a learner of their own")
-        adapters = self._adapters or Adapters(self.policy.model)
+        adapters = self._adapters or Adapters(self.policy.model, compiled=self.config.compile)
         adapters.create(name, spec)  # refuses before it changes the model
         self._adapters = adapters
         self._optimizers.pop(None, None)
@@ -278,7 +278,8 @@ class LocalLearner(Learner):
         for key, value in state.tensors.items():
             if key.startswith("optimizer/"):
                 _, entry, name = key.split("/", 2)
-                place = "cpu" if entry == "step" else self.device  # AdamW counts its steps on the CPU
+                # AdamW counts its steps on the CPU unless it is fused.
+                place = "cpu" if entry == "step" and adapter is None else self.device
                 optimizer.state[parameters[name]][entry] = value.to(place, copy=True)
         torch.set_rng_state(state.tensors["rng/cpu"])
         if self.device.type == "cuda" and "rng/cuda" in state.tensors:
@@ -345,7 +346,8 @@ class LocalLearner(Learner):
 
     def _optimizer(self, adapter: str | None) -> torch.optim.AdamW:
         if adapter not in self._optimizers:
-            self._optimizers[adapter] = torch.optim.AdamW(self._parameters(adapter).values())
+            # An adapter has hundreds of small tensors: one by one they take longer than all at once.
+            self._optimizers[adapter] = torch.optim.AdamW(self._parameters(adapter).values(), fused=adapter is not None)
         return self._optimizers[adapter]
 
     def _adapters_of(self, name: str) -> Adapters:

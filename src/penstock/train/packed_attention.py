@@ -110,6 +110,9 @@ def packed_attention(
         return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling), None
     if single:
         return _padded(query, key, value, scaling, dropout, window).transpose(1, 2), None
+    if query.shape[2] == (len(cu_seq_lens_q) - 1) * max_length_q:  # all of one length
+        query, key, value = (part[0].unflatten(1, (-1, max_length_q)).transpose(0, 1) for part in (query, key, value))
+        return _padded(query, key, value, scaling, dropout, window).transpose(1, 2).flatten(0, 1).unsqueeze(0), None
     # Sequences of a micro-batch are of about one length: what is padded here, in attention alone, is little.
     bounds = cu_seq_lens_q.to(torch.int64)
     tokens = torch.arange(query.shape[2], device=query.device)

@@ -36,9 +36,11 @@ class Tally:
 
     def add(self, batch: MicroBatch, logprobs_K: Tensor, sums: Sums) -> None:
         """Count one micro-batch."""
-        for kind, values in sums.items():
-            for name, value in values.items():
-                self._sums[kind][name] = self._sums[kind].get(name, 0.0) + float(value)
+        named = [(kind, name, value.double()) for kind, values in sums.items() for name, value in values.items()]
+        # Read at once, as a device makes each reader wait.
+        found = torch.stack([value for *_, value in named]).tolist() if named else []
+        for (kind, name, _), value in zip(named, found, strict=True):
+            self._sums[kind][name] = self._sums[kind].get(name, 0.0) + value
         parts = logprobs_K.float().cpu().split([len(places) for places in batch.places])
         for index, places, part in zip(batch.indices, batch.places, parts, strict=True):
             self._logprobs[index][places] = part
