@@ -12,7 +12,9 @@ from typing import Any
 PLACES = {
     "adapters": "penstock.fleet.adapters:FleetAdapters",
     "adapters.core": "penstock.plugin.adapters:CoreAdapters",
+    "adapters.is_read": "penstock.plugin.adapters:is_read",
     "adapters.load": "penstock.plugin.adapters:load_adapter",
+    "adapters.read": "penstock.plugin.adapters:read_ahead",
     "adapters.served": "penstock.plugin.adapters:ServedAdapters",
     "adapters.unload": "penstock.plugin.adapters:unload_adapter",
     "attach": "penstock.fleet.attach:AttachedServers",

@@ -143,6 +143,10 @@ async def test_the_process_says_what_it_holds(operations: Operations, learner: L
         held = (await http.get("/models")).json()
         assert held == {"s:train:0": {"steps": 1, "saved": None, "saved_steps": 0}}
         assert (await http.get("/health")).json().keys() == {"incarnation"}
+        headers |= {"X-Operation": "optim_step", "X-Incarnation": "of a process before"}
+        refused = await http.post("/operations/s:train:0:2", content=b'{"adam_params": {}}', headers=headers)
+        assert refused.status_code == 412
+        assert (await http.get("/models")).json()["s:train:0"]["steps"] == 1
 
 
 async def test_a_thread_that_hangs_ends_the_process_and_the_answer_says_so(

@@ -65,6 +65,8 @@ class FakeLearner:
 
     async def operation(self, http: Request) -> Response:
         request, kind, model = http.path_params["request"], http.headers["X-Operation"], http.headers["X-Model"]
+        if http.headers["X-Incarnation"] != str(self.incarnation):
+            return Response("another", 412)
         if request in self.kept:
             return self.kept[request]
         body = await http.body()

@@ -18,19 +18,24 @@ import functools
 import itertools
 import json
 import re
+import secrets
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
+import torch
 
 from penstock.errors import EngineError, StateError, WeightsError, parse_json
 from penstock.plugin import compat
-from penstock.plugin.core import field
+from penstock.plugin.core import field, settle
 from penstock.plugin.cores import on_cores
 from penstock.plugin.hooks import RequestHooks
 from penstock.plugin.kept_kv import KeptKV
@@ -40,6 +45,9 @@ from penstock.wire import ADAPTERS
 
 PLACE = "penstock-adapter:"
 """Begins the path in vLLM's LoRARequest of an adapter that came by us; what it is read from, the worker knows."""
+READ_S, POLL_S = 60.0, 0.01
+"""Deadline of a read while the engine goes on, and how often its end is asked for."""
+MOST_AHEAD = 16
 _LAYER = re.compile(r"(.*\blayers\.\d+)\.")
 _HALF = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
 
@@ -81,21 +89,39 @@ class CoreAdapters:
         adapter = None if lora_request is None else self.loaded.get(lora_request.lora_name)
         return None if adapter is None else adapter.load
 
-    def load(self, order: Mapping[str, Any], spec: WeightSpec) -> Any:
+    def read(
+        self, order: dict[str, Any], spec: WeightSpec, in_core: Callable[[Callable[[], Any]], Future[Any]]
+    ) -> None:
+        """Check an adapter, and have the workers read it while the engine goes on; runs in the caller's own thread.
+
+        Raises:
+            WeightsError: it does not fit the model.
+        """
+        began, rpc, ahead = time.perf_counter(), self._core.collective_rpc, secrets.token_hex(8)
+        check_adapter(order["source"], spec)
+        order["ahead"] = ahead
+        in_core(lambda: rpc("penstock_read_adapter", args=(dict(order),))).result(READ_S)
+        end = began + READ_S
+        while time.perf_counter() < end and not all(
+            in_core(lambda: rpc("penstock_adapter_is_read", args=(ahead,))).result(READ_S)
+        ):
+            time.sleep(POLL_S)  # workers in other processes send no event
+        order["read_s"] = time.perf_counter() - began
+
+    def load(self, order: Mapping[str, Any]) -> Any:
         """Put a version of an adapter in force.
 
         Args:
-            order: `name`, `id` (vLLM's), `version`, `source` (see `read_from`), `kv` of requests in flight.
-            spec: the tensors of the engine's model.
+            order: `name`, `id` (vLLM's), `version`, `source` (see `read_from`), `kv` of requests in flight, `ahead` and
+                `read_s` (see `read`).
 
         Raises:
-            WeightsError: it does not fit the model, or cannot be read; the version before it stays in force.
+            WeightsError: it cannot be read; the version before it stays in force.
             EngineError: only some workers have it; the engine must not serve.
             StateError: KV leaves the engine, so requests in flight alone cannot keep theirs.
         """
         if order["kv"] != "recompute":
             self._kv.check()
-        check_adapter(order["source"], spec)
         began = time.perf_counter()
         return self._at_boundary(lambda: self._load(order, began), (order["name"], order["version"]))
 
@@ -116,6 +142,7 @@ class CoreAdapters:
         compat.send_mark(self._core, engine_index=self._core.engine_index, adapter=name, adapter_version=version)
         end = time.perf_counter()
         seconds = {"pause": paused - began, "load": loaded - paused, "resume": end - loaded, "bubble": end - began}
+        seconds["read"] = order["read_s"]
         return {"version": version, "seconds": seconds, "preempted": preempted, "kept": kept}
 
     def unload(self, name: str) -> dict[str, Any]:
@@ -257,6 +284,7 @@ def load_adapter(worker: Any, order: Mapping[str, Any]) -> None:
     before = sources.get(number)
     request = LoRARequest(order["name"], number, PLACE + order["name"], load_inplace=True)
     sources[number] = order["source"]
+    manager.penstock_next = manager.penstock_ahead.pop(order["ahead"], None)
     _, error = attempt(lambda: manager.add_adapter(request), f"loading adapter {order['name']!r}")
     if error is not None:
         if before is None:
@@ -266,6 +294,32 @@ def load_adapter(worker: Any, order: Mapping[str, Any]) -> None:
             sources[number] = before
             manager.add_adapter(request)
         raise WeightsError(f"adapter {order['name']!r} cannot be loaded: {error}") from error
+
+
+def read_ahead(worker: Any, order: Mapping[str, Any]) -> None:
+    """Begin to read an adapter in a thread, for the `load_adapter` whose order has the same `ahead`."""
+    manager = getattr(worker.model_runner, "lora_manager", None)
+    if manager is None:
+        return  # `load_adapter` refuses it
+    _sources(manager)
+    read: Future[Any] = Future()
+    manager.penstock_ahead[order["ahead"]] = read
+    while len(manager.penstock_ahead) > MOST_AHEAD:  # their callers went away
+        del manager.penstock_ahead[next(iter(manager.penstock_ahead))]
+
+    def work() -> Any:
+        if worker.device.type != "cpu":  # with many, each of hundreds of small tensors waits for all of them
+            torch.set_num_threads(1)
+        return manager.penstock_read(order["name"], order["id"], order["source"])
+
+    threading.Thread(target=settle, args=(read, work), name="penstock-adapter", daemon=True).start()
+
+
+def is_read(worker: Any, ahead: str) -> bool:
+    """Whether a worker has nothing more to read for `ahead`."""
+    manager = getattr(worker.model_runner, "lora_manager", None)
+    read = None if manager is None else manager.penstock_ahead.get(ahead)
+    return read is None or read.done()
 
 
 def unload_adapter(worker: Any, number: int) -> None:
@@ -285,17 +339,48 @@ def _sources(manager: Any) -> dict[int, Mapping[str, Any]]:
         from vllm.lora.request import LoRARequest  # noqa: PLC0415 - slow, and not needed by models without
 
         load, sources = manager._load_adapter, {}  # noqa: SLF001
+        for known in (manager._lora_model_cls, type(manager._adapter_manager)):  # noqa: SLF001
+            compat.leave_unpinned(sys.modules[known.__module__])
+
+        def read(name: str, number: int, source: Mapping[str, Any]) -> Any:
+            with read_from(source) as path:
+                adapter = load(LoRARequest(name, number, path))
+            if not any(".experts" in module for module in adapter.loras):  # of those vLLM packs no adapter twice
+                manager._adapter_manager._create_merged_loras_inplace(adapter)  # noqa: SLF001
+            _pin(adapter)
+            return adapter
 
         def load_from_source(request: Any) -> Any:
             if not request.lora_path.startswith(PLACE):
                 sources.pop(request.lora_int_id, None)  # another client put its own in this one's place
                 return load(request)
-            with read_from(sources[request.lora_int_id]) as path:
-                return load(LoRARequest(request.lora_name, request.lora_int_id, path))
+            ready, manager.penstock_next = manager.penstock_next, None
+            if ready is not None:
+                return ready.result(READ_S)
+            return read(request.lora_name, request.lora_int_id, sources[request.lora_int_id])
 
         manager._load_adapter = load_from_source  # noqa: SLF001
-        manager.penstock_sources = sources
+        manager.penstock_sources, manager.penstock_read = sources, read
+        manager.penstock_ahead, manager.penstock_next = {}, None
     return manager.penstock_sources
+
+
+def _pin(adapter: Any) -> None:
+    """Lay an adapter's tensors in one piece of memory that a GPU reads without the processor.
+
+    vLLM (0.26 to 0.33) pins each of hundreds: every one asks the driver, which other processes on the GPU hold up.
+    """
+    halves = [(part, half) for part in adapter.loras.values() for half in ("lora_a", "lora_b")]
+    lists = [each if isinstance(each := getattr(part, half), list) else [each] for part, half in halves]
+    tensors = [tensor for each in lists for tensor in each if tensor is not None]
+    if not torch.cuda.is_available() or len({tensor.dtype for tensor in tensors}) != 1:
+        return
+    flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=tensors[0].dtype, pin_memory=True)
+    torch.cat([tensor.reshape(-1) for tensor in tensors], out=flat)
+    pieces = iter(torch.split(flat, [tensor.numel() for tensor in tensors]))
+    for (part, half), each in zip(halves, lists, strict=True):
+        pinned = [None if tensor is None else next(pieces).view(tensor.shape) for tensor in each]
+        setattr(part, half, pinned if isinstance(getattr(part, half), list) else pinned[0])
 
 
 @contextmanager

@@ -216,11 +216,11 @@ class CoreControl:
 
     def _load_adapter(self, body: Any) -> Future[Any]:
         order = {name: field(body, name, kind) for name, kind in _ADAPTER_ORDER.items()}
-        spec = self._known_spec()
+        self.adapters.read(order, self._known_spec(), self.in_core)
 
         def work() -> Any:
             self.pausing.require_awake()
-            return self.adapters.load(order, spec)
+            return self.adapters.load(order)
 
         return self.in_core(work)
 

@@ -20,7 +20,9 @@ ANSWER_S = 10.0
 RETURN_S = 300.0
 """A learner that died has so long to come back: its model is loaded again."""
 AGAIN_S = 0.25
-OK, REFUSED, BROKEN = 200, 422, 500
+OK, ANOTHER, REFUSED, BROKEN = 200, 412, 422, 500
+INCARNATION = "X-Incarnation"
+"""Header of an operation: the start of the learner that it is meant for."""
 PROTO_KINDS = frozenset({"forward_backward", "forward"})
 
 
@@ -35,8 +37,11 @@ class LearnerClient:
         self._path = path
         self._session: aiohttp.ClientSession | None = None
 
-    async def post(self, kind: str, model: str, request_id: str, body: bytes) -> Outcome:
+    async def post(self, kind: str, model: str, request_id: str, body: bytes, incarnation: str) -> Outcome | None:
         """Have an operation done, or return what it did if it was done before.
+
+        Returns:
+            None if there is no learner or another start of it: nothing was done.
 
         Raises:
             EngineDeadError: the learner died, so nobody knows what it did.
@@ -44,11 +49,19 @@ class LearnerClient:
         headers = {
             "X-Operation": kind,
             "X-Model": model,
+            INCARNATION: incarnation,
             "Content-Type": PROTO_TYPE if kind in PROTO_KINDS else JSON_TYPE,
         }
-        status, content_type, data = await self._call(
-            "POST", f"/operations/{request_id}", OPERATION_S, data=body, headers=headers
-        )
+        try:
+            status, content_type, data = await self._call(
+                "POST", f"/operations/{request_id}", OPERATION_S, data=body, headers=headers
+            )
+        except EngineDeadError as error:
+            if isinstance(error.__cause__, aiohttp.ClientConnectorError):
+                return None
+            raise
+        if status == ANOTHER:
+            return None
         if status == OK:
             return Outcome(data, content_type)
         if status >= BROKEN:  # its process ended while it worked

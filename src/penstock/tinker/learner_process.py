@@ -2,8 +2,9 @@
 
 It serves HTTP on a Unix socket. `POST /operations/ID` does what the header `X-Operation` names to the model `X-Model`,
 and answers 200 with the SDK's result or 422 with `{"error", "category"}`. An ID that runs is awaited, and one that is
-done is answered as before. Operations of one model run in the order of arrival, those of several in turns.
-`GET /models` and `GET /health` say what it holds and which start of it answers.
+done is answered as before. 412: `X-Incarnation` names another start of it, so nothing was done. Operations of one model
+run in the order of arrival, those of several in turns. `GET /models` and `GET /health` say what it holds and which
+start of it answers.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from penstock.errors import LearnerError, PenstockError, UserError, parse_json, 
 from penstock.fleet.remote import FleetClient, RemoteAdapters
 from penstock.settings import Section
 from penstock.tinker.children import run_child
+from penstock.tinker.learner_client import ANOTHER, INCARNATION
 from penstock.tinker.models import ALPHA, Models
 from penstock.tinker.schema import JSON_TYPE, PROTO_TYPE
 from penstock.tinker.trainer import Batch, Sizes, decode, encode, joined
@@ -383,6 +385,8 @@ def build_app(operations: Operations) -> Starlette:
     async def operate(request: Request) -> Response:
         headers = request.headers
         kind, model = headers.get("X-Operation", ""), headers.get("X-Model", "")
+        if headers.get(INCARNATION, incarnation) != incarnation:
+            return Response("this is another start of the learner", ANOTHER)
         try:
             answer = await operations.run(request.path_params["request_id"], kind, model, await request.body())
         except HungError as error:

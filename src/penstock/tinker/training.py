@@ -97,19 +97,26 @@ class Training:
             lane.task = asyncio.create_task(self._work(operation.scope, lane), name=f"tinker-{operation.scope}")
 
     async def _work(self, model: str, lane: _Lane) -> None:
-        while lane.waiting:
-            operation = lane.waiting.popleft()
-            run = _Run()
-            outcome = await settled(self._outcome(operation, run))
-            await self.futures.finish(operation, outcome, run.also)
-            self._creating.get(operation.tenant, set()).discard(model)
-            if run.after is not None:
-                await run.after()
+        async with asyncio.TaskGroup() as finishing:
+            while lane.waiting:
+                operation = lane.waiting.popleft()
+                run = _Run()
+                outcome = await settled(self._outcome(operation, run))
+                # The learner has the next one meanwhile; the database does what it is asked in order.
+                finished = finishing.create_task(self._finish(operation, outcome, run))
+                if not lane.waiting:
+                    await finished
         self._lanes.pop(model, None)
+
+    async def _finish(self, operation: Operation, outcome: Outcome, run: _Run) -> None:
+        await self.futures.finish(operation, outcome, run.also)
+        self._creating.get(operation.tenant, set()).discard(operation.scope)
+        if run.after is not None:
+            await run.after()
 
     async def _outcome(self, operation: Operation, run: _Run) -> Outcome:
         """Run one operation; `run` says what else follows if it succeeds."""
-        await self._meet()
+        incarnation = self._incarnation or await self._meet()
         row = await self._model(operation.scope)
         if (lost := await self._lost(row, operation)) is not None:
             return Outcome(error=lost)
@@ -117,9 +124,13 @@ class Training:
         if not row.live and operation.kind != "drop_model":
             await self._count_model(operation.tenant, operation.scope)
         try:
-            outcome = await self._learner.post(prepared.kind, operation.scope, operation.id, prepared.body)
+            outcome = await self._learner.post(prepared.kind, operation.scope, operation.id, prepared.body, incarnation)
         except EngineDeadError as error:
+            self._incarnation = None
             return Outcome(error=await self._note_death(operation.scope, error))
+        if outcome is None:
+            self._incarnation = None
+            return await self._outcome(operation, run)
         if outcome.error is not None:
             return outcome
         run.also = prepared.also
@@ -131,7 +142,7 @@ class Training:
         """Count a model that is about to be created. UserError: its tenant has as many as it may."""
         most, creating = self._tenants.named(tenant).max_models, self._creating.setdefault(tenant, set())
         async with self._counting:
-            others = frozenset(creating)
+            others = frozenset(creating - {model})
             mine = (models.c.tenant == tenant) & models.c.live & models.c.id.not_in(others)
             live = await self._database.run(
                 lambda c: int(c.execute(select(func.count()).select_from(models).where(mine)).scalar_one())
@@ -281,18 +292,22 @@ class Training:
         await self._database.run(_changed(model, lost=reason, lost_at=time.time()))
         return reason
 
-    async def _meet(self) -> None:
-        """Wait until the learner answers; if it is another than before, note what each model has lost.
+    async def _meet(self) -> str:
+        """Wait until the learner answers, and note what each model has lost if it is another than before.
+
+        Returns:
+            Which start of it answers.
 
         Raises:
             EngineDeadError: it does not come back.
         """
         async with self._meeting:
-            incarnation = await self._learner.returned()
-            if self._incarnation != incarnation:
+            if self._incarnation is None:
+                incarnation = await self._learner.returned()
                 held = await self._learner.models()
                 await self._database.run(lambda connection: _compare(connection, incarnation, held))
                 self._incarnation = incarnation
+            return self._incarnation
 
 
 def _changed(model: str, **values: Any) -> Also:

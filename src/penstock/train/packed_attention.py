@@ -105,13 +105,11 @@ def packed_attention(
         query, key, value = query.to(narrow), key.to(narrow), value.to(narrow)
     window = attention_mask if sliding_window is None else sliding_window
     window = window if window is not None and window < max_length_q else None
-    single = len(cu_seq_lens_q) == 2  # noqa: PLR2004 - one sequence has two bounds
-    if query.is_cuda and not single and window is None and query.dtype in (torch.bfloat16, torch.float16):
+    count = len(cu_seq_lens_q) - 1
+    if query.is_cuda and count > 1 and window is None and query.dtype in (torch.bfloat16, torch.float16):
         return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling), None
-    if single:
-        return _padded(query, key, value, scaling, dropout, window).transpose(1, 2), None
-    if query.shape[2] == (len(cu_seq_lens_q) - 1) * max_length_q:  # all of one length
-        query, key, value = (part[0].unflatten(1, (-1, max_length_q)).transpose(0, 1) for part in (query, key, value))
+    if query.shape[2] == count * max_length_q:  # all of one length, or there is one alone
+        query, key, value = (part[0].unflatten(1, (count, -1)).transpose(0, 1) for part in (query, key, value))
         return _padded(query, key, value, scaling, dropout, window).transpose(1, 2).flatten(0, 1).unsqueeze(0), None
     # Sequences of a micro-batch are of about one length: what is padded here, in attention alone, is little.
     bounds = cu_seq_lens_q.to(torch.int64)
