@@ -381,7 +381,7 @@ class EngineUpdate:
 
     engine: str
     seconds: Mapping[str, float]
-    """Seconds of each phase: `prepare` or `read` (before the pause), `pause`, `load`, `resume`; `bubble`: the last 3."""
+    """Seconds of each phase: `prepare` or `read` (before the pause), `pause`, `load`, `resume`; `bubble`: those 3."""
     preempted: int
     """Requests in flight that have their KV computed again, those that waited included."""
     checksum: str

@@ -126,6 +126,20 @@ async def test_a_refused_tenant_fails_alone(operations: Operations):
     assert {key.split("/")[0] for key in gradients(operations)} == {"a", "c"}
 
 
+async def test_a_step_takes_nothing_of_a_batch_that_failed_in_part(operations: Operations):
+    step = json.dumps({"adam_params": {"learning_rate": 0.1}}).encode()
+    await evaluated(operations, "a", 7, "a:2")
+    bad = await operations.run("a:3", "forward_backward", "a", request("importance_sampling", data_of(3)))
+    assert bad.status == 422
+    assert (await evaluated(operations, "a", 8, "a:4")).status == 200
+    refused = await operations.run("a:5", "optim_step", "a", step)
+    assert refused.status == 422
+    assert "no step was taken: a forward_backward before it failed (datum 0" in json.loads(refused.body)["error"]
+    assert not gradients(operations)
+    await evaluated(operations, "a", 7, "a:6")
+    assert (await operations.run("a:7", "optim_step", "a", step)).status == 200
+
+
 async def test_what_is_more_than_a_turn_waits_for_the_next(operations: Operations, rows: list[int]):
     operations.turn_tokens = 1
     await asyncio.gather(*(evaluated(operations, name, 5, f"{name}:2") for name in TENANTS))

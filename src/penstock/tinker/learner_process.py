@@ -49,8 +49,10 @@ from penstock.train.ranks import Ranks
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-MOST_KEPT, MOST_KEPT_BYTES = 4096, 1 << 30
+MOST_KEPT, MOST_KEPT_BYTES = 4096, 1 << 28
 """Answers that are kept for requests that come again."""
+FLEETING = frozenset({"forward_backward", "optim_step"})
+"""What they did is gone with this process: the next one does them again."""
 TURN = 4
 """Micro-batches of one model before another has its turn."""
 ADAPTER_S = 120.0
@@ -101,11 +103,12 @@ class Answer:
 
 
 class Answers:
-    """Answers by request id, in a folder, so that they outlive this process; the oldest are forgotten."""
+    """Answers by request id; the oldest are forgotten. Those whose effect outlives this process do too, in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._sizes: OrderedDict[str, int] = OrderedDict()
+        self._held: dict[str, Answer] = {}
         folder.mkdir(parents=True, exist_ok=True)
         for file in sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime_ns):
             self._sizes[file.name] = file.stat().st_size
@@ -114,19 +117,24 @@ class Answers:
         """Return what was answered; None: nothing, or it was forgotten."""
         if (name := _file_name(request_id)) not in self._sizes:
             return None
+        if name in self._held:
+            return self._held[name]
         status, content_type, body = (self._folder / name).read_bytes().split(b"\n", 2)
         return Answer(int(status), content_type.decode(), body)
 
-    def put(self, request_id: str, answer: Answer) -> None:
-        """Keep an answer."""
+    def put(self, request_id: str, answer: Answer, *, lasts: bool = True) -> None:
+        """Keep an answer, of an operation whose effect `lasts` or is gone with this process."""
         name = _file_name(request_id)
-        data = b"%d\n%s\n%s" % (answer.status, answer.content_type.encode(), answer.body)
-        part = self._folder / f"{name}.part"
-        part.write_bytes(data)
-        part.replace(self._folder / name)
-        self._sizes[name] = len(data)
+        self._sizes[name] = len(answer.body)
+        if lasts:
+            part = self._folder / f"{name}.part"
+            part.write_bytes(b"%d\n%s\n%s" % (answer.status, answer.content_type.encode(), answer.body))
+            part.replace(self._folder / name)
+        else:
+            self._held[name] = answer
         while len(self._sizes) > MOST_KEPT or sum(self._sizes.values()) > MOST_KEPT_BYTES:
             old, _ = self._sizes.popitem(last=False)
+            self._held.pop(old, None)
             (self._folder / old).unlink(missing_ok=True)
 
 
@@ -202,7 +210,7 @@ class Operations:
             async with turn:
                 answer = await self._answer(kind, model, body)
                 try:
-                    self.answers.put(request_id, answer)
+                    self.answers.put(request_id, answer, lasts=kind not in FLEETING)
                 except OSError as error:
                     logger.warning("the answer to %s cannot be kept for a second request: %s", request_id, error)
                 return answer
@@ -231,7 +239,7 @@ class Operations:
     def _work(self, kind: str) -> Callable[[str, bytes], Awaitable[Answer]]:
         known = {
             "create_model": self._create,
-            "forward_backward": self._evaluate,
+            "forward_backward": self._add_gradient,
             "forward": self._evaluate,
             "optim_step": self._step,
             "save_weights": self._save,
@@ -250,6 +258,13 @@ class Operations:
             spec = spec_of(values["lora_config"])
         await self._in_thread(lambda: self.models.create(model, spec))
         return Answer.of_json({"model_id": model, "type": "create_model"})
+
+    async def _add_gradient(self, model: str, body: bytes) -> Answer:
+        try:
+            return await self._evaluate(model, body)
+        except PenstockError as error:  # the SDK sends a large batch in parts: others of this one may be in
+            self.models.void(model, str(error))
+            raise
 
     async def _evaluate(self, model: str, body: bytes) -> Answer:
         batch = await self._in_thread(lambda: decode(body, self.sizes))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -136,6 +137,11 @@ class Models:
             [(name, batch.loss, batch.data) for name, batch in parts if self._of(name)]
         )
 
+    def void(self, name: str, reason: str) -> None:
+        """Have the next step of a model refused, and its gradient forgotten: data of it could not be evaluated."""
+        if name in self.live:
+            self.live[name].void = f"a forward_backward before it failed ({reason})"
+
     def step(self, name: str, adam: AdamSpec) -> StepFigures:
         """Take an optimiser step.
 
@@ -145,6 +151,8 @@ class Models:
         model = self._of(name)
         if model.void:
             reason, model.void = model.void, ""
+            with suppress(StateError):  # a factor that is no number: the gradient is forgotten, and nothing changes
+                self.learner.optim_step(name, adam, scale=math.nan)
             raise StateError(f"no step was taken: {reason}, so its gradient was dropped; send the data again")
         figures = self.learner.optim_step(name, adam, scale=1.0)
         model.steps += 1
