@@ -12,11 +12,9 @@ from typing import Any
 PLACES = {
     "adapters": "penstock.fleet.adapters:FleetAdapters",
     "adapters.core": "penstock.plugin.adapters:CoreAdapters",
-    "adapters.is_read": "penstock.plugin.adapters:is_read",
     "adapters.load": "penstock.plugin.adapters:load_adapter",
-    "adapters.read": "penstock.plugin.adapters:read_ahead",
     "adapters.served": "penstock.plugin.adapters:ServedAdapters",
-    "adapters.unload": "penstock.plugin.adapters:unload_adapter",
+    "adapters.worker": "penstock.plugin.adapters:worker_step",
     "attach": "penstock.fleet.attach:AttachedServers",
     "attach.specs": "penstock.fleet.elastic:specs_of",
     "connect": "penstock.fleet.attach:connect",

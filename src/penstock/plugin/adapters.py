@@ -100,10 +100,10 @@ class CoreAdapters:
         began, rpc, ahead = time.perf_counter(), self._core.collective_rpc, secrets.token_hex(8)
         check_adapter(order["source"], spec)
         order["ahead"] = ahead
-        in_core(lambda: rpc("penstock_read_adapter", args=(dict(order),))).result(READ_S)
+        in_core(lambda: rpc("penstock_adapter", args=("read", dict(order)))).result(READ_S)
         end = began + READ_S
         while time.perf_counter() < end and not all(
-            in_core(lambda: rpc("penstock_adapter_is_read", args=(ahead,))).result(READ_S)
+            in_core(lambda: rpc("penstock_adapter", args=("is_read", ahead))).result(READ_S)
         ):
             time.sleep(POLL_S)  # workers in other processes send no event
         order["read_s"] = time.perf_counter() - began
@@ -150,7 +150,7 @@ class CoreAdapters:
         if count := len(self._requests(name)):
             raise StateError(f"adapter {name!r} has {count} requests in flight; unload it when they have ended")
         if (adapter := self.loaded.pop(name, None)) is not None:
-            self._core.collective_rpc("penstock_unload_adapter", args=(adapter.id,))
+            self._core.collective_rpc("penstock_adapter", args=("unload", adapter.id))
         self._held.pop(name, None)
         return {"ok": True}
 
@@ -296,6 +296,11 @@ def load_adapter(worker: Any, order: Mapping[str, Any]) -> None:
         raise WeightsError(f"adapter {order['name']!r} cannot be loaded: {error}") from error
 
 
+def worker_step(worker: Any, step: str, given: Any) -> Any:
+    """Do a step on a worker: `read` an order, `is_read`, or `unload` vLLM's number."""
+    return {"read": read_ahead, "is_read": is_read, "unload": unload_adapter}[step](worker, given)
+
+
 def read_ahead(worker: Any, order: Mapping[str, Any]) -> None:
     """Begin to read an adapter in a thread, for the `load_adapter` whose order has the same `ahead`."""
     manager = getattr(worker.model_runner, "lora_manager", None)
@@ -340,7 +345,7 @@ def _sources(manager: Any) -> dict[int, Mapping[str, Any]]:
 
         load, sources = manager._load_adapter, {}  # noqa: SLF001
         for known in (manager._lora_model_cls, type(manager._adapter_manager)):  # noqa: SLF001
-            compat.leave_unpinned(sys.modules[known.__module__])
+            _leave_unpinned(sys.modules[known.__module__])
 
         def read(name: str, number: int, source: Mapping[str, Any]) -> Any:
             with read_from(source) as path:
@@ -363,6 +368,14 @@ def _sources(manager: Any) -> dict[int, Mapping[str, Any]]:
         manager.penstock_sources, manager.penstock_read = sources, read
         manager.penstock_ahead, manager.penstock_next = {}, None
     return manager.penstock_sources
+
+
+def _leave_unpinned(module: Any) -> None:
+    """Keep a module of vLLM's adapters from pinning each tensor of one: a constant, in some versions a function."""
+    if hasattr(module, "PIN_MEMORY"):
+        module.PIN_MEMORY = False
+    if hasattr(module, "is_pin_memory_available"):
+        module.is_pin_memory_available = lambda: False
 
 
 def _pin(adapter: Any) -> None:

@@ -118,14 +118,6 @@ def waiting_queues(scheduler: Any) -> list[Any]:
 # --- in the API server's process -------------------------------------------------------------------------------------
 
 
-def leave_unpinned(module: Any) -> None:
-    """Keep a module of vLLM's adapters from pinning each tensor of one: a constant, in some versions a function."""
-    if hasattr(module, "PIN_MEMORY"):
-        module.PIN_MEMORY = False
-    if hasattr(module, "is_pin_memory_available"):
-        module.is_pin_memory_available = lambda: False
-
-
 def labels_weights(engine: Any) -> bool:
     """Whether an AsyncLLM labels its weights."""
     return hasattr(engine, "update_weight_version")

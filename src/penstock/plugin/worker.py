@@ -99,17 +99,9 @@ class WorkerExtension:
         """Load a LoRA adapter (`adapters.load_adapter`); return why it cannot be loaded, if so. No step may run."""
         return _problem(lambda: plugged_in("adapters.load")(self, order), "loading an adapter")
 
-    def penstock_read_adapter(self, order: dict[str, Any]) -> None:
-        """Begin to read a LoRA adapter while the engine goes on."""
-        plugged_in("adapters.read")(self, order)
-
-    def penstock_adapter_is_read(self, ahead: str) -> bool:
-        """Whether `penstock_load_adapter` would not wait for this read."""
-        return plugged_in("adapters.is_read")(self, ahead)
-
-    def penstock_unload_adapter(self, number: int) -> None:
-        """Forget a LoRA adapter."""
-        plugged_in("adapters.unload")(self, number)
+    def penstock_adapter(self, step: str, given: Any) -> Any:
+        """Do another step of a LoRA adapter (`adapters.worker_step`)."""
+        return plugged_in("adapters.worker")(self, step, given)
 
     def penstock_checksum(self) -> str:
         """Checksum of the weights in force on this worker."""
