@@ -227,8 +227,13 @@ async def play_real(harnesses: dict[str, list[str]], folder: Path) -> dict[str, 
             os.killpg(fleet._roster.members[0].process.pid, signal.SIGKILL)  # noqa: SLF001
 
         async def one(name: str, command: list[str]) -> None:
+            at_once = EPISODES if len(harnesses) > 1 else 1  # so that turns begin after the update, too
             made = AgentGenerator(
-                gateway, base, tenant, Sum(), command, timeout_s=TIMEOUT_S, log_dir=folder, limits=Limits(max_turns=4)
+                *(gateway, base, tenant, Sum(), command),
+                concurrency=at_once,
+                timeout_s=TIMEOUT_S,
+                log_dir=folder,
+                limits=Limits(max_turns=4),
             )
             try:
                 output = await made.generate(GeneratorInput([Sum().train_task(0)], num_samples=EPISODES))
