@@ -6,10 +6,7 @@ import ast
 import asyncio
 import logging
 import os
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ import psutil
 import pytest
 
 from gateway_rig import Rig, auth
+from penstock.aio import cancelled
 from penstock.errors import ConfigError, PenstockError
 from penstock.gateway import agent as agent_room
 from penstock.gateway.agent import AgentGenerator, Episode
@@ -209,26 +207,27 @@ async def test_a_callable_that_swallows_its_end_does_not_hold_up_the_others(
                 continue
         return 1.0
 
-    async with asyncio.timeout(10):
-        output = await play(asking(play.rig, swallows), timeout_s=1.0)
+    async with asyncio.timeout(20):
+        output = await play(asking(play.rig, swallows), timeout_s=3.0)
     over.set()
     assert output.rewards == [0.0, 1.0]
 
 
-async def test_a_command_over_its_time_can_end_what_it_started(play: Any, tmp_path: Path) -> None:
+async def test_a_command_that_is_ended_can_end_what_it_started(play: Any, tmp_path: Path) -> None:
     """SIGKILL came at once after SIGTERM."""
     program = """
-import signal, time
+import signal, sys, time
 def end(*_):
     time.sleep(1)
     print("cleaned", flush=True)
     sys.exit()
 signal.signal(signal.SIGTERM, end)
-ask("x")
+print("ready", flush=True)
 time.sleep(600)
 """
-    output = await play([sys.executable, "-c", TURN + program], n=1, log_dir=tmp_path, timeout_s=5.0)
-    assert output.rewards == [0.0]
+    playing = asyncio.create_task(play([sys.executable, "-c", program], n=1, log_dir=tmp_path))
+    await until(lambda: any("ready" in log.read_text() for log in tmp_path.glob("*.log")))
+    await cancelled(playing)
     assert "cleaned" in next(tmp_path.iterdir()).read_text()
 
 
@@ -254,24 +253,22 @@ def with_variable(name: str) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize("end", ["by itself", "over its time"])
+@pytest.mark.parametrize("end", ["by itself", "ended"])
 async def test_what_a_command_detaches_ends_with_its_episode(
     end: str, play: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MARK", str(tmp_path))
-    program = (
-        TURN + DETACHED + "ask('x')" + ("" if end == "by itself" else "; print('there', flush=True); time.sleep(600)")
-    )
-    playing = asyncio.create_task(play([sys.executable, "-c", program], n=1, log_dir=tmp_path, timeout_s=6.0))
-    if end == "over its time":
-        async with asyncio.timeout(20):
-            while len(with_variable(str(tmp_path))) < 4:  # noqa: ASYNC110 - the wrapper, the command and both
-                await asyncio.sleep(0.05)
-    await playing
+    program = TURN + DETACHED + "ask('x')" + ("" if end == "by itself" else "; time.sleep(600)")
+    playing = asyncio.create_task(play([sys.executable, "-c", program], n=1, log_dir=tmp_path))
+    if end == "ended":
+        await until(lambda: len(with_variable(str(tmp_path))) == 4)  # the wrapper, the command and both
+        await cancelled(playing)
+    else:
+        await playing
     assert with_variable(str(tmp_path)) == []
 
 
-def test_what_a_command_detaches_ends_when_its_launcher_is_killed(tmp_path: Path) -> None:
+async def test_what_a_command_detaches_ends_when_its_launcher_is_killed(tmp_path: Path) -> None:
     launcher = f"""
 import asyncio, sys
 from pathlib import Path
@@ -282,18 +279,18 @@ async def main():
     await (await ChildProcess.start(words, name="agent", log=Path({str(tmp_path / "log")!r}))).wait()
 asyncio.run(main())
 """
-    process = subprocess.Popen([sys.executable, "-c", launcher], env={**os.environ, "MARK": str(tmp_path)})
-    wait_for(lambda: len(with_variable(str(tmp_path))) == 5)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    wait_for(lambda: with_variable(str(tmp_path)) == [])
+    environment = {**os.environ, "MARK": str(tmp_path)}
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", launcher, env=environment)
+    await until(lambda: len(with_variable(str(tmp_path))) == 5)
+    process.kill()
+    await process.wait()
+    await until(lambda: with_variable(str(tmp_path)) == [])
 
 
-def wait_for(reached: Callable[[], bool]) -> None:
-    until = time.monotonic() + 20
-    while not reached():
-        assert time.monotonic() < until
-        time.sleep(0.05)
+async def until(reached: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not reached():  # noqa: ASYNC110 - processes send no event
+            await asyncio.sleep(0.05)
 
 
 async def test_an_agents_words_are_the_end_of_its_output_alone(play: Any, tmp_path: Path) -> None:

@@ -389,11 +389,13 @@ class Gateway:
         session, seconds = kept.session, kept.limits.max_seconds
         try:
             async with asyncio.timeout(None if seconds is None else session.created + seconds - time.time()):
-                params = replace(params, max_tokens=await kept.reserve(params.max_tokens))
+                most = await kept.reserve(params.max_tokens)
                 try:
+                    if most < params.max_tokens:  # building them anew takes a noticeable part of a turn
+                        params = replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
                     (sample,) = await self._sample(context, 1, params, f"{session.tenant}/{session.id}")
                 finally:
-                    kept.release(params.max_tokens)
+                    kept.release(most)
         except TimeoutError as error:
             raise kept.limits.over(session, "max_seconds") from error
         except EngineHTTPError as error:
