@@ -230,13 +230,15 @@ async def test_a_scenario_replaces_its_own_run_and_no_other(tmp_path: Path) -> N
     mine = RunFolder.create(tmp_path / "async", config)
     mine.append_metrics({"step": 1})
     with pytest.raises(
-        UserError, match=r"async was made by no scenario, and would be replaced; give another --run-dir"
+        UserError, match=r"/async would be replaced, and no scenario made it, or a kill ended it; remove"
     ):
         await run_scenario(chosen, config)
     assert mine.metrics() == [{"step": 1}]
     again = config.model_copy(update={"name": "again"})
-    for _ in range(2):
-        assert (await run_scenario(chosen, again)).ok
+    for schedule, ahead in (("async", True), ("sync", False)):
+        train = again.train.model_copy(update={"schedule": schedule})
+        result = await run_scenario(chosen, again.model_copy(update={"train": train}))
+        assert {check.name: check.ok for check in result.checks}["ahead"] == ahead
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"cannot make the folder .*/file"):
         await run_scenario(chosen, config.model_copy(update={"run_dir": tmp_path / "file"}))

@@ -19,6 +19,8 @@ from penstock.train.scenarios.table import Scenario
 
 RESULTS = "scenarios.jsonl"
 """In the folder of runs: one row for each scenario that was run."""
+MARK = "scenario"
+"""File in the folder of a run that a scenario made, and that the next one may replace."""
 
 
 async def run_scenario(scenario: Scenario, config: RunConfig, *, data: Path | None = None) -> Result:
@@ -53,19 +55,22 @@ async def run_scenario(scenario: Scenario, config: RunConfig, *, data: Path | No
 
 async def _train(scenario: Scenario, config: RunConfig) -> list[Check]:
     recorder, path = UpdateRecorder(), config.run_dir / config.name
-    ours = config.run_dir / f".{config.name}.scenario"
-    if not path.exists():
-        ours.touch()
-    elif not ours.exists():
+    if path.exists() and not (path / MARK).exists():
         raise UserError(
-            f"{path} was made by no scenario, and would be replaced; give another --run-dir, or a name=NAME"
+            f"{path} would be replaced, and no scenario made it, or a kill ended it; remove it, or give another "
+            "--run-dir"
         )
-    summary = await run(config, resume=False, fresh=True, reporter=recorder)
+    try:
+        summary = await run(config, resume=False, fresh=True, reporter=recorder)
+    finally:
+        if path.exists():
+            (path / MARK).touch()
     engines = config.fleet.engines + len(config.fleet.attach)
     checks = training_checks(config, summary, recorder.reports, engines=engines, gains=scenario.gains)
-    if scenario.name == "async" and config.engine.profile != "sim":
-        busy = summary.updates_in_flight
-        checks.append(Check("in flight", busy > 0, f"{busy} of {summary.updates} updates"))
+    if scenario.name == "async":
+        older = sum(tokens for age, tokens in summary.staleness.items() if age) / sum(summary.staleness.values())
+        busy = f"{summary.updates_in_flight} of {summary.updates} updates in flight"
+        checks.append(Check("ahead", older > 0, f"{older:.0%} of tokens of an older version, {busy}"))
     return checks
 
 
