@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from gateway_rig import Rig, auth
-from penstock.gateway.graph import Limits
+from penstock.gateway.graph import Limits, Session
+from penstock.gateway.messages import ChatMessage, ChatRequest
 from penstock.rollout.tokenizer import Tokenizer
 
 CHAT = "/v1/chat/completions"
@@ -34,6 +35,33 @@ async def test_turns_at_once_do_not_pass_the_limit_of_turns(tokenizer: Tokenizer
     answers = await at_once(rig, 5)
     assert sorted(answer.status_code for answer in answers) == [200, 200, 400, 400, 400]
     assert len(rig.session().nodes) == 2
+
+
+async def test_a_turn_that_just_ended_counts_once_and_is_not_under_way(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its node and the callback of its task it counted twice: the second of two turns was refused."""
+    rig, add = Rig(tokenizer, limits=Limits(max_turns=2)), Session.add
+    ended: list[Any] = []
+
+    def just_ended(session: Session) -> None:
+        request = ChatRequest((ChatMessage("user", "next"),))
+        ended.append(rig.gateway.submit(session, request, b"next", is_retry=False).task)
+        ended.append(rig.session())
+
+    def add_and_go_on(session: Session, *node: Any) -> None:
+        add(session, *node)
+        if len(session.nodes) == 1:
+            asyncio.get_running_loop().call_soon(just_ended, session)  # before the callbacks of the task that ends now
+        else:
+            asyncio.get_running_loop().call_soon(lambda: ended.append(rig.gateway.finish(rig.tenant, "default")))
+
+    monkeypatch.setattr(Session, "add", add_and_go_on)
+    await rig.post(CHAT, body("first"))
+    await ended[0]
+    await asyncio.sleep(0)
+    assert len(ended[1].nodes) == 2
+    assert ended[2] is ended[1]
 
 
 async def test_a_turn_that_reserves_the_rest_lets_the_next_one_wait(tokenizer: Tokenizer) -> None:

@@ -96,7 +96,7 @@ class _Kept:
     failed: deque[bytes] = field(default_factory=lambda: deque[bytes](maxlen=MOST_FAILED))
     """Digests of turns that failed and were not asked again."""
     tasks: set[asyncio.Task[Answer]] = field(default_factory=set["asyncio.Task[Answer]"])
-    """Turns under way."""
+    """Turns under way; one that just ended is still there, although its node is in the session."""
 
     def repeated(self, digest: bytes, *, is_retry: bool) -> PendingTurn | None:
         """Return the turn that a request repeats, if it does: one that no client has read, before all others.
@@ -272,7 +272,7 @@ class Gateway:
     def finish(self, tenant: Tenant, name: str) -> Session:
         """End a session: no turn of it begins any more. GatewayError: one is under way, or there is no such session."""
         kept = self._find(tenant, name)
-        if kept.tasks:
+        if not all(task.done() for task in kept.tasks):
             raise GatewayError(f"a turn of session {name} is under way; wait for it", status=409, code="busy")
         kept.finished = True
         return kept.session
@@ -348,7 +348,7 @@ class Gateway:
             raise GatewayError(f"session {session.id} was finished", status=404, code="not_found")
         if (turn := kept.repeated(digest, is_retry=is_retry)) is not None:
             return turn
-        kept.limits.check(session, under_way=len(kept.tasks))
+        kept.limits.check(session, under_way=sum(not task.done() for task in kept.tasks))
         node_id = new_id()
         turn = PendingTurn(node_id, digest, asyncio.create_task(self._turn(kept, request, node_id, size)))
         kept.keep(turn)
