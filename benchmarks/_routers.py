@@ -89,7 +89,7 @@ def backends(folder: Path, count: int, tick_us: int) -> Iterator[list[int]]:
 @contextmanager
 def penstock(ports: Sequence[int], *, workers: int = 1) -> Iterator[Side]:
     """Our router: the process that a fleet starts, told of its engines as a fleet does."""
-    argv = [sys.executable, "-m", "penstock.router", "--workers", str(workers)]
+    argv = [sys.executable, "-m", "penstock.router", f'{{"workers": {workers}}}']
     with _process(argv, stdout=subprocess.PIPE) as process:
         url = _first_line(process).split()[-1]
 

@@ -273,7 +273,7 @@ def refuse_open_host(host: str, api_key: str | bytes | None) -> None:
     if not loopback:
         raise ConfigError(
             f"router.host {host!r} opens the router to other machines and there is no API key; set one (of penstock "
-            "serve: PENSTOCK_API_KEY, of Fleet.launch: api_key, of the router: --api-key-env), or keep 127.0.0.1"
+            "serve and the router: PENSTOCK_API_KEY, of Fleet.launch: api_key), or keep 127.0.0.1"
         )
 
 

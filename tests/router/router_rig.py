@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from penstock.router import EngineEntry, Membership
+from penstock.router import KEY_ENV, EngineEntry, Membership
 from penstock.router.admin_client import RouterAdmin, RouterState
 from penstock.router.server import Router
 from penstock.settings import RouterConfig
@@ -316,14 +316,11 @@ async def rig(
 
 @asynccontextmanager
 async def router_process(*, api_key: str | None = None, **config: Any) -> AsyncIterator[tuple[str, int]]:
-    argv = [part for key, given in config.items() for part in (f"--{key.replace('_', '-')}", str(given))]
-    env = dict(os.environ)
-    if api_key is not None:
-        argv += ["--api-key-env", "TEST_ROUTER_KEY"]
-        env["TEST_ROUTER_KEY"] = api_key
+    options = RouterConfig(**config).model_dump_json(exclude={"kind", "url"})
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "penstock.router", *argv, stdout=asyncio.subprocess.PIPE, env=env
-    )
+        sys.executable, "-m", "penstock.router", options,
+        stdout=asyncio.subprocess.PIPE, env={**os.environ, KEY_ENV: api_key or ""},
+    )  # fmt: skip
     assert process.stdout is not None
     try:
         async with asyncio.timeout(60):

@@ -31,7 +31,7 @@ async def run(*argv: str, env: dict[str, str] | None = None) -> tuple[int | None
 
 async def test_it_logs_a_line_a_request_when_asked() -> None:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "penstock.router", "--access-log", "--max-hold-s", "0.1",
+        sys.executable, "-m", "penstock.router", '{"access_log": true, "max_hold_s": 0.1}',
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     assert process.stdout is not None
@@ -56,14 +56,16 @@ async def test_it_logs_a_line_a_request_when_asked() -> None:
 
 async def test_wrong_options_are_one_line_and_exit_2() -> None:
     for options, message in (
-        (["--policy", "fastest"], "there is no policy 'fastest'"),
-        (["--port", "70000"], "'port'"),
-        (["--max-hold-s", "-1"], "'max_hold_s'"),
-        (["--api-key-env", "NOT_SET_ANYWHERE"], "NOT_SET_ANYWHERE: that environment variable is not set"),
-        (["--host", "0.0.0.0"], "there is no API key"),
-        (["--host", "192.0.2.1", "--api-key-env", "KEY"], "cannot listen on 192.0.2.1"),
+        ('{"policy": "fastest"}', "there is no policy 'fastest'"),
+        ('{"port": 70000}', "'port'"),
+        ('{"max_hold_s": -1}', "'max_hold_s'"),
+        ('{"max_holds": 1}', "unknown config key 'max_holds'; did you mean 'max_hold_s'?"),
+        ("port=1", "the options of the router is not JSON that can be read"),
+        ('{"host": "0.0.0.0"}', "there is no API key"),
+        ('{"host": "192.0.2.1"}', "cannot listen on 192.0.2.1"),
     ):
-        status, out, err = await run(sys.executable, "-m", "penstock.router", *options, env={"KEY": "k"})
+        env = {"PENSTOCK_API_KEY": "k" if "192" in options else ""}
+        status, out, err = await run(sys.executable, "-m", "penstock.router", options, env=env)
         assert (status, out) == (2, "")
         assert message in err
         assert "Traceback" not in err
@@ -139,6 +141,6 @@ def test_an_error_after_the_report_is_not_written_into_another_file(
     monkeypatch.setattr(main_module.asyncio, "Event", Stopped)
     assert main_module.main(["--ready-fd", str(ready_fd)]) == 1
     with os.fdopen(read_fd, "rb") as pipe:
-        assert [*json.loads(pipe.read())] == ["url", "log_error"]
+        assert [*json.loads(pipe.read())] == ["url"]
     os.close(ready_fd)
     assert other.read_bytes() == b""

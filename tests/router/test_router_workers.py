@@ -131,8 +131,8 @@ async def test_a_call_on_the_shared_port_is_answered_for_all_or_refused() -> Non
 
 
 async def test_a_read_on_the_shared_port_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TEST_ADMIN_KEY", "admin")
-    async with rig(process=True, workers=2, admin_key_env="TEST_ADMIN_KEY") as r:  # no process has engines yet
+    monkeypatch.setenv("PENSTOCK_ROUTER_ADMIN_KEY", "admin")
+    async with rig(process=True, workers=2) as r:  # no process has engines yet
         for client in (await one_to_each(r)).values():
             answer = await client.ask("/router/engines", method="GET")
             assert (answer.status, json.loads(answer.body)["epoch"]) == (200, -1)
@@ -244,7 +244,7 @@ async def test_when_all_processes_die_the_gate_stays_closed() -> None:
 @pytest.mark.parametrize("stopped", [False, True])
 async def test_nothing_stays_when_the_parent_is_killed(tmp_path: Path, *, stopped: bool) -> None:
     launched = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "penstock.router", "--workers", "3",
+        sys.executable, "-m", "penstock.router", '{"workers": 3}',
         stdout=asyncio.subprocess.PIPE, stderr=(tmp_path / "log").open("wb"),
     )  # fmt: skip
     assert launched.stdout is not None

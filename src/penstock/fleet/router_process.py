@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 from urllib.parse import urlsplit
 
 from penstock.aio import cancelled
@@ -19,9 +19,9 @@ from penstock.engine.launch import telling_lines
 from penstock.errors import ConfigError, DeadlineError, EngineStartError, PenstockError
 from penstock.fleet.roster import Admin, Roster
 from penstock.fleet.supervise import RestartBudget, keep_running
-from penstock.process import ChildProcess, read_report
+from penstock.process import ChildProcess, read_start
 from penstock.rooms import plugged_in
-from penstock.router import Membership
+from penstock.router import ADMIN_KEY_ENV, KEY_ENV, Membership
 from penstock.router.admin_client import RouterAdmin, RouterState
 from penstock.settings import FleetConfig, RouterConfig, refuse_open_host
 
@@ -31,8 +31,6 @@ START_S = 30.0
 """Deadline of its start, which takes a fraction of a second on an idle machine."""
 STOP_S = 5.0
 """Between SIGTERM and SIGKILL."""
-
-API_KEY_ENV, ADMIN_KEY_ENV = "PENSTOCK_API_KEY", "PENSTOCK_ROUTER_ADMIN_KEY"
 
 
 class RouterProcess:
@@ -57,56 +55,32 @@ class RouterProcess:
             EngineStartError: it ended or was not ready within `START_S` seconds; it is gone, and the message holds the
                 telling lines of its log.
         """
-        argv = [sys.executable, "-m", "penstock.router"]
-        for name, value in config.model_dump(exclude={"kind", "url"}).items():
-            option = name.replace("_", "-")
-            argv += [f"--{'' if value else 'no-'}{option}"] if isinstance(value, bool) else [f"--{option}", str(value)]
-        # Keys are not on the command line, which every user of the machine can read.
-        keys = {("--api-key-env", API_KEY_ENV): api_key, ("--admin-key-env", ADMIN_KEY_ENV): admin_key}
-        env = {name: key for (_, name), key in keys.items() if key}
-        argv += [word for words, key in keys.items() if key for word in words]
+        options = config.model_dump_json(exclude={"kind", "url"})
+        env = {KEY_ENV: api_key or "", ADMIN_KEY_ENV: admin_key or ""}
         read_fd, write_fd = os.pipe()
         async with AsyncExitStack() as failed:
             failed.callback(os.close, read_fd)
             try:
+                argv = [sys.executable, "-m", "penstock.router", options, "--ready-fd", str(write_fd)]
                 child = await ChildProcess.start(
-                    [*argv, "--ready-fd", str(write_fd)],
-                    name="router",
-                    log=log_dir / "router.log",
-                    env=env,
-                    pass_fds=(write_fd,),
+                    argv, name="router", log=log_dir / "router.log", env=env, pass_fds=(write_fd,)
                 )
             finally:
                 os.close(write_fd)
             failed.pop_all()  # the pipe is closed by the function that reads it
             failed.push_async_callback(child.wait)
             failed.callback(child.kill)
-            url = await _ready(child, read_fd)
+            url = await read_start(read_fd, START_S, "the router", lambda: _log_of(child))
             failed.pop_all()
         return cls(url, child)
 
 
-async def _ready(child: ChildProcess, pipe: int) -> str:
-    """Wait for the router's report on its pipe; returns its URL."""
-    report: dict[str, Any] = {}
-    try:
-        report = await read_report(pipe, START_S)
-        what = "" if report else f"ended with status {await asyncio.wait_for(child.wait(), STOP_S)}"
-    except (EngineStartError, TimeoutError) as error:
-        what = str(error) or f"closed its pipe without a report, and was still there {STOP_S:g} s later"
-    if "url" in report:
-        if report.get("log_error"):
-            logger.warning("the router serves, but cannot write its log %s: %s", child.log, report["log_error"])
-        return str(report["url"])
-    if report:
-        raise (
-            ConfigError(report["error"]) if report.get("usage") else EngineStartError(f"the router: {report['error']}")
-        )
+def _log_of(child: ChildProcess) -> str:
     try:
         said = telling_lines(child.said())
     except OSError as error:  # its folder may be gone
         said = f"nothing, since it cannot be read: {error.strerror}"
-    raise EngineStartError(f"the router {what}; its log ({child.log}) says:\n{said}")
+    return f"its log ({child.log}) says:\n{said}"
 
 
 BACKOFF_S = 0.1

@@ -12,6 +12,9 @@ from pydantic import ConfigDict
 
 from penstock.errors import StateError, UserError, whole_number
 
+KEY_ENV, ADMIN_KEY_ENV = "PENSTOCK_API_KEY", "PENSTOCK_ROUTER_ADMIN_KEY"
+"""Variables of a router's process: what clients send, and what calls that change it need. On the command line every
+user of the machine could read them."""
 _NAME = re.compile(r"[!-~]{1,128}")
 _KEY = re.compile(r"[!-~]{1,1024}")
 

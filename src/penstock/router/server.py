@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Collection
 
-from penstock.errors import StateError, UserError
+from penstock.errors import ConfigError, StateError
 from penstock.guard import cross_site, has_key, kind_of_path
 from penstock.router.admin import DATA_PATHS, Admin, AdminCall
 from penstock.router.client_connection import HEALTH, Call, ClientConnection, Clients
@@ -100,8 +100,7 @@ class Router:
         """Listen on `host` and `port` (default: those of the configuration; port 0: any free one), or on `sock`.
 
         Raises:
-            ConfigError: other machines can reach the address, and there is no key.
-            UserError: the address cannot be used.
+            ConfigError: the address cannot be used, or other machines can reach it and there is no key.
         """
         host = self.config.host if host is None else host
         port = self.config.port if port is None else port
@@ -181,10 +180,10 @@ class Router:
         self._sweep_timer = asyncio.get_running_loop().call_later(_SWEEP_S, self._sweep)
 
 
-def cannot_listen(host: str, port: int, error: OSError) -> UserError:
+def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
     """Make the error of an address that cannot be used."""
     hint = "; choose another port, or 0 for any free one" if error.errno == errno.EADDRINUSE else ""
-    return UserError(f"the router cannot listen on {host}:{port}: {error.strerror or error}{hint}")
+    return ConfigError(f"the router cannot listen on {host}:{port}: {error.strerror or error}{hint}")
 
 
 def base_url(host: str, port: int) -> str:

@@ -57,7 +57,7 @@ def listen(host: str, port: int, count: int) -> list[socket.socket]:
         count: how many.
 
     Raises:
-        UserError: the address cannot be used.
+        ConfigError: the address cannot be used.
     """
     with ExitStack() as opened:
         try:
@@ -204,8 +204,7 @@ class Workers:
         """Start all workers; returns when they serve.
 
         Raises:
-            ConfigError: other machines can reach the address, and there is no key.
-            UserError: the address cannot be used.
+            ConfigError: the address cannot be used, or other machines can reach it and there is no key.
             EngineStartError: a worker does not start.
         """
         refuse_open_host(self.config.host, self._api_key)
@@ -265,7 +264,8 @@ class Workers:
             report = await read_report(read_fd, START_S)
             if "url" not in report:
                 await _end(process, patience_s=STOP_S)  # it is ending by itself: its status is the reason
-                return report.get("error") or f"ended with status {process.returncode} as it started"
+                error = report.get("error")
+                return error["message"] if error else f"ended with status {process.returncode} as it started"
             if not ready.done():
                 ready.set_result(None)
             return f"ended with status {await process.wait()}"
