@@ -68,12 +68,10 @@ def test_status_shows_every_engine(server: Server) -> None:
     report = json.loads(penstock("status", server.url, "--json", PENSTOCK_API_KEY="secret").stdout)
     assert [engine["state"] for engine in report["engines"]] == ["serving"] * ENGINES
     assert [engine["weight_version"] for engine in report["engines"]] == [0] * ENGINES
-    assert [engine["max_model_len"] for engine in report["engines"]] == [256] * ENGINES
-    assert sum(engine["generation_tokens"] for engine in report["engines"]) >= 7
+    assert sum(engine["requests"] for engine in report["engines"]) >= 1
     table = penstock("status", f"{server.url}/v1", PENSTOCK_API_KEY="secret", COLUMNS="80").stdout
     for engine in report["engines"]:
         [line] = [line for line in table.splitlines() if engine["url"].removeprefix("http://") in line]
-        assert f"{engine['generation_tokens']:,}" in line
         assert "serving" in line
 
 

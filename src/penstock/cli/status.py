@@ -8,18 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.common import AsJson, table_of
-from penstock.errors import EngineDeadError, EngineError, EngineHTTPError, MissingCapabilityError, PenstockError
+from penstock.errors import EngineDeadError, EngineHTTPError, PenstockError
 
 if TYPE_CHECKING:
-    from penstock.engine.control import ControlClient
-    from penstock.fleet.service import FleetState, MemberState
+    from penstock.fleet.service import FleetState
     from penstock.router.admin_client import EngineLoad, RouterState
 
 UNAUTHORIZED, NOT_FOUND = 401, 404
 DEFAULT_URL = "http://127.0.0.1:8000"
-COLUMNS = ("engine", "state", "version", "running", "waiting", "KV", "tokens", "address")
-ENGINE_TIMEOUT_S = 5.0
-"""Deadline of one question to one engine; the table does not wait longer for an engine that hangs."""
+COLUMNS = ("engine", "state", "version", "requests", "sessions", "tokens", "KV", "address")
 
 
 def status(
@@ -30,7 +27,7 @@ def status(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the engines behind a router: state, weight version and load.
+    """Show the engines behind a router: state, weight version, requests in flight and resident tokens.
 
     **Examples**
 
@@ -49,7 +46,7 @@ def status(
 
 
 async def _collect(url: str, api_key: str | None) -> dict[str, Any]:
-    """Ask the router and each engine."""
+    """Ask the router, and the fleet's owner where it is here."""
     from dataclasses import asdict  # noqa: PLC0415
 
     from penstock.router.admin_client import RouterAdmin  # noqa: PLC0415
@@ -68,10 +65,8 @@ async def _collect(url: str, api_key: str | None) -> dict[str, Any]:
         raise PenstockError(f"{url} {why[error.status]}; {other}") from error
     finally:
         await admin.close()
-    members = {} if fleet is None else {member.url: member for member in fleet.members}
-    engines = await asyncio.gather(
-        *(_engine(load, state, members.get(load.url), api_key, url) for load in state.engines)
-    )
+    paused = {member.url for member in (fleet.members if fleet else ()) if member.state == "paused"}
+    engines = [{**asdict(load), "state": _state(load, state, paused=load.url in paused)} for load in state.engines]
     return {"url": url, **asdict(state), "engines": engines + _not_routed(fleet, state)}
 
 
@@ -96,39 +91,6 @@ def _not_routed(fleet: FleetState | None, state: RouterState) -> list[dict[str, 
     return [dict(zip(("name", "url", "state", "weight_version"), row, strict=True)) for row in rows]
 
 
-async def _engine(
-    load: EngineLoad, router: RouterState, member: MemberState | None, api_key: str | None, url: str
-) -> dict[str, Any]:
-    """Ask an engine; for one that must not be asked from here, use what the router knows."""
-    from dataclasses import asdict  # noqa: PLC0415
-
-    from penstock.fleet.service import beyond_reach  # noqa: PLC0415
-
-    if member is None and (load.other_key or beyond_reach(url, load.url)):
-        return {**asdict(load), "state": _state(load, router, paused=False), "asked": False}
-    api_key = api_key if member is None else member.api_key
-    from penstock.engine.vanilla import VanillaControl  # noqa: PLC0415
-
-    control = VanillaControl(load.name, load.url, api_key=api_key, timeout_s=ENGINE_TIMEOUT_S)
-    try:
-        info, stats = await asyncio.gather(control.info(), _stats(control))
-    except EngineError as error:
-        return {**asdict(load), "state": "down", "error": str(error)}
-    finally:
-        await control.close()
-    return {**asdict(load), "state": _state(load, router, paused=info.paused), **asdict(info), **stats}
-
-
-async def _stats(control: ControlClient) -> dict[str, Any]:
-    """How busy an engine is; empty where it was started without statistics."""
-    from dataclasses import asdict  # noqa: PLC0415
-
-    try:
-        return asdict(await control.stats())
-    except MissingCapabilityError:
-        return {}
-
-
 def _state(load: EngineLoad, router: RouterState, *, paused: bool) -> str:
     if load.down:
         return "down"
@@ -151,30 +113,14 @@ def _print_table(report: dict[str, Any]) -> None:
     )
     for engine in report["engines"]:
         table.add_row(*_cells(engine))
-    console = Console()
-    console.print(table)
-    for engine in report["engines"]:
-        if "error" in engine:
-            console.print(engine["error"], style="red", markup=False, highlight=False)
-    if names := [engine["name"] for engine in report["engines"] if "asked" in engine]:
-        from penstock.fleet.service import ASK_THERE  # noqa: PLC0415
-
-        seen = f"{', '.join(names)}: as the router sees it, requests under way as running; for more, run this"
-        console.print(f"{seen} {ASK_THERE}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+    Console().print(table)
 
 
 def _cells(engine: dict[str, Any]) -> list[str]:
     color = {"serving": "green", "down": "red"}.get(engine["state"], "yellow")
     load = ["-"] * 4
-    if "asked" in engine:
-        load[0] = str(engine["outstanding"])
-        load[2] = "-" if engine["kv_usage"] < 0 else f"{engine['kv_usage']:.0%}"
-    if "running" in engine:
-        load = [
-            str(engine["running"]),
-            str(engine["waiting"]),
-            f"{engine['kv_cache_usage']:.0%}",
-            f"{engine['generation_tokens']:,}",
-        ]
+    if "outstanding" in engine:
+        kv = "-" if engine["kv_usage"] < 0 else f"{engine['kv_usage']:.0%}"
+        load = [*(f"{engine[name]:,}" for name in ("outstanding", "sessions", "resident_tokens")), kv]
     address = engine["url"].removeprefix("http://")
     return [engine["name"], f"[{color}]{engine['state']}[/]", str(engine["weight_version"]), *load, address]

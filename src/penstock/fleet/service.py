@@ -98,14 +98,6 @@ def socket_of(url: str) -> Path | None:
     return folder() / f"fleet-{parts.port}.sock" if names_this_machine(parts.hostname) and parts.port else None
 
 
-def beyond_reach(router_url: str, engine_url: str) -> bool:
-    """Return whether an engine listens only on a router's machine, which may be another than this one.
-
-    Its address means something else here: the process at that port of this machine would get the caller's key.
-    """
-    return names_this_machine(urlsplit(engine_url).hostname) and not names_this_machine(urlsplit(router_url).hostname)
-
-
 def names_this_machine(host: str | None) -> bool:
     """Whether an address can only be this machine's; a name but localhost may be any machine's."""
     host = (host or "").rstrip(".")

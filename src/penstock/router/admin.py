@@ -22,7 +22,7 @@ from penstock.router.http import RefusalError, RequestHead, response
 from penstock.router.policies import EngineView, Hints
 
 
-def state(dispatcher: Dispatcher, keys: tuple[str | None, str | None] = (None, None)) -> dict[str, Any]:
+def state(dispatcher: Dispatcher) -> dict[str, Any]:
     """What `GET /router/engines` answers; `penstock.router.admin_client.RouterState` explains each value."""
     gate, placement = dispatcher.gate, dispatcher.placement
     views = placement.views()
@@ -38,21 +38,16 @@ def state(dispatcher: Dispatcher, keys: tuple[str | None, str | None] = (None, N
         "placements": dict(placement.rules),
         "policy": placement.config.model_dump(include={"policy", "prefix_length", "overload_threshold"}),
         "workers": [os.getpid()],
-        "engines": [_engine(dispatcher, b, views[b.name], keys) for b in dispatcher.backends.values()],
+        "engines": [_engine(dispatcher, b, views[b.name]) for b in dispatcher.backends.values()],
     }
 
 
-def _engine(
-    dispatcher: Dispatcher, backend: Backend, view: EngineView, keys: tuple[str | None, str | None]
-) -> dict[str, Any]:
+def _engine(dispatcher: Dispatcher, backend: Backend, view: EngineView) -> dict[str, Any]:
     entry = backend.engine.entry
-    client_key, admin_key = keys
     sessions = dispatcher.placement.sessions.counts(entry.name)[0]
     shown = ("name", "url", "weight_version", "eligible", "draining", "dp_rank")
     return {name: getattr(entry, name) for name in shown} | {
         "drained": entry.draining and not view.outstanding and not sessions,
-        "other_key": entry.api_key is not None
-        and (entry.api_key == admin_key or client_key not in (None, entry.api_key)),
         "down": backend.engine.down,
         "breaker_openings": backend.openings,
         "dead_answers": backend.dead_answers,
@@ -125,22 +120,15 @@ class _SessionBody(_Strict):
 
 
 class Admin:
-    """The router's own endpoints.
-
-    Args:
-        dispatcher: what they show and change.
-        api_key: what clients have to send.
-        admin_key: what has to be sent with calls that change the router.
-    """
+    """The router's own endpoints, which show and change what a dispatcher has."""
 
     control_ports: tuple[int, ...] = ()
     """Where each of several processes that serve one port answers for itself; empty: there is one process."""
     answer_for_all: Callable[[asyncio.Transport, str, str, bytes], Awaitable[Answer] | None] | None = None
     """The plug for several processes (`penstock.router.workers`): answers a call that came by their common port."""
 
-    def __init__(self, dispatcher: Dispatcher, api_key: str | None = None, admin_key: str | None = None) -> None:
+    def __init__(self, dispatcher: Dispatcher) -> None:
         self.dispatcher = dispatcher
-        self._keys = api_key, admin_key
 
     def execute(self, method: str, path: str, body: bytes) -> Answer:
         """Do one call on this process; it is in force when this returns.
@@ -156,7 +144,7 @@ class Admin:
             case ("GET", "/router/health"):
                 answer = {"status": "ok", "pid": os.getpid(), "control_ports": self.control_ports}
             case ("GET", "/router/engines"):
-                answer = state(dispatcher, self._keys)
+                answer = state(dispatcher)
             case ("PUT", "/router/engines"):
                 answer = _announce(dispatcher, _parse(_EnginesBody, body))
             case ("POST", "/router/choose"):

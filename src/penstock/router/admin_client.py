@@ -39,8 +39,6 @@ class EngineLoad:
     """It is draining, nothing is in flight there, and no session lives there any more: it may go."""
     dp_rank: int | None = None
     """As announced by the fleet: a data-parallel rank of the server at `url`."""
-    other_key: bool = False
-    """It asks for another key than clients of the router have: theirs is not to be sent to it."""
     outstanding_tokens: int = 0
     """Prompt and expected tokens of the outstanding requests, as far as their headers say."""
     resident_tokens: int = 0

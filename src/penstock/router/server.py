@@ -80,7 +80,7 @@ class Router:
         """What `Host` may say in calls to the router itself, besides the names of `penstock.guard`."""
         self.dispatcher = Dispatcher(self.config, process=process)
         self.metrics = self.dispatcher.metrics
-        self.admin = Admin(self.dispatcher, api_key, admin_key)
+        self.admin = Admin(self.dispatcher)
         self.clients = Clients(self.config, self.metrics, self._open_call, _most_clients())
         self._added_paths = frozenset(path.encode() for path in self.config.data_paths.split(",") if path)
         self._server: asyncio.Server | None = None
