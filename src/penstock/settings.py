@@ -163,17 +163,7 @@ class EngineConfig(Section):
     """Deadline of one generation request."""
 
 
-PolicyName = Literal[
-    "bounded-sticky",
-    "sticky-least-loaded",
-    "consistent-hash",
-    "prefix-aware",
-    "kv-cache",
-    "requests",
-    "power-of-two",
-    "round-robin",
-    "random",
-]
+PolicyName = Literal["bounded-sticky", "prefix-aware", "kv-cache", "requests", "round-robin"]
 
 
 def _policy_names(given: object) -> str:

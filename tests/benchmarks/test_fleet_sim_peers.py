@@ -112,5 +112,5 @@ def test_losing_one_of_many_moves_only_its_own_sessions() -> None:
         EngineLimits(kv_tokens=200_000),
         incidents=(Incident(9.0, "kill", 1),),
     )
-    figures = FleetRun(Placement(RouterConfig(policy="sticky-least-loaded")), setup, trace).run()
+    figures = FleetRun(Placement(), setup, trace).run()
     assert 1 <= figures.sessions_moved <= 9

@@ -101,7 +101,7 @@ def test_help_loads_nothing_heavy() -> None:
         ),
         (["serve", "m", "--sim", "train.steps=3"], "a server has no train"),
         (["serve", "m", "--sim", "routr.policy=random"], "there is no section 'routr'; known: engine, fleet, router"),
-        (["serve", "m", "--sim", "router.policy=nope"], "power-of-two, round-robin, random\n"),
+        (["serve", "m", "--sim", "router.policy=nope"], "requests, round-robin\n"),
         (["serve", "m", "--attach", "localhost:80"], "http://HOST:PORT, got 'localhost:80'\n"),
         (["serve", "m", 'fleet.attach=[{"url": "http://h:1", "rank": 2}]'], "known here: dp, url"),
         (["fleet", "list", "--url", "localhost:8000"], "'localhost:8000' is not an address"),

@@ -242,7 +242,7 @@ async def test_what_is_not_there_is_said_before_an_engine_starts() -> None:
     [
         ({"kind": "vllm-router"}, "router.kind=vllm-router needs router.url: a fleet starts no vllm-router"),
         ({"kind": "envoy"}, "kind.*'penstock' or 'vllm-router'"),
-        ({"url": "http://127.0.0.1:9", "policy": "random"}, "router.policy=random would .* runs already"),
+        ({"url": "http://127.0.0.1:9", "policy": "requests"}, "router.policy=requests would .* runs already"),
         ({"kind": "penstock", "url": "http://127.0.0.1:9", "workers": 2}, "router.workers=2 would have no effect"),
     ],
 )

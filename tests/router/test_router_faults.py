@@ -216,7 +216,7 @@ async def test_a_stale_connection_costs_no_request() -> None:
         await reader.readuntil(b"\r\n\r\n")  # the next request meets a connection that closes unanswered
         writer.close()
 
-    async with rig(once, once, once, policy="sticky-least-loaded") as r:
+    async with rig(once, once, once) as r:
         client = await r.client()
         answers = [(await client.ask(headers="X-Session-ID: s\r\n")).body for _ in range(6)]
         assert answers[0] != answers[1], "it may be what ended the first engine"

@@ -36,7 +36,7 @@ ENTRIES = st.fixed_dictionaries(
     }
 )
 REQUESTS = st.tuples(SESSIONS, st.sampled_from([0, 0, 1, 2]), st.sampled_from([0, 60, 60, 60]))
-POLICIES = st.sampled_from(["bounded-sticky"] * 4 + ["round-robin", "consistent-hash"])
+POLICIES = st.sampled_from(["bounded-sticky"] * 4 + ["round-robin"])
 CAPACITIES = st.sampled_from([0, 100, 100])
 """Tokens: of the sessions that ask for 60, one fits."""
 VERDICTS = st.sampled_from(["answer", "answer", "answer", "error", "break", "hang up"])
@@ -69,7 +69,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.runner.run(acting())
 
     @initialize(
-        policy=st.sampled_from(["bounded-sticky", "bounded-sticky", "round-robin", "consistent-hash"]),
+        policy=st.sampled_from(["bounded-sticky", "bounded-sticky", "round-robin"]),
         capacity=CAPACITIES,
     )
     def start(self, policy: str, capacity: int) -> None:

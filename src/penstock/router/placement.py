@@ -97,7 +97,7 @@ class Placement:
 
     def set_policy(self, config: RouterConfig) -> None:
         """Place by other policies from now on; what is known of sessions, loads and prefixes stays."""
-        self._policy = Policies(config, self._process)
+        self._policy = Policies(config)
         self.config = config
 
     # --- engines -----------------------------------------------------------------------------------------------------
@@ -329,9 +329,6 @@ class Placement:
         home: Engine | None,
     ) -> RequestView:
         """The request as policies see it."""
-        prefix, most = None, self.config.prefix_length
-        if boundaries:  # the longest beginning that has at most `prefix_length` tokens, or the shortest there is
-            prefix = max((b for b in boundaries if b[0] <= most), default=boundaries[0])[1]
         return _new_tuple(
             RequestView,
             (
@@ -342,7 +339,6 @@ class Placement:
                 request.prompt_tokens,
                 int(request.expected_tokens * self._added_share),
                 self._prefixes.holders(boundaries) if boundaries else (),
-                prefix,
                 () if group_id is None else self._groups.placed(group_id),
             ),
         )

@@ -85,8 +85,6 @@ class RequestView(NamedTuple):
     of that which answers usually do add; 0: not said."""
     prefix_holders: tuple[PrefixHolder, ...] = ()
     """Engines that hold a prefix of this prompt, longest first; those that may not serve it included."""
-    prefix: bytes | None = None
-    """Hash of the prompt's beginning, of `prefix_length` tokens at most; None: not said."""
     group: tuple[tuple[str, int], ...] = ()
     """Where the other samples of `X-Group-ID` were placed: (engine, how many)."""
 
@@ -96,7 +94,7 @@ class Snapshot(NamedTuple):
 
     engines: tuple[EngineView, ...]
     placed: int
-    """Requests placed so far, by this process; what rotates, and what seeds a random choice."""
+    """Requests placed so far, by this process; what rotates."""
     resident_tokens: int
     """Of all `engines` together, so that no policy has to walk over them for a mean."""
 
@@ -117,7 +115,7 @@ class Defer(Enum):
 
 
 class ReadsPrefixes(IntEnum):
-    """Which requests a policy wants `prefix_holders` and `prefix` of; they cost a few microseconds."""
+    """Which requests a policy wants `prefix_holders` of; they cost a few microseconds."""
 
     NEVER = 0
     OPENING = 1
@@ -130,7 +128,6 @@ class Policy:
 
     Args:
         config: its options, and how many processes place requests on the same engines.
-        seed: of random choices.
     """
 
     sticky = False
@@ -138,9 +135,8 @@ class Policy:
     reads_prefixes = ReadsPrefixes.NEVER
     """Which requests it wants prefixes of."""
 
-    def __init__(self, config: RouterConfig, seed: int = 0) -> None:
+    def __init__(self, config: RouterConfig) -> None:
         self._config = config
-        self._seed = seed
 
     def choose(self, snapshot: Snapshot, request: RequestView) -> EngineView | Defer:
         """Return one of `snapshot.engines`, or why none."""
@@ -148,7 +144,6 @@ class Policy:
 
 
 _MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
 
 
 def mix64(value: int) -> int:
@@ -156,11 +151,6 @@ def mix64(value: int) -> int:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
-
-
-def draw(seed: int, counter: int, below: int) -> int:
-    """The random number `counter` of the stream `seed`, in `[0, below)`: SplitMix64, which needs no state."""
-    return mix64((seed * 0xD1B54A32D192ED03 + (counter + 1) * _GOLDEN) & _MASK) % below
 
 
 @lru_cache(maxsize=4096)
@@ -236,8 +226,8 @@ class BoundedSticky(Policy):
     sticky = True
     reads_prefixes = ReadsPrefixes.OPENING
 
-    def __init__(self, config: RouterConfig, seed: int = 0) -> None:
-        super().__init__(config, seed)
+    def __init__(self, config: RouterConfig) -> None:
+        super().__init__(config)
         self._processes = config.workers
         self._balance_factor = config.balance_factor
         self._slack = config.slack_tokens / config.workers
@@ -309,18 +299,11 @@ _LAST_RESORT = "requests"
 
 
 class Policies:
-    """Policies in order: one without an opinion leaves the choice to the next. `requests`, the last, always has one.
+    """Policies in order: one without an opinion leaves the choice to the next. `requests`, the last, always has one."""
 
-    Args:
-        config: their names and options.
-        seed: of random choices.
-    """
-
-    def __init__(self, config: RouterConfig, seed: int = 0) -> None:
+    def __init__(self, config: RouterConfig) -> None:
         names = dict.fromkeys([*config.policy.split(","), _LAST_RESORT])
-        self._policies: list[tuple[str, Policy]] = [
-            (name, plugged_in(f"policy.{name}")(config, seed)) for name in names
-        ]
+        self._policies: list[tuple[str, Policy]] = [(name, plugged_in(f"policy.{name}")(config)) for name in names]
         self.sticky = any(policy.sticky for _, policy in self._policies)
         self.reads_prefixes = max(policy.reads_prefixes for _, policy in self._policies)
 
