@@ -13,7 +13,7 @@ from penstock.engine.capabilities import EngineInfo
 from penstock.engine.client import STREAM_CHUNK_TOKENS, Counters, DataClient
 from penstock.engine.control import ControlClient
 from penstock.engine.interface import Engine
-from penstock.engine.vanilla import VanillaControl, VanillaReplies, VersionHistory
+from penstock.engine.vanilla import VanillaControl, VanillaReplies
 from penstock.types import KV, NamedTensors, PauseMode, UpdateReport
 from penstock.weights.adapter_files import AdapterFiles
 from penstock.weights.manifest import as_named_tensors
@@ -48,8 +48,7 @@ class HTTPEngine(Engine):
         stream_chunk_tokens: int = STREAM_CHUNK_TOKENS,
     ) -> Self:
         """Read what the engine is and return it ready for use."""
-        history = VersionHistory()
-        control = VanillaControl(name or url, url, history=history, api_key=api_key, timeout_s=control_timeout_s)
+        control = VanillaControl(name or url, url, api_key=api_key, timeout_s=control_timeout_s)
         async with AsyncExitStack() as opened:
             opened.push_async_callback(control.close)
             info = await control.info()
@@ -64,9 +63,8 @@ class HTTPEngine(Engine):
             routed=False,
         )
         engine = cls(control, data, info)
-        history.version = lambda: engine.weight_version
         engines = ((control.name, info.capabilities),)
-        data.unreported = VanillaReplies(lambda: engines, history)
+        data.unreported = VanillaReplies(lambda: engines)
         return engine
 
     @property

@@ -56,15 +56,14 @@ async def test_what_it_answers_is_labelled_as_any_other() -> None:
         assert {span.version for spans in out.response_spans for span in spans} == {0}
         assert all(out.responses)
         chat = await one.chat_completion({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5})
-        assert chat["choices"][0]["weight_versions"] == [{"version": "0", "start": 0, "end": 5}]
+        assert chat["choices"][0]["weight_versions"] is None
         several = await one.completion({"prompt": "ab", "n": 2, "max_tokens": 5})
         assert [choice["weight_versions"] for choice in several["choices"]] == [None, None]
 
 
 @pytest.mark.parametrize("mode", list(PauseMode))
-@pytest.mark.parametrize("vllm", ["0.32.0", "0.26.0"])
-async def test_samples_go_on_through_updates(mode: PauseMode, vllm: str) -> None:
-    async with plain(vllm_version=vllm) as (one, _):
+async def test_samples_go_on_through_updates(mode: PauseMode) -> None:
+    async with plain() as (one, _):
         await one.init_weight_update_communicator({"master_address": "127.0.0.1"})
         params = SamplingParams(max_tokens=120, min_tokens=100, n=3, seed=11, detokenize=False)
         request = asyncio.create_task(one.sample(PROMPT, 3, params))
@@ -80,11 +79,7 @@ async def test_samples_go_on_through_updates(mode: PauseMode, vllm: str) -> None
             assert verify(PROMPT, sample, params=params, seeds=[11 + i], context=512) == []
         crossed = mode is not PauseMode.WAIT
         expected = {0, 1, 2} if crossed else {0}
-        if vllm == "0.26.0" and mode is PauseMode.KEEP:
-            expected = {2}  # nobody can say where the versions meet, so they were made again
-            assert one.counters.wasted_tokens > 0
-        else:
-            assert one.counters.wasted_tokens == 0
+        assert one.counters.wasted_tokens == 0
         assert {span.version for sample in samples for span in sample.spans} == expected
         if mode is PauseMode.ABORT:
             assert one.counters.continued >= 2

@@ -10,12 +10,13 @@ import pytest
 from canned import answer, canned
 
 from penstock.engine.client import DataClient
-from penstock.engine.vanilla import VanillaReplies, VersionHistory
+from penstock.engine.vanilla import VanillaReplies
 from penstock.errors import EngineError
 from penstock.types import Sample, SamplingParams, VersionSpan
 from penstock.wire import UNKNOWN_VERSION
 
 PARAMS = SamplingParams(n=2, max_tokens=5, seed=7, min_tokens=4, logprobs=False, detokenize=False)
+ONE, TWO = ([{"version": "3", "start": 0, "end": end}] for end in (1, 2))
 LABELS = [{"version": "2", "start": 0, "end": 1}, {"version": "step-100", "start": 1, "end": 3}]
 
 
@@ -25,14 +26,13 @@ def choice(index: int, *ids: int, finish: str = "stop", **more: Any) -> dict[str
 
 async def asked(
     *answers: list[dict[str, Any]],
-    history: VersionHistory | None = None,
     of: list[dict[str, Any]] | None = None,
     params: SamplingParams = PARAMS,
 ) -> list[Sample]:
     """The samples that a client makes of these answers, the bodies that it sent for them in `of`."""
     async with canned(*(answer({"choices": choices}) for choices in answers)) as server:
         data = DataClient(server.url, request_timeout_s=20.0)
-        data.unreported = VanillaReplies(tuple, history)
+        data.unreported = VanillaReplies(tuple)
         try:
             return await data.sample([1], params.n, params)
         finally:
@@ -41,10 +41,8 @@ async def asked(
                 of += map(orjson.loads, server.bodies)
 
 
-async def test_its_versions_are_those_that_it_says_or_that_are_known_here() -> None:
-    history = VersionHistory()
-    history.version = lambda: 3
-    first, second = await asked([choice(1, 9), choice(0, 5, 6, 7, weight_versions=LABELS)], history=history)
+async def test_its_versions_are_those_that_it_says() -> None:
+    first, second = await asked([choice(1, 9, weight_versions=ONE), choice(0, 5, 6, 7, weight_versions=LABELS)])
     assert first.spans == (VersionSpan(2, 0, 1), VersionSpan(UNKNOWN_VERSION, 1, 3)), "a label that is no version"
     assert second.spans == (VersionSpan(3, 0, 1),)
 
@@ -65,22 +63,18 @@ async def test_what_does_not_fit_together_is_no_answer(choices: list[dict[str, A
 
 @pytest.mark.parametrize("ids", [({"token_id": 5}, {"token_id": 6}), ({}, {})])
 async def test_logprobs_are_those_of_the_tokens_also_where_entries_have_no_id(ids: tuple[dict[str, int], ...]) -> None:
-    """Entries of 0.26 name their token as text alone."""
     entries = [{"token": "a", "logprob": -0.5} | ids[0], {"token": "b", "logprob": -1.5} | ids[1]]
-    history = VersionHistory()
-    history.version = lambda: 3
-    answers = [choice(0, 5, 6, logprobs={"content": entries}), choice(1, 9, logprobs={"content": entries[:1]})]
-    first, _ = await asked(answers, history=history, params=replace(PARAMS, logprobs=True))
+    made = choice(0, 5, 6, logprobs={"content": entries}, weight_versions=TWO)
+    other = choice(1, 9, logprobs={"content": entries[:1]}, weight_versions=ONE)
+    first, _ = await asked([made, other], params=replace(PARAMS, logprobs=True))
     assert first.token_ids == (5, 6)
     assert first.logprobs == (-0.5, -1.5)
 
 
 async def test_fewer_logprobs_than_tokens_are_no_answer() -> None:
-    history = VersionHistory()
-    history.version = lambda: 3
-    short = choice(0, 5, 6, logprobs={"content": [{"token": "a", "logprob": -0.5}]})
+    short = choice(0, 5, 6, logprobs={"content": [{"token": "a", "logprob": -0.5}]}, weight_versions=TWO)
     with pytest.raises(EngineError, match="logprob"):
-        await asked([short, choice(1, 9)], history=history, params=replace(PARAMS, logprobs=True))
+        await asked([short, choice(1, 9, weight_versions=ONE)], params=replace(PARAMS, logprobs=True))
 
 
 async def test_what_a_pause_has_cut_is_asked_for_with_its_tokens_and_joined() -> None:

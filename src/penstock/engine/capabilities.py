@@ -63,7 +63,9 @@ _WITH_LORA = (
     "start it with --enable-lora and the environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or launch it by "
     "Penstock with enable_lora=true"
 )
-_WITH_TRANSFER = f'{DEV_MODE} and the option --weight-transfer-config \'{{"backend": "nccl"}}\' (or another backend)'
+_WITH_TRANSFER = (
+    f'{DEV_MODE} and, of vLLM 0.32 or newer, --weight-transfer-config \'{{"backend": "nccl"}}\' (or another backend)'
+)
 _WITH_LOGPROBS = (
     "start it with the option --logprobs-mode processed_logprobs (without Penstock's plugin with the environment "
     "variable VLLM_SERVER_DEV_MODE=1 too, so that it says how it is set); or ask for logprobs=False"
@@ -72,7 +74,7 @@ _WITH_LOGPROBS = (
 LACKING: Mapping[Capability, tuple[str, str]] = MappingProxyType(
     {
         "plugin": ("Penstock's plugin", _BY_PENSTOCK),
-        "tokens": ("the token endpoint", "start it with --enable-scale-out"),
+        "tokens": ("the token endpoint with versions", "start it with --enable-scale-out, of vLLM 0.32 or newer"),
         "pause": ("/pause and /resume", DEV_MODE),
         "abort": ("/abort_requests", f"{DEV_MODE}, and vLLM 0.32 or newer"),
         "caches": ("/reset_prefix_cache", DEV_MODE),

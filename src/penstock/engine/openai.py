@@ -32,7 +32,7 @@ class OpenAICalls:
         """OpenAI `/v1/completions`; each prompt of the body is a request of its own (R7).
 
         Each choice has its `weight_versions`, `[{"version", "start", "end"}, ...]`, as vLLM's token endpoint has them.
-        They are None for vLLM without our plugin, if the weights changed meanwhile or there are several choices.
+        They are None for vLLM without our plugin.
 
         Raises:
             RequestError: the prompt has none of the four forms, or `stream` is set.

@@ -11,8 +11,8 @@ It reports nothing while it works and resumes nothing:
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from bisect import bisect_left
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +26,7 @@ from penstock.engine.control import AdapterLoad, ControlClient, CoreState
 from penstock.engine.openai import Stream
 from penstock.errors import EngineError, EngineHTTPError, MissingCapabilityError, reading
 from penstock.http import HttpTransport, Reply
-from penstock.types import KV, EngineUpdate, PauseMode, SamplingParams
+from penstock.types import KV, EngineUpdate, SamplingParams
 from penstock.wire import GENERATE, version_number
 
 NOT_FOUND, NOT_ALLOWED, REFUSED_BODY, FAILED = 404, 405, frozenset({400, 422}), 500
@@ -37,59 +37,14 @@ _CALLS = {
 """Each is a POST route. A server that has the route answers GET with 405, otherwise with 404."""
 
 
-class VersionHistory:
-    """The weight versions that engines served between their pauses.
-
-    Weights change only while all engines are paused, so there is one version between two pauses.
-
-    Attributes:
-        version: returns the version in force now.
-    """
-
-    def __init__(self) -> None:
-        self.version: Callable[[], int] = int
-        self._paused: list[tuple[float, int]] = []
-        """For each version, when an engine that served it was paused last, by the loop's clock."""
-
-    def note_pause(self) -> None:
-        """Record that an engine is about to be paused."""
-        version = self.version()
-        if self._paused and self._paused[-1][1] == version:
-            self._paused.pop()  # whatever was sent before that pause was sent before this one too
-        self._paused.append((asyncio.get_running_loop().time(), version))
-
-    def version_of(self, sent_at: float, *, aborted: bool) -> int | None:
-        """Return the version of all tokens of an answer that has just come, or None where that is uncertain.
-
-        Args:
-            sent_at: when its request was sent, by the loop's clock.
-            aborted: a pause ended it, so it has no tokens of what came after the last pause.
-        """
-        versions = {version for _, version in self._paused[bisect_left(self._paused, (sent_at,)) :]}
-        if not (aborted and versions):
-            versions.add(self.version())
-        return versions.pop() if len(versions) == 1 else None
+OLD = re.compile(r"0\.([12]?\d|3[01])\.")
+"""Versions of vLLM before 0.32, which label neither weights nor tokens."""
 
 
 class VanillaControl(ControlClient):
-    """`ControlClient` of a server with our plugin or without it; `info` finds out which.
+    """`ControlClient` of a server with our plugin or without it; `info` finds out which."""
 
-    Args:
-        name, url, options: as of `ControlClient`.
-        history: of the server's fleet; default: a history that nothing reads.
-    """
-
-    def __init__(self, name: str, url: str, *, history: VersionHistory | None = None, **options: Any) -> None:
-        super().__init__(name, url, **options)
-        self._history = history or VersionHistory()
-        self._has_plugin = True
-        self._labelled = 0
-        """Version of the last native update, since vLLM 0.26 keeps none."""
-
-    async def pause(self, mode: PauseMode, *, clear_cache: bool = True, timeout_s: float | None = None) -> None:
-        """Pause as `ControlClient` does, after the history has recorded it."""
-        self._history.note_pause()
-        await super().pause(mode, clear_cache=clear_cache, timeout_s=timeout_s)
+    _has_plugin = True
 
     async def state(self) -> CoreState:
         """Return what the core reports; without our plugin only whether it is paused."""
@@ -131,22 +86,16 @@ class VanillaControl(ControlClient):
             if error.status != NOT_FOUND:
                 raise
         self._has_plugin = False
-        return await identify(self.http, labelled=self._labelled, timeout_s=self.timeout_s)
-
-    async def _label(self, version: int) -> None:
-        self._labelled = version
-        if self._has_plugin:
-            await super()._label(version)
+        return await identify(self.http, timeout_s=self.timeout_s)
 
 
-async def identify(http: HttpTransport, *, labelled: int, timeout_s: float) -> EngineInfo:
+async def identify(http: HttpTransport, *, timeout_s: float) -> EngineInfo:
     """Find out what a vLLM server without our plugin is and can do, by questions that change nothing.
 
     Without dev mode the server does not report its settings.
 
     Args:
         http: to it.
-        labelled: the version that we gave its weights, for vLLM 0.26, which keeps none; 0: as loaded.
         timeout_s: deadline of each question.
 
     Raises:
@@ -175,10 +124,11 @@ async def identify(http: HttpTransport, *, labelled: int, timeout_s: float) -> E
     with reading("answers of a vLLM server", malformed):
         config = _section(settings, "vllm_config")
         model, parallel = _section(config, "model_config"), _section(config, "parallel_config")
+        number = str(version["version"])  # pyright: ignore[reportUnknownArgumentType] - a JSON object
         return EngineInfo(
             engine="vllm",
-            vllm=str(version["version"]),  # pyright: ignore[reportUnknownArgumentType] - a JSON object
-            weight_version=labelled if weights is None else _version(http, weights["weight_version"]),
+            vllm=number,
+            weight_version=0 if weights is None else _version(http, weights["weight_version"]),
             paused=bool(paused and paused["is_paused"]),
             tp=int(parallel.get("tensor_parallel_size", 1)),
             pp=int(parallel.get("pipeline_parallel_size", 1)),
@@ -186,21 +136,24 @@ async def identify(http: HttpTransport, *, labelled: int, timeout_s: float) -> E
             vocab_size=int(model.get("vocab_size", 0)),
             max_model_len=int(models["data"][0]["max_model_len"]),
             transports=(),
-            capabilities=_capabilities(dict(zip(_CALLS, found, strict=True)), config, tokens=tokens),
+            capabilities=_capabilities(
+                dict(zip(_CALLS, found, strict=True)), config, tokens=tokens, labels=not OLD.match(number)
+            ),
             dtype=str(model.get("dtype") or "").removeprefix("torch."),
             instance=str(config.get("instance_id") or ""),
         )
 
 
-def _capabilities(calls: dict[str, bool], config: dict[str, Any], *, tokens: bool) -> Capabilities:
+def _capabilities(calls: dict[str, bool], config: dict[str, Any], *, tokens: bool, labels: bool) -> Capabilities:
+    """`labels`: it labels weights and tokens with versions."""
     model, transfer = _section(config, "model_config"), _section(config, "weight_transfer_config")
     found: dict[str, Any] = {
         **calls,
         "sleep": calls["sleep"] and bool(model.get("enable_sleep_mode")),
-        "weight_transfer": transfer.get("backend") if calls["weight_transfer"] else None,
+        "weight_transfer": transfer.get("backend") if calls["weight_transfer"] and labels else None,
         "sampled_logprobs": model.get("logprobs_mode") in SAMPLED_FROM,
     }
-    return Capabilities(plugin=False, tokens=tokens, **found)
+    return Capabilities(plugin=False, tokens=tokens and labels, **found)
 
 
 def _section(config: Any, name: str) -> dict[str, Any]:
@@ -256,23 +209,18 @@ async def _takes_tokens(http: HttpTransport, timeout_s: float) -> bool:
 
 NO_VERSIONS = (
     "the answer does not say which weights made its tokens; use vLLM 0.32 or newer, or launch the engine through "
-    "Penstock, whose plugin supplies it (of 0.26 without it, only the process that holds the fleet knows)"
+    "Penstock, whose plugin supplies it"
 )
 
 
 class VanillaReplies(UnreportedReplies):
     """Reads the replies of vLLM without our plugin, and sends again what a pause has cut.
 
-    Args:
-        engines: returns name and capabilities of each engine that may get a request.
-        history: which versions they served; None: another process updates them.
+    `engines` returns name and capabilities of each engine that may get a request.
     """
 
-    def __init__(
-        self, engines: Callable[[], Sequence[tuple[str, Capabilities]]], history: VersionHistory | None = None
-    ) -> None:
+    def __init__(self, engines: Callable[[], Sequence[tuple[str, Capabilities]]]) -> None:
         self._engines = engines
-        self._history = history
 
     def check(self, params: SamplingParams) -> None:
         """Raise MissingCapabilityError if an engine cannot do what a token request asks for."""
@@ -284,7 +232,7 @@ class VanillaReplies(UnreportedReplies):
         """Return the whole answer, joined where a pause has cut it.
 
         Raises:
-            EngineError: neither the answer nor the history says which weights made its tokens.
+            EngineError: it does not say which weights made its tokens.
         """
         # The engine has begun at the beginning, whatever it was given to resume.
         counters = request.client.counters
@@ -293,20 +241,17 @@ class VanillaReplies(UnreportedReplies):
         choices: list[dict[str, Any]] = body["choices"]
         aborted = any(choice["finish_reason"] == "abort" for choice in choices)
         asked = request.client.aborted_at >= request.sent_at
-        version = self._history.version_of(request.sent_at, aborted=aborted) if self._history is not None else None
         of_ids = request.path == wire.GENERATE
-        reports = [report_of(choice, version, asked=asked) for choice in choices] if of_ids else []
-        unlabelled = any(report["versions"] is None for report in reports)
-        if unlabelled and self._history is None:
+        reports = [report_of(choice, asked=asked) for choice in choices] if of_ids else []
+        if any(report["versions"] is None for report in reports):
             raise EngineError(NO_VERSIONS, engine=request.client.http.name)
         params = request.body.get("sampling_params", {})
         joinable = of_ids and not params.get("stop") and "structured_outputs" not in params
-        tokens = int(body["usage"]["completion_tokens"]) if body.get("usage") else 0
-        if unlabelled or (aborted and not asked and not joinable):
-            counters.wasted_tokens += tokens
+        if aborted and not asked and not joinable:
+            counters.wasted_tokens += int(body["usage"]["completion_tokens"]) if body.get("usage") else 0
             request.partials.get(0).finish = "abort"  # made again
         elif not of_ids:
-            return Answer(body, [[[version, 0, tokens]]] if version is not None and len(choices) == 1 else None)
+            return Answer(body, None)
         elif request.partials.add(reports):  # else it is sent again as it is, if it was cut
             cut = [report["index"] for report in reports if request.partials.get(report["index"]).cut]
             await all_or_first_error(_finish(request, i) for i in cut)
@@ -339,21 +284,16 @@ def _refuse_if_begun(request: Stream) -> None:
         )
 
 
-def report_of(choice: Mapping[str, Any], version: int | None, *, asked: bool = False) -> dict[str, Any]:
+def report_of(choice: Mapping[str, Any], *, asked: bool = False) -> dict[str, Any]:
     """Turn a choice of vLLM's own answer into a `wire.SampleReport`; `versions` are None where they are unknown.
 
-    Args:
-        choice: since 0.32 with its versions.
-        version: of all its tokens, where it has none itself.
-        asked: the caller asked for its abort.
+    `asked`: the caller asked for its abort.
     """
     ids: list[int] = choice["token_ids"] or []
     native, logprobs = choice.get("weight_versions"), choice.get("logprobs")
+    versions: list[list[int]] | None = None if ids else []
     if native is not None:
         versions = [[wire.version_of_tokens(span["version"]), span["end"] - span["start"]] for span in native]
-    else:
-        versions = None if ids and version is None else [[version, len(ids)]] if ids else []
-    # The ids are the choice's own: entries of vLLM 0.26 have none.
     pairs = zip(ids, logprobs["content"], strict=False) if logprobs else ()
     sampled = [[[token, entry["logprob"], 1, None]] for token, entry in pairs] if logprobs else None
     return {

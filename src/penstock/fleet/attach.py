@@ -9,11 +9,10 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
-from functools import partial
 from typing import Any
 
 from penstock.engine.client import DataClient
-from penstock.engine.vanilla import VanillaControl, VanillaReplies, VersionHistory
+from penstock.engine.vanilla import VanillaControl, VanillaReplies
 from penstock.errors import (
     ConfigError,
     EngineDeadError,
@@ -56,12 +55,10 @@ class AttachedServers:
         self._api_key = api_key
         self._control_s = control_timeout_s
         self._served_as = served_as
-        self._history = VersionHistory()
 
     def serve(self, client: DataClient, roster: Roster) -> None:
         """Let a client's requests reach servers without our plugin (`engine/vanilla.py`)."""
-        self._history.version = lambda: roster.version
-        client.unreported = VanillaReplies(roster.asked, self._history)
+        client.unreported = VanillaReplies(roster.asked)
 
     async def join(self, lifecycle: Lifecycle, spec: ServerSpec, beside: Sequence[Member] = ()) -> Member:
         """Ask a server what it is; it is SYNCING then. The engines `beside` it serve the model that it has to serve.
@@ -99,7 +96,7 @@ class AttachedServers:
                 self._connections,
                 api_key=self._api_key,
                 control_timeout_s=self._control_s,
-                client=partial(VanillaControl, history=self._history),
+                client=VanillaControl,
             )
         except EngineHTTPError:
             await _refuse_router(http)
