@@ -63,8 +63,6 @@ def test_engines_are_added_drained_removed_and_replaced_without_a_key(
     with serving(tmp_path / "log", "sim", "--port", "0", PENSTOCK_API_KEY="secret") as other:
         added = penstock("fleet", "add", "--attach", f"{other.url}#dp=1", PENSTOCK_RUNTIME_DIR=runtime)
         assert (added.returncode, added.stdout) == (0, "serving: e4\n"), added.stderr
-        assert f"warning: {other.url} serves " in added.stderr
-        assert "knows no model m: it answers 404" in added.stderr
         assert fleet("remove", "e4") == "e4 has left"
         assert OpenAI(base_url=f"{other.url}/v1", api_key="secret").models.list().data, "it runs on"
     client = OpenAI(base_url=f"{server.url}/v1", api_key="secret")

@@ -91,8 +91,6 @@ def add(
         )
     else:
         names, state = _run(url, lambda client: client.order("add", count=count or 1), f"starting {count or 1} more")
-    for warning in [m.warning for m in state.members if m.name in names and m.warning]:
-        typer.echo(f"warning: {warning}", err=True)
     waiting = [m.name for m in state.members if m.name in names and m.state == "syncing"]
     if serving := [name for name in names if name not in waiting]:
         typer.echo(f"serving: {', '.join(serving)}")

@@ -226,7 +226,8 @@ class DataClient:
             (self._kv_labelled(whole_of(part, params, spans)), part.stop_reason)
             for part, spans in zip(parts, wire.padded(answer.spans or (), params.n), strict=False)
         ]
-        made = plugged_in("experts.add")(made, answer.body, len(token_ids))
+        if _reports_experts(answer.body):
+            made = plugged_in("experts.add")(made, answer.body, len(token_ids))
         if not params.detokenize:
             return [sample for sample, _ in made]
         texts = await all_or_first_error(self._text(sample, params, stop, end) for sample, stop in made)
@@ -274,6 +275,11 @@ class DataClient:
         position, token = next((i, t) for i, t in enumerate(ids) if t < 0 or (top is not None and t >= top))
         known = f"[0, {top})" if top is not None else "the non-negative integers"
         raise RequestError(f"{where}[{position}] is {token}, outside the vocabulary {known}")
+
+
+def _reports_experts(body: Any) -> bool:
+    choices: Any = cast("Mapping[str, Any]", body).get("choices") if isinstance(body, dict) else None
+    return any(choice.get("routed_experts") for choice in choices or ())
 
 
 def _group_ids(prompts: Sequence[Sequence[int]]) -> list[str | None]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from penstock.errors import EngineError, reading
 from penstock.types import Sample
@@ -16,9 +15,7 @@ Made = list[tuple[Sample, int | str | None]]
 
 def add_experts(made: Made, answer: Any, prompt_tokens: int) -> Made:
     """Return the samples of an answer, each with what ended it, with the experts that the engine reports of them."""
-    given = cast("Mapping[str, Any]", answer).get("choices") if isinstance(answer, dict) else None
-    choices = cast("Sequence[Mapping[str, Any]]", given or ())
-    texts = {choice["index"]: text for choice in choices if (text := choice.get("routed_experts"))}
+    texts = {choice["index"]: text for choice in answer["choices"] if (text := choice.get("routed_experts"))}
     return [
         (with_experts(sample, texts[i], prompt_tokens) if i in texts else sample, stop)
         for i, (sample, stop) in enumerate(made)

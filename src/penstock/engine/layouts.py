@@ -43,6 +43,7 @@ NOT_EXTRA: Mapping[str, str] = {
     "enable-expert-parallel": "set enable_expert_parallel, which is checked against the model",
     "api-server-count": "versions are kept in one API process of an engine; for more of them start more engines",
     "enable-return-routed-experts": "set enable_return_routed_experts, which is checked against the model",
+    "logprobs-mode": "a learner needs the logprobs of what was sampled from",
     "enable-sleep-mode": "set enable_sleep_mode, which is checked against the device",
 }  # fmt: skip
 """The same of vLLM's."""

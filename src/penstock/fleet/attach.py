@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
@@ -55,10 +55,18 @@ class AttachedServers:
         self._api_key = api_key
         self._control_s = control_timeout_s
         self._served_as = served_as
+        self._any_joined = False
+        self._plug: Callable[[], None] = lambda: None
 
     def serve(self, client: DataClient, roster: Roster) -> None:
-        """Let a client's requests reach servers without our plugin (`engine/vanilla.py`)."""
-        client.unreported = VanillaReplies(roster.asked)
+        """Let a client's requests reach servers that join, those without our plugin too (`engine/vanilla.py`)."""
+
+        def plug() -> None:
+            client.unreported = VanillaReplies(roster.asked)
+
+        self._plug = plug
+        if self._any_joined:
+            plug()
 
     async def join(self, lifecycle: Lifecycle, spec: ServerSpec, beside: Sequence[Member] = ()) -> Member:
         """Ask a server what it is; it is SYNCING then. The engines `beside` it serve the model that it has to serve.
@@ -74,7 +82,7 @@ class AttachedServers:
                 member = await self._joined(lifecycle, http)
                 failed.push_async_callback(member.control.close)
                 if self._served_as is not None:
-                    member.warning = await _other_name(http, self._served_as)
+                    await _warn_of_other_name(http, self._served_as)
                 _refuse_other_model(member, beside)
                 member.ranks = _ranks(member, spec)
             except PenstockError as error:
@@ -82,6 +90,8 @@ class AttachedServers:
                 raise
             failed.pop_all()
         member.spec = spec
+        self._any_joined = True
+        self._plug()
         return member
 
     async def close(self) -> None:
@@ -112,20 +122,18 @@ async def _refuse_router(http: HttpTransport) -> None:
     raise UserError(f"{http.url} is a router of Penstock, not an engine; give the addresses of its engines")
 
 
-async def _other_name(http: HttpTransport, name: str) -> str:
-    """A warning: OpenAI requests name the model, and are passed on as they came; those by token ids do not."""
+async def _warn_of_other_name(http: HttpTransport, name: str) -> None:
+    """OpenAI requests name the model, and are passed on as they came; those by token ids do not."""
     models: Any = await http.get("/v1/models", timeout_s=CONNECT_S)
     with reading(f"answer of {http.url} to /v1/models", EngineError):
         names = [str(model["id"]) for model in models["data"]]
         first = names[0]
-    if name in names:
-        return ""
-    warning = (
-        f"{http.url} serves {', '.join(names)} and knows no model {name}: it answers 404 to OpenAI requests that name "
-        f"that one; start it with --served-model-name {name}, or give the fleet served_model_name={first}"
-    )
-    logger.warning("%s", warning)
-    return warning
+    if name not in names:
+        logger.warning(
+            "%s serves %s and knows no model %s: it answers 404 to OpenAI requests that name that one; start it with "
+            "--served-model-name %s, or give the fleet served_model_name=%s", http.url, ", ".join(names), name, name,
+            first,
+        )  # fmt: skip
 
 
 def _refuse_other_model(member: Member, beside: Sequence[Member]) -> None:

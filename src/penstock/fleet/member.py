@@ -198,8 +198,6 @@ class Member:
     """Someone else started it, and it may come back; None: it was launched, or is gone for good when it dies."""
     torn: str | None = None
     """An update failed in this instance of it, so its weights may be half of one version and half of another."""
-    warning: str = ""
-    """What the user who attached it has to know."""
     foreign: int | None = None
     """`CoreState.foreign` when nothing was wrong; None: not asked since a call of ours that may change it."""
     asleep: frozenset[str] = frozenset()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, suppress
@@ -59,7 +58,6 @@ ANSWER_S = 10.0
 CALL_S = 24 * 3600.0
 """Of a call that ends with an operation; each step of that has its own deadline in the other process."""
 
-logger = logging.getLogger(__name__)
 RESULTS: Mapping[str, TypeAdapter[Any]] = {
     "update": TypeAdapter(UpdateReport),
     "adapter_update_from": TypeAdapter(UpdateReport),
@@ -208,7 +206,6 @@ class AdoptedRoster(Roster):
             reported.weight_version,
             api_key=key,
             gpus=reported.gpus,
-            warning=reported.warning,
         )
         member.restarts = reported.is_restarting
         return member
@@ -263,7 +260,6 @@ class RemoteElastic(Remote):
 
     def __init__(self, roster: AdoptedRoster) -> None:
         super().__init__(Elastic, roster.order)
-        self._roster = roster
         self._probing: asyncio.Future[Any] | None = None
 
     async def probe_all(self) -> None:
@@ -276,11 +272,7 @@ class RemoteElastic(Remote):
     async def attach(self, servers: Iterable[str | ServerSpec]) -> tuple[str, ...]:
         """See `Elastic.attach`."""
         given = [spec.model_dump() if isinstance(spec, ServerSpec) else spec for spec in servers]
-        names = tuple(await self._call("attach", servers=given))
-        for member in self._roster.members:
-            if member.name in names and member.warning:
-                logger.warning(member.warning)
-        return names
+        return tuple(await self._call("attach", servers=given))
 
     async def close(self) -> None:
         """Give up asking."""

@@ -162,8 +162,6 @@ class MemberState:
     """It does not serve, and will."""
     gpus: tuple[str, ...]
     info: EngineInfo
-    warning: str = ""
-    """See `Member.warning`."""
     api_key: str | None = field(default=None, repr=False)
     """What it asks for; never shown."""
 
@@ -226,7 +224,7 @@ READ: Mapping[str, Callable[[Any], Any]] = {
     "manifest": WeightManifest.from_json,
 }
 """By name of an argument: its value from JSON. Others are what they are."""
-COPIED = ("name", "url", "state", "weight_version", "is_restarting", "gpus", "info", "warning", "api_key")
+COPIED = ("name", "url", "state", "weight_version", "is_restarting", "gpus", "info", "api_key")
 """What a `MemberState` has of its `Member`."""
 
 
