@@ -18,8 +18,8 @@ from typing import Any
 import _common
 import psutil
 
-from penstock.router import EngineEntry, Membership
 from penstock.router.admin_client import RouterAdmin
+from penstock.router.memory import EngineEntry, Membership
 
 HERE = Path(__file__).parent
 START_S = 60.0

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from fleet_sim.cache import Segment
-from penstock.router import EngineEntry
+from penstock.router.memory import EngineEntry
 from penstock.router.policies import Defer, Hints
 
 BLOCK = 64

@@ -9,7 +9,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, cast
 
 from penstock.errors import RequestError, UserError
 
@@ -27,12 +27,6 @@ FinishReason = Literal["stop", "length", "abort"]
 KV = Literal["recompute", "keep", "keep_in_flight"]
 """The KV cache in a weight update: computed again under the new weights, kept as it is, or kept by those requests alone
 that are making tokens, so that new requests reuse nothing of older weights."""
-
-
-def check_kv(kv: str) -> None:
-    """Raise UserError if it is none of `KV`."""
-    if kv not in get_args(KV):
-        raise UserError(f"kv must be one of {', '.join(get_args(KV))}, got {kv!r}")
 
 
 NamedTensors: TypeAlias = (

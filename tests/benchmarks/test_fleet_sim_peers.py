@@ -19,7 +19,7 @@ from fleet_sim.run import FleetRun, FleetSetup, Incident
 from fleet_sim.speed import EngineLimits, EngineSpeed
 from fleet_sim.trace import AgentShape, Lengths, agents
 from penstock.rooms import plugged_as
-from penstock.router import EngineEntry
+from penstock.router.memory import EngineEntry
 from penstock.router.placement import Placement
 from penstock.settings import RouterConfig
 

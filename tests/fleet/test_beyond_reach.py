@@ -13,8 +13,8 @@ import pytest
 from penstock import Fleet
 from penstock.cli.status import status
 from penstock.errors import EngineDeadError
-from penstock.router import EngineEntry, Membership
 from penstock.router.admin_client import RouterAdmin
+from penstock.router.memory import EngineEntry, Membership
 from penstock.router.server import Router
 from penstock.settings import RouterConfig
 

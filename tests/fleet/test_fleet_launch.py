@@ -20,8 +20,8 @@ from penstock.engine.client import DataClient
 from penstock.errors import ConfigError, EngineHTTPError, EngineStartError, StateError
 from penstock.fleet.member import State
 from penstock.http import HttpTransport
-from penstock.router import Membership
 from penstock.router.admin_client import RouterAdmin
+from penstock.router.memory import Membership
 from penstock.settings import EngineConfig, FleetConfig, RouterConfig
 from sim_fleets import SIM, check_serves, children
 

@@ -15,8 +15,8 @@ from penstock.aio import cancelled
 from penstock.errors import DeadlineError, EngineHTTPError, PenstockError, UserError
 from penstock.fleet.member import State
 from penstock.fleet.router_process import RouterGuard, settle
-from penstock.router import EngineEntry, Membership
 from penstock.router.admin_client import RouterAdmin
+from penstock.router.memory import EngineEntry, Membership
 from penstock.router.server import Router
 from penstock.settings import FleetConfig
 from penstock.sim.config import SimConfig

@@ -20,7 +20,7 @@ from penstock.errors import (
     UserError,
 )
 from penstock.fleet.member import State, fan_out
-from penstock.router import Membership
+from penstock.router.memory import Membership
 from penstock.types import PauseMode
 
 KINDS = ["refuse", "hang", "die", "garbage"]

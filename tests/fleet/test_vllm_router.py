@@ -14,7 +14,7 @@ from penstock import Fleet, SamplingParams
 from penstock.errors import ConfigError, EngineDeadError, EngineHTTPError, StateError, UserError
 from penstock.fleet.member import State
 from penstock.fleet.vllm_router import VllmRouterAdmin
-from penstock.router import EngineEntry, Membership
+from penstock.router.memory import EngineEntry, Membership
 from penstock.router.server import Router
 from penstock.sim import SimConfig, SimServer
 from sim_fleets import SIM, check, check_serves, engine_process, in_flight, made

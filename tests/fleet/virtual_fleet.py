@@ -24,11 +24,11 @@ from penstock.fleet.launch import Terms, assemble
 from penstock.fleet.member import Lifecycle, Member, State, connect_engine
 from penstock.fleet.router_process import OpenRouter
 from penstock.http import HttpTransport
-from penstock.router import EngineEntry, Membership
 from penstock.router.admin_client import EngineLoad, RouterState
 from penstock.router.backend import Backend
 from penstock.router.dispatcher import Dispatcher, Waiter
 from penstock.router.http import RefusalError, RequestHead
+from penstock.router.memory import EngineEntry, Membership
 from penstock.settings import EngineConfig, FleetConfig, RouterConfig
 from penstock.sim import Fault, FaultKind, Phase, SimConfig, SimEngine
 from penstock.sim.server import CORE_DEATH_EXIT_S, _app

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from penstock.router import KEY_ENV, EngineEntry, Membership
 from penstock.router.admin_client import RouterAdmin, RouterState
+from penstock.router.memory import KEY_ENV, EngineEntry, Membership
 from penstock.router.server import Router
 from penstock.settings import RouterConfig
 

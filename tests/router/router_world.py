@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from router_rig import Backend, RawClient, Seen, eventually, read_body, reply, request
 
-from penstock.router import EngineEntry, Membership
 from penstock.router.backend import Backend as RouterBackend
 from penstock.router.http import RequestHead
+from penstock.router.memory import EngineEntry, Membership
 from penstock.router.server import Router
 from penstock.settings import RouterConfig
 

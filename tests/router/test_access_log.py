@@ -8,7 +8,7 @@ import logging
 import pytest
 from router_rig import Backend, RawClient, answer_name, eventually, request
 
-from penstock.router import Membership
+from penstock.router.memory import Membership
 from penstock.router.server import Router
 from penstock.settings import RouterConfig
 

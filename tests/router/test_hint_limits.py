@@ -8,10 +8,10 @@ import pytest
 from router_rig import Backend, Seen, answer_name, eventually, reply, request, rig
 
 from penstock.errors import UserError
-from penstock.router import EngineEntry, Membership
 from penstock.router.backend import Backend as RouterBackend
 from penstock.router.dispatcher import Dispatcher, Lane, Waiter
 from penstock.router.http import RefusalError, parse_request
+from penstock.router.memory import EngineEntry, Membership
 from penstock.router.placement import MOST_TOKENS, Placement
 from penstock.settings import RouterConfig
 

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.errors import StateError
 from penstock.rooms import plugged_as
-from penstock.router import EngineEntry
+from penstock.router.memory import EngineEntry
 from penstock.router.placement import Placement
 from penstock.router.policies import Defer, Hints
 from penstock.settings import RouterConfig

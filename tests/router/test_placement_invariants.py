@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.rooms import plugged_as
-from penstock.router import EngineEntry
+from penstock.router.memory import EngineEntry
 from penstock.router.placement import Placement
 from penstock.router.policies import Defer, Hints
 from penstock.settings import RouterConfig

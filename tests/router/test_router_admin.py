@@ -11,10 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from router_rig import answer_name, request, rig
 
 from penstock.errors import ConfigError, DeadlineError, EngineDeadError, EngineHTTPError, StateError, UserError
-from penstock.router import EngineEntry, Membership
 from penstock.router.admin_client import RouterAdmin
 from penstock.router.figures import histogram
-from penstock.router.memory import Histogram
+from penstock.router.memory import EngineEntry, Histogram, Membership
 from penstock.router.server import Router
 from penstock.router.workers import share_port
 from penstock.settings import RouterConfig, refuse_open_host, validate

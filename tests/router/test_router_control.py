@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from router_rig import Backend, RawClient, Rig, Seen, answer_name, eventually, reply, request, rig
 
-from penstock.router import EngineEntry
 from penstock.router.admin_client import EngineLoad
 from penstock.router.backend import KVStats, parse_kv_stats
+from penstock.router.memory import EngineEntry
 from penstock.sim import SimConfig, SimServer
 
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter

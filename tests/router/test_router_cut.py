@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 from router_rig import Backend, RawClient, Rig, Seen, eventually, reply, request, rig
 
-from penstock.router import Membership
 from penstock.router.admin_client import RouterAdmin
+from penstock.router.memory import Membership
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nbegun\r\n"
 

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from router_rig import Backend, RawClient, Seen, answer_name, eventually, reply, request, rig
 
-from penstock.router import EngineEntry
 from penstock.router.backend import Backend as RouterBackend
 from penstock.router.backend import BackendConnection, ConnectionUser
-from penstock.router.memory import Load
+from penstock.router.memory import EngineEntry, Load
 from penstock.router.placement import Engine
 
 both_loops = pytest.mark.parametrize("process", [False, True], ids=["asyncio", "uvloop"])

@@ -17,8 +17,8 @@ import openai
 import pytest
 from router_rig import Backend, Rig, Seen, eventually, reply, rig, router_process
 
-from penstock.router import EngineEntry, Membership
 from penstock.router.admin_client import RouterAdmin
+from penstock.router.memory import EngineEntry, Membership
 from penstock.sim import SimConfig, SimServer
 
 MB = 2**20

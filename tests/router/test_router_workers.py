@@ -18,8 +18,8 @@ from worker_rig import one_to_each, pid_of, running
 from penstock.errors import EngineStartError, StateError, UserError
 from penstock.fleet.router_process import RouterProcess
 from penstock.process import backoff_s
-from penstock.router import Membership
 from penstock.router.admin_client import RouterAdmin, RouterState
+from penstock.router.memory import Membership
 from penstock.router.workers import Workers, listen, share_port
 from penstock.settings import RouterConfig
 

@@ -28,8 +28,9 @@ from penstock.fleet.member import Member, fan_out
 from penstock.fleet.operations import OperationQueue
 from penstock.fleet.roster import Roster
 from penstock.fleet.stores import is_local
+from penstock.fleet.update import check_kv
 from penstock.settings import FleetConfig
-from penstock.types import KV, AdapterStatus, UpdateReport, check_kv
+from penstock.types import KV, AdapterStatus, UpdateReport
 from penstock.weights.adapter_files import AdapterFiles
 
 T = TypeVar("T")
@@ -72,7 +73,8 @@ class FleetAdapters:
         self._most = fleet.max_adapters
         self._folder = fleet.weight_folder
         self._timeout_s = timeout_s
-        self._known: dict[str, FleetAdapter] = {}
+        self.known: dict[str, FleetAdapter] = {}
+        """By name."""
         self._highest: dict[str, int] = {}
         """The last version of every name, the unloaded too: KV of an older one must not be found again."""
         self._saved: dict[str, tuple[str, int]] = {}
@@ -120,7 +122,7 @@ class FleetAdapters:
             self._check(name, None)
             stamp = stamp_of(path)
             saved = f"{path}\n{stamp}"
-            known = self._known.get(name)
+            known = self.known.get(name)
             if stamp and known is not None and self._saved.get(name) == (saved, known.version):
                 for member in self._roster.live():
                     await self._bring(member, name, known)
@@ -181,7 +183,7 @@ class FleetAdapters:
     async def statuses(self) -> dict[str, AdapterStatus]:
         """Name every adapter, with its version and its requests over all engines."""
         outcome = await fan_out(self._roster.live(), lambda engine: engine.adapters(), deadline_s=self._timeout_s)
-        return {name: self._status(name, outcome.results.values()) for name in self._known}
+        return {name: self._status(name, outcome.results.values()) for name in self.known}
 
     async def status(self, name: str) -> AdapterStatus:
         """Return one adapter's version and requests. UserError: there is none of that name."""
@@ -194,15 +196,15 @@ class FleetAdapters:
         Raises:
             EngineError: it cannot be brought there, so it must not serve.
         """
-        for name, known in self._known.items():
+        for name, known in self.known.items():
             # An owner before us may have given it other tensors under the same version.
             await self._bring(member, name, known, trusted=False)
 
     def close(self) -> None:
         """Free every file."""
-        for known in self._known.values():
+        for known in self.known.values():
             known.files.close()
-        self._known.clear()
+        self.known.clear()
 
     async def _bring(self, member: Member, name: str, known: FleetAdapter, *, trusted: bool = True) -> None:
         async def load(engine: ControlClient) -> None:
@@ -239,7 +241,7 @@ class FleetAdapters:
             if kv != "recompute":
                 engines = ((m.name, m.info.capabilities) for m in self._roster.live())
                 require(engines, "kv_in_flight", f"update_adapter with kv={kv!r}")
-            if name not in self._known:
+            if name not in self.known:
                 await self._make_room()
             if name not in self._highest:
                 self._highest[name] = await self._highest_at_engines(name)
@@ -253,8 +255,8 @@ class FleetAdapters:
             )
             undo.pop_all()
         self._highest[name] = number
-        if (known := self._known.get(name)) is None:
-            known = self._known[name] = FleetAdapter(number, files)
+        if (known := self.known.get(name)) is None:
+            known = self.known[name] = FleetAdapter(number, files)
             known.resumed.set()
         else:
             before, known.version, known.files = known.files, number, files
@@ -278,12 +280,12 @@ class FleetAdapters:
         for member in members:
             if (error := outcome.failures.get(member.name)) is not None:
                 await self._roster.mark_dead(member, f"unloading adapter {name!r} failed: {error}")
-        del self._known[name]
+        del self.known[name]
         known.resumed.set()
         known.files.close()
 
     async def _make_room(self) -> None:
-        while len(self._known) >= self._most:
+        while len(self.known) >= self._most:
             status = await self.statuses()
             idle = [n for n, s in status.items() if not (s.in_flight or s.pinned or s.paused)]
             if not idle:
@@ -295,7 +297,7 @@ class FleetAdapters:
                 await self._unload(max(idle, key=lambda name: status[name].idle_s))
 
     def _status(self, name: str, served: Iterable[Mapping[str, AdapterLoad]]) -> AdapterStatus:
-        known, loads = self._known[name], [loads[name] for loads in served if name in loads]
+        known, loads = self.known[name], [loads[name] for loads in served if name in loads]
         return AdapterStatus(
             version=known.version,
             nbytes=known.files.nbytes,
@@ -335,8 +337,8 @@ class FleetAdapters:
             raise UserError(f"adapter {name!r} has had version {highest}; a new one is a greater int, got {version!r}")
 
     def _of(self, name: str) -> FleetAdapter:
-        if (known := self._known.get(name)) is None:
-            raise UserError(f"there is no adapter {name!r}; loaded: {', '.join(sorted(self._known)) or 'none'}")
+        if (known := self.known.get(name)) is None:
+            raise UserError(f"there is no adapter {name!r}; loaded: {', '.join(sorted(self.known)) or 'none'}")
         return known
 
 

@@ -16,7 +16,7 @@ from typing import Generic, Protocol, Self, TypeVar
 
 from penstock.engine.control import ControlClient, EngineInfo
 from penstock.errors import DeadlineError, EngineError, FanOutError, PenstockError, StateError
-from penstock.router import EngineEntry
+from penstock.router.memory import EngineEntry
 from penstock.settings import ServerSpec
 from penstock.types import EngineStats
 

@@ -16,10 +16,10 @@ from penstock.errors import DeadlineError, EngineDeadError, PenstockError, State
 from penstock.fleet.member import SERVABLE, Call, FanOut, Member, State, Substate, fan_out, foreign_to, why
 from penstock.fleet.roster import Occupation, Roster
 from penstock.fleet.stores import Stores
-from penstock.fleet.update import MEMORY_TAGS, Updater, bring_in, put_right, wrong_weights
+from penstock.fleet.update import MEMORY_TAGS, Updater, bring_in, check_kv, put_right, wrong_weights
 from penstock.rooms import plugged_in
 from penstock.settings import FleetConfig
-from penstock.types import KV, PauseMode, UpdateReport, check_kv
+from penstock.types import KV, PauseMode, UpdateReport
 from penstock.weights.manifest import WeightManifest
 
 if TYPE_CHECKING:
@@ -396,7 +396,8 @@ class Operations:
 
         It is marked as waiting within the turn: the next update may begin right after it, and is to take it along.
         """
-        await self.adapters.give(member)
+        if self.adapters.known:
+            await self.adapters.give(member)
         roster, paused, asleep = self._roster, self.paused, self._asleep
         stale = member.weight_version != roster.version or member.torn is not None
         current = await self._weights_for(member) if stale else None

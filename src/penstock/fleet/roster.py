@@ -22,8 +22,8 @@ from penstock.errors import (
     UserError,
 )
 from penstock.fleet.member import SERVABLE, Call, EngineStatus, FanOut, Member, State, ask, fan_out, updatable, why
-from penstock.router import Membership
 from penstock.router.admin_client import RouterState
+from penstock.router.memory import Membership
 from penstock.settings import RouterConfig, validate
 from penstock.types import EngineStats
 

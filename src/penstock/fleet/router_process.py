@@ -21,8 +21,8 @@ from penstock.fleet.roster import Admin, Roster
 from penstock.fleet.supervise import RestartBudget, keep_running
 from penstock.process import ChildProcess, read_start
 from penstock.rooms import plugged_in
-from penstock.router import ADMIN_KEY_ENV, KEY_ENV, Membership
 from penstock.router.admin_client import RouterAdmin, RouterState
+from penstock.router.memory import ADMIN_KEY_ENV, KEY_ENV, Membership
 from penstock.settings import FleetConfig, RouterConfig, refuse_open_host
 
 logger = logging.getLogger(__name__)

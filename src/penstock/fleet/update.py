@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
+from typing import get_args
 
 from penstock.aio import in_thread
 from penstock.engine.capabilities import Capability, require
@@ -27,6 +28,12 @@ logger = logging.getLogger(__name__)
 
 ANSWER_S = 10.0
 """How long an engine may take to answer what an update cost it, from the moment that this is known."""
+
+
+def check_kv(kv: str) -> None:
+    """Raise UserError if it is none of `KV`."""
+    if kv not in get_args(KV):
+        raise UserError(f"kv must be one of {', '.join(get_args(KV))}, got {kv!r}")
 
 
 class Fetching:

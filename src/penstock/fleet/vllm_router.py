@@ -14,8 +14,8 @@ from urllib.parse import urlencode
 from penstock.aio import all_or_first_error
 from penstock.errors import UserError
 from penstock.http import HttpTransport
-from penstock.router import Membership
 from penstock.router.admin_client import EngineLoad, RouterState
+from penstock.router.memory import Membership
 
 CALL_S = 15.0
 """Deadline of one of its worker calls: it answers `/add_worker` after the worker's first good health check."""

@@ -37,8 +37,8 @@ from penstock.errors import EngineError, StateError, WeightsError, parse_json
 from penstock.plugin import compat
 from penstock.plugin.core import field, settle
 from penstock.plugin.cores import on_cores
-from penstock.plugin.hooks import RequestHooks
 from penstock.plugin.kept_kv import KeptKV
+from penstock.plugin.middleware import RequestHooks
 from penstock.plugin.patches import attempt
 from penstock.plugin.spec import WeightSpec
 from penstock.wire import ADAPTERS

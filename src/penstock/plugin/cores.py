@@ -16,7 +16,7 @@ from typing import Any
 from penstock.errors import WeightsError, parse_json
 from penstock.plugin.core import field
 from penstock.plugin.core_http import RefusedError
-from penstock.plugin.hooks import RequestHooks
+from penstock.plugin.middleware import RequestHooks
 from penstock.weights.manifest import kind_of
 
 _WEIGHTS = "/penstock/weights/"

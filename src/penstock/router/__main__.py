@@ -19,7 +19,7 @@ import uvloop
 from penstock.errors import ConfigError, PenstockError, UserError, error_to_json, parse_json
 from penstock.process import raise_file_limit, watch_lifeline
 from penstock.rooms import plugged_in
-from penstock.router import ADMIN_KEY_ENV, KEY_ENV
+from penstock.router.memory import ADMIN_KEY_ENV, KEY_ENV
 from penstock.router.server import Router
 from penstock.settings import RouterConfig, validate
 

@@ -13,7 +13,7 @@ import orjson
 from penstock.errors import EngineDeadError, EngineHTTPError, StateError, UserError, reading
 from penstock.http import HttpTransport
 from penstock.rooms import plugged_in
-from penstock.router import Membership
+from penstock.router.memory import Membership
 
 T = TypeVar("T")
 

@@ -16,10 +16,9 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
-from penstock.router import Membership
 from penstock.router.backend import Backend, read_kv_stats, wait_until_well
 from penstock.router.http import RefusalError, RequestHead
-from penstock.router.memory import Metrics
+from penstock.router.memory import Membership, Metrics
 from penstock.router.placement import Placement
 from penstock.router.policies import Defer
 from penstock.settings import RouterConfig, validate

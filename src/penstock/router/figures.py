@@ -12,9 +12,9 @@ from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from penstock.router.admin import state
 from penstock.router.dispatcher import Dispatcher
 from penstock.router.memory import SECONDS, Histogram, Metrics
+from penstock.router.server import state
 
 PREFIX = "penstock_router_"
 """Of every name."""

@@ -11,8 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 from penstock.errors import StateError
-from penstock.router import EngineEntry
-from penstock.router.memory import Groups, Load, Prefixes, Session, SessionStats, SessionTable
+from penstock.router.memory import EngineEntry, Groups, Load, Prefixes, Session, SessionStats, SessionTable
 from penstock.router.policies import Defer, EngineView, Hints, Policies, ReadsPrefixes, RequestView, Snapshot
 from penstock.settings import RouterConfig
 from penstock.wire import parse_prefix_hashes

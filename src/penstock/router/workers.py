@@ -24,10 +24,9 @@ import orjson
 
 from penstock.errors import EngineStartError
 from penstock.process import LIFELINE_ENV, backoff_s, read_report
-from penstock.router.admin import JSON, PROMETHEUS, Answer, finished_session
 from penstock.router.admin_client import RouterAdmin
 from penstock.router.http import RefusalError
-from penstock.router.server import BACKLOG, Router, base_url, cannot_listen
+from penstock.router.server import BACKLOG, JSON, PROMETHEUS, Answer, Router, base_url, cannot_listen, finished_session
 from penstock.settings import RouterConfig, refuse_open_host
 
 logger = logging.getLogger(__name__)
