@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import shlex
 import subprocess
 import sys
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
 SECTIONS = ("engine", "fleet", "router")
 OF_TRAIN = ("train", "rollout", "environment", "eval")
 """Sections of a run that mean nothing to a server."""
-CTRL_C = "Ctrl-C"
-"""Begins the last line that says how to go on."""
+READY_FD_ENV = "PENSTOCK_SERVE_READY_FD"
+"""Number of the pipe on which a detached server says once, in a line of JSON, that it serves."""
 LONGEST_LOG = 4000
 """Bytes of the log of a detached server that does not start, as they are shown."""
 
@@ -146,18 +147,19 @@ def _serve_detached(config: RunConfig, _: str | None) -> None:
         )
     argv = [sys.executable, "-m", "penstock", *(word for word in sys.argv[1:] if word != "--detach")]
     with _log_of(config.fleet.log_dir) as log, ExitStack() as undo:
-        server = subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, start_new_session=True, text=True
-        )
+        read_fd, write_fd = os.pipe()
+        pipe = undo.enter_context(os.fdopen(read_fd))
+        with os.fdopen(write_fd, "wb"):
+            server = subprocess.Popen(
+                argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                env={**os.environ, READY_FD_ENV: str(write_fd)}, pass_fds=(write_fd,),
+            )  # fmt: skip
         undo.callback(server.terminate)
-        said: list[str] = []
-        for line in server.stdout or ():
-            if line.startswith(CTRL_C):
-                undo.pop_all()
-                address = said[0].rpartition(" at ")[2].strip().removesuffix("/v1")
-                typer.echo(f"{''.join(said)}penstock fleet stop --url {address} stops everything.")
-                return
-            said.append(line)
+        if line := pipe.readline():
+            undo.pop_all()
+            ready = json.loads(line)
+            typer.echo(f"{ready['usage']}penstock fleet stop --url {ready['url']} stops everything.")
+            return
         log.seek(0)
         typer.echo(log.read().decode(errors="replace")[-LONGEST_LOG:], err=True)
         raise typer.Exit(server.wait())
@@ -194,7 +196,12 @@ async def _serve(config: RunConfig, api_key: str | None) -> None:
         url, everywhere = callable_url(fleet.url)
         usage = _usage(url, config, with_key=api_key is not None, ordered=ordered)
         listens = "listening on all addresses of this machine\n" if everywhere else ""
-        typer.echo(f"ready: {what} at {url}/v1\n{listens}{usage}")
+        usage = f"ready: {what} at {url}/v1\n{listens}{usage}"
+        if (fd := os.environ.pop(READY_FD_ENV, None)) is not None:
+            with os.fdopen(int(fd), "w") as pipe:
+                pipe.write(json.dumps({"url": url, "usage": usage}) + "\n")
+        else:
+            typer.echo(f"{usage}Ctrl-C stops everything.")
         if not ordered:
             log.warning(
                 "there is no control socket for %s, which may be another machine's address: `penstock fleet` does not "
@@ -215,5 +222,5 @@ def _usage(url: str, config: RunConfig, *, with_key: bool, ordered: bool) -> str
     engines = f"  penstock fleet list --url {url}\n" if ordered else ""
     return (
         f"\n  curl {url}/v1/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}\n"
-        f"{status}{engines}\n{CTRL_C} stops everything."
+        f"{status}{engines}\n"
     )
