@@ -26,9 +26,9 @@ SIDE_ROOMS = tuple(
     for room in (
         "cli", "engine.experts", "engine.layouts", "engine.openai", "engine.vanilla", "facade",
         "fleet.adapters", "fleet.attach", "fleet.calls", "fleet.delivery",
-        "fleet.elastic", "fleet.native", "fleet.ray", "fleet.remote", "fleet.service",
+        "fleet.elastic", "fleet.native", "fleet.pausing", "fleet.ray", "fleet.remote", "fleet.service",
         "fleet.vllm_router", "gateway", "observe", "plugin.adapters", "plugin.cores", "plugin.kept_kv", "plugin.native",
-        "plugin.quantised", "rollout", "router.figures",
+        "plugin.pause_routes", "plugin.quantised", "rollout", "router.figures",
         "router.other_policies", "router.workers", "sim", "token_meter", "train", "weights.broadcast",
         "weights.cuda_ipc", "weights.delta", "weights.disk", "weights.group", "weights.transfer",
     )

@@ -14,7 +14,7 @@ from penstock.engine.capabilities import PENSTOCK
 from penstock.engine.control import AdapterLoad, CoreState, EngineInfo
 from penstock.errors import EngineDeadError, EngineHTTPError, StateError, WeightsError
 from penstock.fleet.member import Lifecycle, Member, State
-from penstock.fleet.operations import Operations
+from penstock.fleet.pausing import AllOperations as Operations
 from penstock.fleet.roster import Roster
 from penstock.router.admin_client import EngineLoad, RouterState
 from penstock.router.memory import Membership

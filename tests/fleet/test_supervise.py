@@ -16,7 +16,7 @@ from supervise_rig import (
 
 from penstock.engine.control import CoreState
 from penstock.fleet.member import State
-from penstock.fleet.operations import Operations
+from penstock.fleet.pausing import AllOperations as Operations
 from penstock.settings import FleetConfig
 from penstock.types import PauseMode
 

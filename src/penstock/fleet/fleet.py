@@ -54,7 +54,7 @@ class Fleet(Engine):
         self.endpoint = endpoint
         """Its control socket (`service.Endpoint`), for other processes; None where another process owns the fleet."""
         self._roster = roster
-        self._operations = operations
+        self._operations: Any = operations
         self._elastic = elastic
         self.data = data
         data.kept = lambda: roster.kv_kept_versions

@@ -21,7 +21,6 @@ from penstock.errors import ConfigError, EngineError, StateError, UserError
 from penstock.fleet.engines import EngineFactory, LaunchedEngines, assign, visible_gpus
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.member import Lifecycle, Member, State
-from penstock.fleet.operations import Operations
 from penstock.fleet.roster import Roster
 from penstock.fleet.router_process import OpenRouter, check_router, open_router, settle
 from penstock.fleet.stores import Stores
@@ -226,7 +225,7 @@ async def assemble(
     data = data_client(router.url, terms.api_key, roster, owned, terms)
     if attached is not None:
         attached.serve(data, roster)
-    operations = Operations(
+    operations = plugged_in("operations")(
         roster,
         store,
         fleet,

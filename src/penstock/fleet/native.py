@@ -18,7 +18,7 @@ from penstock.fleet.roster import Roster
 from penstock.http import as_json
 
 if TYPE_CHECKING:
-    from penstock.fleet.operations import Operations
+    from penstock.fleet.pausing import AllOperations
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class NativeCalls:
         timeout_s: deadline of a control call.
     """
 
-    def __init__(self, operations: Operations, roster: Roster, timeout_s: float) -> None:
+    def __init__(self, operations: AllOperations, roster: Roster, timeout_s: float) -> None:
         self._operations = operations
         self._roster = roster
         self._timeout_s = timeout_s

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import TypeAdapter
 
@@ -32,7 +32,7 @@ from penstock.fleet.fleet import Fleet
 from penstock.fleet.launch import Terms, data_client
 from penstock.fleet.member import FanOut, Lifecycle, Member, State
 from penstock.fleet.native import NativeCalls
-from penstock.fleet.operations import Operations
+from penstock.fleet.pausing import AllOperations
 from penstock.fleet.roster import Roster
 from penstock.fleet.service import (
     CALLS,
@@ -125,7 +125,7 @@ async def adopt(client: FleetClient, url: str, terms: Terms) -> Fleet:
         data.unreported = VanillaReplies(roster.asked)
         follower = asyncio.create_task(roster.follow(client), name="follow-fleet")
         owned.push_async_callback(cancelled, follower)
-        operations = cast("Operations", RemoteOperations(roster, store))
+        operations: Any = RemoteOperations(roster, store)
         return Fleet(url, roster, operations, elastic, data, owned.pop_all())
 
 
@@ -285,7 +285,7 @@ class RemoteOperations(Remote):
     """`Operations` of a fleet that another process owns."""
 
     def __init__(self, roster: AdoptedRoster, store: SharedMemoryStore) -> None:
-        super().__init__(Operations, roster.order)
+        super().__init__(AllOperations, roster.order)
         self._roster = roster
         self._store = store
         self.adapters = RemoteAdapters(roster.order)

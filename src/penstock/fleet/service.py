@@ -30,7 +30,7 @@ from penstock.fleet.calls import Call, CallServer
 from penstock.fleet.elastic import Elastic, seconds
 from penstock.fleet.member import State
 from penstock.fleet.native import NativeCalls
-from penstock.fleet.operations import Operations
+from penstock.fleet.pausing import AllOperations
 from penstock.fleet.roster import Roster
 from penstock.types import PauseMode
 from penstock.weights.manifest import WeightManifest
@@ -211,7 +211,7 @@ def shown(state: FleetState) -> dict[str, Any]:
 
 
 CALLS: Mapping[type, tuple[str, tuple[str, ...]]] = {
-    Operations: ("", ("pause", "resume", "abort", "reset_prefix_cache", "sleep", "wake_up", "collective_rpc")),
+    AllOperations: ("", ("pause", "resume", "abort", "reset_prefix_cache", "sleep", "wake_up", "collective_rpc")),
     NativeCalls: ("native_", ("init", "update")),
     FleetAdapters: ("adapter_", ("update_from", "load", "unload", "pause", "resume", "wait", "pin", "statuses")),
     Roster: ("", ("set_policy",)),
@@ -237,7 +237,7 @@ class Endpoint:
     STOPPED = "the fleet was told to stop, by `penstock fleet stop` or another program"
 
     def __init__(
-        self, url: str, roster: Roster, operations: Operations, elastic: Elastic, *, admin_key: str | None = None
+        self, url: str, roster: Roster, operations: AllOperations, elastic: Elastic, *, admin_key: str | None = None
     ) -> None:
         self.stopping = asyncio.Event()
         """The fleet was told to end, and does so by itself."""

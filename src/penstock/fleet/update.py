@@ -15,7 +15,7 @@ from typing import get_args
 
 from penstock.aio import in_thread
 from penstock.engine.capabilities import Capability, require
-from penstock.engine.control import ControlClient, CoreState
+from penstock.engine.control import ControlClient
 from penstock.errors import EngineError, PenstockError, StateError, UpdateError, UserError
 from penstock.fleet.member import SERVABLE, Call, Member, State, ask, fan_out, updatable, why
 from penstock.fleet.roster import Roster
@@ -400,49 +400,3 @@ async def bring_in(
         roster.announce()
     await roster.push_or_defer(f"engine {member.name} has joined")
     return True
-
-
-def wrong_weights(member: Member, state: CoreState) -> str | None:
-    """Say why an engine has other weights than it has confirmed, if so."""
-    if state.torn or state.asleep:
-        return "its weights were dropped or half written by another process"
-    if state.weight_version not in {None, member.weight_version}:
-        return f"another process gave it weight version {state.weight_version}, the fleet {member.weight_version}"
-    if None not in {state.foreign, member.foreign} and state.foreign != member.foreign:
-        return "another process called a method of its workers, which may have changed its weights"
-    return None
-
-
-async def put_right(member: Member, roster: Roster, *, paused: bool, deadline_s: float) -> None:
-    """Put right what another process did to an engine: resume it, pause it again, or end it for its weights' sake.
-
-    No operation may run; each of two calls has `deadline_s` seconds.
-    """
-
-    async def as_the_fleet(engine: ControlClient) -> None:
-        await (engine.pause(PauseMode.KEEP, clear_cache=False) if paused else engine.resume())
-
-    if roster.occupation.going:
-        return
-    calls, control = roster.occupation.begun, member.control
-    try:
-        state = await ask(member, lambda engine: engine.state(), deadline_s=deadline_s)
-    except PenstockError:
-        return  # it is left to the next probe
-    if roster.occupation.begun != calls:
-        return  # a call of ours may have done it
-    if member.state not in SERVABLE or member.control is not control:
-        return
-    if (wrong := wrong_weights(member, state)) is not None:
-        member.asleep = MEMORY_TAGS if state.asleep else member.asleep
-        await roster.mark_dead(member, wrong, torn=True)
-        return
-    member.foreign = state.foreign
-    if state.paused != paused:
-        was, now = ("paused", "resumed") if state.paused else ("resumed", "paused")
-        logger.warning("engine %s was %s by another process, and is %s again", member.name, was, now)
-        try:
-            await ask(member, as_the_fleet, deadline_s=deadline_s)
-        except PenstockError as error:
-            if member.control is control:
-                await roster.mark_dead(member, f"it could not be brought back to what the fleet does: {error}")

@@ -21,7 +21,6 @@ from penstock.errors import PenstockError, RequestError, WeightsError
 from penstock.guard import DATA_PATHS, OPEN_PATHS, cross_site, has_key
 from penstock.plugin.compat import TokenVersions, seed_versions
 from penstock.plugin.core_http import MAX_BODY, RefusedError, refusal
-from penstock.plugin.pause import ROUTES, PauseControl
 from penstock.plugin.progress import CURRENT, RequestProgress, SampleProgress, serve
 from penstock.rooms import plugged_as, plugged_in
 from penstock.wire import GENERATE, PROGRESS_HEADER, RESUME_ARG, check_part, parts_of
@@ -187,7 +186,7 @@ class RequestHooks:
     def __init__(self) -> None:
         self.versions = TokenVersions()
         self._installed = False
-        self.pausing = PauseControl()
+        self.pausing: Any = plugged_in("pause_routes")()
         self.adapters_used: dict[str, float] = {}
         """When a request for an adapter came last, by `time.monotonic`."""
         self._model: Any = None
@@ -211,7 +210,7 @@ class RequestHooks:
             names, receive = await _names_in(receive)
             for request in self._in_flight:
                 request.asked |= names is None or not names.isdisjoint(request.names)
-        elif posted in ROUTES:
+        elif posted in self.pausing.routes:
             self.pausing.install(scope["app"].state.engine_client)
             self.pausing.read(scope.get("query_string", b""))
         if posted not in GENERATION:

@@ -1,0 +1,287 @@
+"""Operations besides updates: pause, resume, sleep, wake and the like; and engines that other processes changed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.aio import settled
+from penstock.engine.capabilities import Capability
+from penstock.engine.control import ControlClient, CoreState
+from penstock.errors import DeadlineError, EngineDeadError, PenstockError, StateError, UserError
+from penstock.fleet.member import SERVABLE, Call, FanOut, Member, State, ask, fan_out, foreign_to, why
+from penstock.fleet.operations import Operations
+from penstock.fleet.roster import Roster
+from penstock.fleet.update import MEMORY_TAGS
+from penstock.types import PauseMode
+
+logger = logging.getLogger(__name__)
+
+DROPS_WEIGHTS = 2
+"""The sleep level that does not keep the weights."""
+
+
+class AllOperations(Operations):
+    """Every operation of a fleet, one at a time; the arguments are those of `Operations`."""
+
+    _waiting_pause: _WaitingPause | None = None
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool, timeout_s: float | None = None) -> None:
+        """Close the gate, then pause every engine.
+
+        While one of mode `wait` waits for requests, `abort` and `resume` need no turn. `resume` ends it, and so does
+        cancelling its caller: all engines go on as before.
+
+        Raises:
+            DeadlineError: an engine has not paused within `timeout_s`; all go on as before. Without `timeout_s` it is
+                dead after the deadline of a request, for a pause that waits, or of a control call.
+            StateError: generation is paused already, or the pause was ended while it waited.
+        """
+        if timeout_s is not None and timeout_s <= 0:
+            raise UserError(f"timeout_s of a pause must be positive, got {timeout_s:g}")
+        waiting = _WaitingPause()
+
+        async def run() -> None:
+            if self.paused:
+                raise StateError("generation is already paused; resume_generation first")
+            self._require("pause", "pause_generation")
+            async with self._gate_closed():
+                pausing = self._pause_engines(mode, clear_cache=clear_cache, timeout_s=timeout_s)
+                late = await (self._wait_for_requests(pausing, waiting) if mode is PauseMode.WAIT else pausing)
+                if late == ():
+                    self._move_all(State.PAUSED, f"pause_generation ({mode})")
+                    self.paused, self.kv_stays = True, not clear_cache
+                    return
+                await self._roster.command(
+                    lambda engine: engine.resume(), what="resume after the pause", deadline_s=self._control_s
+                )
+                if late is None:
+                    raise StateError("the pause was ended while it waited for requests; every engine goes on as before")
+                raise DeadlineError(
+                    f"pause ({mode}): {', '.join(late)} did not pause within {timeout_s:g} s; every engine goes on "
+                    "as before. A pause that waits takes as long as the longest request in flight",
+                    seconds=timeout_s or 0.0,
+                )
+
+        try:
+            await self.queue.run(run, waiting.over.set, occupies=False)  # engines that wait go on with their steps
+        except asyncio.CancelledError:
+            waiting.given_up.set()
+            raise
+
+    async def resume(self) -> None:
+        """Resume every engine, then open the gate; StateError if not paused."""
+
+        async def run() -> _WaitingPause | None:
+            if (waiting := self._waiting_pause) is not None:
+                waiting.given_up.set()
+                return waiting
+            if not self.paused:
+                raise StateError("generation is not paused; pause_generation first")
+            async with self._gate_closed():
+                self.paused = False
+                await self._roster.command(lambda engine: engine.resume(), what="resume", deadline_s=self._control_s)
+                self._move_all(State.SERVING, "resume_generation")
+            return None
+
+        while (ended := await self.queue.run(run, urgent=True)) is not None:
+            await ended.over.wait()  # each of its steps has a deadline
+            if not self.paused:  # it may have paused the fleet just before
+                return
+
+    async def sleep(self, level: int) -> None:
+        """Free memory; the gate stays closed until all of it is back, after level 2 also until the next update.
+
+        Requests in flight wait in their engines; those without our plugin end them with the finish reason `abort`.
+        """
+        if level not in (1, DROPS_WEIGHTS):
+            raise UserError(f"sleep level must be 1 or 2, got {level}")
+
+        async def run() -> None:
+            self._require("sleep", "sleep")
+            async with self._gate_closed():
+                for member in self._roster.live():
+                    member.asleep = MEMORY_TAGS
+                await self.refusable(lambda engine: engine.sleep(level), "sleep")
+                self._asleep = MEMORY_TAGS
+                if level == DROPS_WEIGHTS:
+                    self._usable_from = self._roster.version + 1
+
+        await self.queue.run(run)
+
+    async def wake_up(self, tags: Sequence[str] | None) -> None:
+        """Take memory back, all of it or that of `tags`; the weights come first, since vLLM fills them as it wakes."""
+        if unknown := set(tags or ()) - MEMORY_TAGS:
+            raise UserError(f"unknown memory tags {sorted(unknown)}; known: {', '.join(sorted(MEMORY_TAGS))}")
+
+        async def run() -> None:
+            self._require("sleep", "wake_up")
+            if tags and "weights" in self._asleep - set(tags):
+                raise StateError("the weights sleep: wake_up(['weights']) before the KV cache, or both at once")
+            # A vLLM that is asked for memory which is there already takes back none of the rest.
+            missing = [tag for tag in tags if tag in self._asleep] if tags and self._asleep else tags
+            async with self._gate_closed():
+                if missing or not tags:
+                    await self.refusable(lambda engine: engine.wake_up(missing), "wake-up")
+                self._asleep -= set(tags or MEMORY_TAGS)
+                for member in self._roster.live():
+                    member.asleep = self._asleep
+                if self.paused and not self._asleep:
+                    # Engines with our plugin have stayed paused; vLLM's own wake-up resumes, with nothing in flight.
+                    await self._pause_engines(PauseMode.KEEP, clear_cache=False)
+
+        await self.queue.run(run)
+
+    async def abort(self) -> None:
+        """End every request in flight with what it has; a pause that waits for them ends with it."""
+        await self.queue.run(lambda: self.refusable(lambda engine: engine.abort(), "abort", needs="abort"), urgent=True)
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes."""
+
+        async def run() -> None:
+            await self.refusable(
+                lambda engine: engine.reset_prefix_cache(), "reset of the prefix cache", needs="caches"
+            )
+            self.kv_stays = False
+
+        await self.queue.run(run)
+
+    async def collective_rpc(
+        self, method: str, timeout_s: float, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    ) -> FanOut[list[Any]]:
+        """Call a worker method on every engine, outside the queue. What it does is unknown, so a failure kills none.
+
+        Raises:
+            EngineDeadError: no engine is left.
+            MissingCapabilityError: one of them has no such call.
+        """
+        self._require("rpc", "collective_rpc")
+        if not (members := self._roster.live()):
+            raise EngineDeadError(f"no engine is left now ({why(self._roster.members)})")
+        with self._roster.occupation.going_on(), foreign_to(members):
+            return await fan_out(
+                members,
+                lambda engine: engine.collective_rpc(method, timeout_s, args, kwargs),
+                # Longer than the client's own deadline, so that its message arrives.
+                deadline_s=timeout_s + 2.0,
+            )
+
+    async def mend(self, member: Member, said: CoreState, deadline_s: float) -> None:
+        """Put right what another process did to an engine, as its core `said`; see `put_right`.
+
+        Nothing is done while an operation is under way, or the fleet sleeps or ends; the next probe sees it again.
+        `deadline_s` is the probe's: operations must not wait longer for a core that hangs.
+        """
+        stale = self._roster.version < self._usable_from
+        restless = bool(self.queue.turns) or self._roster.occupation.going or bool(self._asleep) or stale
+        if member.state not in SERVABLE or not member.info.capabilities.plugin or restless:
+            return
+        unknown = member.foreign is None and said.foreign is not None
+        if unknown or said.paused != self.paused or wrong_weights(member, said):
+            try:
+                await self.queue.run(
+                    lambda: put_right(member, self._roster, paused=self.paused, deadline_s=deadline_s), occupies=False
+                )
+            except StateError:
+                if not self.queue.closed:
+                    raise
+
+    async def _pause_engines(
+        self, mode: PauseMode, *, clear_cache: bool, timeout_s: float | None = None
+    ) -> tuple[str, ...]:
+        """The names of those that did not pause within `timeout_s`; without one, an engine that is late is dead."""
+        # `wait` ends with the longest request in flight, the other modes at once.
+        deadline_s = timeout_s or (self._request_s if mode is PauseMode.WAIT else self._control_s)
+        outcome = await self._roster.command(
+            lambda engine: engine.pause(mode, clear_cache=clear_cache, timeout_s=deadline_s),
+            what=f"pause ({mode})",
+            deadline_s=deadline_s,
+            may_be_late=timeout_s is not None,
+        )
+        late = (name for name, error in outcome.failures.items() if isinstance(error, DeadlineError))
+        return tuple(late) if timeout_s is not None else ()
+
+    async def _wait_for_requests(
+        self, pausing: Coroutine[Any, Any, tuple[str, ...]], waiting: _WaitingPause
+    ) -> tuple[str, ...] | None:
+        """Return what `pausing` does; None where the pause was ended while it waited."""
+        self._waiting_pause = waiting
+        try:
+            async with self.queue.passable():
+                work = await settled(pausing, waiting.given_up.wait())
+        finally:
+            self._waiting_pause = None
+        return None if work.cancelled() else work.result()
+
+    async def refusable(self, call: Call[None], what: str, *, needs: Capability | None = None) -> None:
+        """Have every engine do what all of them may refuse; see `Roster.command`."""
+        if needs is not None:
+            self._require(needs, what)
+        await self._roster.command(call, what=what, deadline_s=self._control_s, refusable=True)
+
+    def _move_all(self, state: State, reason: str) -> None:
+        for member in self._roster.live():
+            if member.state is not State.DRAINING:  # it did what the others did, and stays on its way out
+                member.lifecycle.to(state, reason)
+        self._roster.announce()
+
+
+@dataclass(frozen=True, slots=True)
+class _WaitingPause:
+    given_up: asyncio.Event = field(default_factory=asyncio.Event)
+    """It is to end, and every engine to go on."""
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    """It has paused the fleet, or every engine goes on."""
+
+
+# --- Engines that other processes changed -----------------------------------------------------------------------------
+
+
+def wrong_weights(member: Member, state: CoreState) -> str | None:
+    """Say why an engine has other weights than it has confirmed, if so."""
+    if state.torn or state.asleep:
+        return "its weights were dropped or half written by another process"
+    if state.weight_version not in {None, member.weight_version}:
+        return f"another process gave it weight version {state.weight_version}, the fleet {member.weight_version}"
+    if None not in {state.foreign, member.foreign} and state.foreign != member.foreign:
+        return "another process called a method of its workers, which may have changed its weights"
+    return None
+
+
+async def put_right(member: Member, roster: Roster, *, paused: bool, deadline_s: float) -> None:
+    """Put right what another process did to an engine: resume it, pause it again, or end it for its weights' sake.
+
+    No operation may run; each of two calls has `deadline_s` seconds.
+    """
+
+    async def as_the_fleet(engine: ControlClient) -> None:
+        await (engine.pause(PauseMode.KEEP, clear_cache=False) if paused else engine.resume())
+
+    if roster.occupation.going:
+        return
+    calls, control = roster.occupation.begun, member.control
+    try:
+        state = await ask(member, lambda engine: engine.state(), deadline_s=deadline_s)
+    except PenstockError:
+        return  # it is left to the next probe
+    if roster.occupation.begun != calls:
+        return  # a call of ours may have done it
+    if member.state not in SERVABLE or member.control is not control:
+        return
+    if (wrong := wrong_weights(member, state)) is not None:
+        member.asleep = MEMORY_TAGS if state.asleep else member.asleep
+        await roster.mark_dead(member, wrong, torn=True)
+        return
+    member.foreign = state.foreign
+    if state.paused != paused:
+        was, now = ("paused", "resumed") if state.paused else ("resumed", "paused")
+        logger.warning("engine %s was %s by another process, and is %s again", member.name, was, now)
+        try:
+            await ask(member, as_the_fleet, deadline_s=deadline_s)
+        except PenstockError as error:
+            if member.control is control:
+                await roster.mark_dead(member, f"it could not be brought back to what the fleet does: {error}")
