@@ -136,7 +136,7 @@ async def test_a_router_whose_address_cannot_be_reached_is_gone(monkeypatch: pyt
     monkeypatch.setattr("aiohttp.ClientSession.request", reset)
     admin = RouterAdmin("http://127.0.0.1:1")
     with pytest.raises(EngineDeadError, match="is gone"):
-        await admin.health()
+        await admin._call("GET", "/router/health")
     await admin.close()
 
 

@@ -23,7 +23,6 @@ from penstock.errors import (
     DeadlineError,
     EngineDeadError,
     EngineError,
-    EngineHTTPError,
     PenstockError,
     StateError,
     UserError,
@@ -305,10 +304,6 @@ async def test_bad_calls_are_answered(fleet: Fleet) -> None:
         for body in (b"[" * 100_000, b"7", b"\xff", b'{"count": 1e999}'):
             answer = await link._http.call("POST", "/control/add", body, timeout_s=30.0)
             assert b'"UserError"' in answer
-        for head in ({"Origin": "http://evil"}, {"Host": "evil:80"}):
-            with pytest.raises(EngineHTTPError) as refused:
-                await link._http.call("POST", "/control/stop", b"{}", timeout_s=30.0, headers=head)
-            assert refused.value.status == 403
         http = HttpTransport(fleet.url)
         with pytest.raises(PenstockError):
             await http.post("/control/stop", {}, timeout_s=30.0)  # the router has no such thing

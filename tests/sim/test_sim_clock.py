@@ -7,6 +7,7 @@ import random
 import time
 
 import pytest
+from sim_http import generate
 
 from penstock.sim import SimConfig, SimEngine
 from penstock.types import PauseMode, SamplingParams
@@ -47,7 +48,7 @@ async def _fleet_with_updates(clock):
             await asyncio.sleep(dice.uniform(0, 300))
             prompt = [1 + i, 1 + turn, *range(dice.randrange(1, 200))]
             params = SamplingParams(max_tokens=dice.randrange(1, 120), seed=i)
-            sample = (await dice.choice(engines).generate(prompt, params))[0]
+            sample = (await generate(dice.choice(engines), prompt, params))[0]
             assert verify(prompt, sample, model=config.model, params=params) == []
             trace.append((round(clock.now, 9), i, turn, sample.spans))
 

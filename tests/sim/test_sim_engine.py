@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from sim_http import now, virtual
+from sim_http import generate, now, virtual
 
 from penstock.errors import EngineDeadError
 from penstock.sim import SimConfig, SimEngine
@@ -28,13 +28,13 @@ async def update(engine: SimEngine, version: int, *, kv: KV = "recompute") -> di
 
 
 def in_flight(engine: SimEngine, params: SamplingParams) -> asyncio.Task:
-    return asyncio.create_task(engine.generate(PROMPT, params))
+    return asyncio.create_task(generate(engine, PROMPT, params))
 
 
 @virtual
 async def test_pause_keep_freezes_and_goes_on():
     params = SamplingParams(max_tokens=100, n=3)
-    undisturbed = await SimEngine().generate(PROMPT, params)
+    undisturbed = await generate(SimEngine(), PROMPT, params)
     engine = SimEngine()
     task = in_flight(engine, params)
     await asyncio.sleep(20 * STEP)
@@ -79,10 +79,10 @@ async def test_stale_kv_shows():
     cut = sample.spans[0].end
     wrong = verify(PROMPT, sample, params=SamplingParams(max_tokens=60))
     assert {m.position for m in wrong} == set(range(cut, 60))
-    stale_hit = (await engine.generate(PROMPT, {"max_tokens": 20}))[0]
+    stale_hit = (await generate(engine, PROMPT, {"max_tokens": 20}))[0]
     assert verify(PROMPT, stale_hit, params=SamplingParams(max_tokens=20))
     assert engine.reset_prefix_cache()
-    clean = (await engine.generate(PROMPT, {"max_tokens": 20}))[0]
+    clean = (await generate(engine, PROMPT, {"max_tokens": 20}))[0]
     assert verify(PROMPT, clean, params=SamplingParams(max_tokens=20)) == []
 
 
@@ -97,7 +97,7 @@ async def test_native_start_while_requests_run_kills():
     with pytest.raises(EngineDeadError):
         await task
     with pytest.raises(EngineDeadError):
-        await engine.generate(PROMPT)
+        await generate(engine, PROMPT)
 
 
 @virtual
@@ -106,7 +106,7 @@ async def test_generation_on_weights_left_half_way_kills():
     engine.weights.initialised = True
     engine.start_update()
     with pytest.raises(EngineDeadError, match="unfit"):
-        await engine.generate(PROMPT)
+        await generate(engine, PROMPT)
 
 
 @virtual
@@ -116,7 +116,7 @@ async def test_new_weights_under_the_old_label_show():
     engine.start_update()
     await engine.update_weights()
     await engine.finish_update(None)
-    sample = (await engine.generate(PROMPT, {"max_tokens": 5}))[0]
+    sample = (await generate(engine, PROMPT, {"max_tokens": 5}))[0]
     assert sample.versions() == (0,) * 5
     assert verify(PROMPT, sample, params=SamplingParams(max_tokens=5))
 
@@ -125,7 +125,7 @@ async def test_new_weights_under_the_old_label_show():
 async def test_batching_shares_a_step_and_max_num_seqs_queues():
     async def seconds(config, count):
         engine, begin = SimEngine(config), now()
-        await asyncio.gather(*(engine.generate(PROMPT, {"max_tokens": 100}) for _ in range(count)))
+        await asyncio.gather(*(generate(engine, PROMPT, {"max_tokens": 100}) for _ in range(count)))
         return now() - begin
 
     alone, together = await seconds(SimConfig(), 1), await seconds(SimConfig(), 64)
@@ -140,7 +140,7 @@ async def test_prefill_takes_time_and_the_prefix_cache_saves_it():
     prompt, times = list(range(1, 1001)), []
     for _ in range(2):
         begin = now()
-        await engine.generate(prompt, {"max_tokens": 1})
+        await generate(engine, prompt, {"max_tokens": 1})
         times.append(now() - begin)
     assert times[0] == pytest.approx(1.0 + STEP)
     # 62 of 62.5 blocks of 16 are found again.
@@ -149,7 +149,7 @@ async def test_prefill_takes_time_and_the_prefix_cache_saves_it():
     await engine.pause(PauseMode.KEEP)
     await engine.resume()
     begin = now()
-    await engine.generate(prompt, {"max_tokens": 1})
+    await generate(engine, prompt, {"max_tokens": 1})
     assert now() - begin == pytest.approx(times[0]), "a pause that clears the cache clears it"
 
 
@@ -159,7 +159,7 @@ async def test_kv_pressure_preempts_and_loses_nothing():
     engine = SimEngine(config)
     params = SamplingParams(max_tokens=300)
     prompts = [[i, *PROMPT] for i in range(1, 9)]
-    answers = await asyncio.gather(*(engine.generate(p, params) for p in prompts))
+    answers = await asyncio.gather(*(generate(engine, p, params) for p in prompts))
     assert engine.scheduler.stats.preemptions > 0
     assert engine.scheduler.pool.usage == 0
     for prompt, (sample,) in zip(prompts, answers, strict=True):
@@ -171,7 +171,7 @@ async def test_kv_pressure_preempts_and_loses_nothing():
 async def test_lora_switches_in_mid_sequence_without_a_marker():
     engine = SimEngine()
     engine.adapters.load("style", "a1")
-    task = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=40), lora="style"))
+    task = asyncio.create_task(generate(engine, PROMPT, SamplingParams(max_tokens=40), lora="style"))
     await asyncio.sleep(20 * STEP)
     engine.adapters.load("style", "a2", in_place=True)
     sample = (await task)[0]

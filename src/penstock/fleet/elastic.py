@@ -118,10 +118,6 @@ class Elastic:
         """Names of engines that start, and are no members yet."""
         return tuple(life.engine for life in self._placed)
 
-    async def probe_all(self) -> None:
-        """Ask every engine whether it is well; see `Supervisor.probe_all`."""
-        await self._supervisor.probe_all()
-
     # --- engines that come -------------------------------------------------------------------------------------------
 
     @_until_closed

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -119,9 +119,7 @@ async def adopt(client: FleetClient, url: str, terms: Terms) -> Fleet:
         store = SharedMemoryStore()
         owned.callback(store.close)
         elastic = RemoteElastic(roster)
-        owned.push_async_callback(elastic.close)
         data = data_client(url, terms.api_key or state.admin_key, roster, owned, terms)
-        data.http.suspect = elastic.probe_all
         data.unreported = VanillaReplies(roster.asked)
         follower = asyncio.create_task(roster.follow(client), name="follow-fleet")
         owned.push_async_callback(cancelled, follower)
@@ -260,25 +258,11 @@ class RemoteElastic(Remote):
 
     def __init__(self, roster: AdoptedRoster) -> None:
         super().__init__(Elastic, roster.order)
-        self._probing: asyncio.Future[Any] | None = None
-
-    async def probe_all(self) -> None:
-        """Have every engine asked whether it is well, after a request has seen one die (`Supervisor.probe_all`)."""
-        if self._probing is None or self._probing.done():
-            self._probing = asyncio.ensure_future(self._call("probe_all"))
-        with suppress(PenstockError):  # `follow` handles an owner that is gone
-            await asyncio.shield(self._probing)
 
     async def attach(self, servers: Iterable[str | ServerSpec]) -> tuple[str, ...]:
         """See `Elastic.attach`."""
         given = [spec.model_dump() if isinstance(spec, ServerSpec) else spec for spec in servers]
         return tuple(await self._call("attach", servers=given))
-
-    async def close(self) -> None:
-        """Give up asking."""
-        if self._probing is not None:
-            self._probing.cancel()
-            await asyncio.wait((self._probing,))
 
 
 class RemoteOperations(Remote):

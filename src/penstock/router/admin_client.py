@@ -139,10 +139,6 @@ class RouterAdmin:
         with _as_a_router_answers(self._url):
             return plugged_in("workers.states")(states) if len(states) > 1 else states[0]
 
-    async def health(self) -> None:
-        """Return when the router answers; needs no key."""
-        await self._call("GET", "/router/health")
-
     async def close(self) -> None:
         """Close connections; the object can be used again."""
         for transport in self._transports.values():

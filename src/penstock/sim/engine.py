@@ -18,7 +18,7 @@ from penstock.sim.scheduler import Listener, Scheduler, SimRequest, SimSequence,
 from penstock.sim.tokens import Weights
 from penstock.sim.update import Adapters, WeightState, check_manifest, checksum_of, content_of, receive_broadcast
 from penstock.token_meter import TokenMeter
-from penstock.types import KV, PauseMode, Sample, SamplingParams, TokenLoss
+from penstock.types import KV, PauseMode, SamplingParams, TokenLoss
 from penstock.weights.broadcast import TRANSPORT as BROADCAST
 from penstock.weights.manifest import WeightManifest
 from penstock.wire import Notes
@@ -64,30 +64,6 @@ class SimEngine:
         return not self.scheduler.admitting
 
     # --- generation ---------------------------------------------------------------------------------------------------
-
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        params: SamplingParams | Mapping[str, Any] | None = None,
-        *,
-        lora: str | None = None,
-    ) -> list[Sample]:
-        """`n` samples of one prompt.
-
-        Raises:
-            RequestError: the request is malformed.
-            EngineDeadError: the engine is or was dead.
-        """
-        ended = asyncio.Event()
-        given = SamplingParams.of(params)
-        request = await self.submit(prompt_ids, given, lambda delta: delta is None and ended.set(), lora=lora)
-        try:
-            await ended.wait()
-        finally:
-            self.drop(request)
-        if request.death is not None:
-            raise EngineDeadError(request.death)
-        return [sequence.sample() for sequence in request.sequences]
 
     async def submit(
         self,
