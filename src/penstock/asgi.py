@@ -49,17 +49,14 @@ class _Gathering:
         self._written: list[bytes] = []
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is the transport's own."""
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        """Send with what else is written now."""
         if not self._written:
             self._loop.call_soon(self._send)
         self._written.append(data)
 
     def close(self) -> None:
-        """Send what is left, and close."""
         self._send()
         self._transport.close()
 

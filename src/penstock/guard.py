@@ -127,7 +127,6 @@ class Strangers:
         self._lock = threading.Lock()
 
     def add(self, connection: socket.socket) -> None:
-        """Count an accepted connection."""
         with self._lock:
             self._sockets[connection] = None
             oldest = next(iter(self._sockets)) if len(self._sockets) > self._most else None

@@ -59,7 +59,6 @@ class Reply:
         self._most = most
 
     async def read(self) -> bytes:
-        """Return the whole body."""
         body = bytearray()
         async for piece in self._response.content.iter_any():
             body += piece
@@ -242,7 +241,6 @@ class HttpTransport:
             raise EngineError(why, engine=self._engine) from error
 
     async def close(self) -> None:
-        """Close the connections. A later call opens new ones."""
         if self._session is not None:
             session, self._session = self._session, None
             await session.close()
@@ -266,7 +264,6 @@ class HttpTransport:
         return self._session
 
     def http_error(self, status: int, answer: bytes) -> EngineHTTPError:
-        """Make the error of an error status and its body."""
         message, kind = answer.decode(errors="replace").strip() or f"HTTP {status}", ""
         try:
             body: Any = orjson.loads(answer)

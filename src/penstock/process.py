@@ -254,7 +254,6 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Id of the process and its group."""
         return self._process.pid
 
     @property
@@ -278,7 +277,6 @@ class ChildProcess:
             await self.wait()
 
     def kill(self) -> None:
-        """SIGKILL to the whole group, at once."""
         if not self._reaper.done():
             self._kill_group()
 

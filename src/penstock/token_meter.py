@@ -121,7 +121,6 @@ class TokenMeter:
         update.now = _Mark(now, before.made + tokens, before.expected + expected)
 
     def _look(self, update: _Update) -> None:
-        """End the measurement if the rate is back."""
         marks, now = update.marks, update.now
         marks.append(now)
         while len(marks) > 2 and marks[1].time <= now.time - BACK_S:  # noqa: PLR2004

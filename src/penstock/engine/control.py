@@ -168,7 +168,6 @@ class ControlClient:
         await self._at_core("/penstock/pause", body, timeout_s, otherwise=otherwise)
 
     async def resume(self) -> None:
-        """Resume."""
         await self._at_core("/penstock/resume", {}, otherwise="/resume")
 
     async def release(self, *, timeout_s: float | None = None) -> None:
@@ -179,7 +178,6 @@ class ControlClient:
         await self._post(f"/pause?mode={PauseMode.ABORT.value}&release=true", timeout_s=timeout_s)
 
     async def is_paused(self) -> bool:
-        """Return whether the scheduler is paused."""
         return bool((await self.http.get("/is_paused", timeout_s=self.timeout_s))["is_paused"])
 
     async def state(self) -> CoreState:
@@ -204,7 +202,6 @@ class ControlClient:
         await asyncio.Event().wait()
 
     async def abort(self) -> None:
-        """End every request in flight with what it has."""
         await self._post("/abort_requests", {})
 
     async def reset_prefix_cache(self) -> None:
@@ -214,11 +211,9 @@ class ControlClient:
             raise EngineError("answered that it could not reset its prefix cache", engine=self.name)
 
     async def sleep(self, level: int) -> None:
-        """Free memory."""
         await self._post(f"/sleep?level={level}")
 
     async def wake_up(self, tags: Sequence[str] | None) -> None:
-        """Take memory back."""
         await self._post("/wake_up" + ("?" + "&".join(f"tags={tag}" for tag in tags) if tags else ""))
 
     async def collective_rpc(
@@ -329,7 +324,6 @@ class ControlClient:
         await self._at_core(f"{ADAPTERS}/resume", {"name": name})
 
     async def close(self) -> None:
-        """Close the connections."""
         await self.http.close()
         if self._core is not None:
             await self._core.close()

@@ -266,12 +266,10 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """Id of the server's process and process group."""
         return self._child.pid
 
     @property
     def log(self) -> Path:
-        """Its log file."""
         return self._child.log
 
     async def wait(self) -> int:
@@ -283,7 +281,6 @@ class EngineProcess:
         await self._child.stop(timeout_s)
 
     def kill(self) -> None:
-        """SIGKILL to its whole process group."""
         self._child.kill()
 
     async def _ready(self, config: EngineConfig, api_key: str | None) -> None:

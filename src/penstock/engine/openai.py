@@ -253,7 +253,6 @@ class StreamDeduplicator:
         self._found_new = False
 
     def begin_again(self) -> None:
-        """Expect the stream from its start."""
         self._seen.clear()
 
     def of(self, chunk: dict[str, Any]) -> dict[str, Any] | None:

@@ -40,7 +40,6 @@ class Partial:
 
     @property
     def ended(self) -> bool:
-        """Nothing more is to come."""
         return self.finish is not None and not self.cut
 
     def add(self, report: Mapping[str, Any]) -> None:
@@ -91,7 +90,6 @@ class Partials:
 
     @property
     def cut(self) -> bool:
-        """Some are to go on."""
         return any(sample.cut for sample in self)
 
     def resume(self) -> str | None:

@@ -393,7 +393,6 @@ class AsyncVLLM:
         return LoadBalancer(self, strategy, **kwargs)
 
     def ask_router(self, ask: Callable[[RouterAdmin], Coroutine[Any, Any, T]]) -> T:
-        """Ask the router's admin API."""
 
         async def answer() -> T:
             admin = self.fleet.router_admin
@@ -410,7 +409,6 @@ class AsyncVLLM:
     # --- weights, as TorchRL's vLLMUpdaterV2 asks for them -----------------------------------------------------------
 
     def get_tp_size(self) -> int:
-        """Return the tensor-parallel ranks of an engine."""
         return self.fleet.tp_size
 
     def get_model_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:

@@ -201,7 +201,6 @@ class FleetAdapters:
             await self._bring(member, name, known, trusted=False)
 
     def close(self) -> None:
-        """Free every file."""
         for known in self.known.values():
             known.files.close()
         self.known.clear()
@@ -370,7 +369,6 @@ class LoraPaths:
         self._adapters = adapters
 
     def add_to(self, app: web.Application) -> None:
-        """Serve the paths."""
         for call in (self.abort_lora_requests, self.resume_lora_requests, self.wait_lora_unpaused):
             app.router.add_post(f"{SKYRL}/{call.__name__}", self._handler(call))
 

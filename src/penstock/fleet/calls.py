@@ -48,7 +48,6 @@ class CallServer:
         await web.SockSite(self._runner, listening).start()
 
     async def close(self) -> None:
-        """End. Calls under way have a second to answer."""
         await self._runner.cleanup()
 
     async def _answer(self, http: web.Request) -> web.Response:

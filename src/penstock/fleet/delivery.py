@@ -84,7 +84,6 @@ class Delivery(Fetching):
         return results
 
     def forget(self) -> None:
-        """Let the trainer's tensors go."""
         self.sender.forget()
 
     async def _prepare(
@@ -241,7 +240,6 @@ class _Answers:
             raise DeadlineError(message, seconds=ANSWER_S) from error
 
     def expect(self, sending: asyncio.Future[None]) -> None:
-        """The sending is over."""
         if not sending.cancelled() and sending.exception() is not None:
             for wait in self._waits:
                 wait.reschedule(asyncio.get_running_loop().time() + ANSWER_S)

@@ -115,7 +115,6 @@ class Elastic:
 
     @property
     def starting(self) -> tuple[str, ...]:
-        """Names of engines that start, and are no members yet."""
         return tuple(life.engine for life in self._placed)
 
     # --- engines that come -------------------------------------------------------------------------------------------

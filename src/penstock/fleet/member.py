@@ -124,7 +124,6 @@ class Lifecycle:
 
     @property
     def substate(self) -> Substate | None:
-        """The substate, where the state has any."""
         if self.state is State.DEAD:
             return Substate.RESTARTING if self.restarts else Substate.FINAL
         return self._substate
@@ -169,10 +168,10 @@ class EngineHandle(Protocol):
     """The process of an engine that this fleet launched: `engine.launch.EngineProcess`, `ray_engines.RayEngine`."""
 
     @property
-    def url(self) -> str: ...  # noqa: D102
-    async def wait(self) -> int: ...  # noqa: D102
-    async def stop(self, timeout_s: float) -> None: ...  # noqa: D102
-    def kill(self) -> None: ...  # noqa: D102
+    def url(self) -> str: ...
+    async def wait(self) -> int: ...
+    async def stop(self, timeout_s: float) -> None: ...
+    def kill(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -231,7 +230,6 @@ class Member:
 
     @property
     def state(self) -> State:
-        """Where it stands."""
         return self.lifecycle.state
 
     @property
@@ -250,7 +248,6 @@ class Member:
 
     @property
     def awaiting_weights(self) -> bool:
-        """It answers, and waits for the next update."""
         return self.lifecycle.substate is Substate.AWAITING_WEIGHTS
 
     @property

@@ -140,7 +140,6 @@ class AllOperations(Operations):
         await self.queue.run(lambda: self.refusable(lambda engine: engine.abort(), "abort", needs="abort"), urgent=True)
 
     async def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes."""
 
         async def run() -> None:
             await self.refusable(

@@ -137,7 +137,6 @@ class _Placed:
     remove_log: bool = False
 
     def drop(self, ray: Any) -> None:
-        """Kill the actors, and with them the server."""
         for actor in self.actors:
             ray.kill(actor)
         self.actors = []

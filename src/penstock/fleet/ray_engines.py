@@ -110,7 +110,6 @@ class RayEngine:
         self._ended(-signal.SIGKILL)
 
     def kill(self) -> None:
-        """SIGKILL to its process group."""
         if self._killing is None:
             self._killing = asyncio.create_task(self.stop(0.0), name=f"ray-kill-{self.name}")
 
@@ -197,7 +196,6 @@ class RayLauncher(EngineFactory):
         return ()
 
     async def release(self, name: str) -> None:
-        """Give back the bundles of an engine that has ended."""
         self._placed.discard(name)
         if self._driver is not None:
             with suppress(EngineDeadError):  # then Ray has removed them

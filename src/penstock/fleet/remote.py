@@ -95,7 +95,6 @@ class FleetClient(CallClient):
             return result, state_of(answer["state"])
 
     async def stop(self) -> None:
-        """End the fleet."""
         await self.call("stop", deadline_s=CALL_S)
 
 
@@ -169,7 +168,6 @@ class AdoptedRoster(Roster):
         return result
 
     async def set_policy(self, changes: Mapping[str, Any]) -> None:
-        """Have the owner do it."""
         await self.order("set_policy", changes=dict(changes))
 
     async def follow(self, client: FleetClient) -> None:
@@ -187,7 +185,6 @@ class AdoptedRoster(Roster):
         await client.close()
 
     async def close(self) -> None:
-        """Close the connections to engines."""
         for member in self.members:
             await member.control.close()
 
@@ -244,7 +241,6 @@ class RemoteAdapters(Remote):
         version: int | None = None,
         kv: KV = "recompute",
     ) -> UpdateReport:
-        """Write the tensors here, and let the owner keep them."""
         files = await in_thread(lambda: AdapterFiles.of_tensors(tensors, config))
         try:
             given = {"name": name, "source": files.source, "version": version, "kv": kv}
@@ -260,7 +256,6 @@ class RemoteElastic(Remote):
         super().__init__(Elastic, roster.order)
 
     async def attach(self, servers: Iterable[str | ServerSpec]) -> tuple[str, ...]:
-        """See `Elastic.attach`."""
         given = [spec.model_dump() if isinstance(spec, ServerSpec) else spec for spec in servers]
         return tuple(await self._call("attach", servers=given))
 
@@ -277,7 +272,6 @@ class RemoteOperations(Remote):
         self._update: asyncio.Task[UpdateReport] | None = None
 
     async def collective_rpc(self, *args: Any) -> FanOut[list[Any]]:
-        """See `Operations.collective_rpc`."""
         outcome = await self.__getattr__("collective_rpc")(*args)
         failures = {name: error_from_json(error) for name, error in outcome["failures"].items()}
         return FanOut(outcome["results"], failures)

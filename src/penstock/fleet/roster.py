@@ -41,8 +41,8 @@ SILENCING_S = 2.0
 class Admin(Protocol):
     """The control side of a router: `router.admin_client.RouterAdmin`, `vllm_router.VllmRouterAdmin`."""
 
-    async def announce(self, membership: Membership) -> None: ...  # noqa: D102
-    async def engines(self) -> RouterState: ...  # noqa: D102
+    async def announce(self, membership: Membership) -> None: ...
+    async def engines(self) -> RouterState: ...
 
 
 TICK_S = 1.0
@@ -60,7 +60,6 @@ class Occupation(Changes):
 
     @contextmanager
     def going_on(self) -> Generator[None]:
-        """While such a call is under way."""
         self._calls += 1
         self.begun += 1
         self.announce()
@@ -72,11 +71,9 @@ class Occupation(Changes):
 
     @property
     def going(self) -> bool:
-        """One is under way."""
         return self._calls > 0
 
     async def over(self) -> None:
-        """Return when there is none."""
         await self.until(lambda: not self.going)
 
     async def without(self, seconds: float) -> None:
@@ -141,11 +138,9 @@ class Roster(Changes):
         return tuple(m for m in self.members if m.state in SERVABLE)
 
     def updatable(self) -> list[Member]:
-        """Return those that take part in the next update."""
         return updatable(self.members)
 
     def asked(self) -> list[tuple[str, Capabilities]]:
-        """Return engines that get requests, or may soon."""
         return [(m.name, m.info.capabilities) for m in self.members if m.state not in {State.DEAD, State.STOPPED}]
 
     def is_lost(self) -> bool:

@@ -120,7 +120,6 @@ class Stores:
         return copy
 
     def close(self) -> None:
-        """Close every store."""
         for store in self._stores.values():
             store.close()
 

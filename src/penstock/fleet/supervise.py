@@ -52,7 +52,6 @@ class RestartBudget:
     _in_a_row: int = field(default=0, init=False)
 
     def left(self) -> bool:
-        """Whether there is a restart to take now."""
         if self.max_restarts is None:
             return True
         while self._spent and self._spent[0] <= self.clock() - self.window_s:

@@ -68,7 +68,6 @@ class VllmRouterAdmin:
         return RouterState(epoch=epoch, gate_closed=False, held=0, sessions=0, requests=0, engines=tuple(loads))
 
     async def close(self) -> None:
-        """Close connections."""
         await self._http.close()
 
     async def _workers(self) -> dict[str, dict[str, Any]]:

@@ -82,13 +82,11 @@ class RunDisplay(Reporter):
     # --- Reporter ----------------------------------------------------------------------------------------------------
 
     def on_phase(self, name: str) -> None:
-        """Show what goes on."""
         self._phase = PHASES.get(name, name)
         if name in {"launch", "resume", "restart", "evaluate"}:
             self._line(self._phase)
 
     def on_step(self, metrics: Mapping[str, float]) -> None:
-        """Show the metrics of one step."""
         self._last = metrics
         self._step = int(metrics["step"])
         self._rewards.append(metrics["reward_mean"])
@@ -98,23 +96,19 @@ class RunDisplay(Reporter):
             self._line(self._step_line())
 
     def on_update(self, report: UpdateReport) -> None:
-        """Show the engines' new version, and count the bubble."""
         self._update = report
         self._bubbles.append(report.bubble)
         for engine, reason in report.failures.items():
             self._console.print(f"engine {engine} left the fleet: {reason}", style="yellow", markup=False)
 
     def on_eval(self, name: str, accuracy: float) -> None:
-        """Show a held-out accuracy."""
         self._evaluations[name] = accuracy
         self._line(f"held-out accuracy {name}: {accuracy:.1%}")
 
     def on_warning(self, text: str) -> None:
-        """Print it, and leave it there."""
         self._console.print(f"warning: {text}", style="yellow", markup=False)
 
     def on_end(self, summary: Summary) -> None:
-        """End the live panel, and print the closing table."""
         self._stop_live()
         self._console.print(end_table(summary))
 

@@ -188,7 +188,6 @@ class RunFolder:
         _append(self.path / "metrics.jsonl", [row])
 
     def metrics(self) -> list[dict[str, float]]:
-        """All rows of metrics.jsonl, in order."""
         return cast("list[dict[str, float]]", _read(self.path / "metrics.jsonl"))
 
     def append_evaluation(self, step: int, accuracy: float) -> None:
@@ -200,11 +199,9 @@ class RunFolder:
         return {row["step"]: row["accuracy"] for row in _read(self.path / "evaluations.jsonl")}
 
     def append_trajectories(self, records: Sequence[TrajectoryRecord]) -> None:
-        """Add sample trajectories of one step."""
         _append(self.path / "trajectories.jsonl", [record.to_json() for record in records])
 
     def trajectories(self) -> list[TrajectoryRecord]:
-        """All sample trajectories, in order."""
         return [TrajectoryRecord.from_json(row) for row in _read(self.path / "trajectories.jsonl")]
 
     def append_spans(self, spans: Sequence[Span]) -> None:
@@ -212,7 +209,6 @@ class RunFolder:
         _append(self.path / "spans.jsonl", spans)
 
     def spans(self) -> list[Span]:
-        """All rows of spans.jsonl, in order."""
         return list(_read(self.path / "spans.jsonl"))
 
     def write_trace(self) -> Path:

@@ -74,7 +74,6 @@ class Summary:
 
     @property
     def accuracy_before(self) -> float | None:
-        """Held-out accuracy of the untrained policy."""
         return self.evaluations.get(0)
 
     @property
@@ -83,7 +82,6 @@ class Summary:
         return self.evaluations.get(self.steps)
 
     def to_json(self) -> dict[str, Any]:
-        """As in summary.json."""
         fields = dataclasses.asdict(self)
         return {**fields, "accuracy_before": self.accuracy_before, "accuracy_after": self.accuracy_after}
 

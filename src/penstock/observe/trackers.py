@@ -35,7 +35,6 @@ class TensorBoard:
         self._writer.add_text("config", f"```\n{config.model_dump_json(indent=2)}\n```")
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
-        """Take the figures of a step."""
         for name, value in figures.items():
             if step >= self._begins:
                 self._writer.add_scalar(name, value, step)
@@ -59,11 +58,9 @@ class Wandb:
         self._run.define_metric("*", step_metric="step")  # evaluations are logged apart, and would count as steps
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
-        """See `TensorBoard.log`."""
         self._run.log({**figures, "step": step})
 
     def close(self) -> None:
-        """See `TensorBoard.close`."""
         self._run.finish()
 
 
@@ -83,30 +80,24 @@ class Reporters(Reporter):
         self._steps = {"before": 0, "after": last_step}
 
     def on_phase(self, name: str) -> None:
-        """See `Reporter`."""
         self._first.on_phase(name)
 
     def on_step(self, metrics: Mapping[str, float]) -> None:
-        """See `Reporter`."""
         self._first.on_step(metrics)
         self._log(metrics, int(metrics["step"]))
 
     def on_update(self, report: UpdateReport) -> None:
-        """See `Reporter`."""
         self._first.on_update(report)
 
     def on_eval(self, name: str, accuracy: float) -> None:
-        """See `Reporter`."""
         self._first.on_eval(name, accuracy)
         step = self._steps[name] if name in self._steps else int(name.removeprefix("step "))
         self._log({HELD_OUT: accuracy}, step)
 
     def on_warning(self, text: str) -> None:
-        """See `Reporter`."""
         self._first.on_warning(text)
 
     def on_end(self, summary: Summary) -> None:
-        """See `Reporter`."""
         self._first.on_end(summary)
 
     def _log(self, figures: Mapping[str, float], step: int) -> None:

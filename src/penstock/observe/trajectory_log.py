@@ -55,7 +55,6 @@ class TrajectoryRecord:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As a line of trajectories.jsonl."""
         return dataclasses.asdict(self)
 
     @classmethod

@@ -481,7 +481,6 @@ class ServedAdapters:
         return {"ok": True}
 
     async def forward(self, step: str, engine: Any, data: bytes) -> dict[str, Any]:
-        """Let every core pause or resume an adapter."""
         self._hooks.install(engine)
         answers = await on_cores(engine, f"{ADAPTERS}/{step}", data)
         return {"held": sum(answer.get("held", 0) for answer in answers)}

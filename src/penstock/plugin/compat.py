@@ -140,7 +140,6 @@ class TokenVersions:
         """Requests that have KV of older weights."""
 
     def install(self, engine: Any) -> None:
-        """Read the marks of the cores among the outputs."""
         processor = engine.output_processor
         processor.process_outputs = functools.partial(self._process, processor, processor.process_outputs)
 
@@ -164,7 +163,6 @@ class TokenVersions:
         return notes or None
 
     def of_newest(self, state: Any) -> int:
-        """The version of the newest tokens of a RequestState."""
         labels = getattr(state, "weight_version_starts", None)
         return version_of_tokens(labels[-1][0]) if labels else self.version
 

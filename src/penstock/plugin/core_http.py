@@ -101,7 +101,6 @@ class _Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Pass over connections that broke."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 

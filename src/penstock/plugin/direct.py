@@ -52,7 +52,6 @@ class Piece:
     """Elements from the checkpoint tensor's first."""
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The part of a whole, contiguous checkpoint tensor."""
         return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.start)
 
 
@@ -63,7 +62,6 @@ class DirectPlan:
         self.pieces = pieces
 
     def place(self, entry: TensorEntry) -> torch.Tensor | None:
-        """See `sources.Place`."""
         match self.pieces.get(entry.name):
             case [piece] if piece.start == 0 and piece.shape == entry.shape and piece.target.is_contiguous():
                 contiguous = torch.empty(entry.shape, device="meta").stride() == piece.stride

@@ -50,7 +50,6 @@ class PenstockMiddleware:
         self._warm = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI entry."""
         if scope["type"] in {"http", "websocket"} and (refused := _refusal(scope)) is not None:
             status, error = refused
             if scope["type"] == "websocket":
@@ -193,7 +192,6 @@ class RequestHooks:
         self._in_flight: set[RequestProgress] = set()
 
     def install(self, engine: Any) -> None:
-        """Hook into the AsyncLLM, once."""
         if self._installed:
             return
         self._installed = True

@@ -45,7 +45,6 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
         worker.begin(self.model)
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
-        """Load every tensor of the manifest."""
         manifest = WeightManifest.from_json(update_info.manifest)
         mapping = open_mapping(manifest.location["path"], manifest.extent)
         tensors = read(memoryview(mapping), manifest.tensors)

@@ -50,7 +50,6 @@ class PauseState:
 
     @property
     def makes_tokens(self) -> bool:
-        """Nothing holds the core."""
         return not self.asleep and not self.holds
 
     @property

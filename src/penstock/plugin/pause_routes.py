@@ -31,7 +31,6 @@ class PauseControl:
         """Held by a sleep, which takes memory away, and by an update, which writes to it."""
 
     def install(self, engine: Any) -> None:
-        """Hook into the AsyncLLM, once."""
         if self._core is not None:
             return
         self._core = core = engine.engine_core

@@ -76,7 +76,6 @@ class SampleProgress:
 
     @property
     def has_updates(self) -> bool:
-        """There is something to report."""
         return self.unreported > 0 or (self.finish is not None and not self._finish_reported)
 
     def begin(self, versions: list[list[Any]]) -> None:
@@ -132,7 +131,6 @@ class RequestProgress:
         self._chunk_tokens = chunk_tokens
 
     def add(self, request: Any, state: Any) -> SampleProgress:
-        """Follow a sample from now on."""
         params = request.sampling_params
         samples = state.parent_req.n if state.parent_req is not None else 1
         external = state.parent_req.external_req_id if state.parent_req is not None else state.external_req_id

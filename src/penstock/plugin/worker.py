@@ -104,7 +104,6 @@ class WorkerExtension:
         return plugged_in("adapters.worker")(self, step, given)
 
     def penstock_checksum(self) -> str:
-        """Checksum of the weights in force on this worker."""
         return weights_checksum(self.model_runner.get_model())
 
     def penstock_weights_dropped(self) -> None:

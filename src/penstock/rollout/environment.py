@@ -85,7 +85,6 @@ class Turn:
 
     @property
     def messages(self) -> list[Mapping[str, Any]]:
-        """The observation in OpenAI's form."""
         if isinstance(self.observation, str):
             return [{"role": self.role, "content": self.observation}]
         return list(self.observation)
@@ -145,7 +144,6 @@ class Environment(ABC):
 
     @classmethod
     def has_turns(cls) -> bool:
-        """Whether episodes may have several turns."""
         return cls.step is not Environment.step or cls.dialogue is not Environment.dialogue
 
 

@@ -33,9 +33,7 @@ class Sampler(Protocol):
         num_samples: int,
         sampling_params: SamplingParams,
         session_id: SessionId | None = None,
-    ) -> list[Sample]:
-        """Draw samples of one prompt."""
-        ...
+    ) -> list[Sample]: ...
 
 
 @dataclass(slots=True)
@@ -82,7 +80,6 @@ class TokenRow:
         turn_rewards: Sequence[tuple[int, float]],
         episode_id: str = "",
     ) -> Trajectory:
-        """Return the finished episode."""
         read = len(self.prompt_ids) + len(self.ids) - 1
         return Trajectory(
             prompt_ids=self.prompt_ids,
@@ -149,7 +146,6 @@ class MultiTurnGenerator(Generator):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The policy's tokenizer."""
         return self._template.tokenizer
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:

@@ -51,7 +51,6 @@ class SingleTurnGenerator(Generator):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The policy's tokenizer."""
         return self._tokenizer
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:

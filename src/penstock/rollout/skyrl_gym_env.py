@@ -64,7 +64,6 @@ class SkyRLEnvironment(ListedTasks):
 
     @asynccontextmanager
     async def dialogue(self, task: Task) -> AsyncGenerator[Dialogue]:
-        """Open an episode with an instance of its own."""
         extras = {**self._extras, **task.metadata}
         game = await asyncio.to_thread(self._gym.make, self._name, env_config=self._config, extras=extras)
         try:

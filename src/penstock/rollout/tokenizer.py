@@ -29,12 +29,10 @@ class Tokenizer:
 
     @property
     def huggingface(self) -> Any:
-        """The tokenizer as transformers has it."""
         return self._tokenizer
 
     @property
     def eos_token_id(self) -> int | None:
-        """The id that ends a response, where there is one."""
         return self._tokenizer.eos_token_id
 
     def encode(self, text: str) -> list[int]:

@@ -87,7 +87,6 @@ class _VerifiersDialogue(Dialogue):
         self._vf = vf
 
     async def step(self, responses: Sequence[Response]) -> Turn | None:
-        """Score the response, and end the episode."""
         vf, own = self._vf, self.task.metadata["task"]
         answer = vf.AssistantMessage(content=responses[-1].answer)
         nodes = [vf.MessageNode(parent=i - 1 if i else None, message=m) for i, m in enumerate(self.opening)]

@@ -120,13 +120,11 @@ class RouterAdmin:
             return any(answer["finished"] for answer in answers)
 
     async def metrics(self) -> str:
-        """The router's own figures, as Prometheus text."""
         texts = await self._each(lambda url: self._request("GET", "/router/metrics", None, url))
         with _as_a_router_answers(self._url):
             return plugged_in("workers.metrics")([t.decode() for t in texts]) if len(texts) > 1 else texts[0].decode()
 
     async def engines(self) -> RouterState:
-        """The set in force, with load figures."""
         answer = await self.state()
         with _as_a_router_answers(self._url):
             loads = tuple(EngineLoad(**load) for load in answer.pop("engines"))
@@ -145,7 +143,6 @@ class RouterAdmin:
             await transport.close()
 
     async def _urls(self) -> list[str]:
-        """Where each process of the router answers for itself."""
         if self._processes is None:
             ports = (await self._call("GET", "/router/health")).get("control_ports", ())
             host = self._url.rpartition(":")[0]

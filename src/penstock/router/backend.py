@@ -45,7 +45,6 @@ class ConnectionUser:
         raise NotImplementedError
 
     def received(self, data: bytes) -> None:
-        """Take a piece of the answer."""
         raise NotImplementedError
 
     def lost(self, error: Exception | None) -> None:
@@ -73,7 +72,6 @@ class BackendConnection(asyncio.BufferedProtocol):
         self._read_buffer = backend.read_buffer
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The connection is there."""
         self.transport = cast("asyncio.Transport", transport)
         self.backend.open.add(self)
         sock = transport.get_extra_info("socket")
@@ -82,11 +80,9 @@ class BackendConnection(asyncio.BufferedProtocol):
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def pause_writing(self) -> None:
-        """More is buffered towards the engine than it takes."""
         self._pause(paused=True)
 
     def resume_writing(self) -> None:
-        """The engine has caught up."""
         self._pause(paused=False)
 
     def _pause(self, *, paused: bool) -> None:
@@ -99,7 +95,6 @@ class BackendConnection(asyncio.BufferedProtocol):
         return self._read_buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        """They are there."""
         user = self.user
         if user is None:
             self.transport.abort()  # nothing was asked: the connection cannot be trusted any more
@@ -107,7 +102,6 @@ class BackendConnection(asyncio.BufferedProtocol):
             user.received(self._read_buffer[:nbytes].tobytes())
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is gone."""
         self.backend.open.discard(self)
         user, self.user = self.user, None
         if user is not None:
@@ -164,7 +158,6 @@ class Backend:
         )
 
     def take(self) -> BackendConnection | None:
-        """Return an idle connection, if there is one."""
         oldest = time.monotonic() - IDLE_S
         idle = self._idle
         while idle:
@@ -204,7 +197,6 @@ class Backend:
         task.add_done_callback(self._asked)
 
     def stop_asking(self) -> None:
-        """Ask no longer."""
         if self.asking is not None:
             self.asking.cancel()
             self.asking = None
@@ -227,7 +219,6 @@ class Backend:
             connection.connection_lost(ConnectionAbortedError("the fleet has given it up"))
 
     async def close(self) -> None:
-        """Close every connection at once."""
         self.removed = True
         self._waiting.clear()
         for connection in list(self.open):
@@ -238,7 +229,6 @@ class Backend:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _connect(self) -> None:
-        """Open connections as long as a request waits for one."""
         loop = asyncio.get_running_loop()
         while self._waiting:
             try:

@@ -56,13 +56,9 @@ class Call(Protocol):
         """The rest of the request is not acceptable, or too late."""
         ...
 
-    def cancel(self) -> None:
-        """The client has gone."""
-        ...
+    def cancel(self) -> None: ...
 
-    def pause(self, *, paused: bool) -> None:
-        """The client's side is full, or has room again."""
-        ...
+    def pause(self, *, paused: bool) -> None: ...
 
 
 class Clients:
@@ -100,7 +96,6 @@ class Clients:
             oldest.transport.abort()
 
     def discard(self, client: ClientConnection) -> None:
-        """Forget a connection that is gone."""
         self.connected.discard(client)
         self.strangers.pop(client, None)
 
@@ -139,13 +134,11 @@ class ClientConnection(asyncio.Protocol):
     # --- callbacks of the event loop ---------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The connection is there."""
         self.transport = cast("asyncio.Transport", transport)
         self._arm(IDLE_S, self._close)
         self._clients.add(self)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes have come."""
         try:
             if self._ready:
                 end = data.find(b"\r\n\r\n") + 4
@@ -173,13 +166,11 @@ class ClientConnection(asyncio.Protocol):
             self._read_body(self._call, self._body, data)
 
     def eof_received(self) -> None:
-        """The client will send nothing more."""
         # A client that only shuts down its sending side looks like one that went away, which is what it mostly is.
         if self._call is not None:
             self._cut_off()
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the loop's signature
-        """The connection is gone."""
         self._clients.discard(self)
         self.deadline = _NEVER
         call, self._call = self._call, None
@@ -196,7 +187,6 @@ class ClientConnection(asyncio.Protocol):
             self._call.pause(paused=True)
 
     def resume_writing(self) -> None:
-        """The peer has caught up."""
         self.write_paused = False
         self._block(_ANSWERS, blocked=False)
         if self._call is None:
@@ -210,7 +200,6 @@ class ClientConnection(asyncio.Protocol):
     # --- for the call ------------------------------------------------------------------------------------------------
 
     def answer(self, data: bytes, *, close: bool = False) -> None:
-        """A whole answer of the router's own."""
         self.transport.write(data)
         self.exchange_over(close=close)
 
@@ -249,13 +238,11 @@ class ClientConnection(asyncio.Protocol):
         self._close()
 
     def block_body(self, *, blocked: bool) -> None:
-        """Stop reading the request's body, or go on."""
         self._block(_BODY, blocked=blocked)
 
     # --- deadlines ---------------------------------------------------------------------------------------------------
 
     def expire(self) -> None:
-        """The deadline has passed."""
         self.deadline = _NEVER
         self._on_deadline()
 

@@ -122,7 +122,6 @@ class Gate:
 
     @property
     def closed(self) -> bool:
-        """Whether it is closed for all."""
         return self._closed_at is not None
 
     def __len__(self) -> int:
@@ -138,7 +137,6 @@ class Gate:
         return {kind.value: waiting[kind] for kind in Kind}
 
     def submit(self, request: Waiter) -> None:
-        """Let a request through, or hold it."""
         if request.held_bytes:
             self._release(request)
         lane = TURN if self._turns or self._woken or self._closed_at is not None else self._place(request)
@@ -178,7 +176,6 @@ class Gate:
         return RefusalError(503, "queue_full", f"{what}; retry later, or raise max_held or max_held_bytes")
 
     def set(self, *, closed: bool) -> None:
-        """Close or open it for all. In force at once."""
         if closed and self._closed_at is None:
             self._closed_at = time.monotonic()
         elif not closed:
@@ -444,7 +441,6 @@ class Dispatcher:
         self.gate.expire(now)
 
     async def close(self) -> None:
-        """Close every connection to an engine."""
         if self._clock is not None:
             self._clock.cancel()
             await asyncio.gather(self._clock, return_exceptions=True)

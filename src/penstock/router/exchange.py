@@ -71,7 +71,6 @@ class Exchange(Waiter, ConnectionUser):
     # --- from the client ---------------------------------------------------------------------------------------------
 
     def begin(self, piece: bytes | memoryview, *, done: bool) -> None:
-        """See `Call`: find an engine."""
         self.bytes_in = len(piece)
         self.buffered = len(self.request.fields) + len(piece)
         self._dispatcher.metrics.requests += 1
@@ -79,7 +78,6 @@ class Exchange(Waiter, ConnectionUser):
         self._came(self.buffered, done=done)
 
     def add_body(self, piece: bytes | memoryview, *, done: bool) -> None:
-        """See `Call`."""
         self.bytes_in += len(piece)
         connection = self._connection
         if connection is not None:
@@ -107,12 +105,10 @@ class Exchange(Waiter, ConnectionUser):
                 self._dispatcher.gate.keep(self, size)
 
     def cancel(self) -> None:
-        """See `Call`; so must the engine's work for it."""
         if not self.gone:
             self._end("cancelled")
 
     def pause(self, *, paused: bool) -> None:
-        """See `Call`."""
         if self._connection is not None and self._head_sent:
             self._connection.set_reading(reading=not paused)
 
@@ -219,7 +215,6 @@ class Exchange(Waiter, ConnectionUser):
     # --- what goes wrong ---------------------------------------------------------------------------------------------
 
     def lost(self, error: Exception | None) -> None:
-        """The engine's connection is gone."""
         connection, self._connection = self._connection, None
         if connection is None:
             return
@@ -234,7 +229,6 @@ class Exchange(Waiter, ConnectionUser):
             self._break(f"the engine closed the connection inside its answer{f': {error}' if error else ''}")
 
     def _died(self, cause: str) -> None:
-        """The engine's answer says that its core is dead."""
         self._drop_connection()
         backend = self.backend
         if backend is not None:

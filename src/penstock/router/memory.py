@@ -180,7 +180,6 @@ class SessionTable:
         self._counted[session_id] = Session(engine, tokens, now)
 
     def touch(self, session_id: str, now: float) -> None:
-        """It is in use."""
         record = self._counted.get(session_id)
         if record is not None:
             record.used = now
@@ -334,7 +333,6 @@ class Prefixes:
         return tuple(found.values())
 
     def forget_engine(self, engine: str) -> None:
-        """Its cache was emptied, or it has left."""
         cache = self._caches.pop(engine, None)
         if cache is not None:
             cache.emptied = True

@@ -9,7 +9,6 @@ class RoundRobin(Policy):
     """One after another, sessions or not."""
 
     def choose(self, snapshot: Snapshot, request: RequestView) -> EngineView:  # noqa: ARG002 - the interface
-        """See `Policy`."""
         return snapshot.engines[snapshot.placed % len(snapshot.engines)]
 
 
@@ -20,7 +19,6 @@ class KVCache(Policy):
     """
 
     def choose(self, snapshot: Snapshot, request: RequestView) -> EngineView | Defer:  # noqa: ARG002 - the interface
-        """See `Policy`."""
         known = [engine for engine in snapshot.engines if engine.kv_usage >= 0]
         if not known:
             return Defer.PASS
@@ -39,7 +37,6 @@ class PrefixAware(Policy):
     reads_prefixes = ReadsPrefixes.ALWAYS
 
     def choose(self, snapshot: Snapshot, request: RequestView) -> EngineView | Defer:
-        """See `Policy`."""
         held = {h.engine: h.tokens for h in request.prefix_holders if h.tokens >= self._config.prefix_length}
         if not held:
             return Defer.PASS

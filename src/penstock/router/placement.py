@@ -45,7 +45,6 @@ class Engine:
         self.announce(entry)
 
     def announce(self, entry: EngineEntry) -> None:
-        """Take over what the fleet says of it now."""
         self.entry = entry
         self.weight_version = entry.weight_version
         self.down = self.dead
@@ -143,7 +142,6 @@ class Placement:
         self._arrange()
 
     def views(self) -> Mapping[str, EngineView]:
-        """Every engine of the set, as policies see it."""
         return {name: engine.view for name, engine in self.engines.items()}
 
     # --- requests ----------------------------------------------------------------------------------------------------
@@ -293,7 +291,6 @@ class Placement:
         """More fits on no engine: more than one sequence can have."""
 
     def _changed(self, name: str) -> None:
-        """Bring the view of one engine up to date."""
         engine = self.engines.get(name)
         if engine is not None:
             view = engine.look(self.sessions.counts(name)[1])
@@ -313,7 +310,6 @@ class Placement:
         return _new_tuple(Snapshot, (tuple(self._views), self._placed, self._resident))
 
     def _home(self, name: str | None, request: Hints, tried: Collection[str]) -> Engine | None:
-        """A session's engine, if it may serve this request."""
         home = None if name is None else self.engines.get(name)
         if home is None or name in tried or home.weight_version < request.min_weight_version:
             return None
@@ -327,7 +323,6 @@ class Placement:
         record: Session | None,
         home: Engine | None,
     ) -> RequestView:
-        """The request as policies see it."""
         return _new_tuple(
             RequestView,
             (
@@ -352,7 +347,6 @@ class Placement:
         engine: Engine,
         rule: str,
     ) -> str:
-        """Account for a placement."""
         session_id, name = request.session_id, engine.name
         tokens = request.prompt_tokens + request.expected_tokens
         if session_id is None:

@@ -100,7 +100,6 @@ class Snapshot(NamedTuple):
 
     @classmethod
     def of(cls, engines: Iterable[EngineView], placed: int = 0) -> Self:
-        """A snapshot of these engines."""
         views = tuple(engines)
         return cls(views, placed, sum([engine.resident_tokens for engine in views]))
 
@@ -191,7 +190,6 @@ class Requests(Policy):
     """Where the fewest requests are outstanding; ties in rotation. What every list of policies ends with."""
 
     def choose(self, snapshot: Snapshot, request: RequestView) -> EngineView:  # noqa: ARG002 - the interface
-        """See `Policy`."""
         return breaking_tie(lowest(snapshot.engines, OUTSTANDING), None, snapshot.placed)
 
 
@@ -233,7 +231,6 @@ class BoundedSticky(Policy):
         self._slack = config.slack_tokens / config.workers
 
     def choose(self, snapshot: Snapshot, request: RequestView) -> EngineView | Defer:
-        """See `Policy`."""
         bound = self._balance_factor * snapshot.resident_tokens / len(snapshot.engines) + self._slack
         home = request.home
         if home is not None:
@@ -308,7 +305,6 @@ class Policies:
         self.reads_prefixes = max(policy.reads_prefixes for _, policy in self._policies)
 
     def ask(self, snapshot: Snapshot, request: RequestView) -> tuple[str, EngineView | Defer]:
-        """The answer, and the name of the policy that gave it."""
         for name, policy in self._policies:
             answer = policy.choose(snapshot, request)
             if answer is not Defer.PASS:

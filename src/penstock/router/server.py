@@ -400,7 +400,6 @@ class AdminCall:
         self._body = bytearray()
 
     def add_body(self, piece: bytes | memoryview, *, done: bool) -> None:
-        """See `Call`."""
         self._body += piece
         if len(self._body) > _MAX_BODY:
             raise RefusalError(413, "body_too_large", f"an admin body is at most {_MAX_BODY} bytes")
@@ -408,13 +407,11 @@ class AdminCall:
             self._execute()
 
     def begin(self, piece: bytes | memoryview, *, done: bool) -> None:
-        """See `Call`."""
         if self._request.length < 0:
             raise RefusalError(411, "length_required", "send an admin body with Content-Length")
         self.add_body(piece, done=done)
 
     def refuse(self, refusal: RefusalError) -> None:
-        """See `Call`."""
         self._admin.dispatcher.metrics.rejected[refusal.code] += 1
         self._client.answer_refusal(refusal)
 

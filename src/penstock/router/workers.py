@@ -116,11 +116,9 @@ class Worker:
 
     @property
     def url(self) -> str:
-        """The common port's."""
         return self._router.url
 
     async def start(self) -> None:
-        """Serve both ports."""
         # Also where it is stopped, and could not follow its lifeline: its socket would keep the port.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         place, router = self._place, self._router
@@ -133,7 +131,6 @@ class Worker:
         self._control = await asyncio.get_running_loop().create_server(router.accept, sock=control)
 
     async def close(self) -> None:
-        """End every connection."""
         await self._router.close()
 
 

@@ -63,7 +63,6 @@ class Call:
         return value
 
     def choice(self, name: str, default: E) -> E:
-        """One of the values of an enum, from the query."""
         text = self.http.query.get(name, default)
         try:
             return type(default)(text)
@@ -72,7 +71,6 @@ class Call:
             raise InvalidFieldError(f"query.{name}", f"must be one of {known}, got {text!r}") from None
 
     def flag(self, name: str, *, default: bool) -> bool:
-        """A boolean of the query."""
         text = self.http.query.get(name, str(default)).lower()
         if text not in ("true", "false", "1", "0"):
             raise InvalidFieldError(f"query.{name}", f"Input should be a valid boolean, got {text!r}")
@@ -169,7 +167,6 @@ class Generation(ABC):
         """The event with the usage, for clients that ask for it."""
 
     def usage(self) -> dict[str, Any]:
-        """Of all its requests."""
         made = sum(len(s.output) for request in self.requests for s in request.sequences)
         return usage_of(sum(len(request.prompt_ids) for request in self.requests), made)
 
@@ -310,7 +307,6 @@ class _Answer:
         await (self.response.write if message.get("more_body") else self.response.write_eof)(message["body"])
 
     def cut(self) -> None:
-        """Drop the connection without an end."""
         if self._http.transport is not None:
             self._http.transport.abort()
 

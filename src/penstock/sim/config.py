@@ -114,7 +114,6 @@ class SimConfig:
 
     @property
     def keeps_versions(self) -> bool:
-        """It has weight versions, and labels tokens with them."""
         return not self.plain or tuple(map(int, self.vllm_version.split(".")[:2])) >= (0, 32)
 
     @property
@@ -272,7 +271,6 @@ class FaultPlan:
             self._armed.append(_Armed(fault, self.tokens_made + fault.after_tokens, fault.times))
 
     def clear(self) -> None:
-        """Take back every fault and let go of what hangs."""
         self._armed.clear()
         self.slow_factor = 1.0
         self._released.set()

@@ -60,7 +60,6 @@ class SimEngine:
 
     @property
     def paused(self) -> bool:
-        """Between a pause and the next resume."""
         return not self.scheduler.admitting
 
     # --- generation ---------------------------------------------------------------------------------------------------
@@ -369,7 +368,6 @@ class SimEngine:
         self.check_alive()
 
     def die(self, kind: FaultKind, reason: str) -> None:
-        """End the engine, with every request it has."""
         if self.death is not None:
             return
         self.faults.clear()
@@ -380,12 +378,10 @@ class SimEngine:
             request.die(self.death)
 
     def close(self) -> None:
-        """Stop for good, with work left."""
         if self._loop is not None:
             self._loop.cancel()
 
     def kick(self) -> None:
-        """Run steps while there is work."""
         if self._loop is None or self._loop.done():
             self._loop = asyncio.get_running_loop().create_task(self._steps(), name=f"{self.config.name}-steps")
 

@@ -156,7 +156,6 @@ class _Completion(_OpenAI):
     object_name = chunk_name = "text_completion"
 
     def chunk(self, index: int, sequence: SimSequence, delta: Delta) -> dict[str, Any]:
-        """The first event of a choice has the prompt's ids."""
         chunk = super().chunk(index, sequence, delta)
         if self.return_ids and index not in self.begun:
             self.begun.add(index)

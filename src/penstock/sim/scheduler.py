@@ -177,7 +177,6 @@ class SimSequence:
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and output."""
         return self.prefix.length
 
     @property
@@ -205,7 +204,6 @@ class SimSequence:
         self.request.changed(self, len(self.output))
 
     def sample(self) -> Sample:
-        """As the engine interface has it."""
         params = self.request.params
         return Sample(
             token_ids=tuple(self.output),
@@ -284,7 +282,6 @@ class SimRequest:
                 self._listener(None)
 
     def die(self, reason: str) -> None:
-        """The engine is gone."""
         self.death = reason
         self._listener(None)
 
@@ -344,11 +341,9 @@ class Scheduler:
         self._adapter_of = adapter_of
 
     def __iter__(self) -> Iterator[SimSequence]:
-        """All sequences, running and waiting."""
         return chain(self.running, self.waiting, *self.held.values())
 
     def add(self, sequence: SimSequence) -> None:
-        """A new sequence waits for its turn."""
         self.held.get(sequence.request.lora or "", self.waiting).append(sequence)
 
     def hold(self, adapter: str) -> None:
@@ -360,7 +355,6 @@ class Scheduler:
         self.waiting = deque(s for s in self.waiting if s.request.lora != adapter)
 
     def release(self, adapter: str) -> None:
-        """Let them go on."""
         self.waiting.extend(self.held.pop(adapter, ()))
 
     def remove(self, sequence: SimSequence) -> None:

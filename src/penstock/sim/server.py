@@ -78,7 +78,6 @@ class SimServer:
         self._port = runner.addresses[0][1]
 
     async def stop(self) -> None:
-        """Close port and connections."""
         if self._closing is not None:
             self._closing.cancel()
         if self._runner is not None:

@@ -37,16 +37,13 @@ class Prefix:
 
     @classmethod
     def of(cls, token_ids: Sequence[int]) -> Self:
-        """Fold a whole sequence."""
         return cls().extend(token_ids)
 
     def extend(self, token_ids: Sequence[int]) -> Self:
-        """Several tokens more."""
         crc = zlib.crc32(array("q", token_ids).tobytes(), self.crc)
         return type(self)(self.length + len(token_ids), crc)
 
     def then(self, token_id: int) -> Prefix:
-        """One token more."""
         return Prefix(self.length + 1, zlib.crc32(_ID.pack(token_id), self.crc))
 
 

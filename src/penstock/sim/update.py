@@ -160,7 +160,6 @@ class WeightState:
 
     @property
     def version(self) -> int:
-        """The label as our integer."""
         return version_of_tokens(self.label)
 
     def start(self) -> None:
@@ -206,7 +205,6 @@ class Adapters:
         self._used: dict[str, float] = {}
 
     def note_use(self, name: str | None) -> None:
-        """A request for it has come."""
         if name is not None:
             self._used[name] = time.monotonic()
 

@@ -61,7 +61,6 @@ class GroupSpec:
     key: str = field(repr=False)
 
     def to_json(self) -> dict[str, Any]:
-        """As it goes over the wire."""
         return asdict(self)
 
     @classmethod
@@ -138,11 +137,9 @@ class BroadcastStore(Store):
         return self._offer[1] if self._offer is not None else ()
 
     def forget(self) -> None:
-        """Let go of what was published."""
         self._offer = None
 
     def close(self) -> None:
-        """End the group."""
         super().close()
         self._offer = None
         self.interrupt("the trainer has closed the fleet")

@@ -312,7 +312,6 @@ class IpcSource:
                 )
 
     def tensors(self, manifest: WeightManifest, place: Place) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-        """Views of the trainer's memory."""
         del place
         part = self._part(manifest)
         mapped = self._map(part)
@@ -325,7 +324,6 @@ class IpcSource:
                 raise TransferError(f"tensor {entry.name!r} was changed by the trainer while the engine loaded it")
 
     def _part(self, manifest: WeightManifest) -> dict[str, Any]:
-        """The manifest's part for this worker's GPU."""
         if self._device.type != "cuda":
             raise WeightsError(f"the transport cuda_ipc needs an engine on a GPU; this one runs on {self._device}")
         uuid = str(torch.cuda.get_device_properties(self._device).uuid)
@@ -379,11 +377,9 @@ class Mapped:
             raise
 
     def is_of(self, lease: str, blocks: list[tuple[bytes, int]]) -> bool:
-        """Whether these are mapped here, still."""
         return not self._closed and self._of == (lease, blocks)
 
     def view(self, entry: TensorEntry, block: int, offset: int) -> torch.Tensor:
-        """The tensor that lies there."""
         dtype = getattr(torch, entry.dtype)
         if entry.nbytes == 0:
             return torch.empty(entry.shape, dtype=dtype, device=self._device)

@@ -190,7 +190,6 @@ class DiskStore(Store):
         open_version(manifest).close()
 
     def _names(self, manifest: WeightManifest | None) -> set[str]:
-        """Names of the files of a version."""
         return set() if manifest is None else {manifest.location.get("file", "")}
 
 
@@ -238,7 +237,6 @@ class VersionFile:
         return data
 
     def close(self) -> None:
-        """Close it."""
         os.close(self._fd)
 
     def __enter__(self) -> Self:

@@ -121,7 +121,6 @@ class Group:
 
     @contextmanager
     def _or_cut(self, what: str) -> Generator[None]:
-        """Cut the group where a connection or torch breaks."""
         self._check()
         try:
             yield
@@ -442,18 +441,18 @@ class NcclStore(Store):
         super().__init__()
         self._group = group
 
-    def set(self, key: str, value: bytes | str) -> None:  # noqa: D102 - torch's
+    def set(self, key: str, value: bytes | str) -> None:
         self._group.set(_NCCL + key, value.encode() if isinstance(value, str) else value)
 
-    def get(self, key: str) -> bytes:  # noqa: D102 - torch's
+    def get(self, key: str) -> bytes:
         return self._group.get(_NCCL + key, self._group.spec.timeout_s)
 
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # noqa: D102 - torch's
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         del timeout
         for key in keys:
             self.get(key)
 
-    def check(self, keys: Sequence[str]) -> bool:  # noqa: D102 - torch's
+    def check(self, keys: Sequence[str]) -> bool:
         try:
             return not self._group.missing([_NCCL + key for key in keys], 0.0)
         except TransferError:  # over

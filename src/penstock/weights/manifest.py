@@ -65,7 +65,6 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
@@ -87,7 +86,6 @@ class WeightManifest:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(t.nbytes for t in self.tensors)
 
     @property
@@ -96,7 +94,6 @@ class WeightManifest:
         return max((t.offset + t.nbytes for t in self.tensors), default=0)
 
     def to_json(self) -> dict[str, Any]:
-        """As it goes over the wire."""
         return {
             "version": self.version,
             "transport": self.transport,

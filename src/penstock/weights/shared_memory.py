@@ -130,7 +130,6 @@ class SharedMemorySource:
         """Do nothing: nothing is left to do."""
 
     def tensors(self, manifest: WeightManifest, place: Place) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-        """Yield views of the mapping."""
         from penstock.weights.pack import view  # noqa: PLC0415 - the core must import without torch
 
         del place
