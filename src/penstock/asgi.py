@@ -164,15 +164,11 @@ async def serving_app(
     *,
     max_connections: int | None = None,
 ) -> AsyncGenerator[None]:
-    """Serve an application on a bound socket while the block runs.
+    """Serve an application on a bound socket while the block runs; it is closed at the end.
 
-    Args:
-        app: the ASGI application.
-        listener: closed at the end.
-        what: it is, for messages.
-        close: awaited before the server ends, so that no answer under way waits for ever.
-        max_connections: of clients at once. Default: half the files that this process may open, since each request
-            under way has one of its own.
+    `what` it is, messages say. `close` is awaited before the server ends, so that no answer under way waits for ever.
+    `max_connections` of clients at once are by default half the files that this process may open, since each request
+    under way has one of its own.
     """
     counted = _Connections(max_connections or _most_connections())
     config = uvicorn.Config(
@@ -208,12 +204,9 @@ async def serving_app(
 
 
 async def read_body(http: Request, most: int, refused: Callable[[int, str], PenstockError]) -> bytes:
-    """Return the whole body of a request.
+    """Return the whole body of a request, of at most `most` bytes.
 
-    Args:
-        http: the request.
-        most: bytes that it may have.
-        refused: makes the error of an HTTP status and a message: 413, 408 after `BODY_S` seconds, or 499.
+    `refused` makes the error of an HTTP status and a message: 413, 408 after `BODY_S` seconds, or 499.
     """
     data = bytearray()
     try:

@@ -130,13 +130,9 @@ _SHOWN = 200
 def parse_json(
     data: bytes | memoryview | str, what: str, error: Refusal = UserError, *, loads: Callable[[Any], Any] = orjson.loads
 ) -> Any:
-    """Parse a JSON text.
+    """Parse a JSON text; `what` it is stands in the error, if it is no JSON, or nested too deeply.
 
-    Args:
-        data: the text.
-        what: it is, for the message.
-        error: makes the error to raise if it is no JSON, or nested too deeply.
-        loads: `json.loads` where NaN and numbers of more than 64 bits may be in it.
+    `loads` is `json.loads` where NaN and numbers of more than 64 bits may be in it.
     """
     try:
         return loads(data)

@@ -86,12 +86,10 @@ def has_key(given: bytes, keys: Iterable[str]) -> bool:
 def cross_site(
     headers: Iterable[tuple[bytes, bytes]], known: Collection[str] = (), *, setting: str = f"{HOSTS_ENV} of its process"
 ) -> str | None:
-    """Return why a control call is refused as a web page's; None: it is not.
+    """Return why a control call with these headers is refused as a web page's; None: it is not.
 
-    Args:
-        headers: of the request, names in lower case.
-        known: names of this server besides IP addresses, localhost, the machine's name and those of `HOSTS_ENV`.
-        setting: where its operator names more, for the message.
+    `known` are names of this server besides IP addresses, localhost, the machine's name and those of `HOSTS_ENV`;
+    `setting` is where its operator names more.
     """
     for name, value in headers:
         if name == b"origin":

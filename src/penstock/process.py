@@ -222,15 +222,10 @@ class ChildProcess:
         pass_fds: Sequence[int] = (),
         scratch: Path | None = None,
     ) -> Self:
-        """Start `argv`, which must call `watch_lifeline()` first.
+        """Start `argv`, which must call `watch_lifeline()` first. Its output is appended to `log`.
 
-        Args:
-            argv: the command.
-            name: of the child, in messages.
-            log: stdout and stderr are appended to it.
-            env: added to our environment.
-            pass_fds: open in the child under their numbers.
-            scratch: a folder that is removed when the child has ended.
+        `env` is added to our environment; `pass_fds` are open in the child under their numbers; the folder `scratch` is
+        removed when the child has ended.
         """
         added = {**(env or {}), **({SCRATCH_ENV: str(scratch)} if scratch is not None else {})}
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -358,13 +353,9 @@ async def read_report(fd: int, deadline_s: float) -> dict[str, Any]:
 
 
 async def read_start(fd: int, deadline_s: float, name: str, says: Callable[[], str]) -> str:
-    """Return where a child serves, of the report that it writes as in `read_report`.
+    """Return where a child serves, of the report that it writes as in `read_report`; the pipe is closed.
 
-    Args:
-        fd: read end of the pipe; closed.
-        deadline_s: for the report.
-        name: of the child, in messages.
-        says: returns what the child has written to its log.
+    `says` returns what the child has written to its log.
 
     Raises:
         PenstockError: what it reported.

@@ -42,15 +42,12 @@ class _Update:
 
 
 class TokenMeter:
-    """Counts tokens by step, and measures what each update costs.
+    """Counts tokens by step, and measures what each update costs. The clock is in seconds.
 
     Tokens lost are the steady rate times the time from the update's beginning until the rate is back, minus the tokens
     made in that time. With fewer requests in flight than were running at the update, less is expected in proportion.
     The rate is back at the beginning of the first `BACK_S` seconds that have `BACK` of what is expected. A measurement
     also ends with the next update, with a pause, and with the last request in flight; the loss so far counts.
-
-    Args:
-        clock: seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -195,12 +195,7 @@ def request_headers(
 ) -> dict[str, str]:
     """Make the headers by which a router places a request without parsing its body (docs/protocol.md).
 
-    Args:
-        prompt_tokens: length of the prompt, where known.
-        params: say the most that the answer may add, all samples together.
-        session_id: equal ones go to one engine.
-        group_id: of samples of one prompt that are sent one by one.
-        prefix_hashes: of the prompt, from the function of that name.
+    Equal session ids go to one engine; `group_id` is of samples of one prompt that are sent one by one.
     """
     headers = {EXPECTED_TOKENS_HEADER: str(params.max_tokens * params.n)}
     optional = {
@@ -297,13 +292,9 @@ def parts_of(text: Any, samples: int) -> list[Any]:
 
 
 def check_part(part: Any, *, room: int, vocab_size: int, logprobs: bool) -> list[Any]:
-    """Check one sample wholly, since vLLM's core checks nothing of it and would die.
+    """Check one sample of `RESUME_ARG` wholly, since vLLM's core checks nothing of it and would die.
 
-    Args:
-        part: of `RESUME_ARG`.
-        room: most tokens that the sample may have.
-        vocab_size: all token ids are below.
-        logprobs: the request asks for them, so each token needs one.
+    `room` are the most tokens that it may have. Where `logprobs` are asked for, each token needs one.
 
     Returns:
         Its logprobs, for each token `[(token id, logprob, rank, text), ...]`; empty where it has none.

@@ -142,13 +142,7 @@ _REQUIRED = RequiredInfo.__annotations__.keys() - {"logprobs_mode"}
 def require(engines: Iterable[tuple[str, Capabilities]], needed: Capability, operation: str) -> None:
     """Refuse an operation that some engine cannot do, before anything is changed anywhere.
 
-    Args:
-        engines: name and capabilities of each that would have to do it.
-        needed: what it needs.
-        operation: named in the error.
-
-    Raises:
-        MissingCapabilityError: it names those engines, what they lack, and how they get it.
+    MissingCapabilityError: it names those engines, what they lack, and how they get it.
     """
     lacking = [name for name, has in engines if not getattr(has, needed)]
     if lacking:

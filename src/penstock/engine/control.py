@@ -158,10 +158,7 @@ class ControlClient:
     async def pause(self, mode: PauseMode, *, clear_cache: bool = True, timeout_s: float | None = None) -> None:
         """Pause; the return is the barrier: no token is being made.
 
-        Args:
-            mode: `wait` returns when the last request has finished, so it needs a `timeout_s` of a request's length.
-            clear_cache: recompute KV at resume.
-            timeout_s: deadline in seconds; default: that of every control call.
+        `wait` returns when the last request has finished, so it needs a `timeout_s` of a request's length.
         """
         body = {"mode": mode.value, "clear_cache": clear_cache}
         otherwise = f"/pause?mode={mode.value}&clear_cache={str(clear_cache).lower()}"

@@ -94,10 +94,6 @@ async def identify(http: HttpTransport, *, timeout_s: float) -> EngineInfo:
 
     Without dev mode the server does not report its settings.
 
-    Args:
-        http: to it.
-        timeout_s: deadline of each question.
-
     Raises:
         EngineHTTPError: it is no vLLM server (404), or asks for another key (401).
         EngineError: it answers what no vLLM server does.

@@ -98,15 +98,9 @@ class Delivery(Fetching):
     async def gather(self, members: Sequence[Member], *, torn: bool = False) -> list[Member]:
         """Form the group of these engines while they generate, unless it is there; one that does not join is DEAD.
 
-        Args:
-            members: of these.
-            torn: they have half of the version that is sent already.
+        `torn`: they have half of the version that is sent already. Returns the engines in it.
 
-        Returns:
-            The engines in it.
-
-        Raises:
-            WeightsError: an engine refuses to join; or none can reach the trainer.
+        WeightsError: an engine refuses to join; or none can reach the trainer.
         """
         left, self.fresh = updatable(members), False
         while left and not self.holds(left):

@@ -204,13 +204,8 @@ async def assemble(
 ) -> Fleet:
     """Admit engines that are SYNCING, in the order of their index, send them to the router, and watch them.
 
-    Args:
-        router: in front of them.
-        members: the engines.
-        owned: what ends with the fleet.
-        terms: its settings.
-        engines: restarts them, and starts more; None: someone else started them.
-        attached: `attach.AttachedServers`, joins servers of others; None: those that died stay dead.
+    Without `engines`, someone else started them; without `attached` (`attach.AttachedServers`), servers of others that
+    died stay dead.
 
     Raises:
         StateError: the engines serve different models or weight versions, or some are paused and some not.

@@ -277,19 +277,9 @@ async def connect_engine(
     process: EngineHandle | None = None,
     client: Callable[..., ControlClient] = ControlClient,
 ) -> Member:
-    """Ask an engine what it is; it is SYNCING then.
+    """Ask an engine, whose lifecycle is LAUNCHING, what it is; it is SYNCING then. `owned` closes the connection.
 
-    Args:
-        lifecycle: of the engine, LAUNCHING.
-        url: where it listens.
-        owned: closes the connection to it.
-        api_key: what it asks for.
-        control_timeout_s: deadline of its control calls.
-        process: its process, if this fleet launched it.
-        client: makes the control client.
-
-    Raises:
-        EngineError: it does not answer in `CONNECT_S` seconds, or is no engine.
+    EngineError: it does not answer in `CONNECT_S` seconds, or is no engine.
     """
     control = client(lifecycle.engine, url, api_key=api_key, timeout_s=control_timeout_s)
     async with AsyncExitStack() as failed:  # a fleet that lives long may be given many that do not answer

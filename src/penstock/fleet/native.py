@@ -39,13 +39,7 @@ _ALIKE = (
 
 
 class NativeCalls:
-    """The native calls of one fleet.
-
-    Args:
-        operations: of the fleet, which these are two of.
-        roster: its engines.
-        timeout_s: deadline of a control call.
-    """
+    """The native calls of one fleet; each control call has `timeout_s` seconds."""
 
     def __init__(self, operations: AllOperations, roster: Roster, timeout_s: float) -> None:
         self._operations = operations

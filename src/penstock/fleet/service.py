@@ -253,10 +253,7 @@ class Endpoint:
         self._path: Path | None = None
 
     async def open(self, end: Callable[[], Awaitable[None]]) -> None:
-        """Listen. A router address that may be another machine's has no socket.
-
-        Args:
-            end: ends the fleet, this endpoint too; called by `stop`.
+        """Listen, and let the call `stop` do `end`. A router address that may be another machine's has no socket.
 
         Raises:
             StateError: another process owns the fleet behind this router.

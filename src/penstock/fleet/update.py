@@ -108,10 +108,7 @@ class Updater:
     ) -> UpdateReport:
         """Update once; engines that are paused stay paused. Those that wait for weights take part, and join after it.
 
-        Args:
-            publish: puts the weights of a version into the store; called in a thread.
-            version: of the weights.
-            kv: see `Fleet.update_weights`.
+        `publish` puts the weights of a version into the store, in a thread.
 
         Raises:
             WeightsError: the tensors cannot be sent, or an engine refuses them; nothing was changed.

@@ -68,10 +68,7 @@ class LoadedAdapter:
 class CoreAdapters:
     """The adapters of one engine core; methods run in the core's thread, between two steps.
 
-    Args:
-        core: vLLM's.
-        at_boundary: calls a function when no step is under way, with the scheduler held; see `CoreControl._change`.
-        kv: keeps KV of requests in flight.
+    `at_boundary` calls a function when no step is under way, with the scheduler held; see `CoreControl._change`.
     """
 
     def __init__(self, core: Any, at_boundary: Callable[..., Any], kv: KeptKV) -> None:

@@ -118,12 +118,8 @@ def collect_all_dp_replies(engine: Any) -> None:
 def check_replicas(checksums: Sequence[str], replicas: int) -> None:
     """Compare a dense model's data-parallel replicas rank by rank; a mixture of experts is spread over them.
 
-    Args:
-        checksums: of every rank, replica by replica.
-        replicas: how many.
-
-    Raises:
-        WeightsError: a replica has other weights than one before it; the engine must not serve.
+    `checksums` are of every rank, replica by replica. WeightsError: a replica has other weights than one before it; the
+    engine must not serve.
     """
     ranks = len(checksums) // replicas
     first: dict[tuple[int, str], tuple[int, str]] = {}

@@ -42,9 +42,7 @@ def salt_of(
 class KeptKV:
     """Salts and kept requests of one engine core; methods run in its thread, between two steps, unless said.
 
-    Args:
-        core: vLLM's.
-        load_of: which load brought the adapter of a LoRARequest, or None; asked in any thread.
+    `load_of` says which load brought the adapter of a LoRARequest, in any thread.
     """
 
     def __init__(self, core: Any, load_of: Callable[[Any], int | None]) -> None:

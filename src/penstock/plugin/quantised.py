@@ -84,14 +84,9 @@ def quantised(
 
 
 def find_schemes(quantisation: Any, entries: Sequence[Entry]) -> dict[str, Scheme]:
-    """Find what an update has to quantise.
+    """Find what an update has to quantise, for a model's `quantization_config` and the tensors of its checkpoint.
 
-    Args:
-        quantisation: the model's `quantization_config`.
-        entries: of the checkpoint, in floats or quantised.
-
-    Raises:
-        WeightsError: the checkpoint has more than matrices and their scales, such as calibrated activations.
+    WeightsError: the checkpoint has more than matrices and their scales, such as calibrated activations.
     """
     scheme, targets = _scheme_of(quantisation if isinstance(quantisation, Mapping) else quantisation.to_dict())
     held = {name: dtype for name, dtype, _ in entries}

@@ -277,14 +277,10 @@ class KVStats(NamedTuple):
 
 
 def parse_kv_stats(text: bytes | bytearray, dp_rank: int | None = None) -> KVStats | None:
-    """Read vLLM's Prometheus text; None where it has no usage, or one that is no number from 0 to 1.
+    """Read vLLM's Prometheus text, of one data-parallel rank or of all together; None where it says no usage.
 
     vLLM 0.32 says how many tokens fit on a rank (exact for models with several kinds of attention); before that, and
     where it does not, it is the blocks of all ranks together times their size.
-
-    Args:
-        text: of one server.
-        dp_rank: the data-parallel rank to read; None: all together.
     """
     ranks = _USAGE.findall(text)
     cache = _CACHE.search(text)

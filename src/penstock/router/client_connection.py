@@ -64,11 +64,8 @@ class Call(Protocol):
 class Clients:
     """Every client connection of one router, and what they share.
 
-    Args:
-        config: limits.
-        metrics: where what never becomes a request is counted.
-        open_call: returns what serves a request; RefusalError: it has not the key, or nothing serves it.
-        most: connections that may be open before strangers are closed for newcomers.
+    `open_call` returns what serves a request, or raises a RefusalError: it has not the key, or nothing serves it.
+    `most` connections may be open before strangers are closed for newcomers.
     """
 
     def __init__(

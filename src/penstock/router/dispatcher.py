@@ -96,11 +96,8 @@ class Gate:
     """Lets requests through in order of arrival, or holds them.
 
     Time at a closed gate is no part of `max_hold_s`: a pause may be as long as it likes, and no request fails of it.
-    Nor is time in which the engines are full: they are at work, and load will fall.
-
-    Args:
-        config: limits.
-        place: sends a request on its way, or returns the lane where it has to wait.
+    Nor is time in which the engines are full: they are at work, and load will fall. `place` sends a request on its way,
+    or returns the lane where it has to wait.
     """
 
     def __init__(self, config: RouterConfig, place: Callable[[Waiter], Lane | None]) -> None:
@@ -289,9 +286,7 @@ class Gate:
 class Dispatcher:
     """Finds an engine for each request, or the reason to wait.
 
-    Args:
-        config: limits, and the options of placement.
-        process: which of `config.workers` processes this is; each knows its own sessions and load.
+    `process` is which of `config.workers` processes this is; each knows its own sessions and load.
     """
 
     def __init__(self, config: RouterConfig, *, process: int = 0) -> None:

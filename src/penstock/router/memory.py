@@ -139,12 +139,9 @@ class Session:
 
 
 class SessionTable:
-    """Sessions and their homes. Where it is full, the least recently used session is forgotten.
+    """Sessions and their homes. Where it is full, the least recently used session is forgotten, and placed anew.
 
     A session that was not used for a while keeps its home but counts no more: see `expire`.
-
-    Args:
-        capacity: most sessions remembered; one that is forgotten is placed anew at its next turn.
     """
 
     def __init__(self, capacity: int = 262_144) -> None:
@@ -205,14 +202,9 @@ class SessionTable:
         self._counts.pop(engine, None)
 
     def expire(self, *, idle_before: float, gone_before: float) -> int:
-        """Time passes.
+        """Let sessions not used since `idle_before` count no more, and forget those not used since `gone_before`.
 
-        Args:
-            idle_before: sessions not used since count as resident no longer.
-            gone_before: sessions not used since are forgotten.
-
-        Returns:
-            How many ceased to count.
+        Returns how many ceased to count.
         """
         ceased = 0
         while self._counted:
@@ -291,10 +283,8 @@ class _Cache:
 class Prefixes:
     """Hashes of beginnings to engines; where it is full, the least recently used hash is forgotten.
 
-    What an engine has seen, it may have evicted since: this is a guess at its cache, on the side of too much.
-
-    Args:
-        capacity: most hashes remembered; a prompt has up to 32.
+    What an engine has seen, it may have evicted since: this is a guess at its cache, on the side of too much. A prompt
+    has up to 32 hashes.
     """
 
     def __init__(self, capacity: int = 131_072) -> None:
@@ -360,12 +350,9 @@ class SessionStats:
         self._paused_s = 0.0
 
     def came_back(self, paused_s: float, added: int, expected: int) -> None:
-        """A session begins another turn.
+        """A session begins another turn, `paused_s` seconds after its last one.
 
-        Args:
-            paused_s: seconds since its last one.
-            added: tokens that its context is longer; tool output counts too, which the next turn brings along.
-            expected: most that an answer of it may add.
+        Its context is `added` tokens longer, tool output included; an answer may add the `expected` at most.
         """
         self._returns += 1
         self._paused_s += paused_s

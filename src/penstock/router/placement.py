@@ -66,9 +66,7 @@ class Engine:
 class Placement:
     """Puts requests on engines: who may serve them, what the policy says, and what has to be remembered for it.
 
-    Args:
-        config: the policies and their options.
-        process: which of `config.workers` processes this is; each knows its own sessions and load.
+    `process` is which of `config.workers` processes this is; each knows its own sessions and load.
     """
 
     def __init__(self, config: RouterConfig | None = None, process: int = 0) -> None:
@@ -130,13 +128,7 @@ class Placement:
         self._arrange()
 
     def report_kv(self, name: str, *, kv_usage: float, kv_capacity: int) -> None:
-        """What an engine says of its KV cache.
-
-        Args:
-            name: of the engine.
-            kv_usage: share in use, 0 to 1; negative: not known.
-            kv_capacity: tokens it holds; 0: not known.
-        """
+        """Take what an engine says of its KV cache; negative usage and capacity 0: not known."""
         engine = self._engine(name)
         engine.kv_usage, engine.kv_capacity, engine.kv_reported_at = kv_usage, kv_capacity, engine.load.tokens
         self._arrange()
@@ -149,10 +141,7 @@ class Placement:
     def place(self, request: Hints, now: float, tried: Collection[str] = ()) -> str | Defer | None:
         """Choose an engine; its load and residency are accounted at once, until `done`.
 
-        Args:
-            request: what its headers say; token counts that no engine can hold are lowered.
-            now: seconds, by a clock that never goes back.
-            tried: engines that had this request and broke it.
+        Token counts of the request that no engine can hold are lowered. The engines `tried` broke it before.
 
         Returns:
             The engine's name; `Defer.WAIT` until load falls; None where no engine may serve it, see `could_serve`.
@@ -202,14 +191,7 @@ class Placement:
         return self._snapshot(request, ()) is not None
 
     def done(self, request: Hints, name: str, now: float, *, ok: bool) -> None:  # noqa: ARG002 - other routers count it
-        """The request is no longer on the engine that `place` answered, once for each such answer.
-
-        Args:
-            request: as it was placed.
-            name: of the engine, which may have left since.
-            now: seconds.
-            ok: it was answered in full; else it failed or was taken back.
-        """
+        """The request is no longer on the engine that `place` answered, once for each such answer."""
         session_id = request.session_id
         tokens = request.prompt_tokens + request.expected_tokens
         load = self._loads[name]

@@ -62,17 +62,11 @@ def check_data_path(path: bytes, added: Collection[bytes] = ()) -> None:
 
 
 class Router:
-    """Data plane of a fleet; runs in any asyncio event loop.
+    """Data plane of a fleet; runs in any asyncio event loop. With `access_log`, it logs one JSON line a request.
 
-    Args:
-        config: limits and the policy. With `access_log`, one JSON line a request goes to the logger
-            `penstock.router.access`.
-        api_key: asked for on every request but `GET /router/health`; None: no key is asked for.
-        admin_key: asked for where a call changes the router; None: `api_key` is.
-        process: which of `config.workers` processes this is.
-
-    Raises:
-        ConfigError: for an unknown policy.
+    `api_key` is asked for on every request but `GET /router/health` (None: no key is), `admin_key` where a call changes
+    the router (None: `api_key` is). `process` is which of `config.workers` processes this is. ConfigError: an unknown
+    policy.
     """
 
     def __init__(

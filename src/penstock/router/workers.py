@@ -48,15 +48,7 @@ def listen(host: str, port: int, count: int) -> list[socket.socket]:
     """Open `count` sockets that share `host` and `port` (SO_REUSEPORT); the kernel spreads connections over them.
 
     They listen already: a connection that comes before its process accepts, or while that process is started again,
-    waits in the queue.
-
-    Args:
-        host: address or name; of a name with several addresses the first is taken.
-        port: 0 for any free one.
-        count: how many.
-
-    Raises:
-        ConfigError: the address cannot be used.
+    waits in the queue. ConfigError: the address cannot be used.
     """
     with ExitStack() as opened:
         try:
@@ -137,12 +129,7 @@ class Worker:
 def share_port(router: Router, host: str, port: int, control_ports: tuple[int, ...], api_key: str | None) -> None:
     """Have admin calls by the common port answered for all processes, or refused with the reason.
 
-    Args:
-        router: this process's.
-        host: address of the control ports.
-        port: this process's control port, where it answers for itself.
-        control_ports: those of all processes.
-        api_key: what each of them asks for.
+    `host` and `port` are this process's control port, where it answers for itself; each asks for `api_key`.
     """
 
     def answer_for_all(transport: asyncio.Transport, method: str, path: str, body: bytes) -> Awaitable[Answer] | None:
@@ -178,13 +165,7 @@ async def _ask_all(url: str, api_key: str | None, path: str, session: str) -> An
 
 
 class Workers:
-    """The processes of a router of `config.workers` of them.
-
-    Args:
-        config: of each of them.
-        api_key: what clients must send; the workers find it as this process did.
-        arguments: this process's own, for the workers.
-    """
+    """The processes of a router of `config.workers` of them; they are started with this process's own `arguments`."""
 
     def __init__(self, config: RouterConfig, api_key: str | None, arguments: Sequence[str]) -> None:
         self.config = config

@@ -119,10 +119,7 @@ def _error(message: str, kind: str, status: int, param: str | None = None) -> di
 class Generation(ABC):
     """A call that generates: its requests, and the form of their answer.
 
-    Args:
-        call: names the model, and may name the request.
-        kind: begins the request's id.
-        constrained: it asks for output under a grammar, so its samples cannot be resumed.
+    `kind` begins the request's id; output that is `constrained` by a grammar cannot be resumed.
 
     Raises:
         NotFoundError: the model is neither the served one nor a loaded adapter.
@@ -173,14 +170,7 @@ class Generation(ABC):
     async def run(
         self, prompts: Mapping[str, Sequence[int]], params: SamplingParams, extra: Any, max_tokens: int | None
     ) -> web.StreamResponse:
-        """Submit prompts, by request id, and answer.
-
-        Args:
-            prompts: by the ids of their requests.
-            params: of all.
-            extra: vLLM's extra arguments, with what another engine made.
-            max_tokens: as of `SimEngine.submit`.
-        """
+        """Submit prompts, by request id, and answer; `extra` are vLLM's, with what another engine made."""
         engine = self.call.engine
         parts = parts_to_resume(extra, params, engine)
         given: dict[str, Any] = {"lora": self._lora, "max_tokens": max_tokens, "parts": parts}

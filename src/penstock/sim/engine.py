@@ -32,9 +32,7 @@ DEAD = "EngineCore encountered an issue. See stack trace (above) for the root ca
 class SimEngine:
     """One engine. Every method may be called from any task of one event loop; nothing needs to be started.
 
-    Args:
-        config: how it is built.
-        on_death: called once when it dies, with how.
+    `on_death` is called once when it dies, with how.
     """
 
     def __init__(self, config: SimConfig | None = None, *, on_death: Callable[[FaultKind], None] | None = None) -> None:
@@ -77,14 +75,8 @@ class SimEngine:
     ) -> SimRequest:
         """Queue a request; its caller waits for its end, and then lets `drop` forget it.
 
-        Args:
-            prompt_ids: shape `[P]`.
-            params: of all its samples.
-            listener: gets what is made of it, and None at its end.
-            request_id: to abort it by; default: a number.
-            lora: name of a loaded adapter.
-            max_tokens: replaces the limit of `params`, which cannot be 0 or "as many as fit".
-            parts: what its samples have already.
+        `listener` gets what is made of it, and None at its end. `max_tokens` replaces the limit of `params`, which
+        cannot be 0 or "as many as fit". `parts` are what its samples have already.
         """
         await self.at(Phase.REQUEST)
         limit = self._check(prompt_ids, params, max_tokens)

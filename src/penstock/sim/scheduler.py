@@ -321,9 +321,7 @@ class EngineStats:
 class Scheduler:
     """First come, first served; the youngest gives way. Pure: no time, no I/O.
 
-    Args:
-        config: limits.
-        adapter_of: names the weights of a request's LoRA at this moment.
+    `adapter_of` names the weights of a request's LoRA at this moment.
     """
 
     def __init__(self, config: SimConfig, adapter_of: Callable[[SimSequence], str]) -> None:

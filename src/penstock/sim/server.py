@@ -35,9 +35,7 @@ KEEP_ALIVE_S = 5.0
 class SimServer:
     """One engine on one port: `async with SimServer(SimConfig()) as server: server.url`.
 
-    Args:
-        config: how it is built.
-        own_process: its death ends the process; else it only closes port and connections.
+    In its `own_process` its death ends the process; else it only closes port and connections.
     """
 
     def __init__(self, config: SimConfig | None = None, *, own_process: bool = False) -> None:

@@ -80,14 +80,9 @@ class Weights:
 def expected_token(
     model: Model, prefix: Prefix, weights: Weights, *, seed: int | None, banned: Collection[int] = ()
 ) -> int:
-    """The id that follows `prefix`.
+    """The id that follows `prefix` under these weights, none of those that are `banned`.
 
-    Args:
-        model: whose token.
-        prefix: prompt and output before it.
-        weights: in force when it is made.
-        seed: the request's seed plus the sample's index (as vLLM seeds sample `i`); None: greedy, temperature 0.
-        banned: ids that must not come (EOS and stop tokens before `min_tokens`).
+    `seed` is the request's plus the sample's index (as vLLM seeds sample `i`); None: greedy, temperature 0.
     """
     draw = _draw(prefix, weights, _noise(seed))
     if model.eos_token_id not in banned and (draw >> 11) / 2**53 < model.eos_share:

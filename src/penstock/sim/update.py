@@ -34,15 +34,10 @@ _HALF_EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00}
 def check_manifest(manifest: WeightManifest, specs: Sequence[TensorSpec] | None) -> str:
     """Check an offered version as the real engine does, with its bytes if its file exists.
 
-    Args:
-        manifest: the offer.
-        specs: what the engine's model holds; None: any tensors.
+    Without `specs`, what the engine's model holds, any tensors will do. Returns the checksum that the weights will
+    have: over the CRC-32 of every tensor in order of name.
 
-    Returns:
-        The checksum that the weights will have: over the CRC-32 of every tensor in order of name.
-
-    Raises:
-        WeightsError: a tensor is missing, extra, misshapen, of another dtype, damaged, or holds NaN.
+    WeightsError: a tensor is missing, extra, misshapen, of another dtype, damaged, or holds NaN.
     """
     if not manifest.tensors:
         raise WeightsError("the manifest holds no tensors")

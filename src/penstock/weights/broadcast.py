@@ -96,12 +96,8 @@ def rank_offsets(layouts: Sequence[Layout]) -> list[int]:
 class BroadcastStore(Store):
     """Sends a version while the engines take it. `interrupt` alone may be called beside another call.
 
-    `current` is always None: what was sent is the trainer's alone.
-
-    Args:
-        address: where engines find the trainer; it listens there and nowhere else.
-        timeout_s: seconds for forming a group, and for sending one version.
-        bucket_bytes: what is under way at once, see `transfer.cut`.
+    `current` is always None: what was sent is the trainer's alone. It listens at `address`, where engines find it, and
+    nowhere else. Forming a group and sending a version have `timeout_s` seconds each.
     """
 
     def __init__(
@@ -146,16 +142,10 @@ class BroadcastStore(Store):
         self._group = None
 
     def invite(self, layouts: Sequence[Layout]) -> list[dict[str, Any]]:
-        """Open a new group in the place of the one before it.
+        """Open a new group in the place of the one before it, of engines with these layouts; then call `form`.
 
-        Args:
-            layouts: TP, PP and DP ranks of each engine, shape `[engines]`.
-
-        Returns:
-            What to tell each engine (`GroupSpec`), in their order; then call `form`.
-
-        Raises:
-            TransferError: this host cannot listen on the address.
+        Returns what to tell each engine (`GroupSpec`), in their order. TransferError: this host cannot listen on the
+        address.
         """
         from penstock.weights.group import Group, listen  # noqa: PLC0415 - the core must import without torch
 
@@ -243,14 +233,9 @@ class BroadcastSource:
         self._group: Group | None = None
 
     def join(self, body: object, rank: int) -> None:
-        """Begin to join a group, in the place of the one before it.
+        """Begin to join a group (`GroupSpec` as JSON), in the place of the one before it. WeightsError: it cannot.
 
-        Args:
-            body: `GroupSpec` as JSON.
-            rank: of this worker among those of its engine.
-
-        Raises:
-            WeightsError: it cannot.
+        `rank` is that of this worker among those of its engine.
         """
         import torch  # noqa: PLC0415 - the core must import without torch
 

@@ -106,14 +106,7 @@ def write_delta(
 ) -> tuple[int, int]:
     """Write what differs between two versions in which the tensors lie at the same offsets.
 
-    Args:
-        file: open for writing.
-        old: reads from an offset so many bytes of the base.
-        new: the version that results.
-        entries: its tensors.
-
-    Returns:
-        Bytes of the file, and their CRC-32.
+    `old` reads from an offset so many bytes of the base. Returns the bytes of the file, and their CRC-32.
     """
     size = checksum = 0
     frames: list[tuple[int, int, int]] = []

@@ -65,11 +65,7 @@ _inside: WeakSet[threading.Thread] = WeakSet()  # started to call into torch
 class Group:
     """One rank's part in one group; thread-safe. Every method that waits is blocking.
 
-    Args:
-        spec: the group.
-        rank: of this process; 0 is the trainer's, which needs `listener`.
-        device: of the tensors.
-        listener: the trainer's port (`listen`).
+    Rank 0 is the trainer's, which needs a `listener`, its port (`listen`).
     """
 
     def __init__(self, spec: GroupSpec, rank: int, device: torch.device, listener: socket.socket | None = None) -> None:
