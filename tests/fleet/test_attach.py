@@ -22,7 +22,7 @@ from penstock.errors import (
     UpdateError,
     UserError,
 )
-from penstock.fleet import operations
+from penstock.fleet import operations, pausing
 from penstock.fleet.attach import AttachedServers
 from penstock.fleet.member import Lifecycle, State
 from penstock.http import HttpTransport
@@ -297,7 +297,7 @@ async def test_one_that_was_out_while_the_others_woke_up_is_woken_before_it_serv
         failing.engine.faults.add(Fault(FaultKind.REFUSE, Phase.HEALTH, times=1 << 30))
         await until(fleet, "e1", State.DEAD)
         await fleet.wake_up()
-        if level == operations.DROPS_WEIGHTS:
+        if level == pausing.DROPS_WEIGHTS:
             await fleet.update_weights(GOOD)
         failing.engine.faults.clear()
         await until(fleet, "e1", State.SERVING)

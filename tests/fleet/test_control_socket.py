@@ -128,7 +128,7 @@ async def test_a_fleet_runs_on_when_those_who_adopted_it_leave(runtime: Path) ->
             await check_serves(again, engines=2)
 
 
-async def test_everything_a_fleet_can_do_can_be_done_by_who_adopted_it(caplog: pytest.LogCaptureFixture) -> None:
+async def test_everything_a_fleet_can_do_can_be_done_by_who_adopted_it() -> None:
     async with detached() as fleet:
         running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
         await in_flight(fleet, lambda requests: requests == len(PROMPTS))
@@ -171,7 +171,6 @@ async def test_everything_a_fleet_can_do_can_be_done_by_who_adopted_it(caplog: p
         await check_serves(fleet, engines=1)
         async with SimServer(SimConfig(served_model_name="other")) as other:
             assert len(await fleet.attach(other.url)) == 1
-            assert "serves other and knows no model sim-model" in caplog.text
 
 
 async def test_the_weights_of_a_trainer_that_was_killed_are_those_of_engines_that_return() -> None:
