@@ -31,7 +31,7 @@ from penstock.types import FinishReason, SamplingParams, SessionId
 GENERATE = "/inference/v1/generate"
 """Token endpoint of vLLM."""
 INFO = "/penstock/info"
-"""Route of our plugin; answers `Info`."""
+"""Route of our plugin, which says what the engine is (`engine.capabilities.EngineInfo`)."""
 ADAPTERS = "/penstock/adapters"
 """Route of our plugin: GET answers the adapters by name; `/load`, `/unload`, `/pause` and `/resume` are calls."""
 SESSION_HEADER = "X-Session-ID"
@@ -61,37 +61,6 @@ INITIAL_VERSION = "default"
 UNKNOWN_VERSION = -1
 """Version of tokens whose weights have a label that is no version: another process labelled them, and may have loaded
 other weights too."""
-
-
-class RequiredInfo(TypedDict):
-    """What every answer of `INFO` has; `engine.capabilities.EngineInfo` says what the fields mean."""
-
-    engine: str
-    vllm: str
-    weight_version: int
-    paused: bool
-    tp: int
-    pp: int
-    dp: int
-    vocab_size: int
-    max_model_len: int
-    transports: list[str]
-    logprobs_mode: str
-
-
-class Info(RequiredInfo, total=False):
-    """Answer of `INFO`."""
-
-    kv_kept: bool
-    kv_in_flight: bool
-    """Updates can keep the KV of requests in flight alone; default: no."""
-    dtype: str
-    sleep: bool
-    """`sleep` frees memory; default: yes."""
-    lora: bool
-    """Adapters can be loaded while it runs; default: yes."""
-    control_port: int | None
-    """Port of the engine's core; None: control goes to the API server."""
 
 
 class Notes(TypedDict, total=False):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from types import MappingProxyType
 from typing import Any, Literal, Self
 
 from penstock.errors import MissingCapabilityError
-from penstock.wire import Info, RequiredInfo
 
 DEV_MODE = "start it with the environment variable VLLM_SERVER_DEV_MODE=1"
 
@@ -119,9 +118,9 @@ class EngineInfo:
     """Id that changes with each start of vLLM without our plugin; empty: unknown."""
 
     @classmethod
-    def of(cls, answer: Info) -> Self:
+    def of(cls, answer: Mapping[str, Any]) -> Self:
         """Read the answer of our plugin. KeyError, TypeError: it is something else."""
-        known: dict[str, Any] = {name: answer[name] for name in _REQUIRED}  # pyright: ignore[reportGeneralTypeIssues]
+        known: dict[str, Any] = {field.name: answer[field.name] for field in fields(cls) if field.default is MISSING}
         known["transports"] = tuple(known["transports"])
         return cls(
             **known,
@@ -134,9 +133,6 @@ class EngineInfo:
                 sampled_logprobs=answer["logprobs_mode"] in SAMPLED_FROM,
             ),
         )
-
-
-_REQUIRED = RequiredInfo.__annotations__.keys() - {"logprobs_mode"}
 
 
 def require(engines: Iterable[tuple[str, Capabilities]], needed: Capability, operation: str) -> None:
