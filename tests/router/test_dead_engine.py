@@ -11,10 +11,11 @@ import aiohttp
 import pytest
 from router_rig import Answer, Backend, Rig, Seen, answer_name, eventually, read_chunks, reply, request, rig
 
+from penstock.router import http
 from penstock.router.exchange import REPLAY_LIMIT
 from penstock.router.exchange import Answer as AnswerReader
 from penstock.router.http import RequestHead, parse_request
-from penstock.router.memory import EngineEntry, http
+from penstock.router.memory import EngineEntry
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 

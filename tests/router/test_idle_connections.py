@@ -9,8 +9,9 @@ from router_rig import Backend, Seen, reply, rig
 
 from penstock import http
 from penstock.http import HttpTransport
+from penstock.router import backend
 from penstock.router.admin_client import RouterAdmin
-from penstock.router.memory import Membership, backend
+from penstock.router.memory import Membership
 from penstock.sim.server import KEEP_ALIVE_S
 
 

@@ -8,7 +8,7 @@ import tracemalloc
 import pytest
 from router_rig import answer_name, eventually, request, rig
 
-from penstock.router.memory import server
+from penstock.router import server
 
 MB = 1 << 20
 FLOOD = 64 * MB

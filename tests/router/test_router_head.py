@@ -5,8 +5,8 @@ import time
 
 import pytest
 
+from penstock.router import http as heads
 from penstock.router.http import CHUNKED, RefusalError, parse_request, parse_response
-from penstock.router.memory import http as heads
 
 BAD_HEADS = {
     "length and chunked": b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",

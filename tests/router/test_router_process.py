@@ -16,8 +16,8 @@ from worker_rig import running
 
 from penstock.errors import EngineStartError
 from penstock.process import ChildProcess
+from penstock.router import __main__ as main_module
 from penstock.router.admin_client import RouterAdmin
-from penstock.router.memory import __main__ as main_module
 
 
 async def run(*argv: str, env: dict[str, str] | None = None) -> tuple[int | None, str, str]:
