@@ -9,9 +9,9 @@ from penstock.engine.vanilla import report_of
 from penstock.types import Sample, SamplingParams
 
 
-def samples_of(answer: dict[str, Any], version: int | None, params: SamplingParams) -> list[Sample]:
-    """An answer's samples, in order of their index; `version` of all tokens where it says none."""
+def samples_of(answer: dict[str, Any], params: SamplingParams) -> list[Sample]:
+    """An answer's samples, in order of their index."""
     partials = Partials()
-    partials.add(report_of(choice, version) for choice in answer["choices"])
+    partials.add(report_of(choice) for choice in answer["choices"])
     parts = [partials.get(i) for i in range(params.n)]
     return [whole_of(part, params, [[0, 0, len(part.ids)]]) for part in parts]

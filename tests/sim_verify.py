@@ -1,13 +1,31 @@
-"""Every token and logprob of a simulated engine's answer, held against its position and its claimed version."""
+"""What a simulated engine answers; every token and logprob held against its position and its claimed version."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from penstock.errors import EngineDeadError
+from penstock.sim import SimEngine
 from penstock.sim.tokens import Model, Prefix, Weights, banned_before_min, expected_logprob, expected_token
 from penstock.types import Sample, SamplingParams
+
+
+async def generate(engine: SimEngine, prompt_ids: Sequence[int], params: Any = None, **options: Any) -> list[Sample]:
+    """`n` samples of one prompt, without HTTP."""
+    ended = asyncio.Event()
+    given = SamplingParams.of(params)
+    request = await engine.submit(prompt_ids, given, lambda delta: delta is None and ended.set(), **options)
+    try:
+        await ended.wait()
+    finally:
+        engine.drop(request)
+    if request.death is not None:
+        raise EngineDeadError(request.death)
+    return [sequence.sample() for sequence in request.sequences]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from fleet_sim.trace import AgentShape, GroupShape, Lengths, Trajectory, agents,
 from penstock.errors import RequestError
 from penstock.sim import SimConfig, SimEngine
 from penstock.types import SamplingParams
+from sim_verify import generate
 from virtual_time import VirtualClock, run_virtual
 
 SPEED = EngineSpeed(step_s=0.01, sequence_s=2e-4, context_s=1e-7, prefill_s=2e-5, prefill_context_s=1e-9)
@@ -124,7 +125,7 @@ def fine_figures(trace: list[Trajectory], concurrency: int, config: SimConfig) -
                     await asyncio.sleep(turn.delay_s)
                     prompt += tokens_of((trajectory.id, n), turn.new_tokens)
                     params = SamplingParams(max_tokens=turn.output_tokens, ignore_eos=True, detokenize=False, seed=1)
-                    prompt += (await engine.generate(prompt, params))[0].token_ids
+                    prompt += (await generate(engine, prompt, params))[0].token_ids
 
         await asyncio.gather(*(worker(i) for i in range(concurrency)))
         figures = engine.scheduler.stats

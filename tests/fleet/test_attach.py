@@ -32,6 +32,7 @@ from penstock.sim.config import Fault, FaultKind, Phase, SimConfig
 from penstock.sim.server import SimServer
 from penstock.types import PauseMode
 from sim_fleets import SIM, check, check_serves, generated, in_flight
+from sim_verify import generate
 
 PROMPTS = [[1 + i, 2] for i in range(16)]
 PARAMS = SamplingParams(max_tokens=300, detokenize=False)
@@ -97,7 +98,7 @@ async def test_launched_and_attached_with_and_without_plugin_in_one_fleet() -> N
             await check_serves(fleet, engines=2)
         assert plain.engine.weights.version == 0
         assert not plain.gone.is_set()
-        assert len(await plain.engine.generate([1], {"max_tokens": 2})) == 1, "it runs on"
+        assert len(await generate(plain.engine, [1], {"max_tokens": 2})) == 1, "it runs on"
 
 
 async def test_a_server_that_knows_the_model_by_another_name_is_told_of(caplog: pytest.LogCaptureFixture) -> None:

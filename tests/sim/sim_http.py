@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from functools import wraps
 from typing import Any
@@ -11,9 +11,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from penstock.errors import EngineDeadError
-from penstock.sim import SimConfig, SimEngine, SimServer
-from penstock.types import Sample, SamplingParams
+from penstock.sim import SimConfig, SimServer
 from virtual_time import run_virtual
 
 PROMPT = [5, 6, 7]
@@ -32,20 +30,6 @@ def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 def now() -> float:
     """Virtual seconds."""
     return asyncio.get_running_loop().time()
-
-
-async def generate(engine: SimEngine, prompt_ids: Sequence[int], params: Any = None, **options: Any) -> list[Sample]:
-    """`n` samples of one prompt, without HTTP."""
-    ended = asyncio.Event()
-    given = SamplingParams.of(params)
-    request = await engine.submit(prompt_ids, given, lambda delta: delta is None and ended.set(), **options)
-    try:
-        await ended.wait()
-    finally:
-        engine.drop(request)
-    if request.death is not None:
-        raise EngineDeadError(request.death)
-    return [sequence.sample() for sequence in request.sequences]
 
 
 class Client:

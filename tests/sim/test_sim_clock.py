@@ -7,11 +7,10 @@ import random
 import time
 
 import pytest
-from sim_http import generate
 
 from penstock.sim import SimConfig, SimEngine
 from penstock.types import PauseMode, SamplingParams
-from sim_verify import verify
+from sim_verify import generate, verify
 from virtual_time import DeadlockError, run_virtual
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from sim_http import generate, now, virtual
+from sim_http import now, virtual
 
 from penstock.errors import EngineDeadError
 from penstock.sim import SimConfig, SimEngine
 from penstock.types import KV, PauseMode, SamplingParams, VersionSpan
 from penstock.weights.manifest import TensorEntry, WeightManifest
-from sim_verify import verify
+from sim_verify import generate, verify
 
 PROMPT = list(range(1, 33))
 STEP = 0.001

@@ -143,7 +143,7 @@ async def test_hang_after_k_tokens():
         assert stats.generation_tokens == 10
         await sim.post("/sim/fault", {"clear": True})
         params = SamplingParams(max_tokens=50)
-        assert verify(PROMPT, samples_of(await task, None, params)[0], params=params) == []
+        assert verify(PROMPT, samples_of(await task, params)[0], params=params) == []
 
 
 @pytest.mark.parametrize("kind", ["cut", "error_event"])
@@ -189,7 +189,7 @@ async def test_wrong_checksum_and_wrong_label():
             sums.append((await sim.post("/penstock/weights/apply", {"version": 1}))["checksum"])
         assert sums[0] != sums[1]
         params = SamplingParams(max_tokens=8)
-        bad, good = [samples_of(await sim.generate(8), None, params)[0] for sim in (one, two)]
+        bad, good = [samples_of(await sim.generate(8), params)[0] for sim in (one, two)]
         assert (bad.versions(), good.versions()) == ((0,) * 8, (1,) * 8)
         assert bad.token_ids == good.token_ids
         assert verify(PROMPT, good, params=params) == []

@@ -29,7 +29,7 @@ def generate_body(**extra):
 async def test_generate_is_checked_token_by_token(sim):
     params = SamplingParams(max_tokens=12, n=2, seed=4)
     answer = await sim.post("/inference/v1/generate", generate_body(request_id="mine"))
-    for i, sample in enumerate(samples_of(answer, None, params)):
+    for i, sample in enumerate(samples_of(answer, params)):
         assert verify(PROMPT, sample, params=params, seeds=[4 + i]) == []
     assert answer["request_id"] == "generate-tokens-mine"
     assert answer["usage"]["completion_tokens"] == 24

@@ -9,14 +9,14 @@ import pytest
 from penstock.sim import Model, SimConfig, SimEngine
 from penstock.sim.tokens import Prefix, Weights, decode, encode, expected_logprob, expected_token
 from penstock.types import Sample, SamplingParams, VersionSpan
-from sim_verify import verify
+from sim_verify import generate, verify
 from virtual_time import run_virtual
 
 PROMPT = [5, 6, 7, 8]
 
 
 def sample_of(params: SamplingParams, config: SimConfig | None = None) -> list[Sample]:
-    return run_virtual(lambda _: SimEngine(config).generate(PROMPT, params))
+    return run_virtual(lambda _: generate(SimEngine(config), PROMPT, params))
 
 
 def test_same_request_same_answer():
@@ -56,7 +56,7 @@ def test_going_on_with_the_partial_gives_the_rest():
 
     async def rest(_):
         engine = SimEngine()
-        return await engine.generate([*PROMPT, *whole.token_ids[:12]], SamplingParams(max_tokens=18, seed=3))
+        return await generate(engine, [*PROMPT, *whole.token_ids[:12]], SamplingParams(max_tokens=18, seed=3))
 
     assert run_virtual(rest)[0].token_ids == whole.token_ids[12:]
 

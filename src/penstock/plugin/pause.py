@@ -195,7 +195,7 @@ def _small(scheduler: Any) -> int:
 
 
 def clear_kv(core: Any) -> None:
-    """Empty the caches of a paused core that depend on its weights (see `input_patches.keep_image_cache`).
+    """Empty the caches of a paused core that depend on its weights (see `patches.keep_image_cache`).
 
     Raises:
         EngineError: vLLM could not; the core must not go on.
