@@ -218,7 +218,7 @@ async def test_a_stopped_engine_that_nobody_can_end_keeps_no_request(through: st
         async with asyncio.timeout(60.0):  # the owner tells it a little later than the router
             while await states(fleet) != [State.SERVING, State.DEAD]:  # noqa: ASYNC110 - seen from outside
                 await asyncio.sleep(0.02)
-        assert (await fleet.engines())[1].reason.startswith("health check failed: engine e1: ")
+        assert (await fleet.engines())[1].reason.startswith("health check failed: ")
         await check_serves(fleet, engines=1)
 
 
