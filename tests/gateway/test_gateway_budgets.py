@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 import pytest
@@ -103,12 +102,11 @@ async def test_seconds_end_a_session_and_its_turn_under_way(tokenizer: Tokenizer
     rig = Rig(tokenizer)
     opened = await rig.post("/sessions", {"max_seconds": 0.3})
     rig.engine.hold = asyncio.Event()
-    began = time.monotonic()
     for text in ("x", "y"):
-        answer = await rig.http.post(CHAT, json=body(text), headers=auth(opened["api_key"]))
+        async with asyncio.timeout(20):
+            answer = await rig.http.post(CHAT, json=body(text), headers=auth(opened["api_key"]))
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "budget_exceeded")
         assert "max_seconds=0.3" in answer.text
-    assert time.monotonic() - began < 10
     assert len(rig.engine.seen) == 1
     rig.engine.hold.set()
     assert (await rig.post(CHAT, body("x")))["choices"]  # a session without the limit

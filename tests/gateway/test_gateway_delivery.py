@@ -257,7 +257,8 @@ async def test_a_session_that_is_closed_begins_no_turn(tokenizer: Tokenizer) -> 
     await began.wait()
     closing = asyncio.create_task(rig.gateway.close_session(rig.tenant, name))
     await asyncio.sleep(0.01)
-    late = await rig.http.post(CHAT, json={"messages": [{"role": "user", "content": "y"}]}, headers=auth(key))
+    async with asyncio.timeout(20):
+        late = await rig.http.post(CHAT, json={"messages": [{"role": "user", "content": "y"}]}, headers=auth(key))
     assert (await closing, late.status_code) == ([], 404)
     assert (await under_way).status_code == 503
     assert rig.gateway.sessions(rig.tenant) == []
