@@ -85,24 +85,6 @@ async def test_requests_before_and_during_a_pause_wait_and_none_fails(fleet: Fle
         await fleet.resume_generation()
 
 
-async def test_an_update_of_a_paused_fleet_leaves_it_paused(fleet: Fleet) -> None:
-    before = fleet.weight_version
-    running = batch(fleet)
-    await in_flight(fleet, lambda requests: requests == len(PROMPTS))
-    await fleet.pause_generation()
-    await fleet.update_weights(weights())
-    assert {status.state for status in await fleet.engines()} == {State.PAUSED}
-    late = batch(fleet, SamplingParams(max_tokens=3, detokenize=False))
-    await asyncio.sleep(0.1)
-    assert not running.done()
-    assert not late.done()
-    await fleet.resume_generation()
-    out = await running
-    check(PROMPTS, out, LONG)
-    assert {span.version for spans in out.response_spans for span in spans} == {before, before + 1}
-    assert {span.version for spans in (await late).response_spans for span in spans} == {before + 1}
-
-
 async def test_abort_ends_what_runs_and_serves_what_comes(fleet: Fleet) -> None:
     running = batch(fleet)
     await in_flight(fleet, lambda requests: requests == len(PROMPTS))
@@ -127,17 +109,6 @@ async def test_a_reset_of_the_prefix_cache_recomputes_what_runs(fleet: Fleet) ->
     await fleet.reset_prefix_cache()
     check(PROMPTS, await running, LONG)
     assert await preemptions(fleet) > before
-
-
-async def test_a_caller_that_gives_up_pausing_leaves_a_fleet_that_knows_its_state(fleet: Fleet) -> None:
-    running = batch(fleet)
-    await in_flight(fleet, lambda requests: requests == len(PROMPTS))
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(fleet.pause_generation(PauseMode.WAIT), 0.02)
-    check(PROMPTS, await running, LONG)
-    with pytest.raises(StateError, match="not paused"):
-        await fleet.resume_generation()  # a pause that waited for requests ends with its caller
-    await check_serves(fleet, engines=3)
 
 
 async def test_what_is_no_pairs_and_no_mode_is_said_before_anything_is_done() -> None:
