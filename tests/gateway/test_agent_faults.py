@@ -274,7 +274,7 @@ import asyncio, sys
 from pathlib import Path
 from penstock.process import ChildProcess
 async def main():
-    command = [sys.executable, "-c", {DETACHED + "time.sleep(600)"!r}]
+    command = [sys.executable, "-c", {"import os; os.setsid()" + DETACHED + "time.sleep(600)"!r}]
     words = [sys.executable, "-m", "penstock.gateway.agent_process", *command]
     await (await ChildProcess.start(words, name="agent", log=Path({str(tmp_path / "log")!r}))).wait()
 asyncio.run(main())

@@ -139,6 +139,18 @@ async def test_the_last_answer_is_that_of_the_main_conversation(served: tuple[Ri
         assert "the answer" in rig.tokenizer.decode(output.trajectories[0].response_ids)
 
 
+async def test_of_conversations_of_one_turn_the_longest_has_the_last_answer(served: tuple[Rig, str]) -> None:
+    rig, _ = served
+    rig.engine.texts = ["an answer", "title"]
+
+    async def agent(episode: Episode) -> None:
+        await ask(rig, episode, "You work on whatever the user asks for", "do it")
+        await ask(rig, episode, "Name this", "do it")
+
+    output = await generator(served, agent).generate(GeneratorInput([Lengths().train_task(0)]))
+    assert output.rewards == [float(len("an answer"))] * 2
+
+
 async def test_a_row_has_the_rewards_of_its_turns(served: tuple[Rig, str]) -> None:
     rig, _ = served
 

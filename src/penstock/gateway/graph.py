@@ -171,6 +171,7 @@ class Session:
 
         Sub-agents, titles and the like have another system prompt or other tools. They lie within the main
         conversation, whose root therefore spans the most turns of the session; compacted, it goes on at another root.
+        Of conversations that span as many, that of the most tokens is the main one.
         """
         roots: dict[str, tuple[int, tuple[bytes, bytes]]] = {}
         spans: dict[tuple[int, tuple[bytes, bytes]], int] = {}
