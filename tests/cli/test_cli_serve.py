@@ -171,10 +171,8 @@ def test_plot_draws_a_run(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, RunConfig(engine=EngineConfig(model="m")))
     assert "no step to plot yet" in penstock("plot", tmp_path).stderr
     seconds = {"seconds/training": 1.0, "seconds/waiting": 0.1, "seconds/update": 0.1, "seconds/step": 1.3}
-    folder.append_metrics(
-        {"step": 1, "version": 1, "reward_mean": 0.5, "staleness/0": 9, "tokens_per_second": 7, "update/bubble": 0.05}
-        | seconds
-    )
+    row = {"step": 1, "version": 1, "reward_mean": 0.5, "staleness/0": 9, "staleness_mean": 0.0}
+    folder.append_metrics({**row, "tokens_per_second": 7, "update/bubble": 0.05, **seconds})
     done = penstock("plot", tmp_path)
     assert done.returncode == 0
     *files, trace = [Path(line) for line in done.stdout.split()]
