@@ -11,8 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "tests" / "train"))
 PAGE = ROOT / "docs" / "reference" / "run-folder.md"
-NOT_HERE = {"wandb", "seconds/sleep", "replayed_share"}
-"""A tracker's, and of engines on GPUs."""
+NOT_HERE = {"wandb", "seconds/sleep", "replayed_share", "agent/failed", "agent/breaks/CAUSE"}
+"""A tracker's, of engines on GPUs, and of agents (`tests/train/test_agent_training.py`)."""
 SOMETIMES = {"learner/logprob_diff_kv_kept", "update/tokens_lost"}
 """Of a request that was in flight at the right time, and of a measurement that was done in time."""
 

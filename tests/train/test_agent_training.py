@@ -73,6 +73,38 @@ async def test_a_callable_plays_the_episodes_of_a_run(model: Path, tmp_path: Pat
     assert any("t=" in record.response for record in records)
 
 
+async def plays_badly(episode: Episode) -> float:
+    """One turn; another that forgets it; then half of the agents fail."""
+    import asyncio
+
+    for text in (episode.task.prompt, "t="):
+        messages: list[Any] = [{"role": "user", "content": text}]
+        messages += [{"role": "assistant", "content": "9"}, *messages] * (text == "t=")
+        request = urllib.request.Request(  # noqa: S310
+            f"{episode.base_url}/v1/chat/completions",
+            json.dumps({"messages": messages, "max_tokens": 4}).encode(),
+            {"Authorization": f"Bearer {episode.api_key}", "Content-Type": "application/json"},
+        )
+        await asyncio.to_thread(urllib.request.urlopen, request, timeout=60)
+    FAILED.append(len(FAILED) % 2 == 0)
+    if FAILED[-1]:
+        raise ValueError("my late bug")
+    return 1.0
+
+
+FAILED: list[bool] = []
+
+
+async def test_a_step_says_how_many_agents_failed_and_what_broke_their_rows(model: Path, tmp_path: Path) -> None:
+    await run(agent_config(model, tmp_path, {"callable": f"{__name__}:plays_badly"}), resume=False, reporter=Recorder())
+    folder = RunFolder.open(tmp_path / "test")
+    rows, records = folder.metrics(), folder.trajectories()
+    assert all(row["agent/breaks/edited_history"] == 1.0 for row in rows)
+    assert 0 < sum(row["agent/failed"] for row in rows) < len(rows)
+    assert all(record.episode for record in records)
+    assert "my late bug" in (tmp_path / "test" / "run.log").read_text()
+
+
 async def test_a_command_plays_the_episodes_and_its_output_is_kept_up_to_a_number(model: Path, tmp_path: Path) -> None:
     words = [sys.executable, str(PROGRAM), "{prompt}", "end"]
     config = agent_config(model, tmp_path, {"command": words, "concurrency": 4, "keep_output": 3})

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +127,7 @@ class AgentGenerator(Generator):
         self._agent = agent
         self._places = Places(concurrency)
         self._timeout_s = timeout_s
-        self._late = f" within {timeout_s:g} s"
+        self._late = f": it took over {timeout_s:g} s"
         self._log_dir = Path(tempfile.mkdtemp(prefix="penstock-agents-")) if log_dir is None else log_dir
         self._log_dir.mkdir(parents=True, exist_ok=True)
         self._limits = limits
@@ -185,6 +185,7 @@ class AgentGenerator(Generator):
             self._silent += 1
             self._why_silent = f"the agent of task {task.id!r} asked for no turn{why or ''}"
             log.warning("%s", self._why_silent)
+            self._close_log(name, f"task {task.id!r}, group {group}, no turn{why or ''}")
             return []
         self._silent, self._has_turns = 0, True
         if why is not None:
@@ -192,8 +193,12 @@ class AgentGenerator(Generator):
         last = session.last_turn()
         if session.reward is None:
             session.reward = 0.0 if why is not None else self._reward(task, last, reward)
+        said = f"task {task.id!r}, group {group}, {len(session.nodes)} turns, reward {session.reward:g}{why or ''}"
+        self._close_log(name, said)
+        breaks = {f"agent/breaks/{cause.replace(' ', '_')}": float(n) for cause, n in session.breaks.items()}
         chosen = rows if given is None else [row for row in rows if row.leaf is last]
-        return [row.trajectory(group) for row in chosen]
+        made = [row.trajectory(group) for row in chosen]
+        return [replace(t, metrics={**t.metrics, "agent/failed": float(why is not None), **breaks}) for t in made]
 
     def _note_failure(self, task: Task, session: Session, why: str) -> None:
         """Warn of a failure after some turns: of the first, and of every further power of two."""
@@ -269,6 +274,13 @@ class AgentGenerator(Generator):
         finally:
             prompt.unlink(missing_ok=True)
         return None if status == 0 else f": it ended with status {status}; {child.log}: {said}"
+
+    def _close_log(self, session: str, said: str) -> None:
+        """Add to a command's output what became of its episode."""
+        file = self._log_dir / f"{session}.log"
+        if file.exists():
+            with file.open("a") as output:
+                output.write(f"penstock: {said.partition(f'; {file}')[0]}\n")
 
     def _keep(self, log: Path) -> None:
         self._logs.append(log)

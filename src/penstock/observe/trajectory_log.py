@@ -36,6 +36,8 @@ class TrajectoryRecord:
     reward: float
     stop_reason: str
     tokens: tuple[TokenRecord, ...]
+    episode: str = ""
+    """Session of an agent's episode, after which its log is named."""
 
     @classmethod
     def of(cls, step: int, trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -> Self:
@@ -52,6 +54,7 @@ class TrajectoryRecord:
             reward=trajectory.reward,
             stop_reason=trajectory.stop_reason,
             tokens=tokens,
+            episode=trajectory.episode_id,
         )
 
     def to_json(self) -> dict[str, Any]:

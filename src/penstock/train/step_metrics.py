@@ -76,7 +76,15 @@ def batch_metrics(trajectories: Sequence[Trajectory], ages: Mapping[int, int]) -
         **{f"{STALENESS_PREFIX}{age}": count for age, count in sorted(ages.items())},
         "staleness_mean": sum(age * count for age, count in ages.items()) / tokens if tokens else 0.0,
         "staleness_max": max(ages, default=0),
+        **agent_metrics(trajectories),
     }
+
+
+def agent_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Means over the agents' episodes of a batch; other generators' have none."""
+    episodes = {t.episode_id: t.metrics for t in trajectories if "agent/failed" in t.metrics}
+    names = {name for figures in episodes.values() for name in figures if name.startswith("agent/")}
+    return {name: sum(e.get(name, 0.0) for e in episodes.values()) / len(episodes) for name in sorted(names)}
 
 
 def replayed_share(trajectories: Sequence[Trajectory]) -> float:
