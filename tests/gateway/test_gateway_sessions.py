@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from wire_clients import WIRES, Chat
 
-from gateway_rig import CALL, KEY, OTHER_KEY, THOUGHT, Engine, Rig, auth
+from gateway_rig import CALL, KEY, OTHER_KEY, PARAMETERS, THOUGHT, Engine, Rig, auth
 from penstock.errors import ConfigError
 from penstock.gateway import app
 from penstock.gateway.graph import Limits
@@ -102,6 +102,17 @@ async def test_a_turn_that_was_cut_off_is_closed_before_the_next_message(tokeniz
         f"{text}<|im_end|>\n<|im_start|>"
     )
     assert row["loss_mask"][:5] == [1, 1, 1, 1, 0]
+
+
+async def test_a_row_shows_reasoning_and_calls(tokenizer: Tokenizer) -> None:
+    """A turn without text was an empty text."""
+    rig = Rig(tokenizer)
+    rig.engine.texts = [THOUGHT + CALL]
+    tool = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
+    await rig.post(CHAT, body("x", tools=[tool]))
+    ((node,),) = [row["nodes"] for row in await rig.rows()]
+    assert (node["text"], node["reasoning"]) == ("", "let me see")
+    assert [(call["name"], json.loads(call["arguments"])) for call in node["calls"]] == [("add", {"a": 1, "b": [2, 3]})]
 
 
 async def test_the_faithful_policy_renders_as_the_template_does(tokenizer: Tokenizer) -> None:
@@ -316,6 +327,25 @@ async def test_bodies_and_sessions_are_bounded(tokenizer: Tokenizer, monkeypatch
     assert (await rig.http.post("/sessions", json={"session": "second"}, headers=other)).status_code == 200
     assert (await rig.http.post("/sessions/default/finish")).status_code == 200
     assert (await rig.http.post("/sessions", json={"session": "second"})).status_code == 200
+
+
+async def test_a_session_is_opened_with_the_limits_in_force(tokenizer: Tokenizer) -> None:
+    rig = Rig(tokenizer, limits=Limits(max_turns=3))
+    opened = await rig.post("/sessions", {"max_turns": 50, "max_tokens": 100})
+    assert opened["limits"] == {"max_turns": 3, "max_tokens": 100, "max_seconds": None}
+
+
+@pytest.mark.parametrize(
+    ("path", "advised"), [("/chat/completions", True), ("/s/x/v1/responses/r", False), ("/v1/nothing", False)]
+)
+async def test_an_unknown_path_names_all_known_and_fits_its_base_url(
+    tokenizer: Tokenizer, path: str, *, advised: bool
+) -> None:
+    """A base URL that ended in /v1 was told to end in /v1."""
+    answer = await Rig(tokenizer).http.get(path)
+    assert answer.status_code == 404
+    assert ("base URL that ends in /v1" in answer.text) == advised
+    assert all(known in answer.text for known in (*app.WIRES, "/v1/messages/count_tokens", "/v1/models"))
 
 
 def test_tenants_have_names_and_keys_of_their_own(tokenizer: Tokenizer) -> None:

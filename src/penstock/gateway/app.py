@@ -7,6 +7,7 @@ import hashlib
 import math
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from functools import partial
 from typing import Any, cast
 
@@ -99,8 +100,9 @@ async def serving(
 
 
 async def _no_path(http: Request, _: Exception) -> Response:
-    known = ", ".join(WIRES)
-    why = f"there is no path {http.url.path!r}; clients of OpenAI need a base URL that ends in /v1. Known: {known}"
+    advice = "" if "/v1/" in http.url.path else "; clients of OpenAI need a base URL that ends in /v1"
+    known = ", ".join((*WIRES, "/v1/messages/count_tokens", "/v1/models"))
+    why = f"there is no path {http.url.path!r}{advice}. Known, also behind /s/SESSION: {known}"
     return JSONResponse(WIRES["/v1/chat/completions"].error(GatewayError(why, code="not_found")), 404)
 
 
@@ -212,7 +214,8 @@ class _Calls:
             raise UserError(f"session is a text, got {name!r}")
         given = any(value is not None for key, value in body.items() if key != "session")
         session, key = self._gateway.open_session(tenant, name, Limits.of(body) if given else None)
-        return JSONResponse({"session": session, "api_key": key, "base_url": str(http.base_url).rstrip("/")})
+        limits = {"limits": asdict(self._gateway.limits_of(tenant, session))}
+        return JSONResponse({"session": session, "api_key": key, "base_url": str(http.base_url).rstrip("/"), **limits})
 
     async def report(self, _: Request, tenant: Tenant) -> Response:
         return JSONResponse(self._gateway.report(tenant))

@@ -317,6 +317,8 @@ class Row:
                     "constrained": node.constrained,
                     "cause": node.cause,
                     "text": node.message.text,
+                    "reasoning": node.message.reasoning or "",
+                    "calls": [{"name": call.name, "arguments": call.arguments} for call in node.message.calls],
                 }
                 for node, (end, _) in zip(self.leaf.path(), t.turn_rewards, strict=True)
             ],

@@ -265,6 +265,10 @@ class Gateway:
         """Return a session of the tenant. GatewayError: there is none; those of others count as none."""
         return self._find(tenant, name).session
 
+    def limits_of(self, tenant: Tenant, name: str) -> Limits:
+        """Return the limits in force for a session: the lower ones of its own and its tenant's."""
+        return self._find(tenant, name).limits
+
     def sessions(self, tenant: Tenant) -> list[Session]:
         """Sessions of the tenant, oldest first."""
         return [kept.session for (owner, _), kept in self._kept.items() if owner == tenant.name]
