@@ -116,6 +116,14 @@ async def test_a_sampler_that_is_not_used_any_more_gives_its_folder_back(
         monkeypatch.setattr(sessions, "UNUSED_S", -10.0)
         assert sorted(await known.unused_folders()) == folders
         assert await known.unused_folders() == []
+        body = {"model_id": model, "seq_id": 9, "path": "named"}
+        path = (await service.result(await service.post("save_weights_for_sampler", body)))["path"]
+        await service.sampler(model.partition(":")[0], 9, model_path=path)
+        assert await known.unused_folders() == [], "a checkpoint has it"
+        headers = {"X-API-Key": "tml-key-of-alice"}
+        url = f"/api/v1/training_runs/{model}/checkpoints/sampler_weights/named"
+        assert (await service.http.delete(url, headers=headers)).status_code == 204
+        assert [Path(folder).is_dir() for folder in await known.unused_folders()] == [True]
         await database.close()
 
 

@@ -17,7 +17,8 @@ from sdk_rig import ANSWER, BASE, PROMPT, call, client_of, service_of
 import tinker
 from penstock.config import EngineConfig, FleetConfig, RouterConfig, TrainConfig
 from penstock.engine.launch import server_command
-from penstock.tinker.service import Service, ServiceConfig, adapted
+from penstock.errors import ConfigError
+from penstock.tinker.service import Service, ServiceConfig, adapted, serving
 from tinker import types
 
 ADAM = types.AdamParams(learning_rate=1e-3)
@@ -63,6 +64,14 @@ def test_engines_keep_more_adapters_than_a_batch_has(tmp_path: Path, given: dict
     argv = server_command(adapted(config), port=1, api_key=None).argv
     assert argv[argv.index("--max-cpu-loras") + 1] == kept
     assert argv.count("--max-cpu-loras") == 1
+
+
+async def test_a_folder_that_others_can_read_is_refused(tmp_path: Path):
+    tmp_path.chmod(0o755)
+    engine = EngineConfig(model="Qwen/Qwen3-0.6B", profile="cpu")
+    with pytest.raises(ConfigError, match=r"is open to other users \(mode 755\): chmod 700 it"):
+        async with serving(ServiceConfig(engine, FleetConfig(), RouterConfig(), TrainConfig(), tmp_path)):
+            pass
 
 
 async def test_models_of_two_clients_learn_different_things(service: Service):

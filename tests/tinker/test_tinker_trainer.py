@@ -273,6 +273,7 @@ BAD: Mapping[str, tuple[str, list[types.Datum], Any, str]] = {
     "nan": ("cross_entropy", [datum_of(weights=[1.0, math.nan, 1.0])], None, "weights has nan at place 1; give finite"),
     "wide": ("ppo", [datum_of(target_tokens=[[1], [2], [3]], logprobs=np.ones((3, 1), np.float32),
                               advantages=np.ones((3, 1), np.float32))], None, "only cross_entropy takes several"),
+    "floats": ("cross_entropy", [datum_of(target_tokens=np.ones(3, np.float32))], None, "target_tokens is float32"),
     "none": ("cross_entropy", [], None, "forward_backward has no data"),
 }  # fmt: skip
 

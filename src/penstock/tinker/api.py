@@ -16,7 +16,7 @@ from starlette.routing import Route
 from penstock.errors import PenstockError, StateError, UserError
 from penstock.guard import cross_site
 from penstock.tinker import requests as body
-from penstock.tinker.bodies import MOST_BODY, RefusedError, most_of_sample, read_body
+from penstock.tinker.bodies import MOST_BODY, RefusedError, most_of_sample, read_body, refuse_many_parts
 from penstock.tinker.checkpoints import MissingError, TinkerPath, as_json
 from penstock.tinker.futures import SAMPLE, GoneError, Operation
 from penstock.tinker.quotas import QuotaError
@@ -213,6 +213,7 @@ class _Calls:
 
     async def forward_backward(self, http: Request, tenant: Tenant) -> Response:
         data = await read_body(http, MOST_BODY)
+        refuse_many_parts(data)
         try:
             message = pb.ForwardBackwardRequest.FromString(data)
         except DecodeError as error:
@@ -307,7 +308,8 @@ class _Calls:
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     async def training_runs(self, http: Request, tenant: Tenant) -> Response:
-        return JSONResponse(await self._state.sessions.runs(tenant.name, *_page(http, 20)))
+        project = http.query_params.get("project_id")
+        return JSONResponse(await self._state.sessions.runs(tenant.name, *_page(http, 20), project))
 
     async def training_run(self, http: Request, tenant: Tenant) -> Response:
         return JSONResponse(await self._state.sessions.run(tenant.name, http.path_params["run"]))

@@ -33,6 +33,43 @@ def most_of_sample(context: int | None) -> int:
     return MOST_BODY if context is None else SAMPLE_BYTES + context * TOKEN_BYTES
 
 
+MOST_PARTS = 1 << 16
+"""Messages within a body of training data, each of which takes memory and time; the SDK's chunks have 1,024 data."""
+
+
+def refuse_many_parts(body: bytes) -> None:
+    """Raise UserError for a protobuf body of too many messages, before it is read: an empty one has two bytes."""
+    parts, todo = 0, [(0, len(body), True)]
+    try:
+        while todo:
+            at, end, whole = todo.pop()
+            while at < end:
+                tag, at = _varint(body, at)
+                if tag & 7 in {1, 5}:
+                    at += 8 if tag & 7 == 1 else 4
+                    continue
+                value, at = _varint(body, at)
+                if tag & 7 != 2:  # noqa: PLR2004 - the kind of what has a length
+                    continue
+                parts += 1
+                if parts > MOST_PARTS:
+                    raise UserError(f"the body has more than {MOST_PARTS} data and tensors; send fewer data at once")
+                if whole:
+                    todo.append((at, at + value, False))
+                at += value
+    except IndexError:
+        return  # it is no protobuf, as its reader says
+
+
+def _varint(body: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        value |= (body[at] & 127) << shift
+        if body[at] < 128:  # noqa: PLR2004 - the last byte has no high bit
+            return value, at + 1
+        at, shift = at + 1, shift + 7
+
+
 async def read_body(http: Request, most: int = MOST_JSON) -> bytes:
     """Return the whole body. RefusedError: it is too large, does not come, or cannot be unpacked."""
     data = await asgi.read_body(http, most, lambda status, why: RefusedError(why, status))

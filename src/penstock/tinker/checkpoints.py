@@ -145,7 +145,7 @@ class Checkpoints:
         in_use = await self._database.run(lambda c: (c.execute(gone), c.execute(used).first())[1])
         if in_use is None:
             await delete_folder(Path(row.folder))
-        # One that a sampler reads stays on disk until the sampler's session is forgotten.
+        # One that a sampler reads stays on disk until it is used no longer (`Sessions.unused_folders`).
 
 
 async def delete_folder(folder: Path) -> None:

@@ -64,7 +64,7 @@ class LoraConfig(Body):
     """What a model trains."""
 
     rank: int = Field(ge=1, le=1024)
-    seed: int | None = None
+    seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63)
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True

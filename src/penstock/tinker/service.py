@@ -233,6 +233,8 @@ class _owned:  # noqa: N801 - a context manager
             raise UserError(f"--data {self._data} is too long a path for a socket; choose a shorter one")
         try:
             self._data.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if (mode := self._data.stat().st_mode) & 0o077:
+                raise ConfigError(f"--data {self._data} is open to other users (mode {mode & 0o777:o}): chmod 700 it")
             (self._data / "logs").mkdir(exist_ok=True)
             self._lock = (self._data / "owner.lock").open("w")
         except OSError as error:

@@ -128,9 +128,12 @@ class Sessions:
         """Return a tenant's model. UnknownError."""
         return await self._mine(models, "model", tenant, model)
 
-    async def runs(self, tenant: str, limit: int, offset: int) -> dict[str, Any]:
-        """Return the SDK's `TrainingRunsResponse`."""
+    async def runs(self, tenant: str, limit: int, offset: int, project: str | None = None) -> dict[str, Any]:
+        """Return the SDK's `TrainingRunsResponse`, of one project or of all."""
         mine = models.c.tenant == tenant
+        if project is not None:
+            of_project = sessions.c.about["project_id"].as_string() == project
+            mine &= models.c.session.in_(select(sessions.c.id).where(of_project))
         found = select(models).where(mine).order_by(models.c.created.desc()).limit(limit).offset(offset)
 
         def work(connection: Connection) -> tuple[list[dict[str, Any]], int]:
@@ -178,13 +181,14 @@ class Sessions:
         return known[1]
 
     async def unused_folders(self) -> list[str]:
-        """Note which samplers were used; returns the folders of those without a path that were not for `UNUSED_S`.
+        """Note which samplers were used; returns folders of no checkpoint that none has used for `UNUSED_S`.
 
         Their samplers have none any more, so they end when the fleet evicts their adapters.
         """
         used, self._used = self._used, {}
         s = samplers.c
-        old = s.path.is_(None) & s.folder.is_not(None) & (s.used < time.time() - UNUSED_S)
+        named = s.folder.in_(select(checkpoints.c.folder))
+        old = s.folder.is_not(None) & ~named & (s.used < time.time() - UNUSED_S)
 
         def work(connection: Connection) -> list[str]:
             for sampler, at in used.items():

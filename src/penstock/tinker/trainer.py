@@ -188,6 +188,8 @@ def _datum(what: str, given: Any, loss_fn: str, sizes: Sizes) -> tuple[Datum, tu
         )
     tensors = {name: _Tensor.read(f"{what}: {name}", tensor) for name, tensor in given.loss_fn_inputs.items()}
     shape = tensors[TARGETS].shape
+    if tensors[TARGETS].values.dtype != np.int64:
+        raise UserError(f"{what}: {TARGETS} is float32; give the tokens as int64")
     for name, tensor in tensors.items():
         if tensor.shape != shape or not tensor.shape or tensor.shape[0] != len(tokens):
             raise UserError(

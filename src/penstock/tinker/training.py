@@ -16,7 +16,7 @@ from sqlalchemy import Connection, Row, func, insert, select, update
 from penstock.aio import cancelled
 from penstock.errors import EngineDeadError, UserError
 from penstock.tinker.checkpoints import Checkpoints, TinkerPath, checked_name, delete_folder, record, size_of
-from penstock.tinker.database import Database, facts, futures, models
+from penstock.tinker.database import Database, facts, futures, models, sessions
 from penstock.tinker.futures import Also, Futures, Operation, Outcome, settled
 from penstock.tinker.learner_client import LearnerClient
 from penstock.tinker.requests import CreateModel, LoadWeights, SaveForSampler, SaveWeights
@@ -143,7 +143,9 @@ class Training:
         most, creating = self._tenants.named(tenant).max_models, self._creating.setdefault(tenant, set())
         async with self._counting:
             others = frozenset(creating - {model})
+            ended = select(sessions.c.id).where(sessions.c.finished.is_not(None))  # theirs are about to be dropped
             mine = (models.c.tenant == tenant) & models.c.live & models.c.id.not_in(others)
+            mine &= models.c.session.not_in(ended)
             live = await self._database.run(
                 lambda c: int(c.execute(select(func.count()).select_from(models).where(mine)).scalar_one())
             )
