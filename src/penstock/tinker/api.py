@@ -219,7 +219,7 @@ class _Calls:
         except DecodeError as error:
             raise UserError(f"the body is no ForwardBackwardRequest: {error}") from error
         model = message.model_id
-        await self._state.sessions.model(tenant.name, model)
+        await self._state.sessions.own_model(tenant.name, model)
         return await self._accepted(_on_model("forward_backward", tenant, model, message.seq_id, data), tenant)
 
     def operation(self, kind: str) -> Handler:
@@ -228,7 +228,7 @@ class _Calls:
         async def handle(http: Request, tenant: Tenant) -> Response:
             data = await read_body(http)
             given = body.ModelBody.of(data)
-            await self._state.sessions.model(tenant.name, given.model_id)
+            await self._state.sessions.own_model(tenant.name, given.model_id)
             return await self._accepted(_on_model(kind, tenant, given.model_id, given.seq_id, data), tenant)
 
         return handle

@@ -21,8 +21,8 @@ from penstock.tinker.tenants import Tenant
 SILENT_S = 3600.0
 """A session without a heartbeat for so long has ended; its models leave the learner."""
 UNUSED_S = 6 * 3600.0
-KNOWN_SAMPLERS = 4096
-"""Samplers that are not read from the database again."""
+KNOWN = 4096
+"""Samplers, and models, that are not read from the database again."""
 
 
 class UnknownError(UserError):
@@ -44,6 +44,8 @@ class Sessions:
         self._database = database
         self._known: OrderedDict[str, tuple[str, Source]] = OrderedDict()
         self._used: dict[str, float] = {}
+        self._owners: OrderedDict[str, str] = OrderedDict()
+        """Tenants of models; a model keeps its own."""
 
     # --- sessions ----------------------------------------------------------------------------------------------------
 
@@ -126,7 +128,16 @@ class Sessions:
 
     async def model(self, tenant: str, model: str) -> Row[Any]:
         """Return a tenant's model. UnknownError."""
-        return await self._mine(models, "model", tenant, model)
+        row = await self._mine(models, "model", tenant, model)
+        self._owners[model] = tenant
+        if len(self._owners) > KNOWN:
+            self._owners.popitem(last=False)
+        return row
+
+    async def own_model(self, tenant: str, model: str) -> None:
+        """Raise UnknownError unless the tenant has a model of that id, which is asked of the database once."""
+        if self._owners.get(model) != tenant:
+            await self.model(tenant, model)
 
     async def runs(self, tenant: str, limit: int, offset: int, project: str | None = None) -> dict[str, Any]:
         """Return the SDK's `TrainingRunsResponse`, of one project or of all."""
@@ -173,7 +184,7 @@ class Sessions:
         if known is None:
             row = await self._mine(samplers, "sampler", tenant, sampler)
             known = self._known[sampler] = tenant, Source(row.adapter, row.folder)
-            if len(self._known) > KNOWN_SAMPLERS:
+            if len(self._known) > KNOWN:
                 self._known.popitem(last=False)
         if known[0] != tenant:
             raise UnknownError(f"you have no sampler {sampler}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from sqlalchemy import Connection, Row, func, insert, select, update
+from sqlalchemy import Connection, Row, Update, bindparam, func, insert, select, update
 
 from penstock.aio import cancelled
 from penstock.errors import EngineDeadError, UserError
@@ -184,11 +184,10 @@ class Training:
         message = pb.ForwardBackwardRequest.FromString(operation.body)
         if message.forward_only:
             return Prepared("forward", operation.body)
-        return Prepared("forward_backward", operation.body, also=_changed(row.id, gradient=True))
+        return Prepared("forward_backward", operation.body, also=_done(_EVALUATED, row.id))
 
     async def _optim_step(self, operation: Operation, row: Row[Any]) -> Prepared:
-        also = _changed(row.id, gradient=False, steps=models.c.steps + 1)
-        return Prepared("optim_step", operation.body, also=also)
+        return Prepared("optim_step", operation.body, also=_done(_STEPPED, row.id))
 
     async def _save(self, operation: Operation, row: Row[Any]) -> Prepared:
         given = SaveWeights.of(operation.body)
@@ -261,7 +260,7 @@ class Training:
     # --- a learner that dies -----------------------------------------------------------------------------------------
 
     async def _model(self, model: str) -> Row[Any]:
-        row = await self._database.run(lambda c: c.execute(select(models).where(models.c.id == model)).first())
+        row = await self._database.run(lambda c: c.execute(_MODEL, {"of": model}).first())
         if row is None:
             raise UserError(f"there is no model {model}")
         return row
@@ -312,9 +311,20 @@ class Training:
             return self._incarnation
 
 
+# Built once: to build a statement costs more than SQLite takes to run it.
+_MODEL = select(models).where(models.c.id == bindparam("of"))
+_CHANGE = update(models).where(models.c.id == bindparam("of"))
+_EVALUATED = _CHANGE.values(used=bindparam("at"), gradient=True)
+_STEPPED = _CHANGE.values(used=bindparam("at"), gradient=False, steps=models.c.steps + 1)
+
+
 def _changed(model: str, **values: Any) -> Also:
-    change = update(models).where(models.c.id == model).values(used=time.time(), **values)
-    return lambda connection: (connection.execute(change), None)[1]
+    return _done(_CHANGE.values(used=bindparam("at"), **values), model)
+
+
+def _done(change: Update, model: str) -> Also:
+    values = {"of": model, "at": time.time()}
+    return lambda connection: (connection.execute(change, values), None)[1]
 
 
 def _compare(connection: Connection, incarnation: str, held: Mapping[str, Mapping[str, Any]]) -> None:
