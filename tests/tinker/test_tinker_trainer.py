@@ -84,7 +84,7 @@ def done(models: Models, body: bytes) -> types.ForwardBackwardOutput:
 
 def plain_of(base: str, models: Models, folder: Path) -> torch.nn.Module:
     """The adapter as plain PEFT loads it from what is saved for sampling."""
-    models.save_for_sampler("m", folder)
+    models.writer("m")(folder)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     return peft.PeftModel.from_pretrained(model, folder, is_trainable=True)
 
@@ -348,7 +348,7 @@ def test_a_model_that_cannot_be_read_holds_up_no_other(base: str, tmp_path: Path
 def test_a_checkpoint_is_loaded_with_its_optimiser_or_without(base: str, tmp_path: Path):
     models = trained(base, tmp_path)
     models.save("m", tmp_path / "a")
-    models.save_for_sampler("m", tmp_path / "s")
+    models.writer("m")(tmp_path / "s")
     saved = state_of(models)
     step(models, 9)
     after = state_of(models)

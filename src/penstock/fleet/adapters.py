@@ -117,22 +117,31 @@ class FleetAdapters:
         Returns:
             None if it was; engines that lost it have it again. Never None where this process does not see the files.
         """
+        self._check(name, None)
+        stamp = stamp_of(path)
+        saved = f"{path}\n{stamp}"
+
+        def known_as_saved() -> FleetAdapter | None:
+            known = self.known.get(name)
+            return known if stamp and known is not None and self._saved.get(name) == (saved, known.version) else None
 
         async def work() -> UpdateReport | None:
-            self._check(name, None)
-            stamp = stamp_of(path)
-            saved = f"{path}\n{stamp}"
-            known = self.known.get(name)
-            if stamp and known is not None and self._saved.get(name) == (saved, known.version):
+            if (known := known_as_saved()) is not None:
                 for member in self._roster.live():
                     await self._bring(member, name, known)
                 return None
-            files = await in_thread(lambda: AdapterFiles.of_folder(path))
+            files = read.pop() if read else await in_thread(lambda: AdapterFiles.of_folder(path))
             report = await self._put(name, files, None, timeout_s)
             self._saved[name] = saved, report.version
             return report
 
-        return await self._turn("load_adapter", work)
+        # Copied before its turn, so that those of others do not wait for it.
+        read = [] if known_as_saved() else [await in_thread(lambda: AdapterFiles.of_folder(path))]
+        try:
+            return await self._turn("load_adapter", work)
+        finally:
+            for files in read:
+                files.close()
 
     async def unload(self, name: str) -> None:
         """Forget an adapter on every engine. StateError: it has requests in flight somewhere; it stays everywhere."""

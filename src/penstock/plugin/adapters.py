@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +48,8 @@ PLACE = "penstock-adapter:"
 READ_S, POLL_S = 60.0, 0.01
 """Deadline of a read while the engine goes on, and how often its end is asked for."""
 MOST_AHEAD = 16
+_READS: dict[str, Future[Any]] = {}
+"""Reads of this process's workers that the core's side has not seen yet."""
 _LAYER = re.compile(r"(.*\blayers\.\d+)\.")
 _HALF = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
 
@@ -98,6 +100,8 @@ class CoreAdapters:
         check_adapter(order["source"], spec)
         order["ahead"] = ahead
         in_core(lambda: rpc("penstock_adapter", args=("read", dict(order)))).result(READ_S)
+        if (here := _READS.pop(ahead, None)) is not None:  # by a worker of this process
+            wait((here,), READ_S)
         end = began + READ_S
         while time.perf_counter() < end and not all(
             in_core(lambda: rpc("penstock_adapter", args=("is_read", ahead))).result(READ_S)
@@ -305,9 +309,11 @@ def read_ahead(worker: Any, order: Mapping[str, Any]) -> None:
         return  # `load_adapter` refuses it
     _sources(manager)
     read: Future[Any] = Future()
-    manager.penstock_ahead[order["ahead"]] = read
+    manager.penstock_ahead[order["ahead"]] = _READS[order["ahead"]] = read
     while len(manager.penstock_ahead) > MOST_AHEAD:  # their callers went away
         del manager.penstock_ahead[next(iter(manager.penstock_ahead))]
+    while len(_READS) > MOST_AHEAD:
+        _READS.pop(next(iter(_READS)))
 
     def work() -> Any:
         if worker.device.type != "cpu":  # with many, each of hundreds of small tensors waits for all of them

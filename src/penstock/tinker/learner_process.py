@@ -331,7 +331,8 @@ class Operations:
         values = _values(body)
         folder, adapter = _folder(values), values.get("adapter_name")
         began = time.perf_counter()
-        await self._in_thread(lambda: self.models.save_for_sampler(model, folder))
+        write = await self._in_thread(lambda: self.models.writer(model))
+        await asyncio.to_thread(write, folder)
         if adapter is not None:
             written = time.perf_counter()
             report = await self.adapters.load(str(adapter), str(folder), ADAPTER_S)

@@ -16,7 +16,8 @@ from urllib.parse import quote
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
+from safetensors.numpy import save_file  # pyright: ignore[reportUnknownVariableType]
+from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 
 from penstock.errors import CheckpointError, StateError, UserError, parse_json, reading
 from penstock.process import shortage
@@ -165,10 +166,14 @@ class Models:
         model.saved, model.saved_steps = str(folder), model.steps
         self._keep(name, folder)
 
-    def save_for_sampler(self, name: str, folder: Path) -> None:
-        """Write weights alone, as PEFT's files; a folder that is there keeps being whole."""
+    def writer(self, name: str) -> Callable[[Path], None]:
+        """Copy a model's weights; returns what writes them to a folder as PEFT's files, in any thread.
+
+        A folder that is there keeps being whole.
+        """
         self._of(name)
-        _write(folder, lambda part: self._write_weights(name, part))
+        write = self._weights_writer(name)
+        return lambda folder: _write(folder, write)
 
     def load(self, name: str, folder: Path, *, optimizer: bool) -> None:
         """Take up a checkpoint; a model that is not there is created with the checkpoint's adapter.
@@ -235,22 +240,27 @@ class Models:
     def _write_all(self, name: str, folder: Path) -> None:
         (folder / STATE).mkdir()
         values = self.learner.save(name, folder / STATE)
-        self._write_weights(name, folder, values)
+        self._weights_writer(name, values)(folder)
 
-    def _write_weights(self, name: str, folder: Path, values: Mapping[str, Any] | None = None) -> None:
+    def _weights_writer(self, name: str, values: Mapping[str, Any] | None = None) -> Callable[[Path], None]:
         named = dict(self.learner.weights(name))
         # Copied at once: on a device that engines use as well, each copy waits for a turn of its own.
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in named.values()]).cpu()
         parts = cast("list[torch.Tensor]", torch.split(flat, [tensor.numel() for tensor in named.values()]))
-        tensors = {key: part.clone().view_as(each) for part, (key, each) in zip(parts, named.items(), strict=True)}
-        if broken := [key for key, tensor in tensors.items() if not tensor.isfinite().all()]:
-            raise UserError(f"{len(broken)} tensors of the adapter, {broken[0]} the first, hold NaN or infinity")
-        save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
+        tensors = {key: part.view_as(each) for part, (key, each) in zip(parts, named.items(), strict=True)}
         config = {**self.learner.adapter_config(name), "base_model_name_or_path": self.base_model}
-        (folder / SETTINGS).write_text(json.dumps(config, default=str))
         spec = asdict(self.live[name].spec)
         record = {"format": FORMAT, "base_model": self.base_model, "spec": spec, "values": values}
-        (folder / RECORD).write_text(json.dumps(record))
+
+        def write(folder: Path) -> None:
+            if not flat.isfinite().all():
+                broken = [key for key, tensor in tensors.items() if not tensor.isfinite().all()]
+                raise UserError(f"{len(broken)} tensors of the adapter, {broken[0]} the first, hold NaN or infinity")
+            save_file({key: tensor.numpy() for key, tensor in tensors.items()}, folder / TENSORS, {"format": "pt"})
+            (folder / SETTINGS).write_text(json.dumps(config, default=str))
+            (folder / RECORD).write_text(json.dumps(record))
+
+        return write
 
     def _keep(self, name: str, saved: Path | None = None, *, with_state: bool = True) -> None:
         """Keep what a restart needs; the files of a save are linked, since its folder may be deleted."""
