@@ -185,7 +185,9 @@ async def test_a_pause_of_one_adapter_holds_its_requests_alone(tuned: Tuned) -> 
     engine = tuned.engine
     before = {name: await tuned.update(name, seed) for name, seed in (("p", 11), ("q", 12))}
     task, chat = await paused_in_flight(tuned, "p")
-    fresh = asyncio.create_task(engine.completion({"model": "p", "prompt": [3, 4], "max_tokens": 20}))
+    fresh = asyncio.create_task(
+        engine.completion({"model": "p", "prompt": [3, 4], "max_tokens": 20, "ignore_eos": True})
+    )
     await held(tuned, "p", 4)
     others = await asyncio.gather(engine.sample([3, 4], 2, LONG, adapter="q"), engine.sample([3, 4], 1, LONG))
     for samples, key in zip(others, [("q", before["q"]), (None, None)], strict=True):

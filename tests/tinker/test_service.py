@@ -66,9 +66,17 @@ def test_engines_keep_more_adapters_than_a_batch_has(tmp_path: Path, given: dict
     assert argv.count("--max-cpu-loras") == 1
 
 
-async def test_a_folder_that_others_can_read_is_refused(tmp_path: Path):
-    tmp_path.chmod(0o755)
+async def test_a_folder_that_others_can_read_and_bad_keys_are_refused_before_anything_starts(tmp_path: Path):
     engine = EngineConfig(model="Qwen/Qwen3-0.6B", profile="cpu")
+    keys = tmp_path / "keys.yaml"
+    keys.touch(mode=0o600)
+    keys.write_text("alice: {key: tml-alice-1}")
+    config = ServiceConfig(engine, FleetConfig(), RouterConfig(), TrainConfig(), tmp_path / "data", keys=keys)
+    with pytest.raises(ConfigError, match="tenant alice needs a key that begins with tml- and has at least 12"):
+        async with serving(config):
+            pass
+    assert not (tmp_path / "data").exists()
+    tmp_path.chmod(0o755)
     with pytest.raises(ConfigError, match=r"is open to other users \(mode 755\): chmod 700 it"):
         async with serving(ServiceConfig(engine, FleetConfig(), RouterConfig(), TrainConfig(), tmp_path)):
             pass

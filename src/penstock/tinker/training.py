@@ -21,7 +21,7 @@ from penstock.tinker.futures import Also, Futures, Operation, Outcome, settled
 from penstock.tinker.learner_client import LearnerClient
 from penstock.tinker.requests import CreateModel, LoadWeights, SaveForSampler, SaveWeights
 from penstock.tinker.schema import pb
-from penstock.tinker.sessions import put_sampler
+from penstock.tinker.sessions import SILENT_S, put_sampler
 from penstock.tinker.tenants import Tenants
 
 INCARNATION = "learner"
@@ -152,7 +152,7 @@ class Training:
             if live + len(others) >= most:
                 raise UserError(
                     f"you have {most} models in training, as many as you may; close the clients of those that you are "
-                    "done with"
+                    f"done with. Those of a client that died without closing end after {SILENT_S:g} s"
                 )
             creating.add(model)
 
