@@ -115,6 +115,20 @@ async def test_a_row_shows_reasoning_and_calls(tokenizer: Tokenizer) -> None:
     assert [(call["name"], json.loads(call["arguments"])) for call in node["calls"]] == [("add", {"a": 1, "b": [2, 3]})]
 
 
+async def test_an_id_outside_the_tokenizer_is_warned_of_once(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The gateway's tokenizer was another model's, and texts were short in silence."""
+    rig = Rig(tokenizer)
+    last = max(tokenizer.huggingface.get_vocab().values())
+    rig.engine.ids = [[last], [last + 1], [last + 2]]
+    for text in "abc":
+        await rig.post(CHAT, body(text))
+    warned = [record.message for record in caplog.records if "an engine sampled id" in record.message]
+    assert len(warned) == 1
+    assert f"sampled id {last + 1}, and the tokenizer's last is {last}" in warned[0]
+
+
 async def test_the_faithful_policy_renders_as_the_template_does(tokenizer: Tokenizer) -> None:
     """Thinking of turns before the last question is stripped there, so a question makes a branch; a result does not."""
     rig = Rig(tokenizer, policy="faithful")

@@ -104,6 +104,7 @@ async def test_limits_of_tokens_show_as_each_wire_says_it(tokenizer: Tokenizer) 
     assert chat["choices"][0]["finish_reason"] == "length"
     response = await rig.post("/v1/responses", {"input": "x", "max_output_tokens": 3})
     assert (response["status"], response["incomplete_details"]["reason"]) == ("incomplete", "max_output_tokens")
+    assert response["output"][-1]["status"] == "incomplete"
     message = await rig.post("/v1/messages", {"messages": user, "max_tokens": 3})
     assert message["stop_reason"] == "max_tokens"
     assert [params.max_tokens for params in rig.engine.params] == [3, 3, 3]

@@ -46,11 +46,12 @@ class ResponsesDialect(Dialect):
 
     def write(self, answer: Answer) -> dict[str, Any]:
         """Write a finished turn as one body."""
-        whole = answer.finish in {"stop", "tool_calls"}
+        whole, items = answer.finish in {"stop", "tool_calls"}, _items(answer)
+        items[-1]["status"] = "completed" if whole else "incomplete"
         return {
             **_head(answer, "completed" if whole else "incomplete"),
             "incomplete_details": None if whole else {"reason": "max_output_tokens"},
-            "output": _items(answer),
+            "output": items,
             "usage": _usage(answer),
         }
 

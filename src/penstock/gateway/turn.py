@@ -5,6 +5,7 @@ Nothing here waits for an engine or changes a session.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -28,6 +29,7 @@ from penstock.rollout.tokenizer import PromptTooLongError
 from penstock.rollout.vllm_parser import VllmOutputParser
 from penstock.types import Sample, SamplingParams
 
+log = logging.getLogger(__name__)
 Policy = Literal["extend", "faithful"]
 TOO_LONG = "context_length_exceeded"
 
@@ -77,6 +79,8 @@ class TurnCodec:
         self.policy: Policy = "faithful" if self.template_faults else options.policy
         self._parser = parser
         self._call_form = CallForm.of(template)
+        self._most_id = max(template.tokenizer.huggingface.get_vocab().values())
+        self._has_warned = False
 
     def prompt_of(self, session: Session, request: ChatRequest) -> tuple[Node | None, list[int], Place]:
         """Return the turn that a request extends, the ids to add after it, and where its conversation was found.
@@ -207,6 +211,10 @@ class TurnCodec:
         self, prompt: Sequence[int], sample: Sample, tools: Sequence[Tool], params: SamplingParams
     ) -> ChatMessage:
         ids = sample.token_ids
+        if not self._has_warned and max(ids, default=0) > self._most_id:
+            self._has_warned = True
+            why = "such tokens have no text; is the tokenizer that of the engines' model?"
+            log.warning("an engine sampled id %d, and the tokenizer's last is %d: %s", max(ids), self._most_id, why)
         if sample.finish_reason == "stop" and ids and ids[-1] in params.stop_token_ids:
             ids = ids[:-1]
         form = None if params.structured_outputs is None else self._call_form
