@@ -75,6 +75,10 @@ async def test_a_folder_that_others_can_read_and_bad_keys_are_refused_before_any
     with pytest.raises(ConfigError, match="tenant alice needs a key that begins with tml- and has at least 12"):
         async with serving(config):
             pass
+    wide = ServiceConfig(engine, FleetConfig(), RouterConfig(), TrainConfig(), tmp_path / "data", host="0.0.0.0")
+    with pytest.raises(ConfigError, match=r"without --keys any key opens the service, so --host 0.0.0.0 is refused"):
+        async with serving(wide):
+            pass
     assert not (tmp_path / "data").exists()
     tmp_path.chmod(0o755)
     with pytest.raises(ConfigError, match=r"is open to other users \(mode 755\): chmod 700 it"):

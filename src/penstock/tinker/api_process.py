@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import sys
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
@@ -12,25 +11,12 @@ from typing import Any
 import orjson
 
 from penstock.asgi import listening, serving_app
-from penstock.errors import ConfigError
 from penstock.tinker.api import build_app
 from penstock.tinker.children import run_child
 from penstock.tinker.service_state import About, Options, opened
-from penstock.tinker.tenants import read_keys
+from penstock.tinker.tenants import read_keys, refuse_open_service
 
 WHAT = "the Tinker service"
-
-
-def refuse_open_service(host: str, options: Options) -> None:
-    """Raise ConfigError if a service that any key opens would listen beyond this machine."""
-    if not options.tenants.open or host == "localhost":
-        return
-    try:
-        inside = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        inside = False
-    if not inside:
-        raise ConfigError(f"without --keys any key opens the service, so --host {host} is refused; give --keys FILE")
 
 
 @asynccontextmanager
@@ -40,7 +26,7 @@ async def serving(options: Options, *, host: str = "127.0.0.1", port: int = 0) -
     Raises:
         ConfigError: the address or the database cannot be used, or anyone could call.
     """
-    refuse_open_service(host, options)
+    refuse_open_service(host, options.tenants)
     listener = listening(host, port, WHAT)
     async with opened(options) as state, serving_app(build_app(state), listener, WHAT, state.futures.release):
         shown = f"[{host}]" if ":" in host else host

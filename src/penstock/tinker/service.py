@@ -22,7 +22,7 @@ from penstock.guard import new_key
 from penstock.process import shortage
 from penstock.settings import EngineConfig, FleetConfig, RouterConfig
 from penstock.tinker.children import SupervisedChild
-from penstock.tinker.tenants import read_keys
+from penstock.tinker.tenants import read_keys, refuse_open_service
 
 API_START_S = 300.0
 SHARED_GPU = 0.4
@@ -95,7 +95,7 @@ async def serving(config: ServiceConfig) -> AsyncGenerator[Service]:
         StateError: another service uses the folder.
         EngineStartError: an engine or a process did not start; nothing is left running.
     """
-    read_keys(config.keys)  # refused before anything starts
+    refuse_open_service(config.host, read_keys(config.keys))  # before anything starts
     with _owned(config.data) as data:
         engine, (about, vocabulary) = adapted(config), model_card(config)
         logs = data / "logs"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,18 @@ def read_keys(file: Path | None) -> Tenants:
     if len({tenant.key for tenant in tenants}) < len(tenants):
         raise ConfigError(f"--keys {file} gives one key to two tenants")
     return Tenants(tenants)
+
+
+def refuse_open_service(host: str, tenants: Tenants) -> None:
+    """Raise ConfigError if a service that any key opens would listen beyond this machine."""
+    if not tenants.open or host == "localhost":
+        return
+    try:
+        inside = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        inside = False
+    if not inside:
+        raise ConfigError(f"without --keys any key opens the service, so --host {host} is refused; give --keys FILE")
 
 
 def _tenant(name: str, given: object) -> Tenant:
