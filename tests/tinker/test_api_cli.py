@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tinker_rig import rig
 from typer.testing import CliRunner
 
 from penstock.cli.main import app
 from penstock.errors import ConfigError
+from penstock.tinker.database import open_engine
+from penstock.tinker.tenants import read_keys
 
 
 def test_keys_that_others_can_read_are_refused(tmp_path: Path) -> None:
@@ -39,6 +42,27 @@ def test_keys_that_are_wrong_are_refused_with_the_reason(tmp_path: Path, text: s
 def test_any_key_opens_a_service_of_this_machine_alone(tmp_path: Path) -> None:
     refused = run("--database", f"sqlite:///{tmp_path}/x.db", "--host", "0.0.0.0", "--port", "0")
     assert "give --keys FILE" in str(refused)
+
+
+def test_a_database_that_is_not_there_is_named_and_not_made(tmp_path: Path) -> None:
+    refused = run("--database", f"sqlite:///{tmp_path}/servce.db", "--port", "0")
+    assert f"no file {tmp_path}/servce.db" in str(refused)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_database_of_no_service_is_refused(tmp_path: Path) -> None:
+    open_engine(f"sqlite:///{tmp_path}/x.db").dispose()
+    assert "of no service" in str(run("--database", f"sqlite:///{tmp_path}/x.db", "--port", "0"))
+
+
+@pytest.mark.usefixtures("shared_fleet")
+async def test_a_process_without_the_keys_of_its_service_is_refused(tmp_path: Path) -> None:
+    async with rig(tmp_path) as service:
+        with pytest.raises(ConfigError, match="give its --keys FILE"):
+            async with service.second(tenants=read_keys(None)):
+                pass
+        async with service.second() as second:
+            await second.session()
 
 
 def run(*arguments: str) -> BaseException | None:

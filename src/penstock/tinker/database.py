@@ -149,11 +149,11 @@ processes = Table(
 facts = Table("facts", metadata, Column("name", String, primary_key=True), Column("value", JSON, nullable=False))
 
 
-def open_engine(url: str) -> Engine:
+def open_engine(url: str, *, new: bool = True) -> Engine:
     """Open a database and bring its tables to this version.
 
     Raises:
-        ConfigError: the URL is none, or the database cannot be used.
+        ConfigError: the URL is none, or the database cannot be used, or SQLite's file is missing and not `new`.
     """
     try:
         parsed = make_url(url)
@@ -164,6 +164,8 @@ def open_engine(url: str) -> Engine:
             f"--database {url!r} cannot be used: {error}; give sqlite:///FILE or postgresql+..."
         ) from error
     if sqlite:
+        if not new and not Path(parsed.database or "").is_file():
+            raise ConfigError(f"--database: there is no file {parsed.database}; give the service's own")
         _prepare_sqlite(engine)
     try:
         _migrate(engine)
@@ -208,13 +210,14 @@ class Database:
 
     Args:
         url: SQLAlchemy's, such as `sqlite:///FILE`.
+        new: SQLite's file may be missing.
 
     Raises:
         ConfigError: it cannot be used.
     """
 
-    def __init__(self, url: str) -> None:
-        self._engine = open_engine(url)
+    def __init__(self, url: str, *, new: bool = True) -> None:
+        self._engine = open_engine(url, new=new)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tinker-database")
         self._waiting: list[tuple[Work[Any], asyncio.Future[Any]]] = []
         self._working: asyncio.Task[None] | None = None

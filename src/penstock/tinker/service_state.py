@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.aio import cancelled
-from penstock.errors import PenstockError, StateError
+from penstock.errors import ConfigError, PenstockError, StateError
 from penstock.fleet.fleet import Fleet
 from penstock.tinker.checkpoints import Checkpoints, delete_folder
 from penstock.tinker.database import Database
@@ -27,7 +27,7 @@ SWEEP_S = 60.0
 DESCRIBE_S = 10.0
 MAIN = "main"
 """Name of the process that reaches the learner; operations on models are its."""
-ABOUT, FLEET = "about", "fleet"
+ABOUT, FLEET, KEYED = "about", "fleet", "keyed"
 """Names of the facts that the main process tells the others."""
 
 logger = logging.getLogger(__name__)
@@ -91,6 +91,20 @@ class ServiceState:
                 raise StateError("the main process of this service has not started yet")
             self._about = About(**told)
         return self._about
+
+    async def introduce(self) -> None:
+        """Tell the other processes of this service, or ask it: another than the main one must fit it.
+
+        ConfigError: the database is of no service, or the service has keys and this process has none.
+        """
+        if self.futures.executor == MAIN:
+            await self.sessions.tell(KEYED, not self.tenants.open)
+            if self._about is not None:
+                await self.sessions.tell(ABOUT, asdict(self._about))
+        elif await self.sessions.fact(ABOUT) is None:
+            raise ConfigError("--database is of no service that has started; give the URL of the service's own")
+        elif self.tenants.open and await self.sessions.fact(KEYED):
+            raise ConfigError("the service has keys, and without them any key would open it; give its --keys FILE")
 
     async def _proxy_url(self) -> str | None:
         told = await self.sessions.fact(FLEET)
@@ -165,15 +179,14 @@ async def opened(options: Options) -> AsyncGenerator[ServiceState]:
     """Open the state of an API process while the block runs.
 
     Raises:
-        ConfigError: the database cannot be used.
+        ConfigError: the database cannot be used, or a further process does not fit the service.
     """
     async with AsyncExitStack() as stack:
-        database = await asyncio.to_thread(Database, options.database)
+        database = await asyncio.to_thread(Database, options.database, new=options.name == MAIN)
         stack.push_async_callback(database.close)
         state = ServiceState(options, database)
         stack.push_async_callback(state.link.close)
-        if options.about is not None:
-            await state.sessions.tell(ABOUT, asdict(options.about))
+        await state.introduce()
         if options.fleet is not None:
             await state.sessions.tell(FLEET, {"proxy_url": options.fleet})
             describing = asyncio.create_task(state.describe_fleet(), name="tinker-describe")
