@@ -96,11 +96,16 @@ FAILED: list[bool] = []
 
 
 async def test_a_step_says_how_many_agents_failed_and_what_broke_their_rows(model: Path, tmp_path: Path) -> None:
-    await run(agent_config(model, tmp_path, {"callable": f"{__name__}:plays_badly"}), resume=False, reporter=Recorder())
+    config, recorder = agent_config(model, tmp_path, {"callable": f"{__name__}:plays_badly"}), Recorder()
+    await run(config, resume=False, reporter=recorder)
     folder = RunFolder.open(tmp_path / "test")
     rows, records = folder.metrics(), folder.trajectories()
     assert all(row["agent/breaks/edited_history"] == 1.0 for row in rows)
     assert 0 < sum(row["agent/failed"] for row in rows) < len(rows)
+    shown = [text for name, text in recorder.events if name == "warning"]
+    for row in rows:
+        said = f"step {row['step']}: {row['agent/failed']:.0%} of the agents failed; see run.log"
+        assert (said in shown) == (row["agent/failed"] > 0)
     assert all(record.episode for record in records)
     assert "my late bug" in (tmp_path / "test" / "run.log").read_text()
 

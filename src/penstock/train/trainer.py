@@ -227,6 +227,8 @@ class _Run:
             self.reporter.on_warning(f"step {self.progress.step + 1}: {warning}")
         lost = await self._tokens_lost(report)
         figures = {**batch_metrics(learned.batch, learned.ages), **learner_metrics(learned.figures), **lost}
+        if failed := figures.get("agent/failed"):
+            self.reporter.on_warning(f"step {self.progress.step + 1}: {failed:.0%} of the agents failed; see run.log")
         if self.config.engine.enable_return_routed_experts:
             figures["replayed_share"] = replayed_share(learned.batch)
         self._record(learned.batch, figures, report)
