@@ -8,9 +8,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
-from tinker_rig import Rig, learner_at, parts, until
+from sqlalchemy import update
+from tinker_rig import BASE, Rig, learner_at, parts, rig, until
 
-from penstock.tinker import learner_client
+from penstock.tinker import learner_client, service_state
+from penstock.tinker.database import Database, sessions
 
 pytestmark = pytest.mark.usefixtures("shared_fleet")
 
@@ -99,3 +101,32 @@ async def test_a_session_that_ends_takes_its_models_from_the_learner(tmp_path: P
         await until(lambda: model not in service.learner.models)
         await service.post("session_heartbeat", {"session_id": session}, status=410)
         assert "has ended" in (await service.result(await service.step(model, 1)))["error"]
+
+
+async def test_no_creation_outlives_its_session(tmp_path: Path) -> None:
+    async with rig(tmp_path) as service:
+        old = await service.model()
+        saved = await service.result(await service.post("save_weights", {"model_id": old, "seq_id": 1, "path": "a"}))
+        session = await service.session()
+        load = {"path": saved["path"], "optimizer": True, "session_id": session, "model_seq_id": 1}
+        service.learner.hold = asyncio.Event()
+        create = {"session_id": session, "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 4}}
+        future, loaded = await service.post("create_model", create), await service.post("load_weights", load)
+        await service.post(f"sessions/{session}/finish", {}, status=204)
+        service.learner.hold.set()
+        await service.result(future), await service.result(loaded)
+        await until(lambda: service.learner.models.keys() == {old})
+        again = {"path": saved["path"], "optimizer": True, "model_id": f"{session}:train:0", "seq_id": 9}
+        assert "session has ended" in (await service.result(await service.post("load_weights", again)))["error"]
+        assert service.learner.models.keys() == {old}
+
+
+async def test_the_sweep_drops_what_an_ended_session_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_state, "SWEEP_S", 0.05)
+    async with rig(tmp_path) as service:
+        model, other = await service.model(), await service.model()
+        database = Database(service.options.database)
+        change = update(sessions).where(sessions.c.id == model.partition(":")[0]).values(finished="it was killed")
+        await database.run(lambda c: c.execute(change))
+        await until(lambda: service.learner.models.keys() == {other})
+        await database.close()

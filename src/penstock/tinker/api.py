@@ -169,7 +169,7 @@ class _Calls:
         given = body.FinishSession.of(await read_body(http))
         reason = f"its client finished: {given.reason.get('type', 'no reason')}"
         models = await self._state.sessions.finish(tenant.name, http.path_params["session"], reason)
-        await self._state.drop_models((tenant.name, model) for model in models)
+        await self._state.drop_models(models)
         return Response(status_code=204)
 
     async def sessions(self, http: Request, tenant: Tenant) -> Response:

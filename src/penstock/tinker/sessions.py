@@ -8,12 +8,12 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy import Connection, Row, Table, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, Table, func, insert, select, update
 
 from penstock.errors import UserError
 from penstock.tinker.checkpoints import as_json, when
-from penstock.tinker.database import Database, checkpoints, facts, models, samplers, sessions
-from penstock.tinker.futures import Also
+from penstock.tinker.database import Database, checkpoints, facts, futures, models, samplers, sessions
+from penstock.tinker.futures import PENDING, Also
 from penstock.tinker.requests import CreateSession
 from penstock.tinker.sampling import Source
 from penstock.tinker.tenants import Tenant
@@ -82,22 +82,17 @@ class Sessions:
             raise FinishedError(f"session {session} has ended: {row.finished}")
         return row
 
-    async def finish(self, tenant: str, session: str, reason: str) -> list[str]:
-        """End a session; returns its live models. UnknownError."""
+    async def finish(self, tenant: str, session: str, reason: str) -> list[tuple[str, str]]:
+        """End a session; returns `(tenant, model)` of its models to drop. UnknownError."""
         await self._mine(sessions, "session", tenant, session)
-        return await self._database.run(lambda c: _end(c, session, reason))
+        this = sessions.c.id == session
+        return await self._database.run(lambda c: _end(c, this, reason, this))
 
     async def silent(self) -> list[tuple[str, str]]:
-        """End the sessions whose clients are gone; returns `(tenant, model)` of their live models."""
-        old = select(sessions).where(sessions.c.finished.is_(None) & (sessions.c.seen < time.time() - SILENT_S))
-
-        def work(connection: Connection) -> list[tuple[str, str]]:
-            ended: list[tuple[str, str]] = []
-            for row in connection.execute(old).all():
-                ended += [(row.tenant, model) for model in _end(connection, row.id, "its client sent no heartbeat")]
-            return ended
-
-        return await self._database.run(work)
+        """End the sessions whose clients are gone; returns `(tenant, model)` to drop, of all ended sessions."""
+        old = sessions.c.finished.is_(None) & (sessions.c.seen < time.time() - SILENT_S)
+        ended = sessions.c.finished.is_not(None)
+        return await self._database.run(lambda c: _end(c, old, "its client sent no heartbeat", ended))
 
     async def listed(self, tenant: str, limit: int, offset: int) -> list[str]:
         """Return a tenant's session ids, newest first."""
@@ -278,10 +273,16 @@ def run_as_json(connection: Connection, row: Row[Any]) -> dict[str, Any]:
     }
 
 
-def _end(connection: Connection, session: str, reason: str) -> list[str]:
-    connection.execute(update(sessions).where(sessions.c.id == session).values(finished=reason))
-    live = select(models.c.id).where((models.c.session == session) & models.c.live)
-    return [row[0] for row in connection.execute(live).all()]
+def _end(
+    connection: Connection, which: ColumnElement[bool], reason: str, ended: ColumnElement[bool]
+) -> list[tuple[str, str]]:
+    """End sessions; returns `(tenant, model)` of `ended` ones' models that the learner has or is yet to create."""
+    connection.execute(update(sessions).where(which).values(finished=reason))
+    f = futures.c
+    creating = select(f.scope).where((f.state == PENDING) & f.kind.in_(("create_model", "load_weights")))
+    there = models.c.live | models.c.id.in_(creating)
+    found = select(models.c.tenant, models.c.id).join(sessions, sessions.c.id == models.c.session)
+    return [(row.tenant, row.id) for row in connection.execute(found.where(ended & there)).all()]
 
 
 def _texts(given: Any) -> dict[str, str] | None:

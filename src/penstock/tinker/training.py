@@ -168,7 +168,8 @@ class Training:
             "load_weights": self._load,
             "drop_model": self._drop,
         }[operation.kind]
-        if not row.live and operation.kind not in {"create_model", "load_weights"}:
+        makes = operation.kind in {"create_model", "load_weights"} and row.finished is None
+        if not (row.live or makes or operation.kind == "drop_model"):
             raise UserError(f"model {row.id} is not there: its creation failed, or its session has ended")
         return await make(operation, row)
 
@@ -312,7 +313,11 @@ class Training:
 
 
 # Built once: to build a statement costs more than SQLite takes to run it.
-_MODEL = select(models).where(models.c.id == bindparam("of"))
+_MODEL = (
+    select(models, sessions.c.finished)
+    .join(sessions, sessions.c.id == models.c.session)
+    .where(models.c.id == bindparam("of"))
+)
 _CHANGE = update(models).where(models.c.id == bindparam("of"))
 _EVALUATED = _CHANGE.values(used=bindparam("at"), gradient=True)
 _STEPPED = _CHANGE.values(used=bindparam("at"), gradient=False, steps=models.c.steps + 1)
