@@ -127,6 +127,31 @@ async def test_a_sampler_that_is_not_used_any_more_gives_its_folder_back(
         await database.close()
 
 
+async def test_a_data_folder_that_was_moved_keeps_its_checkpoints(tmp_path: Path) -> None:
+    old, new = tmp_path / "samplers" / "old", tmp_path / "old" / "new"
+    old.mkdir(parents=True)
+    async with rig(old) as service:
+        model = await service.model()
+        path = (await saved(service, model, 1, path="checkpoints"))["path"]
+        body = {"model_id": model, "seq_id": 2, "sampling_session_seq_id": 1}
+        sampler = (await service.result(await service.post("save_weights_for_sampler", body)))["sampling_session_id"]
+    new.parent.mkdir()
+    old.rename(new)
+    async with rig(new) as service:
+        (folder,) = new.glob("checkpoints/*/weights/*")
+        load = {"session_id": await service.session(), "model_seq_id": 0, "path": path, "optimizer": False}
+        assert (await service.result(await service.post("load_weights", load)))["path"] == path
+        database = Database(service.options.database)
+        source = await Sessions(database).source("alice", sampler)
+        assert source.folder is not None
+        assert source.folder.startswith(f"{new}/samplers/")
+        assert Path(source.folder, "adapter_config.json").is_file()
+        await database.close()
+        url = f"/api/v1/training_runs/{model}/checkpoints/weights/checkpoints"
+        assert (await service.http.delete(url, headers={"X-API-Key": "tml-key-of-alice"})).status_code == 204
+        assert not folder.exists()
+
+
 @pytest.mark.parametrize(
     "path",
     [

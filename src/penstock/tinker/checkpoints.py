@@ -79,6 +79,18 @@ class Checkpoints:
         """Return the folder of a sampler without a path."""
         return self._data / "samplers" / _plain(model) / _plain(name)
 
+    async def adopt(self) -> None:
+        """Have every row name this data folder: it may have been moved since they were written."""
+
+        def work(connection: Connection) -> None:
+            for table in (checkpoints, samplers):
+                named = select(table.c.folder).where(table.c.folder.is_not(None)).distinct()
+                for (old,) in connection.execute(named).all():
+                    if (new := str(self._data / _within(old))) != old:
+                        connection.execute(update(table).where(table.c.folder == old).values(folder=new))
+
+        await self._database.run(work)
+
     async def find(self, tenant: str, given: str, *kinds: str) -> Row[Any]:
         """Return the row of a checkpoint that a tenant may read.
 
@@ -192,6 +204,12 @@ def when(seconds: float) -> str:
 
 def _expired(row: Row[Any]) -> bool:
     return row.expires is not None and row.expires <= time.time()
+
+
+def _within(folder: str) -> Path:
+    """Return a folder of a checkpoint or sampler as seen from the data folder that it was written in."""
+    parts = Path(folder).parts
+    return Path(*parts[max(i for i, part in enumerate(parts) if part in {"checkpoints", "samplers"}) :])
 
 
 def _plain(name: str) -> str:

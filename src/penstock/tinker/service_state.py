@@ -193,6 +193,7 @@ async def opened(options: Options) -> AsyncGenerator[ServiceState]:
             stack.push_async_callback(cancelled, describing)
         if options.name == MAIN:
             stack.push_async_callback(state.training.close)
+            await state.checkpoints.adopt()
         await state.futures.open()
         stack.push_async_callback(state.close)
         sweeper = asyncio.create_task(state.sweep(), name="tinker-sweep")
