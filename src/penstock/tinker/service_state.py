@@ -74,7 +74,7 @@ class ServiceState:
     def __init__(self, options: Options, database: Database) -> None:
         self.tenants = options.tenants
         self.sessions = Sessions(database)
-        self.checkpoints = Checkpoints(database, options.data)
+        self.checkpoints = Checkpoints(database, options.data, main=options.name == MAIN)
         self.link = FleetLink(self._proxy_url)
         self.training = Training(database, LearnerClient(options.learner), self.checkpoints, self.tenants)
         self.futures = Futures(database, options.name, self._start, hold_s=options.hold_s)

@@ -15,7 +15,7 @@ from sqlalchemy import Connection, Row, Update, bindparam, func, insert, select,
 
 from penstock.aio import cancelled
 from penstock.errors import EngineDeadError, UserError
-from penstock.tinker.checkpoints import Checkpoints, TinkerPath, checked_name, delete_folder, record, size_of
+from penstock.tinker.checkpoints import Checkpoints, TinkerPath, checked_name, record, size_of
 from penstock.tinker.database import Database, facts, futures, models, sessions
 from penstock.tinker.futures import Also, Futures, Operation, Outcome, settled
 from penstock.tinker.learner_client import LearnerClient
@@ -111,6 +111,7 @@ class Training:
     async def _finish(self, operation: Operation, outcome: Outcome, run: _Run) -> None:
         await self.futures.finish(operation, outcome, run.also)
         self._creating.get(operation.tenant, set()).discard(operation.scope)
+        await self._checkpoints.release(operation.id)
         if run.after is not None:
             await run.after()
 
@@ -223,7 +224,7 @@ class Training:
         given = LoadWeights.of(operation.body)
         if given.weights_access_token is not None:
             raise UserError("weights_access_token: this service has no tokens for another's weights; publish them")
-        saved = await self._checkpoints.find(operation.tenant, given.path, "weights")
+        saved = await self._checkpoints.hold(operation.id, operation.tenant, given.path, "weights")
         if given.base_model is not None and given.base_model != saved.base_model:
             raise UserError(f"{given.path} is of {saved.base_model}, and base_model is {given.base_model}")
         if saved.base_model != row.base_model:
@@ -253,9 +254,8 @@ class Training:
             "size": await asyncio.to_thread(size_of, Path(body["folder"])), "base_model": row.base_model,
             "lora": row.lora, "user_metadata": body.get("user_metadata"),
         }  # fmt: skip
-        if body.get("overwrite") and await self._checkpoints.exists(path):
-            old = await self._checkpoints.find(row.tenant, given)
-            run.after = lambda: delete_folder(Path(old.folder))
+        if (old := await self._checkpoints.row(path)) is not None and old.folder != body["folder"]:
+            run.after = lambda: self._checkpoints.delete(old.folder)
         run.also = lambda connection: record(connection, path, values)
 
     # --- a learner that dies -----------------------------------------------------------------------------------------
