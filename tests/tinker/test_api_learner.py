@@ -130,3 +130,16 @@ async def test_the_sweep_drops_what_an_ended_session_left(tmp_path: Path, monkey
         await database.run(lambda c: c.execute(change))
         await until(lambda: service.learner.models.keys() == {other})
         await database.close()
+
+
+async def test_a_creation_that_fails_is_no_training_run(tmp_path: Path) -> None:
+    async with rig(tmp_path) as service:
+        model = await service.model()
+        session = model.partition(":")[0]
+        create = {"session_id": session, "model_seq_id": 1, "base_model": BASE}  # without lora_config
+        load = {"session_id": session, "model_seq_id": 2, "optimizer": True, "path": f"tinker://{model}/weights/none"}
+        for path, body in (("create_model", create), ("load_weights", load)):
+            assert "error" in await service.result(await service.post(path, body))
+        found = await service.get("training_runs")
+        assert [run["training_run_id"] for run in found["training_runs"]] == [model]
+        assert (await service.get(f"sessions/{session}"))["training_run_ids"] == [model]

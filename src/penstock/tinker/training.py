@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from sqlalchemy import Connection, Row, Update, bindparam, func, insert, select, update
+from sqlalchemy import Connection, Row, Update, bindparam, delete, func, insert, select, update
 
 from penstock.aio import cancelled
 from penstock.errors import EngineDeadError, UserError
@@ -109,7 +109,8 @@ class Training:
         self._lanes.pop(model, None)
 
     async def _finish(self, operation: Operation, outcome: Outcome, run: _Run) -> None:
-        await self.futures.finish(operation, outcome, run.also)
+        failed = outcome.error is not None and operation.id == f"{operation.scope}:create"
+        await self.futures.finish(operation, outcome, _forgotten(operation.scope) if failed else run.also)
         self._creating.get(operation.tenant, set()).discard(operation.scope)
         await self._checkpoints.release(operation.id)
         if run.after is not None:
@@ -171,7 +172,7 @@ class Training:
         }[operation.kind]
         makes = operation.kind in {"create_model", "load_weights"} and row.finished is None
         if not (row.live or makes or operation.kind == "drop_model"):
-            raise UserError(f"model {row.id} is not there: its creation failed, or its session has ended")
+            raise _missing(row.id)
         return await make(operation, row)
 
     async def _create(self, operation: Operation, row: Row[Any]) -> Prepared:
@@ -263,7 +264,7 @@ class Training:
     async def _model(self, model: str) -> Row[Any]:
         row = await self._database.run(lambda c: c.execute(_MODEL, {"of": model}).first())
         if row is None:
-            raise UserError(f"there is no model {model}")
+            raise _missing(model)
         return row
 
     async def _lost(self, row: Row[Any], operation: Operation) -> str | None:
@@ -325,6 +326,16 @@ _STEPPED = _CHANGE.values(used=bindparam("at"), gradient=False, steps=models.c.s
 
 def _changed(model: str, **values: Any) -> Also:
     return _done(_CHANGE.values(used=bindparam("at"), **values), model)
+
+
+def _forgotten(model: str) -> Also:
+    """Return what takes a model out that was never created: it is no training run."""
+    never = delete(models).where((models.c.id == model) & ~models.c.live)
+    return lambda connection: (connection.execute(never), None)[1]
+
+
+def _missing(model: str) -> UserError:
+    return UserError(f"model {model} is not there: its creation failed, or its session has ended")
 
 
 def _done(change: Update, model: str) -> Also:
