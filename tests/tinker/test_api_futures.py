@@ -194,6 +194,7 @@ async def test_what_cannot_run_is_a_failed_future_that_says_why(tmp_path: Path) 
             ),
             ("asample", {"prompt": {}}, "needs sampling_session_id"),
             ("forward_backward", {"model_id": model}, "no ForwardBackwardRequest"),
+            ("create_model", body | {"lora_config": {"rank": 4, "seed": 1 << 64}}, "lora_config.seed: Input should be"),
         ):
             assert why in (await service.post(path, bad, status=400))["error"]
         assert "docs/tinker.md" in (await service.post("copy_weights", {}, status=404))["error"]
