@@ -34,13 +34,14 @@ async def test_repeated_requests_run_once_and_operations_keep_their_order(tmp_pa
         service.learner.hold = asyncio.Event()
         first = await service.step(model, 2)  # chunks of a batch arrive out of the order of their numbers
         again = [await service.step(model, 2) for _ in range(3)]
-        second = await service.step(model, 1)
+        second = await service.step(model, 0)
         assert again == [first] * 3
+        assert await service.step(model, 0) == second
         service.learner.hold.set()
         await service.result(second)
         assert await service.result(first) == await service.result(first), "a result can be fetched twice"
         assert await service.step(model, 2) == first
-        assert service.learner.done[1:] == [("optim_step", f"{model}:2"), ("optim_step", f"{model}:1")]
+        assert service.learner.done[1:] == [("optim_step", f"{model}:2"), ("optim_step", f"{model}:0")]
         assert service.learner.models[model] == 2
 
 

@@ -220,7 +220,7 @@ class _Calls:
             raise UserError(f"the body is no ForwardBackwardRequest: {error}") from error
         model = message.model_id
         await self._state.sessions.own_model(tenant.name, model)
-        return await self._accepted(_on_model("forward_backward", tenant, model, message.seq_id, data), tenant)
+        return await self._accepted(_on_model("forward_backward", tenant, model, message.seq_id or None, data), tenant)
 
     def operation(self, kind: str) -> Handler:
         """Make the handler of an operation on a model with a JSON body."""
@@ -348,7 +348,7 @@ class _Calls:
 
 def _on_model(kind: str, tenant: Tenant, model: str, seq_id: int | None, data: bytes) -> Operation:
     """Make an operation; without a sequence number a repeated request cannot be known again."""
-    return Operation(f"{model}:{seq_id or uuid.uuid4().hex}", tenant.name, kind, model, data)
+    return Operation(f"{model}:{uuid.uuid4().hex if seq_id is None else seq_id}", tenant.name, kind, model, data)
 
 
 def _future(operation: Operation, **more: Any) -> Response:
