@@ -374,11 +374,8 @@ def _sources(manager: Any) -> dict[int, Mapping[str, Any]]:
 
 
 def _leave_unpinned(module: Any) -> None:
-    """Keep a module of vLLM's adapters from pinning each tensor of one: a constant, in some versions a function."""
-    if hasattr(module, "PIN_MEMORY"):
-        module.PIN_MEMORY = False
-    if hasattr(module, "is_pin_memory_available"):
-        module.is_pin_memory_available = lambda: False
+    """Keep a module of vLLM's adapters from pinning each tensor of one."""
+    module.PIN_MEMORY = False
 
 
 def _pin(adapter: Any) -> None:
