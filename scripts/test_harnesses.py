@@ -43,10 +43,10 @@ from penstock.rollout.generator import GeneratorInput  # noqa: E402
 from penstock.types import Trajectory  # noqa: E402
 
 CACHE = Path(os.environ.get("PENSTOCK_HARNESSES") or Path.home() / ".cache" / "penstock" / "harnesses")
-CONTEXT = 32768
+CONTEXT = 131_072
 """Tokens; the model's are characters, and some harnesses write long prompts."""
 NEAR = 1e-4
-TIMEOUT_S = float(os.environ.get("PENSTOCK_HARNESS_S", "120"))
+TIMEOUT_S = float(os.environ.get("PENSTOCK_HARNESS_S", "300"))
 INSTALL_S = 1200
 EPISODES = 3
 """Of each harness with `--real`."""
@@ -203,6 +203,7 @@ async def play_real(harnesses: dict[str, list[str]], folder: Path) -> dict[str, 
     from chat_model import save_chat_tokenizer  # noqa: PLC0415
     from nano_models import changed, save_dense  # noqa: PLC0415
     from penstock import Fleet  # noqa: PLC0415
+    from penstock.config import EngineConfig, FleetConfig  # noqa: PLC0415
     from penstock.gateway.service import Gateway, Tenant  # noqa: PLC0415
     from penstock.gateway.turn import GatewayOptions  # noqa: PLC0415
     from penstock.rollout.chat_template import ChatTemplate  # noqa: PLC0415
@@ -214,7 +215,8 @@ async def play_real(harnesses: dict[str, list[str]], folder: Path) -> dict[str, 
     models = {0: AutoModelForCausalLM.from_pretrained(path, dtype="float32")}
     tenant, options = Tenant("a", "key"), GatewayOptions("m", CONTEXT, max_tokens=400)
     found: dict[str, list[str]] = {}
-    async with Fleet.launch(str(path), engines=2, profile="cpu", dtype="float32", max_model_len=CONTEXT) as fleet:
+    engine = EngineConfig(model=str(path), profile="cpu", max_model_len=CONTEXT, kv_cache_memory_bytes=1 << 29)
+    async with Fleet.launch(engine, fleet=FleetConfig(engines=2)) as fleet:
         watched = Watched(fleet)
         gateway = Gateway(watched, ChatTemplate(load_tokenizer(path)), options, [tenant])
         gateway.submit = forcing(gateway.submit)
