@@ -22,7 +22,7 @@ demo: $(READY) ## train a small model with rollouts from two real vLLM engines, 
 agent: $(READY) ## train a small model that guesses by what it is answered, over several turns
 	@$(BIN)/penstock train examples/AGENT.yaml --fresh
 
-test: $(READY) ## every test but the slow ones, in three processes (9 to 12 minutes on two cores)
+test: $(READY) ## every test but the slow ones, in three processes (9 minutes on two quiet cores)
 	@$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test-each: $(READY) ## the shortest of each slow kind: facade, broadcast, a real death, Ray (2 minutes)

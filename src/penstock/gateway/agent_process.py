@@ -53,7 +53,7 @@ def _end_children(*_: object) -> None:
         for pid in pids:
             with suppress(ProcessLookupError):  # ended in between
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
+        time.sleep(0.01)  # each wait for a child would take its status from `main`
 
 
 if __name__ == "__main__":
