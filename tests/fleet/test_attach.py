@@ -55,6 +55,7 @@ async def states(fleet: Fleet) -> dict[str, State]:
 
 
 async def until(fleet: Fleet, name: str, state: State) -> None:
+    """Return when it is seen in `state`, which it must not leave by itself: a busy machine may look too late."""
     async with asyncio.timeout(60):
         while (await states(fleet))[name] is not state:  # noqa: ASYNC110 - seen from outside
             await asyncio.sleep(0.02)
@@ -311,8 +312,9 @@ async def test_one_that_comes_back_to_a_fleet_that_sleeps_sleeps_as_the_others_d
     async with server() as lasting, server() as failing, plain_fleet(lasting, failing) as fleet:
         await fleet.update_weights(GOOD)
         await fleet.sleep(2)
-        failing.engine.faults.add(Fault(FaultKind.REFUSE, Phase.HEALTH))
+        failing.engine.faults.add(Fault(FaultKind.REFUSE, Phase.HEALTH, times=1 << 30))
         await until(fleet, "e1", State.DEAD)
+        failing.engine.faults.clear()
         await until(fleet, "e1", State.SERVING)
         assert failing.engine.asleep == lasting.engine.asleep != frozenset()
         await fleet.wake_up()
@@ -334,8 +336,9 @@ async def test_one_that_comes_back_to_a_fleet_that_sleeps_takes_no_memory_meanwh
             return await wake_up(tags)
 
         monkeypatch.setattr(failing.engine, "wake_up", noted)
-        failing.engine.faults.add(Fault(FaultKind.REFUSE, Phase.HEALTH))
+        failing.engine.faults.add(Fault(FaultKind.REFUSE, Phase.HEALTH, times=1 << 30))
         await until(fleet, "e1", State.DEAD)
+        failing.engine.faults.clear()
         await until(fleet, "e1", State.SERVING)
         assert not woken, "the trainer may use that memory"
         await fleet.wake_up()
