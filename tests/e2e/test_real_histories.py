@@ -69,7 +69,8 @@ class Run:
             case "back":
                 assert await self.fleet._roster.until(lambda: len(self.live()) == 2, deadline_s=ENDED_S)
             case "replace":
-                await self.fleet.replace(self.live()[0].name, timeout_s=60)
+                await self.fleet.add_engines()
+                await self.fleet.remove(self.live()[0].name, timeout_s=60)
 
     def live(self) -> tuple[Any, ...]:
         return self.fleet._roster.live()

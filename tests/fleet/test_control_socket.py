@@ -165,7 +165,8 @@ async def test_everything_a_fleet_can_do_can_be_done_by_who_adopted_it() -> None
         with pytest.raises(UserError, match="weight version 7 is not greater than 7"):
             await fleet.update_weights([("w", torch.ones(2))], version=7)
         await fleet.update_weights([("w", torch.ones(2))])
-        await fleet.replace("e0")
+        await fleet.add_engines()
+        await fleet.remove("e0")
         assert [s.state for s in await fleet.engines()] == [State.STOPPED, State.STOPPED, State.SERVING]
         assert fleet.weight_version == 8
         await check_serves(fleet, engines=1)

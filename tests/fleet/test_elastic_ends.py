@@ -87,18 +87,6 @@ async def test_an_engine_that_is_ending_has_its_gpus_until_it_has_ended() -> Non
         assert fleet._roster.members[-1].gpus == ("1",)
 
 
-async def test_an_engine_that_is_replaced_ends_though_nobody_waits_for_it() -> None:
-    async with launched(1) as (fleet, launcher):
-        leaving = launcher.processes[0]
-        leaving.may_end.clear()
-        replacing = begun(fleet.replace("e0"))
-        await asyncio.wait_for(leaving.stopping.wait(), 5.0)
-        await give_up(replacing)
-        leaving.may_end.set()
-        await until(lambda: launcher.released == ["e0"])
-        await check_serves(fleet, engines=1)
-
-
 async def test_a_fleet_that_ends_waits_for_an_engine_that_is_ending() -> None:
     async with launched(2) as (fleet, launcher):
         leaving = launcher.processes[0]
@@ -134,14 +122,13 @@ async def test_an_engine_leaves_though_the_router_does_not_hear_of_it(monkeypatc
         await check_serves(fleet, engines=1)
 
 
-@pytest.mark.parametrize("call", ["add", "replace"])
 @pytest.mark.parametrize("heedless", [False, True])
-async def test_engines_that_start_while_the_fleet_ends_are_ended(call: str, *, heedless: bool) -> None:
+async def test_engines_that_start_while_the_fleet_ends_are_ended(*, heedless: bool) -> None:
     async with launched(1) as (fleet, launcher):
         launcher.launching.clear()
         launcher.may_start.clear()
         launcher.heedless = heedless
-        starting = begun(fleet.add_engines(2) if call == "add" else fleet.replace("e0"))
+        starting = begun(fleet.add_engines(2))
         await launcher.launching.wait()
         ending = begun(fleet.teardown())
         await asyncio.sleep(0)
@@ -334,21 +321,11 @@ async def test_a_server_that_was_let_go_can_be_attached_again() -> None:
 
 @pytest.mark.parametrize("wrong", ["60", -1, float("nan"), [60]])
 async def test_what_is_no_time_is_refused_before_an_engine_is_told_anything(wrong: Any) -> None:
-    async with launched(2) as (fleet, launcher):
-        for call in (fleet.drain, fleet.remove, fleet.replace):
+    async with launched(2) as (fleet, _):
+        for call in (fleet.drain, fleet.remove):
             with pytest.raises(UserError, match="timeout_s is a number of seconds, 0 or more, got"):
                 await call("e0", timeout_s=wrong)
         assert [status.state for status in await fleet.engines()] == [State.SERVING] * 2
-        assert len(launcher.processes) == 2, "none was started in the place of another"
-
-
-async def test_a_server_of_others_is_not_replaced_for_its_gpus_are_not_ours() -> None:
-    async with SimServer(SimConfig(max_model_len=512)) as other, launched(1, gpus=1) as (fleet, launcher):
-        await fleet.attach(other.url)
-        with pytest.raises(StateError, match="engine e1 was started by someone else; add one, then remove it"):
-            await fleet.replace("e1")
-        assert [status.state for status in await fleet.engines()] == [State.SERVING] * 2
-        assert len(launcher.processes) == 1
 
 
 async def test_servers_of_others_take_no_room_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:

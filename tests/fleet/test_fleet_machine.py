@@ -74,7 +74,6 @@ REFUSALS: dict[str, tuple[type[PenstockError], ...]] = {
     "add": (EngineStartError,),
     "drain": (StateError, UserError),
     "remove": (StateError, UserError),
-    "replace": (StateError, EngineStartError),
 }
 """What an operation may end with that comes at a bad moment; anything else fails the history."""
 
@@ -185,7 +184,7 @@ class FleetMachine(RuleBasedStateMachine):
     def next_start_fails(self) -> None:
         self.engines.failures += 1
 
-    @rule(which=WHICH, what=st.sampled_from(["drain", "remove", "replace"]), ms=MILLISECONDS)
+    @rule(which=WHICH, what=st.sampled_from(["drain", "remove"]), ms=MILLISECONDS)
     def leave(self, which: int, what: str, ms: int) -> None:
         members = self.fleet._roster.members
         name = members[which % len(members)].name

@@ -1,4 +1,4 @@
-"""`penstock fleet`: engines of a running fleet, looked at, added, drained, removed, replaced; and its end."""
+"""`penstock fleet`: engines of a running fleet, looked at, added, drained, removed; and its end."""
 
 from __future__ import annotations
 
@@ -125,18 +125,6 @@ def remove(engine: Name, *, timeout: Timeout = None, url: Url = None) -> None:
     """
     _run(url, lambda client: client.order("remove", engine=engine, timeout_s=timeout), f"removing {engine}")
     typer.echo(f"{engine} has left")
-
-
-@fleet.command()
-def replace(engine: Name, *, timeout: Timeout = None, url: Url = None) -> None:
-    """Start a new engine in the place of one; the old one leaves when the new one serves, where GPUs allow.
-
-    **Examples**
-
-    - `penstock fleet replace e1`
-    """
-    name, _ = _run(url, lambda client: client.order("replace", engine=engine, timeout_s=timeout), f"replacing {engine}")
-    typer.echo(f"{name} serves in the place of {engine}")
 
 
 @fleet.command()

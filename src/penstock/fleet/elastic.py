@@ -1,4 +1,4 @@
-"""Engines that come and go while the others serve: add, attach, drain, remove, replace."""
+"""Engines that come and go while the others serve: add, attach, drain, remove."""
 
 from __future__ import annotations
 
@@ -122,9 +122,6 @@ class Elastic:
     @_until_closed
     async def add(self, count: int) -> tuple[str, ...]:
         """Start engines; see `Fleet.add_engines`. Those that have started join even if this call is cancelled then."""
-        return await self._add(count)
-
-    async def _add(self, count: int) -> tuple[str, ...]:
         engines = self._starting()
         room = MOST_ENGINES - sum(member.state is not State.STOPPED for member in self._roster.members)
         whole_number(count, "the number of engines to add", least=1, most=max(1, room))
@@ -214,7 +211,7 @@ class Elastic:
         member, timeout_s = self.find(engine), seconds(timeout_s)
         if member.state not in SERVABLE:
             raise StateError(f"engine {member.name} does not serve, it is {member.state}: {member.lifecycle.reason}")
-        await self._withdraw(member, self._min_engines, Substate.SESSIONS)
+        await self._withdraw(member, Substate.SESSIONS)
         return await self._until_idle(member, timeout_s, sessions=True)
 
     @_until_closed
@@ -224,26 +221,23 @@ class Elastic:
         One that is dead or starting is taken out at once; the last one that restarts is not. Once its end has begun,
         it goes on even if this call is cancelled.
         """
-        await self._remove(self.find(engine), self._min_engines, seconds(timeout_s))
-
-    @_until_closed
-    async def replace(self, engine: str | int, timeout_s: float | None = None) -> str:
-        """Start a new engine in the place of one; see `Fleet.replace`."""
         member, timeout_s = self.find(engine), seconds(timeout_s)
-        engines = self._starting()
         self._check_there(member)
-        if member.spec is not None:  # its GPUs are not ours to give to another
-            raise StateError(f"engine {member.name} was started by someone else; add one, then remove it")
-        try:
-            await self._place(engines)
-        except UserError:  # no GPU is free
-            logger.info("engine %s leaves before another takes its GPUs", member.name)
-            await self._remove(member, 0, timeout_s)
-            (name,) = await self._add(1)
-            return name
-        (name,) = await self._add(1)
-        await self._remove(member, 0, timeout_s)
-        return name
+        await self._withdraw(member, Substate.ALL)
+        if not await self._until_idle(member, timeout_s, sessions=False):
+            logger.warning("engine %s leaves with requests under way, which go on elsewhere", member.name)
+        if (departure := self._departures.get(member)) is None:
+            self._check_there(member)
+
+            def over(task: asyncio.Task[None]) -> None:
+                del self._departures[member]
+                if not task.cancelled() and (error := task.exception()) is not None:
+                    logger.warning("engine %s did not leave in good order: %s", member.name, error)
+
+            departure = asyncio.create_task(self._depart(member), name=f"end-{member.name}")
+            self._departures[member] = departure
+            departure.add_done_callback(over)
+        await asyncio.shield(departure)  # half an end would leave an engine that no call can end
 
     async def _until_idle(self, member: Member, timeout_s: float | None, *, sessions: bool) -> bool:
         try:
@@ -271,24 +265,6 @@ class Elastic:
             load.outstanding > 0 or (sessions and load.sessions > 0) for load in router.engines if load.name in own
         )
 
-    async def _remove(self, member: Member, least: int, timeout_s: float | None) -> None:
-        self._check_there(member)
-        await self._withdraw(member, least, Substate.ALL)
-        if not await self._until_idle(member, timeout_s, sessions=False):
-            logger.warning("engine %s leaves with requests under way, which go on elsewhere", member.name)
-        if (departure := self._departures.get(member)) is None:
-            self._check_there(member)
-
-            def over(task: asyncio.Task[None]) -> None:
-                del self._departures[member]
-                if not task.cancelled() and (error := task.exception()) is not None:
-                    logger.warning("engine %s did not leave in good order: %s", member.name, error)
-
-            departure = asyncio.create_task(self._depart(member), name=f"end-{member.name}")
-            self._departures[member] = departure
-            departure.add_done_callback(over)
-        await asyncio.shield(departure)  # half an end would leave an engine that no call can end
-
     async def _depart(self, member: Member) -> None:
         async with AsyncExitStack() as steps:  # each is taken, whatever became of those before it
             steps.push_async_callback(member.control.close)
@@ -297,12 +273,12 @@ class Elastic:
             steps.push_async_callback(self._dismiss, member)
             await self._supervisor.release(member)
 
-    async def _withdraw(self, member: Member, least: int, mode: Substate) -> None:
+    async def _withdraw(self, member: Member, mode: Substate) -> None:
         """Let an engine take nothing new: it is DRAINING, if it was not so already; dead, it is not waited for.
 
         Raises:
-            UserError: fewer than `least` others would be left. For one that restarts others that do count too, since
-                it serves no more than they do.
+            UserError: fewer than `min_engines` others would be left. For one that restarts others that do count too,
+                since it serves no more than they do.
         """
 
         async def run() -> None:
@@ -315,10 +291,10 @@ class Elastic:
                 return
             others = [m for m in self._roster.members if m is not member]
             left = [m for m in others if m.state in {State.SERVING, State.PAUSED} or (restarting and m.is_restarting)]
-            if len(left) < least:
+            if len(left) < self._min_engines:
                 raise UserError(
                     f"without engine {member.name} the fleet would have {len(left)} engine{'s' * (len(left) != 1)}, "
-                    f"fewer than fleet.min_engines={least}; add one first, or replace it"
+                    f"fewer than fleet.min_engines={self._min_engines}; add one first"
                 )
             if restarting:  # no request may wait for it any more; `_dismiss` ends it
                 member.restarts = False

@@ -372,18 +372,6 @@ class Fleet(Engine):
         self._check_open()
         await self._elastic.remove(engine, timeout_s)
 
-    async def replace(self, engine: str | int, *, timeout_s: float | None = None) -> str:
-        """Start an engine in the place of another, which is removed; returns the new one's name.
-
-        The new one serves before the old one leaves, but where it needs the GPUs of the old one.
-
-        Raises:
-            StateError: it has left already, or someone else started it.
-            EngineStartError: the new one did not start. The old one serves on, unless its GPUs were needed.
-        """
-        self._check_open()
-        return await self._elastic.replace(engine, timeout_s)
-
     async def get_num_unfinished_requests(self, index: int | None = None) -> int:
         """Count requests running or waiting on engine `index` or on all, without those that the router holds."""
         self._check_open()

@@ -215,7 +215,7 @@ CALLS: Mapping[type, tuple[str, tuple[str, ...]]] = {
     NativeCalls: ("native_", ("init", "update")),
     FleetAdapters: ("adapter_", ("update_from", "load", "unload", "pause", "resume", "wait", "pin", "statuses")),
     Roster: ("", ("set_policy",)),
-    Elastic: ("", ("add", "attach", "drain", "remove", "replace")),
+    Elastic: ("", ("add", "attach", "drain", "remove")),
 }
 """Methods that other processes can call, and the first letters of these calls."""
 READ: Mapping[str, Callable[[Any], Any]] = {
