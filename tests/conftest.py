@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from hold import Hold
     from http_engine import HTTPEngine
     from nano_models import History
     from penstock.engine.launch import EngineProcess
@@ -25,6 +26,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Each process that imports aiohttp, and each client of httpx, reads all certificates of the system, which takes 60 ms.
 os.environ.setdefault("SSL_CERT_FILE", str(Path(__file__).with_name("certificate.pem")))
+
+# Engines of tests import `held_scheduler`.
+os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 if find_spec("hypothesis") is not None:  # a GPU machine need not have it
     from hypothesis import HealthCheck, settings
@@ -67,6 +71,8 @@ class LiveEngine:
     process: EngineProcess
     history: History
     model_path: Path
+    hold: Hold
+    """Of its requests, so that they are in flight when something comes."""
 
     async def update(self, model: Any, kv: KV = "recompute") -> Any:
         """Put `model` in force and remember it under its version."""
@@ -84,7 +90,15 @@ def nano_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-async def live(nano_path: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LiveEngine]:
+def hold(tmp_path_factory: pytest.TempPathFactory) -> Hold:
+    """Of requests in engines that were started with its `extra_args`."""
+    from hold import Hold
+
+    return Hold(tmp_path_factory.mktemp("hold"))
+
+
+@pytest.fixture(scope="session")
+async def live(nano_path: Path, hold: Hold, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LiveEngine]:
     """One real engine on the nano checkpoint."""
     from http_engine import HTTPEngine
     from penstock.engine.launch import EngineProcess
@@ -94,12 +108,12 @@ async def live(nano_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Asy
     given = json.loads(os.environ.get("PENSTOCK_TEST_ENGINE", '{"profile": "cpu"}'))
     tools = {"enable-auto-tool-choice": True, "tool-call-parser": "hermes"}
     options = {"model": str(nano_path), "max_model_len": 1024, "dtype": "float32"}
-    extra_args = {**tools, **given.get("extra_args", {})}
+    extra_args = {**tools, **hold.extra_args, **given.get("extra_args", {})}
     config = EngineConfig(**{**options, **given, "extra_args": extra_args})
     logs = tmp_path_factory.mktemp("logs")
     process = await EngineProcess.launch(config, name="live", log_dir=logs, api_key=LIVE_KEY)
     engine = await HTTPEngine.connect(process.url, name="live", api_key=LIVE_KEY)
-    yield LiveEngine(engine, process, _history(nano_path), nano_path)
+    yield LiveEngine(engine, process, _history(nano_path), nano_path, hold)
     await engine.teardown()
     await process.stop()
 

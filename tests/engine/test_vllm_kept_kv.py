@@ -7,14 +7,13 @@ import re
 from dataclasses import replace
 
 import pytest
-from test_vllm_pausing import made
 
 from nano_models import changed
 from penstock.types import PauseMode, SamplingParams
 
 pytestmark = pytest.mark.vllm
 
-LONG = SamplingParams(max_tokens=800, ignore_eos=True, detokenize=False, seed=7)
+LONG = SamplingParams(max_tokens=320, ignore_eos=True, detokenize=False, seed=7)
 ONE = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
 PREFIX = [3 + i % 90 for i in range(160)]
 """Five whole blocks of KV."""
@@ -22,22 +21,17 @@ PREFIX = [3 + i % 90 for i in range(160)]
 
 async def hits(live) -> int:
     """Tokens found in the prefix cache since the start."""
-    text = await live.engine.control.http.get_text("/metrics", timeout_s=20)
+    text = await live.engine.control.http.get_text("/metrics", timeout_s=60)
     return int(sum(map(float, re.findall(r"^vllm:prefix_cache_hits_total\{.*\} (\S+)$", text, re.MULTILINE))))
 
 
 async def waiting_in_core(live) -> int:
     """Requests that wait in the scheduler; a paused engine's metrics stand still."""
-    return (await live.engine.control._at_core("/penstock/core", {}, 20.0))["waiting"]
+    return (await live.engine.control._at_core("/penstock/core", {}, 60.0))["waiting"]
 
 
-async def held_update(live, seed, kv="keep_in_flight"):
-    """Update while the engine stands still, so that nothing ends before."""
-    await live.engine.pause_generation(PauseMode.KEEP, clear_cache=False)
-    try:
-        return await live.update(changed(live.history.latest, seed), kv)
-    finally:
-        await live.engine.resume_generation()
+async def kept_update(live, seed):
+    return await live.update(changed(live.history.latest, seed), "keep_in_flight")
 
 
 def worst(live, prompt, samples):
@@ -45,43 +39,38 @@ def worst(live, prompt, samples):
 
 
 async def test_requests_in_flight_keep_their_kv_and_a_replay_of_the_updates_gives_their_logprobs(live):
-    await live.update(changed(live.history.latest, 60))  # the first one takes longer
     start = live.engine.weight_version
     prompts = [[5, 6, 7 + i] for i in range(12)]
-    tasks = [asyncio.create_task(live.engine.sample(p, 2, LONG)) for p in prompts]
-    for seed, held in ((61, True), (62, False)):
-        await made(live, 400)
-        if held:
-            report = await held_update(live, seed)
+    with live.hold.at(60):
+        tasks = [asyncio.create_task(live.engine.sample(p, 2, LONG)) for p in prompts]
+        for seed, tokens in ((61, 120), (62, 180)):
+            await live.hold.reached(24)
+            report = await kept_update(live, seed)
             assert (report.engines[0].kept, report.engines[0].preempted) == (24, 0)
-        else:
-            report = await live.update(changed(live.history.latest, seed), kv="keep_in_flight")
-    crossed = 0
+            live.hold.move(tokens)
     for prompt, task in zip(prompts, tasks, strict=True):
         for sample in await task:
             made_by = [(span.version - start, span.kv_kept) for span in sample.spans]
-            assert made_by in ([(0, False), (1, True)], [(0, False), (1, True), (2, True)])
-            crossed += len(made_by) == 3
+            assert made_by == [(0, False), (1, True), (2, True)]
             assert live.history.worst_difference(prompt, sample) < 1e-4
             by_weights_alone = replace(sample, spans=tuple(replace(s, kv_kept=False) for s in sample.spans))
             assert live.history.worst_difference(prompt, by_weights_alone) > 1e-3, "the label says nothing"
-    assert crossed == report.engines[0].kept > 0
 
 
 async def test_new_requests_reuse_kv_of_their_weights_and_none_of_older_ones(live):
     """Neither what was cached before the update, nor what an older request computes after it."""
     await live.engine.sample(PREFIX, 1, ONE)
-    older = asyncio.create_task(live.engine.sample(PREFIX, 1, LONG))
-    await made(live, 20)
-    await held_update(live, 63)
-    before = await hits(live)
-    (first,) = await live.engine.sample(PREFIX, 1, ONE)
-    assert await hits(live) == before
-    (again,) = await live.engine.sample(PREFIX, 1, ONE)
-    assert await hits(live) > before, "requests of one version share their prefixes"
+    with live.hold.at(20):
+        older = asyncio.create_task(live.engine.sample(PREFIX, 1, LONG))
+        await live.hold.reached(1)
+        await kept_update(live, 63)
+        before = await hits(live)
+        (first,) = await live.engine.sample(PREFIX, 1, ONE)
+        assert await hits(live) == before
+        (again,) = await live.engine.sample(PREFIX, 1, ONE)
+        assert await hits(live) > before, "requests of one version share their prefixes"
     assert first == again
-    await made(live, 100)  # older blocks are filled by now, with new weights, over old KV
-    (whole,) = await older
+    (whole,) = await older  # its blocks are filled by now, with new weights, over old KV
     assert whole.spans[1].kv_kept
     through = [*PREFIX, *whole.token_ids]
     samples = [await live.engine.sample(through[:end], 1, ONE) for end in (200, 300, 460)]
@@ -93,15 +82,16 @@ async def test_new_requests_reuse_kv_of_their_weights_and_none_of_older_ones(liv
 
 async def test_what_waits_when_the_update_comes_is_computed_under_the_new_weights_alone(live):
     await live.engine.sample(PREFIX, 1, ONE)
-    running = asyncio.create_task(live.engine.sample([5, 6, 7], 2, LONG))
-    await made(live, 20)
-    await live.engine.pause_generation(PauseMode.KEEP, clear_cache=False)
+    with live.hold.at(20):
+        running = asyncio.create_task(live.engine.sample([5, 6, 7], 2, LONG))
+        await live.hold.reached(2)
+        await live.engine.pause_generation(PauseMode.KEEP, clear_cache=False)
     try:
         waiting = asyncio.create_task(live.engine.sample(PREFIX, 3, LONG))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while await waiting_in_core(live) < 3:  # noqa: ASYNC110 - the engine sends no event
                 await asyncio.sleep(0.02)
-        report = await live.update(changed(live.history.latest, 64), kv="keep_in_flight")
+        report = await kept_update(live, 64)
         assert (report.engines[0].kept, report.engines[0].preempted) == (2, 3)
         assert (await live.engine.recovered(report)).tokens_lost is None, "it is paused"
     finally:
@@ -116,14 +106,16 @@ async def test_what_waits_when_the_update_comes_is_computed_under_the_new_weight
 @pytest.mark.parametrize("why", ["preempted", "update"])
 async def test_a_request_that_is_computed_anew_says_so_from_that_token_on(live, why):
     prompt = PREFIX[:60]
-    running = asyncio.create_task(live.engine.sample(prompt, 8, LONG))
-    await made(live, 200)
-    kept = await held_update(live, 65)
-    await made(live, 200)
-    if why == "preempted":
-        await live.engine.reset_prefix_cache()  # preempts all that run
-    else:
-        await held_update(live, 66, "recompute")
+    with live.hold.at(60):
+        running = asyncio.create_task(live.engine.sample(prompt, 8, LONG))
+        await live.hold.reached(8)
+        kept = await kept_update(live, 65)
+        live.hold.move(120)
+        await live.hold.reached(8)
+        if why == "preempted":
+            await live.engine.reset_prefix_cache()  # preempts all that run
+        else:
+            await live.update(changed(live.history.latest, 66))
     for sample in await running:
         assert [(span.version, span.kv_kept) for span in sample.spans] == [
             (kept.version - 1, False),
@@ -143,22 +135,22 @@ async def test_salts_of_callers_still_separate_them(live):
         "/inference/v1/generate": {"token_ids": PREFIX, "sampling_params": {"max_tokens": 1}},
     }
     for path, body in paths.items():
-        await held_update(live, 68)
+        await kept_update(live, 68)
         for salt in ("a", "b", None):
             salted = body if salt is None else {**body, "cache_salt": salt}
             found = [await hits(live)]
             for _ in range(2):
-                await http.post(path, salted, timeout_s=30)
+                await http.post(path, salted, timeout_s=60)
                 found.append(await hits(live))
             assert found[0] == found[1] < found[2], (path, salt)
 
 
 async def test_the_loss_of_an_update_is_known_when_tokens_come_as_before(live):
-    tasks = [
-        asyncio.create_task(live.engine.sample([5, 6, 7 + i], 4, replace(LONG, max_tokens=450))) for i in range(32)
-    ]
-    await made(live, 3000)
-    report = await live.update(changed(live.history.latest, 69), kv="keep_in_flight")
+    endless = replace(LONG, max_tokens=1000)  # far longer than the proof takes: they are ended after it
+    with live.hold.at(10):
+        tasks = [asyncio.create_task(live.engine.sample([5, 6, 7 + i], 4, endless)) for i in range(32)]
+        await live.hold.reached(128)
+    report = await kept_update(live, 69)
     assert report.tokens_lost is None
     done = await live.engine.recovered(report)
     (loss,) = (engine.loss for engine in done.engines)
@@ -168,4 +160,5 @@ async def test_the_loss_of_an_update_is_known_when_tokens_come_as_before(live):
     assert 0 <= loss.tokens <= loss.rate * loss.seconds + 1e-6
     assert loss.seconds >= 0.9 * report.bubble or not loss.back  # two clocks: the core's, and the step after
     assert replace(done, engines=()) == replace(report, engines=())
+    await live.engine.abort_generation()
     await asyncio.gather(*tasks)

@@ -68,12 +68,13 @@ def chatting(live, client, **more):
 
 
 KINDS = {
-    "tokens": lambda live, _: tokens(live, n=3, seed=4),
-    "completion": lambda live, client: told(completing(live, client, n=3)),
-    "completion stream": lambda live, client: text_of(completing(live, client, stream=True)),
-    "chat": lambda live, client: told(chatting(live, client, n=2)),
-    "chat stream": lambda live, client: text_of(chatting(live, client, stream=True)),
+    "tokens": (3, lambda live, _: tokens(live, n=3, seed=4)),
+    "completion": (3, lambda live, client: told(completing(live, client, n=3))),
+    "completion stream": (1, lambda live, client: text_of(completing(live, client, stream=True))),
+    "chat": (2, lambda live, client: told(chatting(live, client, n=2))),
+    "chat stream": (1, lambda live, client: text_of(chatting(live, client, stream=True))),
 }
+"""How many samples are asked for, and how."""
 
 
 async def count(live):
@@ -81,61 +82,58 @@ async def count(live):
     return (await live.engine.control.stats()).generation_tokens
 
 
-async def made(live, number):
-    """Return when the engine has made so many tokens more."""
-    before = await count(live)
-    async with asyncio.timeout(30):
-        while await count(live) < before + number:
-            pass
+async def in_core(live):
+    """Requests that the core knows; a paused engine's metrics stand still."""
+    state = await live.engine.control._at_core("/penstock/core", {}, 60.0)
+    return state["running"] + state["waiting"]
 
 
-async def still(live):
-    """No token is made in 0.2 s, in which hundreds could be."""
-    before = await count(live)
-    await asyncio.sleep(0.2)
-    return await count(live) == before
+async def still(live, request):
+    """No token is made in 0.2 s, in which hundreds could be, and the request has not ended.
+
+    Those that were made before are counted first, however late.
+    """
+    before = -1
+    async with asyncio.timeout(60):
+        while before != (before := await count(live)):  # noqa: ASYNC110 - engines send no event
+            await asyncio.sleep(0.2)
+    return not request.done()
 
 
 @exact
 @pytest.mark.parametrize("how", ["/pause?mode=abort", "/sleep?level=1"])
 @pytest.mark.parametrize("kind", KINDS)
 async def test_it_sees_nothing_but_a_delay(live, client, kind, how):
-    undisturbed = await KINDS[kind](live, client)
+    samples, ask = KINDS[kind]
+    undisturbed = await ask(live, client)
     control = live.engine.control.http
-    for _ in range(5):
-        request = asyncio.create_task(KINDS[kind](live, client))
-        await made(live, 40)
-        await control.post(how, timeout_s=20)
-        assert await still(live)
-        over = request.done()  # it was before the pause came; its last bytes may have arrived after
-        await control.post("/resume" if "pause" in how else "/wake_up", timeout_s=20)
-        if over:
-            continue
-        answer = await request
-        assert answer == undisturbed
-        return
-    raise AssertionError("every request was done before it could be paused")
+    with live.hold.at(40):
+        request = asyncio.create_task(ask(live, client))
+        await live.hold.reached(samples)
+        await control.post(how, timeout_s=60)
+    assert await still(live, request)
+    await control.post("/resume" if "pause" in how else "/wake_up", timeout_s=60)
+    assert await request == undisturbed
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
 async def test_versions_are_exact_through_a_pause_or_a_sleep_with_an_update(live, level):
     """Level 0: a pause. After level 2 nothing is computed before the update, though the memory is back."""
     start, engine = live.engine.weight_version, live.engine
-    request = asyncio.create_task(tokens(live, n=8, max_tokens=1000))
-    await made(live, 200)
-    if level == 0:
-        await engine.pause_generation(PauseMode.ABORT)
-    else:
-        await engine.control.sleep(level)
+    with live.hold.at(40):
+        request = asyncio.create_task(tokens(live, n=8))
+        await live.hold.reached(8)
+        await (engine.control.sleep(level) if level else engine.pause_generation(PauseMode.ABORT))
+    if level:
         await engine.control.wake_up(["weights"])
-        assert await still(live)
+        assert await still(live, request)
     if level == 2:
         await engine.control.wake_up(None)
-        assert await still(live), "there are no weights"
+        assert await still(live, request), "there are no weights"
         assert await engine.control.is_paused()
     await live.update(changed(live.history.latest, 70 + level))
     if level == 1:
-        assert await still(live), "there is no KV"
+        assert await still(live, request), "there is no KV"
         await engine.control.wake_up(["kv_cache"])
     if level == 0:
         await engine.resume_generation()
@@ -156,19 +154,20 @@ async def test_versions_are_exact_through_a_pause_or_a_sleep_with_an_update(live
 
 
 async def test_who_paused_resumes_and_no_wake_up_or_update_does(live):
-    request = asyncio.create_task(tokens(live))
-    await made(live, 20)
-    await live.engine.pause_generation(PauseMode.ABORT)
+    with live.hold.at(40):
+        request = asyncio.create_task(tokens(live))
+        await live.hold.reached(1)
+        await live.engine.pause_generation(PauseMode.ABORT)
     await live.engine.control.sleep(1)
     await live.engine.control.wake_up(None)
-    assert await still(live)
+    assert await still(live, request)
     await live.update(changed(live.history.latest, 81))
-    assert await still(live)
+    assert await still(live, request)
     await live.engine.control.sleep(1)
     await live.engine.resume_generation()
-    assert await still(live), "a resume while the memory is away waits for it"
+    assert await still(live, request), "a resume while the memory is away waits for it"
     await live.engine.control.wake_up(None)
-    ((choice,), _) = await asyncio.wait_for(request, 30)
+    ((choice,), _) = await asyncio.wait_for(request, 60)
     assert (choice["finish_reason"], len(choice["token_ids"])) == ("length", TOKENS)
 
 
@@ -176,60 +175,66 @@ async def test_dropped_weights_that_come_natively_count(live):
     engine, model = live.engine, changed(live.history.latest, 82)
     await engine.init_weight_update_communicator({})
     manifest = engine._store.publish(engine.weight_version + 1, model.named_parameters())
-    request = asyncio.create_task(tokens(live))
-    await made(live, 20)
-    await engine.control.sleep(2)
+    with live.hold.at(40):
+        request = asyncio.create_task(tokens(live))
+        await live.hold.reached(1)
+        await engine.control.sleep(2)
     await engine.control.wake_up(None)
-    assert await still(live)
+    assert await still(live, request)
     await engine.update_named_weights({"manifest": manifest.to_json()}, version=manifest.version)
     engine._store.commit(manifest)
     live.history.models[manifest.version] = model
-    ((choice,), (spans,)) = await asyncio.wait_for(request, 30)
+    ((choice,), (spans,)) = await asyncio.wait_for(request, 60)
     assert choice["finish_reason"] == "length"
     assert [version for version, _, _ in spans] == [manifest.version - 1, manifest.version]
 
 
 @pytest.mark.parametrize("ending", ["abort", "release"])
 async def test_it_ends_early_where_that_was_asked_for(live, ending):
-    request = asyncio.create_task(tokens(live, n=12, max_tokens=1000))
-    await made(live, 40)
-    await live.engine.pause_generation(PauseMode.ABORT)
-    try:
-        await getattr(live.engine.control, ending)()
-        choices, _ = await asyncio.wait_for(request, 10)
-    finally:
-        await live.engine.resume_generation()
+    with live.hold.at(20):
+        request = asyncio.create_task(tokens(live, n=12))
+        await live.hold.reached(12)
+        await live.engine.pause_generation(PauseMode.ABORT)
+        try:
+            await getattr(live.engine.control, ending)()
+            choices, _ = await asyncio.wait_for(request, 60)
+        finally:
+            await live.engine.resume_generation()
     for choice in choices:
-        assert choice["finish_reason"] == "abort"
-        assert len(choice["token_ids"]) < 1000
+        assert (choice["finish_reason"], len(choice["token_ids"])) == ("abort", 20)
     assert await live.engine.sample([5], 1, SamplingParams(max_tokens=2))
 
 
 async def test_a_client_that_hangs_up_during_a_sleep_leaves_nothing_behind(live):
-    request = asyncio.create_task(tokens(live))
-    other = asyncio.create_task(live.engine.sample(PROMPT, 1, SamplingParams(max_tokens=TOKENS, ignore_eos=True)))
-    await made(live, 20)
-    await live.engine.control.sleep(1)
+    params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+    with live.hold.at(20):
+        request = asyncio.create_task(tokens(live))
+        other = asyncio.create_task(live.engine.sample(PROMPT, 1, params))
+        await live.hold.reached(2)
+        await live.engine.control.sleep(1)
     request.cancel()
-    await asyncio.sleep(0.3)
+    async with asyncio.timeout(60):
+        while await in_core(live) > 1:  # noqa: ASYNC110 - engines send no event
+            await asyncio.sleep(0.02)
     await live.engine.control.wake_up(None)
     assert len((await other)[0].token_ids) == TOKENS
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while await live.engine.get_num_unfinished_requests():
             pass
 
 
 async def test_a_pause_with_abort_builds_no_answer_before_its_own(live):
     """With 128 samples in flight, theirs would come first, in the process that answers."""
-    params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
-    tasks = [asyncio.create_task(live.engine.sample(PROMPT, 8, params)) for _ in range(16)]
-    await made(live, 2000)
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
     before = live.engine.counters.requeued_tokens
-    await live.engine.pause_generation(PauseMode.ABORT)
+    with live.hold.at(16):
+        tasks = [asyncio.create_task(live.engine.sample(PROMPT, 8, params)) for _ in range(16)]
+        await live.hold.reached(128)
+        await live.engine.pause_generation(PauseMode.ABORT)
     assert not any(task.done() for task in tasks)
     await live.engine.resume_generation()
     samples = [sample for task in tasks for sample in await task]
-    assert {len(sample.token_ids) for sample in samples} == {TOKENS}
+    assert {len(sample.token_ids) for sample in samples} == {40}
     assert live.engine.counters.requeued_tokens == before, "nothing is sent again"
 
 
@@ -241,7 +246,7 @@ async def test_a_stream_that_is_aborted_before_its_first_token_says_so(live, cli
     stream = kind(live, client, stream=True, n=2, stream_options={"include_usage": usage})
     reading = asyncio.create_task(text_of(stream))
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not reading.done():  # a paused engine does not say what it has in its queue
                 await live.engine.abort_generation()
                 await asyncio.wait((reading,), timeout=0.05)
