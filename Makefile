@@ -44,10 +44,11 @@ test-tinker: $(READY) $(TINKER)/.ready ## the Tinker service under recipes of th
 bench: $(READY) ## every benchmark, one JSON document each
 	@status=0; for file in benchmarks/[a-z]*.py; do $(BIN)/python $$file || status=1; done; exit $$status
 
-lint: $(READY) ## ruff check, ruff format, pyright (strict)
+lint: $(READY) ## ruff check, ruff format, pyright (strict; benchmarks: basic)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/pyright
+	@$(BIN)/pyright -p benchmarks
 
 check-vllm: $(READY) ## which names of vLLM's that the plugin uses 0.26, 0.32, 0.33 and the newest lack (downloads 0.6 GB)
 	@$(BIN)/python scripts/check_vllm.py

@@ -85,7 +85,7 @@ def answer(side: Penstock | TorchRL, order: dict[str, Any]) -> dict[str, Any]:
     params = SamplingParams(max_tokens=order["max_tokens"], ignore_eos=True, logprobs=0)
     before = side.counts()
     began = time.perf_counter()
-    outputs = side.service.generate(order["prompts"], params)
+    outputs: Any = side.service.generate(order["prompts"], params)
     seconds = time.perf_counter() - began
     return {
         "seconds": seconds,

@@ -73,7 +73,7 @@ def varlen(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **
         causal = {"is_causal": True}
     key, value = (part.repeat_interleave(groups, 1) for part in (key, value))
     bounds, longest = given["cu_seq_lens_q"], given["max_length_q"]
-    return varlen_attn(query, key, value, bounds, bounds, longest, longest, **causal).unsqueeze(0), None
+    return varlen_attn(query, key, value, bounds, bounds, longest, longest, **causal).unsqueeze(0), None  # pyright: ignore[reportAttributeAccessIssue] - no lse is asked for
 
 
 def chunk_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -122,7 +122,8 @@ def script(path: Path, ids: Tensor, lora: int) -> Callable[[], None]:
 
 def load(path: Path, lora: int, dtype: torch.dtype = torch.float32) -> Any:
     """Load the model, with adapters of peft in fp32 where `lora` is a rank."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(DEVICE)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    model.to(DEVICE)
     if not lora:
         return model
     from peft import LoraConfig, get_peft_model  # noqa: PLC0415 - of the extra `train`
@@ -152,7 +153,7 @@ def fsdp(path: Path, ids: Tensor, lora: int) -> Callable[[], None]:
 
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "0")
-    store = dist.HashStore()
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - torch does not name it in __all__
     dist.init_process_group("nccl" if DEVICE.type == "cuda" else "gloo", store=store, rank=0, world_size=1)
     model = load(path, lora)
     model.gradient_checkpointing_enable({"use_reentrant": False})

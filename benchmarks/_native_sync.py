@@ -59,7 +59,7 @@ class NativeNccl(Native):
         super().__init__(urls)
         from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine  # noqa: PLC0415
 
-        self._engine = NCCLWeightTransferEngine
+        self._engine: Any = NCCLWeightTransferEngine  # its sending half is not in 0.32: this runs on 0.26
         world = 1 + len(urls) * ranks_of_one
         at = {"master_address": "127.0.0.1", "master_port": port, "world_size": world}
 
@@ -71,7 +71,7 @@ class NativeNccl(Native):
         joining = [threading.Thread(target=join, args=(place,)) for place in range(len(urls))]
         for thread in joining:
             thread.start()
-        self._group = NCCLWeightTransferEngine.trainer_init(at)
+        self._group = self._engine.trainer_init(at)
         for thread in joining:
             thread.join(DEADLINE_S)
 
@@ -103,10 +103,11 @@ class NativeIpc(Native):
         """One round."""
         from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine  # noqa: PLC0415
 
+        sender: Any = IPCWeightTransferEngine
         (url,) = self._urls
         # vLLM's sender knows no key.
         with patch("requests.post", functools.partial(requests.post, headers=bearer())):
             return self._round(
-                lambda: IPCWeightTransferEngine.trainer_send_weights(iter(tensors), {"send_mode": "http", "url": url}),
+                lambda: sender.trainer_send_weights(iter(tensors), {"send_mode": "http", "url": url}),
                 clear_cache=clear_cache,
             )

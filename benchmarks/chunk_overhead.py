@@ -64,7 +64,7 @@ async def turn(client: DataClient, engine: psutil.Process, concurrent: int, seed
         if client.stream_chunk_tokens == OWN:
             answer = await client.http.post(GENERATE, generate_body(prompt, params), timeout_s=ANSWER_S)
             partials = Partials()
-            partials.add(report_of(choice, 0) for choice in answer["choices"])
+            partials.add(report_of(choice) for choice in answer["choices"])
             sample = whole_of(partials.get(0), params, [[0, 0, TOKENS]])
         else:
             (sample,) = await client.sample(prompt, 1, params)

@@ -211,14 +211,14 @@ async def our_death(fleet: Fleet, concurrent: int) -> Death:
         await asyncio.sleep(AFTER_S)
     (_, returned) = await fleet.engines()
     wasted = await generated.total(survivor.url, returned.url) - before - loop.received
-    wrong += await serves_other_weights(returned.url, wanted)
+    wrong += await serves_other_weights(returned.url, fleet.key_of(returned.name), wanted)
     await generated.close()
     return Death(len(loop.failed), wasted, loop.answers, detect_s, takeover_s, return_s, wrong)
 
 
-async def serves_other_weights(url: str, wanted: int) -> int:
+async def serves_other_weights(url: str, api_key: str | None, wanted: int) -> int:
     """Ask one engine itself: 1 where its tokens are not of version `wanted`."""
-    engine = DataClient(url, routed=False)
+    engine = DataClient(url, api_key=api_key, routed=False)
     try:
         (sample,) = await engine.sample(request(0)[0], 1, request(0)[1])
         return int(set(sample.versions()) != {wanted})
@@ -263,7 +263,7 @@ async def plain(http: HttpTransport, i: int) -> list[tuple[int, int]]:
     """Version and end of each span of one answer."""
     prompt, params = request(i)
     answer = await http.post(GENERATE, wire.generate_body(prompt, params), timeout_s=REQUEST_S)
-    versions = wire.as_weight_versions(report_of(answer["choices"][0], None)["versions"])
+    versions = wire.as_weight_versions(report_of(answer["choices"][0])["versions"])
     return [(int(span["version"]), span["end"]) for span in versions]
 
 

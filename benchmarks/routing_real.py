@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import _common
 import _engine_key
@@ -136,7 +137,7 @@ async def measure(urls: Sequence[str], side: str, made: Trace, name: str) -> Rou
     """One router, started anew, over engines that remember nothing."""
     peer, _, policy = side.rpartition(" ")
     async with AsyncExitStack() as stack:
-        options = {"policy": policy}
+        options: dict[str, Any] = {"policy": policy}
         if peer:
             router = stack.enter_context(_routers.peer(peer, (), "--policy", policy))
             options = {"kind": PEER, "url": f"http://127.0.0.1:{router.port}"}

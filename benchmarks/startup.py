@@ -67,7 +67,7 @@ async def first_answer(port: int, child: ChildProcess) -> None:
             await http.post("/v1/completions", body, timeout_s=120.0)
         except PenstockError:
             if child.returncode is not None:
-                raise SystemExit(f"vLLM's server did not start:\n{child.log_tail()}") from None
+                raise SystemExit(f"vLLM's server did not start:\n{child.said(4000)}") from None
             await asyncio.sleep(0.2)
         else:
             break

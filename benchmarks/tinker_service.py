@@ -126,7 +126,7 @@ async def service_of(arguments: Any, longest: int, keys: str | None = None) -> A
             profile=arguments.profile,
             served_model_name=BASE,
             max_model_len=longest,
-            **({"enforce_eager": True} if arguments.eager else {}),
+            enforce_eager=arguments.eager,
         )
         config = ServiceConfig(
             engine,
@@ -345,7 +345,8 @@ def plain_step(model: str, data: list[types.Datum], threads: int | None) -> Call
         torch.set_num_threads(threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    base = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device)
+    base: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    base.to(device)
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     tuned = peft.get_peft_model(base, peft.LoraConfig(r=RANK, lora_alpha=32, target_modules=names))
     optimizer = torch.optim.AdamW([p for p in tuned.parameters() if p.requires_grad], lr=1e-4)
