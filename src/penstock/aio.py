@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Generic, TypeVar
@@ -63,9 +63,9 @@ class _Outcome(Generic[T]):
         return True
 
 
-async def settled(work: Coroutine[Any, Any, T], event: Coroutine[Any, Any, object]) -> asyncio.Task[T]:
-    """Run `work` to its end, or until `event` returns; returns its task, which is cancelled in the latter case."""
-    working, watching = asyncio.create_task(work), asyncio.create_task(event)
+async def settled(work: Awaitable[T], event: Coroutine[Any, Any, object]) -> asyncio.Future[T]:
+    """Run `work` to its end, or until `event` returns; returns its future, which is cancelled in the latter case."""
+    working, watching = asyncio.ensure_future(work), asyncio.create_task(event)
     tasks = (working, watching)
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

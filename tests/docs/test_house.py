@@ -33,9 +33,9 @@ SIDE_ROOMS = tuple(
         "weights.cuda_ipc", "weights.delta", "weights.disk", "weights.group", "weights.transfer",
     )
 )  # fmt: skip
-SPINE_FILES, SPINE_LINES = 53, 14_980
+SPINE_FILES, SPINE_LINES = 53, 14_922
 """The most that the spine has now; the target is 60 files and 10,000 lines."""
-SOURCE_FILES, SOURCE_LINES = 221, 47_343
+SOURCE_FILES, SOURCE_LINES = 221, 47_257
 """The most that `src` has now; the target is 230 files and 38,000 lines."""
 
 

@@ -7,7 +7,6 @@ import errno
 import os
 import sys
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from fleet_fakes import FakeProcess, FakeRouter, until
 from penstock.errors import ConfigError, DeadlineError, EngineDeadError, EngineStartError
 from penstock.fleet.roster import Roster
 from penstock.fleet.router_process import RouterGuard, RouterProcess, open_router
-from penstock.router.admin_client import EngineLoad, RouterAdmin
+from penstock.router.admin_client import RouterAdmin
 from penstock.settings import FleetConfig, RouterConfig
 
 HANG = FleetConfig(health_interval_s=0.02, hang_timeout_s=0.6)
@@ -162,29 +161,6 @@ async def test_a_router_that_does_not_start_is_tried_again_without_end(
     await until(lambda: len(made) == 3)
     assert waits[-1] == 120.0
     monkeypatch.undo()
-    await guard.stop()
-
-
-async def test_an_answer_that_an_engine_is_dead_makes_its_owner_ask() -> None:
-    router, asked = Answers([]), 0
-    load = EngineLoad("e0", "http://h:1", 0, eligible=True, down=False, outstanding=0, requests=0)
-    answers, original = 0, router.engines
-
-    async def engines() -> Any:
-        nonlocal answers
-        answers += 1
-        return replace(await original(), engines=(replace(load, dead_answers=answers // 5),))
-
-    async def probe_engines() -> None:
-        nonlocal asked
-        asked += 1
-
-    router.engines = engines  # type: ignore[method-assign]
-    child = RouterChild()
-    guard = RouterGuard(child, lambda *_: pytest.fail("nothing has ended"))
-    guard.watch(Roster(router), FleetConfig(health_interval_s=0.01), probe_engines)
-    await until(lambda: answers >= 12)
-    assert asked == 2, "once for each time that the count grew"
     await guard.stop()
 
 

@@ -83,7 +83,7 @@ async def test_a_guard_that_ends_is_logged_and_nobody_waits_for_its_engine(caplo
     restarts.engines.start = breaks
     bench.process["a"].kill()
     await until(lambda: "engine a is watched no more: KeyError('version')" in caplog.text)
-    assert not bench.roster.members[0].restarts
+    assert not bench.roster.members[0].lifecycle.restarts
     with pytest.raises(KeyError):
         await restarts.supervisor.stop()
 
@@ -183,7 +183,7 @@ async def test_starts_that_fail_are_tried_again_after_twice_the_wait_until_the_b
     async with restarting(bench, fleet) as restarts:
         restarts.engines.failing = 9
         bench.process["a"].kill()
-        await until(lambda: not bench.roster.members[0].restarts)
+        await until(lambda: not bench.roster.members[0].lifecycle.restarts)
         assert restarts.waits == [0.5, 1.0, 2.0, 4.0]
         assert bench.state("a") is State.DEAD
         assert bench.router.serves() == {"b": 0}

@@ -32,7 +32,7 @@ from penstock import wire
 from penstock.aio import all_or_first_error
 from penstock.engine.partial import Partials, whole_of
 from penstock.errors import DeadlineError, EngineDeadError, EngineError, EngineHTTPError, RequestError
-from penstock.http import MOST_DATA, HttpTransport, Reply, UnreachableError
+from penstock.http import MOST_DATA, HttpTransport, Reply, UnreachableError, as_json
 from penstock.rooms import plugged_in
 from penstock.types import GenerateBatch, GenerateOutput, Message, Sample, SamplingParams, SessionId
 from penstock.wire import BLOCK, GENERATE, prefix_hashes
@@ -192,12 +192,12 @@ class DataClient:
     async def tokenize(self, prompt: Sequence[Message] | str) -> list[int]:
         """Return the token ids of a string, or of a chat with the opening of the assistant's turn."""
         body: dict[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else {"messages": list(prompt)}
-        return list((await self._post_again("/tokenize", body, self._end()))["tokens"])
+        return list((await self._asked("/tokenize", body, self._end()))["tokens"])
 
     async def detokenize(self, token_ids: Sequence[int], *, end: float | None = None) -> str:
         """Return the text of token ids, by `end` of the loop's clock; default: within a request's deadline."""
         end = self._end() if end is None else end
-        return str((await self._post_again("/detokenize", {"tokens": list(token_ids)}, end))["prompt"])
+        return str((await self._asked("/detokenize", {"tokens": list(token_ids)}, end))["prompt"])
 
     async def close(self) -> None:
         """Close the connections for good; requests in flight fail and are not sent again."""
@@ -249,19 +249,11 @@ class DataClient:
         # A stop string ends with the last token, so it is the last of its kind; as in vLLM, it is no part of the text.
         return text[: text.rfind(stop)] if isinstance(stop, str) and stop in text else text
 
-    async def _post_again(self, path: str, body: Mapping[str, Any], end: float) -> Any:
-        """POST what changes nothing, and again as often as a request where its server dies."""
-        for wait_s in (*RETRY_S, None):
-            left = end - asyncio.get_running_loop().time()
-            if left <= 0:
-                raise DeadlineError(f"no time is left for {path}: request_timeout_s is over", seconds=0.0)
-            try:
-                return await self.http.post(path, body, timeout_s=left)
-            except (EngineDeadError, EngineHTTPError) as error:
-                if wait_s is None or not _died(error):
-                    raise
-                await asyncio.sleep(wait_s)
-        raise AssertionError("the last wait is None")
+    async def _asked(self, path: str, body: Mapping[str, Any], end: float) -> Any:
+        """Return the answer to what changes nothing, asked again as often as a request where its server dies."""
+        if (left := end - asyncio.get_running_loop().time()) <= 0:
+            raise DeadlineError(f"no time is left for {path}: request_timeout_s is over", seconds=0.0)
+        return await Continuation(self, path, body, headers={}, timeout_s=left).plain_answer()
 
     def _checked_ids(self, given: Sequence[int], where: str) -> list[int]:
         """Return Python's ints, since those of numpy and torch cannot be sent."""
@@ -344,6 +336,15 @@ class Continuation:
                 return answer
             await self.after_abort()
 
+    async def plain_answer(self) -> Any:
+        """Return the JSON of an answer without samples; raises as `answer`."""
+        while True:
+            try:
+                async with self.sent(self.headers) as reply:
+                    return self.client.http.decode(await reply.read())
+            except EngineError as error:
+                await self.after_death(error)
+
     def left_s(self) -> float:
         """Return the seconds that are left for it. DeadlineError: none."""
         left = self._end - asyncio.get_running_loop().time()
@@ -361,7 +362,7 @@ class Continuation:
     def _data(self) -> bytes:
         resume = self.partials.resume()
         if resume is None:
-            return orjson.dumps(self.body)
+            return as_json(f"POST {self.path}", self.body)
         body = dict(self.body)
         if "sampling_params" in body:
             params: dict[str, Any] = body["sampling_params"]

@@ -17,6 +17,7 @@ from typing import Any, Literal, Self, cast
 
 import orjson
 
+from penstock.aio import settled
 from penstock.errors import ConfigError, EngineStartError, PenstockError
 from penstock.http import HttpTransport
 from penstock.plugin import BACKEND, LOADER_VARIABLE, QUANTISING_LOADER
@@ -285,23 +286,14 @@ class EngineProcess:
 
     async def _ready(self, config: EngineConfig, api_key: str | None) -> None:
         begin = time.monotonic()
-        probe = asyncio.create_task(self._probe(api_key))
-        exit_status = asyncio.create_task(self.wait())
         try:
-            done, _ = await asyncio.wait(
-                (probe, exit_status), timeout=config.start_timeout_s, return_when=asyncio.FIRST_COMPLETED
-            )
-        finally:
-            for task in (probe, exit_status):
-                task.cancel()
-        if done == {probe}:
-            return probe.result()
-        seconds = time.monotonic() - begin
-        what = (
-            f"ended with status {exit_status.result()} after {seconds:.0f} s"
-            if exit_status in done
-            else f"was not ready within {seconds:.0f} s (engine.start_timeout_s)"
-        )
+            async with asyncio.timeout(config.start_timeout_s):
+                probe = await settled(self._probe(api_key), self.wait())
+                if not probe.cancelled():
+                    return probe.result()
+                what = f"ended with status {await self.wait()} after {time.monotonic() - begin:.0f} s"
+        except TimeoutError:
+            what = f"was not ready within {config.start_timeout_s:.0f} s (engine.start_timeout_s)"
         raise EngineStartError(
             f"the {resolve_profile(config)} server for model {config.model} {what}; its log ({self.log}) says:\n"
             + full_disk(self.log)

@@ -231,8 +231,3 @@ def quantization_config(name: str | None, *, on_cpu: bool) -> dict[str, Any]:
         "ignore": ["lm_head"],
         "kv_cache_scheme": None,
     }
-
-
-def is_quantised(model: str) -> bool:
-    """Return whether a checkpoint folder holds quantised weights. A hub name says nothing here."""
-    return read_shape(model).quantised

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from penstock.aio import abandonable, cancelled, in_thread
+from penstock.aio import abandonable, cancelled, in_thread, settled
 from penstock.engine.control import ControlClient
 from penstock.errors import DeadlineError, EngineHTTPError, PenstockError, TransferError, WeightsError
 from penstock.fleet.member import Call, FanOut, Member, fan_out, updatable
@@ -125,19 +125,24 @@ class Delivery(Fetching):
             else:
                 await self.roster.mark_dead(member, f"apply of new weights failed: {error}", torn=True)
 
-        answers = _Answers()
         async with self._cut_by_a_death(members):
             # The sender may never return: neither the loop's end nor that of the process waits for its thread.
             sending = asyncio.create_task(abandonable(self.sender.send), name="send-weights")
-            sending.add_done_callback(answers.expect)
+
+            async def too_late() -> None:
+                """Engines have as long as they need while bytes are on their way, and all the time of `fan_out`."""
+                await asyncio.wait((sending,))
+                await asyncio.sleep(self.deadline_s if sending.exception() is None else ANSWER_S)
+
+            async def answer(engine: ControlClient) -> EngineUpdate:
+                given = await settled(call(engine), too_late())
+                if given.cancelled():
+                    raise DeadlineError(f"no answer within {ANSWER_S:g} s after the transfer was cut", seconds=ANSWER_S)
+                return given.result()
+
             whole = False
             try:
-                outcome = await fan_out(
-                    members,
-                    lambda engine: answers.of(call(engine)),
-                    deadline_s=self.deadline_s,
-                    on_failure=failed,
-                )
+                outcome = await fan_out(members, answer, deadline_s=self.deadline_s, on_failure=failed)
                 whole = not outcome.failures
             finally:
                 # If all have all of it, the sending is about to end; else it sends to engines that are gone.
@@ -209,31 +214,3 @@ class Delivery(Fetching):
             yield
         finally:
             await cancelled(watching)
-
-
-class _Answers:
-    """Engines have as long as they need while bytes are on their way, and `ANSWER_S` once the sending has failed."""
-
-    def __init__(self) -> None:
-        self._waits: set[asyncio.Timeout] = set()
-
-    async def of(self, answer: Awaitable[T]) -> T:
-        """One engine's answer. Raises DeadlineError where it came too late."""
-        wait = asyncio.timeout(None)
-        try:
-            async with wait:
-                self._waits.add(wait)
-                try:
-                    return await answer
-                finally:
-                    self._waits.remove(wait)
-        except TimeoutError as error:
-            if not wait.expired():
-                raise
-            message = f"no answer within {ANSWER_S:g} s after the transfer was cut"
-            raise DeadlineError(message, seconds=ANSWER_S) from error
-
-    def expect(self, sending: asyncio.Future[None]) -> None:
-        if not sending.cancelled() and sending.exception() is not None:
-            for wait in self._waits:
-                wait.reschedule(asyncio.get_running_loop().time() + ANSWER_S)

@@ -147,7 +147,7 @@ class Elastic:
             member = await engines.start(life, gpus)
             failed.pop_all()
         # From here on it joins, and restarts where it dies, as any other, also if the caller gives up.
-        member.restarts = True
+        member.lifecycle.restarts = True
         self._watch(member)
         limit_s = engines.config.start_timeout_s
         if not await self._roster.until(lambda: not member.is_restarting, deadline_s=limit_s):
@@ -297,7 +297,7 @@ class Elastic:
                     f"fewer than fleet.min_engines={self._min_engines}; add one first"
                 )
             if restarting:  # no request may wait for it any more; `_dismiss` ends it
-                member.restarts = False
+                member.lifecycle.restarts = False
                 self._roster.announce()
                 return
             why = "is to leave" if mode is Substate.ALL else "takes no new session"
@@ -316,7 +316,7 @@ class Elastic:
             elif member.state in {State.SERVING, State.PAUSED}:  # its admission had begun, and so came to its end
                 member.lifecycle.to(State.DRAINING, "taken out as it came back")
             member.lifecycle.to(State.STOPPED, "taken out of the fleet")
-            member.restarts = False
+            member.lifecycle.restarts = False
             self._roster.announce()
             await self._roster.push_or_defer(f"engine {member.name} has left")
 

@@ -248,7 +248,7 @@ def _watch(
     for member in roster.members:
         supervisor.watch(member)
     if router.guard is not None:
-        router.guard.watch(roster, fleet, supervisor.probe_all)
+        router.guard.watch(roster, fleet)
     else:
         settling = asyncio.create_task(settle(roster, fleet.health_interval_s), name="settle-router")
         owned.push_async_callback(cancelled, settling)

@@ -233,15 +233,6 @@ class Member:
         return self.lifecycle.state
 
     @property
-    def restarts(self) -> bool:
-        """A death is followed by a restart."""
-        return self.lifecycle.restarts
-
-    @restarts.setter
-    def restarts(self, restarts: bool) -> None:
-        self.lifecycle.restarts = restarts
-
-    @property
     def drain_mode(self) -> Substate | None:
         """SESSIONS or ALL while it drains, else None."""
         return self.lifecycle.substate if self.state is State.DRAINING else None
@@ -254,7 +245,7 @@ class Member:
     def is_restarting(self) -> bool:
         """It does not serve, and will without an update: a call that needs an engine may wait for it."""
         coming = self.state in {State.DEAD, State.LAUNCHING, State.SYNCING}
-        return self.restarts and coming and not self.awaiting_weights
+        return self.lifecycle.restarts and coming and not self.awaiting_weights
 
     @property
     def updatable(self) -> bool:

@@ -234,8 +234,8 @@ class Operations:
             await self.adapters.give(member)
         roster, paused, asleep = self._roster, self.paused, self._asleep
         stale = member.weight_version != roster.version or member.torn is not None
-        current = await self._weights_for(member) if stale else None
-        if await bring_in(member, roster, current, paused=paused, asleep=asleep, deadline_s=self._control_s):
+        weights = await self._weights_for(member) if stale else None
+        if await bring_in(member, roster, weights, paused=paused, asleep=asleep, deadline_s=self._control_s):
             return None
         member.lifecycle.stay(
             Substate.AWAITING_WEIGHTS,

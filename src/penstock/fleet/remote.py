@@ -202,7 +202,7 @@ class AdoptedRoster(Roster):
             api_key=key,
             gpus=reported.gpus,
         )
-        member.restarts = reported.is_restarting
+        member.lifecycle.restarts = reported.is_restarting
         return member
 
 

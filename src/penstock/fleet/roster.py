@@ -119,8 +119,6 @@ class Roster(Changes):
         """Checksums of the fleet's weights by engine layout; empty where no engine has reported any."""
         self.router_returns = False
         """A supervisor restarts the router when it ends, and calls `restore`."""
-        self.router_uncertain = False
-        """A call to the router has failed, and may have come into force or not, until the next one succeeds."""
         self.occupation = Occupation()
         """Calls under way that may keep engines from answering others."""
         self.admin = admin
@@ -129,9 +127,14 @@ class Roster(Changes):
         self._policy: Mapping[str, Any] = {}
         self._epoch = -1
         self._confirmed: Membership | None = None
-        """What the router has confirmed last; None: a call has not been answered."""
+        """What the router has confirmed last."""
         self._ended = False
         self._calling = asyncio.Lock()
+
+    @property
+    def router_uncertain(self) -> bool:
+        """The last call to the router may have come into force or not: it failed, or is under way."""
+        return self._confirmed is None
 
     def live(self) -> tuple[Member, ...]:
         """Return a snapshot of those whose weights are confirmed: SERVING, PAUSED or DRAINING."""
@@ -296,19 +299,12 @@ class Roster(Changes):
 
         Where it is gone and comes back, `restore` does it instead.
         """
-        done = False
         try:
             async with self._calling:
-                try:
-                    # What it has confirmed is not sent again: paused engines would wait for the answer. A router that
-                    # others run may have been restarted without it, so it is always sent.
-                    if not self.router_returns or self._confirmed != self._membership(self._epoch):
-                        await self._push()
-                    done = True
-                finally:
-                    if not done:
-                        self.router_uncertain = True
-                        self.announce()
+                # What it has confirmed is not sent again: paused engines would wait for the answer. A router that
+                # others run may have been restarted without it, so it is always sent.
+                if not self.router_returns or self._confirmed != self._membership(self._epoch):
+                    await self._push()
         except (DeadlineError, EngineDeadError):
             await self.until(lambda: not self.router_uncertain or not self.router_returns, deadline_s=ROUTER_BACK_S)
             if self.router_uncertain:
@@ -350,7 +346,7 @@ class Roster(Changes):
             state = await self.admin.engines()
         as_sent = state.in_step and state.epoch == epoch
         if (self.router_uncertain or not as_sent) and quiet and epoch == self._epoch:
-            self.router_uncertain = True
+            self._confirmed = None
             try:
                 await self.restore()
             except PenstockError as error:
@@ -387,18 +383,21 @@ class Roster(Changes):
         self._epoch += 1
         wanted = self._membership(self._epoch)
         try:
-            await self.admin.announce(wanted)
-        except StateError:  # another process has sent a newer set; the last word is ours
-            if known:
-                logger.warning(
-                    "another process has sent this fleet's router its engines. Two processes that update the same "
-                    "engines give one version number to different weights: let one own the fleet, and others connect"
-                )
-            self._epoch = (await self.admin.engines()).epoch + 1
-            wanted = replace(wanted, epoch=self._epoch)
-            await self.admin.announce(wanted)
-        self._confirmed, self.router_uncertain = wanted, False
-        self.announce()
+            try:
+                await self.admin.announce(wanted)
+            except StateError:  # another process has sent a newer set; the last word is ours
+                if known:
+                    logger.warning(
+                        "another process has sent this fleet's router its engines. Two processes that update the same "
+                        "engines give one version number to different weights: let one own the fleet, and others "
+                        "connect"
+                    )
+                self._epoch = (await self.admin.engines()).epoch + 1
+                wanted = replace(wanted, epoch=self._epoch)
+                await self.admin.announce(wanted)
+            self._confirmed = wanted
+        finally:
+            self.announce()
 
     # --- the engines -------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from penstock.fleet.roster import Admin, Roster
 from penstock.fleet.supervise import RestartBudget, keep_running
 from penstock.process import ChildProcess, read_start
 from penstock.rooms import plugged_in
-from penstock.router.admin_client import RouterAdmin, RouterState
+from penstock.router.admin_client import RouterAdmin
 from penstock.router.memory import ADMIN_KEY_ENV, KEY_ENV, Membership
 from penstock.settings import FleetConfig, RouterConfig, refuse_open_host
 
@@ -88,7 +88,6 @@ BACKOFF_S = 0.1
 STEADY_S = 60.0
 """A router that has run for so long is well: should it end, the wait before its restart is short again."""
 HUNG_CHECKS = 3
-ProbeEngines = Callable[[], Awaitable[None]]
 
 
 async def settle(roster: Roster, interval_s: float) -> None:
@@ -109,16 +108,12 @@ class RouterGuard:
     def __init__(self, router: RouterProcess, relaunch: Callable[[], Awaitable[RouterProcess]]) -> None:
         self._router = router
         self._relaunch = relaunch
-        self._dead_answers: dict[str, int] = {}
         self._watch: asyncio.Task[None] | None = None
 
-    def watch(self, roster: Roster, fleet: FleetConfig, probe_engines: ProbeEngines | None = None) -> None:
-        """Watch it from now on; a new router gets the roster's gate and engines. `max_restarts` is of engines only.
-
-        Where an answer told the router that an engine's core is dead, `probe_engines` is called.
-        """
+    def watch(self, roster: Roster, fleet: FleetConfig) -> None:
+        """Watch it from now on; a new router gets the roster's gate and engines. `max_restarts` is of engines only."""
         roster.router_returns = True
-        self._watch = asyncio.create_task(self._guard(roster, fleet, probe_engines), name="guard-router")
+        self._watch = asyncio.create_task(self._guard(roster, fleet), name="guard-router")
 
     async def stop(self) -> None:
         """End the router. Raises what broke the watch, if something did."""
@@ -128,9 +123,9 @@ class RouterGuard:
         finally:
             await self._router.stop()
 
-    async def _guard(self, roster: Roster, fleet: FleetConfig, probe_engines: ProbeEngines | None) -> None:
+    async def _guard(self, roster: Roster, fleet: FleetConfig) -> None:
         async def until_ended() -> None:
-            hung = asyncio.create_task(self._until_hung(roster, fleet, probe_engines), name="health-router")
+            hung = asyncio.create_task(self._until_hung(roster, fleet), name="health-router")
             try:
                 status = await self._router.wait()
             finally:
@@ -140,7 +135,7 @@ class RouterGuard:
         budget = RestartBudget(None, STEADY_S, BACKOFF_S)
         await keep_running(until_ended, lambda: self._restart(roster), budget, asyncio.sleep)
 
-    async def _until_hung(self, roster: Roster, fleet: FleetConfig, probe_engines: ProbeEngines | None) -> None:
+    async def _until_hung(self, roster: Roster, fleet: FleetConfig) -> None:
         clock = asyncio.get_running_loop().time
         answered, missed, late = clock(), 0, False
         # By number, since a sleep of ours is no silence of the router's, and by time, since a call has a deadline too.
@@ -149,10 +144,8 @@ class RouterGuard:
                 await asyncio.sleep(fleet.health_interval_s)
             late = False
             try:
-                state = await roster.check_router(fleet.hang_timeout_s / HUNG_CHECKS)
+                await roster.check_router(fleet.hang_timeout_s / HUNG_CHECKS)
                 answered, missed = clock(), 0
-                if self._has_met_dead_engines(state) and probe_engines is not None:
-                    await probe_engines()
             except (DeadlineError, TimeoutError):
                 missed, late = missed + 1, True
             except PenstockError:
@@ -160,10 +153,6 @@ class RouterGuard:
                 answered, missed = clock(), 0
         logger.warning("the router has not answered for %g s: it is ended", fleet.hang_timeout_s)
         self._router.kill()  # a stopped process would take no other signal
-
-    def _has_met_dead_engines(self, state: RouterState) -> bool:
-        known, self._dead_answers = self._dead_answers, {load.name: load.dead_answers for load in state.engines}
-        return any(count > known.get(name, 0) for name, count in self._dead_answers.items())
 
     async def _restart(self, roster: Roster) -> bool:
         try:

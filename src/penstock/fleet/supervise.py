@@ -7,12 +7,11 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Any
 
-from penstock.aio import cancelled
+from penstock.aio import all_or_first_error, cancelled, settled
 from penstock.engine.control import ControlClient, CoreState
 from penstock.errors import DeadlineError, EngineDeadError, PenstockError, StateError
 from penstock.fleet.engines import LaunchedEngines
@@ -140,7 +139,7 @@ class Supervisor:
         def over(guard: asyncio.Task[None]) -> None:
             if not guard.cancelled() and (error := guard.exception()) is not None:
                 logger.error("engine %s is watched no more: %r", member.name, error, exc_info=error)
-                member.restarts = False
+                member.lifecycle.restarts = False
                 self._roster.announce()
 
         guard = self._guards[member] = asyncio.create_task(self._guard(member), name=f"guard-{member.name}")
@@ -184,12 +183,12 @@ class Supervisor:
 
         async def until_dead() -> None:
             # An engine has to be known as restarting from the moment of its death, or requests would give up.
-            member.restarts = launched and budget.left()
+            member.lifecycle.restarts = launched and budget.left()
             await self._until_dead(member)
 
         async def wait(seconds: float) -> None:
             if launched:
-                member.restarts = True
+                member.lifecycle.restarts = True
                 logger.info("engine %s is restarted in %g s", member.name, seconds)
             await self._sleep(seconds)
 
@@ -199,7 +198,7 @@ class Supervisor:
             await keep_running(until_dead, lambda: self._restart(member, engines), budget, wait)
         else:
             await until_dead()
-        member.restarts = False
+        member.lifecycle.restarts = False
         self._roster.announce()
         if launched or spec is not None:
             logger.error(
@@ -343,56 +342,33 @@ async def probe(control: ControlClient, occupation: Occupation, *, hang_s: float
         CoreSilentError: its core hangs; DeadlineError: its server does.
         PenstockError: it is gone, or says itself that it is not well.
     """
-    server = asyncio.ensure_future(_server(control, hang_s))
-    core = asyncio.ensure_future(_core(control, occupation, hang_s))
-    try:
-        await asyncio.wait((server, core), return_when=asyncio.FIRST_EXCEPTION)
-        if server.done() or (core.done() and isinstance(core.exception(), CoreSilentError)):
-            await server
-        return await core
-    finally:
-        await _ended(server, core)
+    _, said = await all_or_first_error((_server(control, hang_s), _core(control, occupation, hang_s)))
+    return said
 
 
 async def _server(control: ControlClient, hang_s: float) -> None:
-    answer = asyncio.ensure_future(control.health(YOUNG * hang_s))
-    try:
-        if not await _answered(answer, Occupation().without(hang_s)):
-            raise DeadlineError(f"no answer to a health check in {hang_s:g} s", seconds=hang_s)
-        await answer
-    finally:
-        await _ended(answer)
+    answer = await settled(control.health(YOUNG * hang_s), Occupation().without(hang_s))
+    if answer.cancelled():
+        raise DeadlineError(f"no answer to a health check in {hang_s:g} s", seconds=hang_s)
+    answer.result()
 
 
 async def _core(control: ControlClient, occupation: Occupation, hang_s: float) -> CoreState | None:
-    answer = asyncio.ensure_future(_state(control, occupation))
     missed = 0
-    try:
-        while not await _answered(answer, occupation.without(hang_s)):
+
+    async def too_long() -> None:
+        nonlocal missed
+        while not missed or (missed < YOUNG and await _is_young(control, hang_s)):
+            await occupation.without(hang_s)
             missed += 1
-            if missed == YOUNG or not await _is_young(control, hang_s):
-                silent_s = missed * hang_s
-                why = f"its core has answered nothing for {silent_s:g} s, though its server is well"
-                raise CoreSilentError(why, seconds=silent_s)
-        return await answer
-    finally:
-        await _ended(answer)
 
-
-async def _answered(answer: asyncio.Future[Any], silence: Coroutine[Any, Any, None]) -> bool:
-    """Whether an answer comes before a silence is too long."""
-    waiting = asyncio.ensure_future(silence)
-    try:
-        await asyncio.wait((answer, waiting), return_when=asyncio.FIRST_COMPLETED)
-        return answer.done()
-    finally:
-        await _ended(waiting)
-
-
-async def _ended(*tasks: asyncio.Future[Any]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    answer = await settled(_state(control, occupation), too_long())
+    if not answer.cancelled():
+        return answer.result()
+    await control.health(hang_s)  # else the silence is the server's
+    silent_s = missed * hang_s
+    why = f"its core has answered nothing for {silent_s:g} s, though its server is well"
+    raise CoreSilentError(why, seconds=silent_s)
 
 
 async def _state(control: ControlClient, occupation: Occupation) -> CoreState | None:

@@ -214,8 +214,8 @@ class Updater:
 
     async def _roll_back(self, members: Sequence[Member], version: int) -> None:
         """Give engines that took an update which did not commit the weights before it; one that fails is DEAD."""
-        before = source(self.roster, self.store.current)
-        if before is None:
+        before = self.store.current
+        if before is None or before.version != self.roster.version:
             for member in members:  # as loaded from disk, or sent natively: the bytes are not here
                 await self.roster.mark_dead(
                     member, f"holds weight version {version}, which was not committed", torn=True
@@ -286,11 +286,6 @@ MEMORY_TAGS = frozenset({"weights", "kv_cache"})
 """What an engine gives back when it sleeps, and takes again by tag."""
 
 
-def source(roster: Roster, current: WeightManifest | None) -> WeightManifest | None:
-    """Return where the bytes of the fleet's version are; None: nowhere (as loaded, or sent natively)."""
-    return current if current is not None and current.version == roster.version else None
-
-
 async def put(engine: ControlClient, manifest: WeightManifest) -> EngineUpdate:
     """Let an engine take a committed version, outside of an update."""
     await engine.prepare_weights(manifest)
@@ -298,9 +293,9 @@ async def put(engine: ControlClient, manifest: WeightManifest) -> EngineUpdate:
 
 
 async def bring_to_version(
-    member: Member, roster: Roster, current: WeightManifest | None, *, deadline_s: float
+    member: Member, roster: Roster, weights: WeightManifest | None, *, deadline_s: float
 ) -> bool:
-    """Make an engine that is SYNCING confirm the fleet's version; `current` is the last that was committed here.
+    """Make an engine that is SYNCING confirm the fleet's version; `weights` say where it can have that from.
 
     What it has as loaded is version 0. Each of two calls has `deadline_s` seconds.
 
@@ -319,10 +314,9 @@ async def bring_to_version(
             member.torn = None
     if member.weight_version == roster.version and member.torn is None:
         return True
-    manifest = source(roster, current)
-    if manifest is None or not plugin:
+    if weights is None or not plugin:
         return False
-    checksum = (await ask(member, lambda engine: put(engine, manifest), deadline_s=2 * deadline_s)).checksum
+    checksum = (await ask(member, lambda engine: put(engine, weights), deadline_s=2 * deadline_s)).checksum
     for expected in roster.checksums.get(member.layout, ()):
         if differ(checksum, expected):
             raise EngineError(
@@ -352,7 +346,7 @@ async def _wake(member: Member, roster: Roster, asleep: frozenset[str], deadline
 async def bring_in(
     member: Member,
     roster: Roster,
-    current: WeightManifest | None,
+    weights: WeightManifest | None,
     *,
     paused: bool,
     asleep: frozenset[str],
@@ -374,7 +368,7 @@ async def bring_in(
         return ask(member, call, deadline_s=deadline_s)
 
     await _wake(member, roster, asleep, deadline_s)
-    if not await bring_to_version(member, roster, current, deadline_s=deadline_s):
+    if not await bring_to_version(member, roster, weights, deadline_s=deadline_s):
         return False
     needed: Capability | None = "sleep" if asleep else "pause" if paused else None
     if needed is not None:

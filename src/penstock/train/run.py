@@ -17,7 +17,7 @@ import torch
 from penstock.aio import abandonable
 from penstock.config import RunConfig, check_on_hub
 from penstock.engine.launch import check_model
-from penstock.engine.layouts import is_quantised
+from penstock.engine.layouts import read_shape
 from penstock.errors import ConfigError, UserError
 from penstock.fleet.fleet import Fleet
 from penstock.observe.plots import draw_plots
@@ -69,7 +69,7 @@ async def run(
     if resume and fresh:
         raise UserError("--resume goes on with a run and --fresh deletes it; give one of them")
     check_schedule(config)
-    if is_quantised(config.learner_model):
+    if read_shape(config.learner_model).quantised:
         raise ConfigError(
             f"the weights in {config.learner_model} are quantised, and a learner trains floats: set train.model to the "
             "checkpoint that they were made of"

@@ -14,7 +14,7 @@ from functools import partial
 
 from penstock.aio import abandonable
 from penstock.config import RunConfig
-from penstock.engine.layouts import is_quantised
+from penstock.engine.layouts import read_shape
 from penstock.errors import MissingCapabilityError, PenstockError, StateError, WeightsError
 from penstock.fleet.fleet import Fleet
 from penstock.observe.run_folder import RunFolder
@@ -156,7 +156,7 @@ class _Run:
         """Send the learner's base where engines add the adapter to one that may be another, and can take it."""
         if not self.config.engines_may_differ or self.learner.served_adapter is None:
             return
-        if is_quantised(self.config.engine.model):  # many formats take an adapter and no weights
+        if read_shape(self.config.engine.model).quantised:  # many formats take an adapter and no weights
             return
         try:
             await to_the_end(self.client.update_weights(self.learner.learner.weights(None)))
