@@ -37,7 +37,7 @@ async def set_fault(fleet: Fleet, index: int, kind: str, phase: str) -> None:
     """Set a fault on one simulated engine."""
     member = fleet._roster.members[index]
     http = HttpTransport(member.url, api_key=member.api_key)
-    await http.post("/sim/fault", {"kind": kind, "phase": phase}, timeout_s=10.0)
+    await http.post("/sim/fault", {"kind": kind, "phase": phase}, timeout_s=60.0)
     await http.close()
 
 

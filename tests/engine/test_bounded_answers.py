@@ -90,8 +90,8 @@ async def test_nobody_is_followed_to_another_address(status: int) -> None:
         async with answering(head) as first:
             http, admin = HttpTransport(first.url, api_key="key"), RouterAdmin(first.url, "key")
             for call in (
-                http.get("/x", timeout_s=20.0),
-                http.post("/x", {}, timeout_s=20.0),
+                http.get("/x", timeout_s=60.0),
+                http.post("/x", {}, timeout_s=60.0),
                 admin._call("GET", "/router/health"),
             ):
                 with pytest.raises(EngineHTTPError, match=f"redirects to '{other.url}/x', which is not followed") as e:

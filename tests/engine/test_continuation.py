@@ -34,7 +34,7 @@ FORMS = {"string": "abc", "strings": ["abc", "d"], "ids": [5, 6, 7], "lists of i
 @asynccontextmanager
 async def engine(chunk: int = 8, **config) -> AsyncIterator[tuple[SimServer, HTTPEngine]]:
     async with SimServer(SimConfig(tokens_per_second=STEPS_PER_S, ignore_grammars=True, **config)) as server:
-        one = await HTTPEngine.connect(server.url, request_timeout_s=20.0, stream_chunk_tokens=chunk)
+        one = await HTTPEngine.connect(server.url, request_timeout_s=60.0, stream_chunk_tokens=chunk)
         try:
             yield server, one
         finally:

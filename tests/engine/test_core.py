@@ -147,10 +147,10 @@ def test_the_api_server_gets_what_the_port_would_answer(path: str, given: Any, r
     core.get_weight_version = lambda: "4"
     done = control_of(core).control(path, orjson.dumps(given))
     if reply[0] != 400:
-        kind, call = core.input_queue.get(timeout=20)
+        kind, call = core.input_queue.get(timeout=60)
         assert kind is core_module._CALL
         call()
-    status, answer = done.result(20)
+    status, answer = done.result(60)
     assert status == reply[0]
     assert answer["weight_version"] == 4 if status == 200 else reply[1] in answer["error"]
 
@@ -372,9 +372,9 @@ def test_the_first_version_has_the_tensors_of_the_model_found_between_two_steps(
     monkeypatch.setattr(core_module, "expected_weights", expected_weights)
     for error in ("could not be found out: OSError: the checkpoint is gone", None):
         threading.Thread(target=lambda: answers.put(prepare(core, body)), daemon=True).start()
-        _, call = core.input_queue.get(timeout=20)
+        _, call = core.input_queue.get(timeout=60)
         call()
-        done = answers.get(timeout=20)
+        done = answers.get(timeout=60)
         if error is None:
             core.step()
             assert done.result(0) == {"ok": True}
@@ -421,26 +421,27 @@ def test_an_update_is_measured_by_the_cores_own_steps_and_the_answer_waits_for_t
     applied(core)
 
     def ask_loss(timeout_s: float) -> Any:
-        asked = threading.Thread(target=lambda: answers.append(route({"version": 4, "timeout_s": timeout_s}).result(9)))
+        body = {"version": 4, "timeout_s": timeout_s}
+        asked = threading.Thread(target=lambda: answers.append(route(body).result(60)))
         asked.start()
-        kind, call = core.input_queue.get(timeout=9)
+        kind, call = core.input_queue.get(timeout=60)
         assert kind is core_module._CALL
         call()
         return asked
 
     answers, route = list[Any](), control.routes["/penstock/weights/loss"]
-    asked = ask_loss(9.0)
+    asked = ask_loss(60.0)
     for _ in range(3):
         step()
-    asked.join(9)
-    ask_loss(9.0).join(9)
+    asked.join(60)
+    ask_loss(60.0).join(60)
     assert answers == [{"tokens": 0.0, "seconds": 0, "rate": 2.0, "back": True}] * 2
     meter.step(2, 3)
     clock[0] += 1
     applied(core)
     clock[0] += 3
     asked = ask_loss(0.01)
-    core.input_queue.get(timeout=9)[1]()  # the deadline
-    asked.join(9)
+    core.input_queue.get(timeout=60)[1]()  # the deadline
+    asked.join(60)
     assert answers[-1]["back"] is False
     assert answers[-1]["tokens"] == 3 * answers[-1]["rate"]

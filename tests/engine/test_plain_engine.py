@@ -28,7 +28,7 @@ async def plain(**config: Any) -> AsyncIterator[tuple[HTTPEngine, SimServer]]:
     """One whose requests of `LONG` take 0.25 s."""
     options: dict[str, Any] = {"plain": True, "tokens_per_second": 500, "max_model_len": 512, **config}
     async with SimServer(SimConfig(**options)) as server:
-        one = await HTTPEngine.connect(server.url, name="e0", control_timeout_s=30.0, request_timeout_s=60.0)
+        one = await HTTPEngine.connect(server.url, name="e0", control_timeout_s=60.0, request_timeout_s=60.0)
         try:
             yield one, server
         finally:

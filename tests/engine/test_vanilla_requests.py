@@ -31,7 +31,7 @@ async def asked(
 ) -> list[Sample]:
     """The samples that a client makes of these answers, the bodies that it sent for them in `of`."""
     async with canned(*(answer({"choices": choices}) for choices in answers)) as server:
-        data = DataClient(server.url, request_timeout_s=20.0)
+        data = DataClient(server.url, request_timeout_s=60.0)
         data.unreported = VanillaReplies(tuple)
         try:
             return await data.sample([1], params.n, params)

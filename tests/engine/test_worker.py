@@ -77,7 +77,7 @@ def test_what_sums_weights_on_a_gpu_is_compiled_beside_its_steps(monkeypatch: py
     compiled, may, ended = list[torch.device](), threading.Event(), threading.Event()
 
     def compile_(device: torch.device) -> None:
-        may.wait(30)
+        may.wait(60)
         compiled.append(device)
         ended.set()
 
@@ -86,5 +86,5 @@ def test_what_sums_weights_on_a_gpu_is_compiled_beside_its_steps(monkeypatch: py
     worker(device=torch.device("cuda:1")).penstock_warm_up()
     assert compiled == []
     may.set()
-    assert ended.wait(30)
+    assert ended.wait(60)
     assert compiled == [torch.device("cuda:1")]

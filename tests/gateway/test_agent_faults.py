@@ -208,7 +208,7 @@ async def test_a_callable_that_swallows_its_end_does_not_hold_up_the_others(
                 continue
         return 1.0
 
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         output = await play(asking(play.rig, swallows), timeout_s=3.0)
     over.set()
     assert output.rewards == [0.0, 1.0]
@@ -289,7 +289,7 @@ asyncio.run(main())
 
 
 async def until(reached: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not reached():  # noqa: ASYNC110 - processes send no event
             await asyncio.sleep(0.05)
 

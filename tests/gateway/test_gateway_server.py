@@ -28,7 +28,7 @@ async def test_a_conversation_that_is_slow_to_encode_holds_up_nobody(
     answered, encode = threading.Event(), tokenizer.encode_exact
 
     def slow(text: str, most: int | None = None) -> list[int]:
-        assert "slow" not in text or answered.wait(30)
+        assert "slow" not in text or answered.wait(60)
         return encode(text, most)
 
     monkeypatch.setattr(tokenizer, "encode_exact", slow)
@@ -41,9 +41,9 @@ async def test_a_conversation_that_is_slow_to_encode_holds_up_nobody(
 
 
 async def _ended(reader: asyncio.StreamReader) -> bool:
-    """Whether the server closes the connection within ten seconds."""
+    """Whether the server closes the connection within a minute."""
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             return await reader.read() == b""
     except ConnectionResetError:
         return True
@@ -59,7 +59,7 @@ async def test_idle_connections_are_bounded_and_the_oldest_make_room(tokenizer: 
         connections = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
         for reader, _ in connections[:12]:
             assert await _ended(reader)
-        answer = await http.post(CHAT, json=BODY, headers=auth(KEY), timeout=30)
+        answer = await http.post(CHAT, json=BODY, headers=auth(KEY), timeout=60)
         assert answer.status_code == 200
         for _, writer in connections:
             writer.close()

@@ -57,7 +57,7 @@ async def length_of(http: httpx.AsyncClient, model: str) -> int:
 async def test_the_router_answers_the_training_client_of_verifiers() -> None:
     async with (
         Fleet.launch("sim-model", engines=2, profile="sim", max_model_len=512) as fleet,
-        httpx.AsyncClient(base_url=fleet.url, timeout=30) as http,
+        httpx.AsyncClient(base_url=fleet.url, timeout=60) as http,
     ):
         assert await length_of(http, "sim-model") == 512
         ids, logprobs = await generate(http, "sim-model", PROMPT, seed=1)
@@ -96,7 +96,7 @@ async def test_verifiers_own_client_records_what_the_engines_sampled(tmp_path: P
         try:
             async with asyncio.timeout(60):
                 info = json.loads(await side.stdout.readline())
-                async with httpx.AsyncClient(base_url=info["url"], timeout=30) as http:
+                async with httpx.AsyncClient(base_url=info["url"], timeout=60) as http:
                     sampled = sum(await asyncio.gather(*(_episode(http, key) for key in info["keys"])))
                 side.stdin.write(b"rows\n")
                 rows = json.loads(await side.stdout.readline())["rows"]

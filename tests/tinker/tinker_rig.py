@@ -229,7 +229,7 @@ async def fleet_of(count: int = 1, **options: Any) -> AsyncIterator[tuple[Fleet,
         router = Router()
         await router.start("127.0.0.1", 0)
         stack.push_async_callback(router.close)
-        fleet = Fleet.connect([server.url for server in servers], url=router.url, control_timeout_s=30.0)
+        fleet = Fleet.connect([server.url for server in servers], url=router.url, control_timeout_s=60.0)
         yield await stack.enter_async_context(fleet), servers
 
 

@@ -191,7 +191,7 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path)
             process.wait(timeout=delay)
         except subprocess.TimeoutExpired:
             os.kill(process.pid, signal.SIGKILL)
-        process.wait(timeout=10)
+        process.wait(timeout=60)
         process.stdout.close()
         path = latest(run)
         assert path is not None

@@ -200,9 +200,9 @@ async def test_a_run_is_found_by_penstock_fleet_which_can_stop_it(
         state = await link.state()
         assert [member.name for member in state.members] == ["e0", "e1"]
         assert state.version >= 1
-        await asyncio.wait_for(link.stop(), 20.0)
+        await asyncio.wait_for(link.stop(), 60.0)
     with pytest.raises(StateError, match="was told to stop"):
-        await asyncio.wait_for(running, 20.0)
+        await asyncio.wait_for(running, 60.0)
     assert set(psutil.Process().children(recursive=True)) <= before
     assert present() == {}
 
@@ -235,7 +235,7 @@ async def test_a_run_that_is_going_on_is_refused_to_every_other_and_keeps_its_pa
         assert RunFolder.open(tmp_path / "test").metrics()[0]["step"] == 1
     finally:
         running.cancel()
-        await asyncio.wait([running], timeout=20.0)
+        await asyncio.wait([running], timeout=60.0)
     with RunFolder.lock(tmp_path / "test"):
         pass
 
