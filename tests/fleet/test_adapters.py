@@ -18,6 +18,7 @@ from supervise_rig import dies_and_returns, restarting
 from penstock.engine.capabilities import PENSTOCK
 from penstock.errors import DeadlineError, MissingCapabilityError, StateError, UserError, WeightsError
 from penstock.fleet.member import State
+from virtual_time import virtual
 
 CONFIG = {"r": 2, "lora_alpha": 4, "target_modules": {"q_proj"}}
 NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -38,6 +39,7 @@ async def bench_with(names: str = "ab", **settings: Any) -> Bench:
     return bench
 
 
+@virtual
 async def test_each_update_is_a_version_on_every_engine_and_on_those_that_return() -> None:
     bench = await bench_with()
     adapters = bench.operations.adapters
@@ -54,6 +56,7 @@ async def test_each_update_is_a_version_on_every_engine_and_on_those_that_return
     assert {name: (s.version, s.engines, s.in_flight) for name, s in status.items()} == {"x": (2, 2, 0), "y": (3, 2, 0)}
 
 
+@virtual
 async def test_what_another_owner_loaded_under_the_same_version_is_replaced_at_a_join() -> None:
     bench = await bench_with()
     await bench.operations.adapters.update("x", tensors(1.0), CONFIG)
@@ -63,6 +66,7 @@ async def test_what_another_owner_loaded_under_the_same_version_is_replaced_at_a
     assert (version, value_of(content)) == (1, 1.0)
 
 
+@virtual
 async def test_versions_grow_also_over_an_unload() -> None:
     bench = await bench_with()
     adapters = bench.operations.adapters
@@ -86,6 +90,7 @@ async def test_versions_grow_also_over_an_unload() -> None:
         (tensors(1.0), {"r": 0, "target_modules": ["q_proj"]}, "lacks r, lora_alpha"),
     ],
 )
+@virtual
 async def test_what_is_no_adapter_is_refused_before_engines_are_asked(given: Any, config: Any, why: str) -> None:
     bench = await bench_with()
     with pytest.raises(WeightsError, match=why):
@@ -95,6 +100,7 @@ async def test_what_is_no_adapter_is_refused_before_engines_are_asked(given: Any
         await bench.operations.adapters.update("x" * 257, tensors(1.0), CONFIG)
 
 
+@virtual
 async def test_tensors_may_share_memory() -> None:
     bench = await bench_with()
     shared = torch.ones(2, 4)
@@ -103,6 +109,7 @@ async def test_tensors_may_share_memory() -> None:
     assert len(load(bench.engine["a"].lora["x"][1])) == 2
 
 
+@virtual
 async def test_an_adapter_goes_to_all_or_to_none() -> None:
     bench = await bench_with()
     other = bench.roster.members[1]
@@ -112,6 +119,7 @@ async def test_an_adapter_goes_to_all_or_to_none() -> None:
     assert ("a", "load adapter") not in bench.journal
 
 
+@virtual
 async def test_an_engine_that_fails_a_load_is_dead_and_one_that_cannot_have_them_does_not_join() -> None:
     bench = await bench_with()
     adapters = bench.operations.adapters
@@ -122,6 +130,7 @@ async def test_an_engine_that_fails_a_load_is_dead_and_one_that_cannot_have_them
     assert bench.state("a") is State.SERVING
 
 
+@virtual
 async def test_what_is_saved_again_is_a_new_version_under_its_name(tmp_path: Path) -> None:
     bench = await bench_with()
     adapters = bench.operations.adapters
@@ -141,6 +150,7 @@ async def test_what_is_saved_again_is_a_new_version_under_its_name(tmp_path: Pat
     assert value_of(bench.engine["a"].lora["style"][1]) == 2.0, "what was loaded, and not what lies there now"
 
 
+@virtual
 async def test_files_that_are_not_to_be_seen_from_here_are_loaded_each_time() -> None:
     bench = await bench_with()
     for number in (1, 2):
@@ -149,6 +159,7 @@ async def test_files_that_are_not_to_be_seen_from_here_are_loaded_each_time() ->
         assert report.version == number
 
 
+@virtual
 async def test_the_one_used_least_recently_gives_way_and_never_one_in_flight_pinned_or_paused() -> None:
     bench = await bench_with(_most=4)
     adapters = bench.operations.adapters
@@ -167,6 +178,7 @@ async def test_the_one_used_least_recently_gives_way_and_never_one_in_flight_pin
     await adapters.update("new", tensors(2.0), CONFIG)
 
 
+@virtual
 async def test_one_in_flight_is_not_unloaded_anywhere() -> None:
     bench = await bench_with()
     adapters = bench.operations.adapters
@@ -177,6 +189,7 @@ async def test_one_in_flight_is_not_unloaded_anywhere() -> None:
     assert all("x" in engine.lora for engine in bench.engine.values())
 
 
+@virtual
 async def test_a_pause_of_one_holds_on_engines_that_join_and_ends_with_a_resume() -> None:
     bench = await bench_with()
     adapters = bench.operations.adapters
@@ -204,6 +217,7 @@ async def test_a_pause_of_one_holds_on_engines_that_join_and_ends_with_a_resume(
     assert not bench.engine["a"].paused_adapters | bench.engine["b"].paused_adapters
 
 
+@virtual
 async def test_engines_of_another_host_read_an_adapter_in_the_folder_that_they_share(tmp_path: Path) -> None:
     bench = await bench_with()
     bench.roster.members[0].url = "http://192.0.2.1:8000"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from fleet_fakes import Bench, FakeProcess, FakeRouter, until
 
+from patience import WAIT_S
 from penstock import Fleet
 from penstock.aio import cancelled
 from penstock.errors import DeadlineError, EngineHTTPError, PenstockError, UserError
@@ -22,6 +23,7 @@ from penstock.settings import FleetConfig
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 from penstock.types import PauseMode
+from virtual_time import virtual
 
 LATE = DeadlineError("router http://127.0.0.1:1 did not answer within 10 s", seconds=10.0)
 BUSY = EngineHTTPError("every process of the router is being started anew", status=503)
@@ -89,6 +91,7 @@ OPERATIONS: dict[str, Callable[[Bench], Coroutine[Any, Any, Any]]] = {
 
 @pytest.mark.parametrize("error", [LATE, BUSY], ids=["late", "busy"])
 @pytest.mark.parametrize("operation", OPERATIONS)
+@virtual
 async def test_a_gate_that_does_not_close_in_time_is_open_afterwards(operation: str, error: PenstockError) -> None:
     bench, router = await failing()
     router.failures = [error]
@@ -99,6 +102,7 @@ async def test_a_gate_that_does_not_close_in_time_is_open_afterwards(operation: 
     await OPERATIONS[operation](bench)
 
 
+@virtual
 async def test_what_a_router_of_the_fleet_has_confirmed_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.fleet.roster.ROUTER_BACK_S", 0.05)  # no guard restarts this router
     bench, router = await failing()
@@ -122,6 +126,7 @@ async def test_what_a_router_of_the_fleet_has_confirmed_is_not_sent_again(monkey
 
 
 @pytest.mark.parametrize("keeper", [watched, settled])
+@virtual
 async def test_an_update_that_the_router_does_not_hear_of_is_committed_all_the_same(
     keeper: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -139,6 +144,7 @@ async def test_an_update_that_the_router_does_not_hear_of_is_committed_all_the_s
         bench.check_belief()
 
 
+@virtual
 async def test_an_engine_that_the_router_does_not_hear_of_has_joined_all_the_same() -> None:
     """It is well, and serves the fleet's weights: to start it anew for a call that came late would help nobody."""
     bench, router = await failing()
@@ -153,6 +159,7 @@ async def test_an_engine_that_the_router_does_not_hear_of_has_joined_all_the_sam
     assert router.serves() == {"a": 0, "b": 0}
 
 
+@virtual
 async def test_a_native_update_that_the_router_does_not_hear_of_is_committed_too() -> None:
     bench, router = await failing()
     await bench.operations.pause(PauseMode.KEEP, clear_cache=True)
@@ -162,6 +169,7 @@ async def test_a_native_update_that_the_router_does_not_hear_of_is_committed_too
     bench.check_belief()
 
 
+@virtual
 async def test_a_router_that_has_other_engines_is_told_again() -> None:
     bench, router = await failing()
     async with watched(bench):
@@ -171,6 +179,7 @@ async def test_a_router_that_has_other_engines_is_told_again() -> None:
         bench.check_belief()
 
 
+@virtual
 async def test_a_router_that_is_as_it_was_told_is_left_alone() -> None:
     bench, router = await failing()
     questions, told, ask = 0, router.known, router.engines
@@ -186,6 +195,7 @@ async def test_a_router_that_is_as_it_was_told_is_left_alone() -> None:
     assert router.known is told
 
 
+@virtual
 async def test_a_router_that_answers_lives_though_it_does_not_take_its_engines() -> None:
     bench, router = await failing()
     async with watched(bench, hang_timeout_s=0.3) as child:
@@ -196,6 +206,7 @@ async def test_a_router_that_answers_lives_though_it_does_not_take_its_engines()
         assert not child.killed
 
 
+@virtual
 async def test_what_a_call_changes_between_question_and_answer_is_no_difference() -> None:
     bench, router = await failing()
     asked, go = asyncio.Event(), asyncio.Event()
@@ -217,6 +228,7 @@ async def test_what_a_call_changes_between_question_and_answer_is_no_difference(
     assert router.known.epoch == epoch
 
 
+@virtual
 async def test_an_operation_goes_on_when_a_router_that_stood_still_was_told_again() -> None:
     bench, router = await failing()
     async with watched(bench):  # a router that will be there again is waited for
@@ -226,6 +238,7 @@ async def test_an_operation_goes_on_when_a_router_that_stood_still_was_told_agai
         bench.check_belief()
 
 
+@virtual
 async def test_a_policy_is_kept_by_the_fleet_and_a_wrong_one_changes_nothing() -> None:
     bench, router = await failing()
     await bench.roster.set_policy({"policy": "prefix-aware, requests", "prefix_length": 77})
@@ -247,7 +260,7 @@ async def test_a_gate_that_was_left_closed_by_who_died_is_opened_by_who_connects
         try:
             await admin.announce(Membership(3, (EngineEntry("e0", server.url),), closed=True))
             async with Fleet.connect([server.url], url=router.url) as fleet:
-                out = await asyncio.wait_for(fleet.sample([1, 2], 1, {"max_tokens": 3}), 5.0)
+                out = await asyncio.wait_for(fleet.sample([1, 2], 1, {"max_tokens": 3}), WAIT_S)
                 assert len(out[0].token_ids) == 3
                 assert (await admin.engines()).epoch == 4
         finally:

@@ -10,12 +10,14 @@ import torch
 from fleet_fakes import Bench
 
 from http_engine import HTTPEngine
+from patience import WAIT_S
 from penstock import Fleet, SamplingParams
 from penstock.errors import MissingCapabilityError, UserError
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 from penstock.types import KV, EngineUpdate
 from sim_fleets import SIM, check, generated, in_flight
+from virtual_time import virtual
 
 PARAMS = SamplingParams(max_tokens=450, detokenize=False)
 SHORT = SamplingParams(max_tokens=8, detokenize=False)
@@ -111,7 +113,7 @@ async def test_every_process_can_ask_what_an_update_cost():
             await generated(fleet, 1000)
             report = await other.update_weights(WEIGHTS, kv="keep_in_flight")
             assert report.tokens_lost is None
-            done = await other.recovered(report, timeout_s=5.0)
+            done = await other.recovered(report, timeout_s=WAIT_S)
         losses = [engine.loss for engine in done.engines]
         assert done.tokens_lost == sum(loss.tokens for loss in losses if loss is not None)
         assert all(loss is not None and loss.rate > 0 for loss in losses)
@@ -119,6 +121,7 @@ async def test_every_process_can_ask_what_an_update_cost():
         await running
 
 
+@virtual
 async def test_engines_that_share_kv_are_named_before_anything_is_done():
     bench = await Bench("ab").started()
     member = bench.roster.members[1]
@@ -144,6 +147,7 @@ async def test_who_takes_an_engine_over_has_it_until_an_update_recomputes() -> N
             assert [(span.version, span.kv_kept) for span in sample.spans] == [(2, False)]
 
 
+@virtual
 async def test_who_follows_the_fleet_is_told_before_any_engine_makes_such_tokens() -> None:
     bench = await Bench().started()
     told = asyncio.create_task(bench.roster.until(lambda: bench.roster.kv_kept_versions == {1}))

@@ -13,12 +13,14 @@ from penstock.engine.control import ControlClient
 from penstock.errors import PenstockError, StateError
 from penstock.fleet.engines import LaunchedEngines
 from penstock.fleet.member import Lifecycle, Member, State, fan_out
+from virtual_time import virtual
 
 
 async def asked(bench: Bench) -> None:
     await until(lambda: ("a", "abort") in bench.journal)
 
 
+@virtual
 async def test_what_was_asked_of_an_engine_that_died_is_no_failure_of_its_successor() -> None:
     bench = await Bench("ab").started()
     failed: list[str] = []
@@ -44,6 +46,7 @@ async def test_what_was_asked_of_an_engine_that_died_is_no_failure_of_its_succes
 
 
 @pytest.mark.parametrize("refusable", [False, True])
+@virtual
 async def test_an_engine_lives_though_its_predecessor_fails_a_command_late(*, refusable: bool) -> None:
     bench = await Bench("ab").started()
     async with restarting(bench) as restarts:
@@ -64,6 +67,7 @@ async def test_an_engine_lives_though_its_predecessor_fails_a_command_late(*, re
         bench.check_belief()
 
 
+@virtual
 async def test_an_engine_that_is_being_started_is_not_given_up_for_what_its_predecessor_failed() -> None:
     bench = await Bench("ab").started()
     async with restarting(bench) as restarts:
@@ -79,6 +83,7 @@ async def test_an_engine_that_is_being_started_is_not_given_up_for_what_its_pred
         bench.check_belief()
 
 
+@virtual
 async def test_the_successor_is_in_the_place_of_the_dead_one_before_anything_else_happens() -> None:
     bench = await Bench("ab").started()
     async with restarting(bench) as restarts:

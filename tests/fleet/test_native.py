@@ -12,6 +12,7 @@ from penstock.engine.capabilities import PENSTOCK, Capabilities
 from penstock.errors import EngineHTTPError, MissingCapabilityError, UserError
 from penstock.fleet.member import State
 from penstock.types import PauseMode
+from virtual_time import virtual
 
 JOIN = {"master_address": "127.0.0.1", "master_port": 1, "world_size": 4, "rank_offset": 1}
 NAMES = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[1]]}
@@ -29,6 +30,7 @@ async def bench_of(**capabilities: Capabilities) -> Bench:
     return bench
 
 
+@virtual
 async def test_engines_that_take_weights_in_different_ways_are_told_nothing() -> None:
     bench = await bench_of(a=PENSTOCK, b=PENSTOCK, c=PLAIN)
     ways = r"native weights in different ways: a, b by 'penstock_shm'; c by 'nccl'\. .* Nothing was changed$"
@@ -45,6 +47,7 @@ async def test_engines_that_take_weights_in_different_ways_are_told_nothing() ->
     bench.check_belief()
 
 
+@virtual
 async def test_plain_engines_with_our_backend_take_what_launched_ones_do() -> None:
     bench = await bench_of(a=PENSTOCK, b=replace(PLAIN, weight_transfer="penstock_shm"))
     await bench.operations.native.init({})
@@ -52,6 +55,7 @@ async def test_plain_engines_with_our_backend_take_what_launched_ones_do() -> No
     bench.check_belief()
 
 
+@virtual
 async def test_what_launched_engines_cannot_take_is_refused_and_none_dies_of_it() -> None:
     bench = await bench_of(a=PENSTOCK, b=PENSTOCK)
     for engine in bench.engine.values():
@@ -72,6 +76,7 @@ async def test_what_launched_engines_cannot_take_is_refused_and_none_dies_of_it(
     bench.check_belief()
 
 
+@virtual
 async def test_what_cannot_be_written_as_json_is_refused_and_none_dies_of_it() -> None:
     bench = await bench_of(a=PENSTOCK, b=PENSTOCK)
     with pytest.raises(UserError, match=r"^init_info cannot be written as JSON .*torch\.dtype.* Nothing was sent$"):
@@ -83,6 +88,7 @@ async def test_what_cannot_be_written_as_json_is_refused_and_none_dies_of_it() -
     bench.check_belief()
 
 
+@virtual
 async def test_engines_launched_with_another_backend_take_what_it_does_once_they_have_joined() -> None:
     """That they have another is not known here, but they take an init_info that ours refuses."""
     bench = await bench_of(a=PENSTOCK, b=PENSTOCK)
@@ -98,6 +104,7 @@ async def test_engines_launched_with_another_backend_take_what_it_does_once_they
     assert bench.journal == []
 
 
+@virtual
 async def test_kv_that_a_native_update_keeps_is_labelled() -> None:
     bench = await Bench("ab").started()
     for version, clear_cache in ((1, True), (2, False), (3, False), (4, True)):
@@ -110,6 +117,7 @@ async def test_kv_that_a_native_update_keeps_is_labelled() -> None:
     bench.check_belief()
 
 
+@virtual
 async def test_a_server_that_rejoins_a_paused_fleet_keeps_no_prefix_for_a_native_update() -> None:
     bench = await Bench("ab").started()
     member = bench.roster.members[1]

@@ -22,6 +22,7 @@ from penstock.errors import (
 from penstock.fleet.member import State, fan_out
 from penstock.router.memory import Membership
 from penstock.types import PauseMode
+from virtual_time import virtual
 
 KINDS = ["refuse", "hang", "die", "garbage"]
 
@@ -30,6 +31,7 @@ async def pause(bench: Bench, mode: PauseMode = PauseMode.KEEP) -> None:
     await bench.operations.pause(mode, clear_cache=True)
 
 
+@virtual
 async def test_a_fan_out_has_an_outcome_for_each_engine_in_order() -> None:
     bench = await Bench("abcd").started()
     bench.engine["a"].faults["stats"] = "hang"
@@ -47,6 +49,7 @@ async def test_a_fan_out_has_an_outcome_for_each_engine_in_order() -> None:
         outcome.raise_first()
 
 
+@virtual
 async def test_a_cancelled_fan_out_leaves_nothing_running() -> None:
     bench = await Bench("ab").started()
     for engine in bench.engine.values():
@@ -60,6 +63,7 @@ async def test_a_cancelled_fan_out_leaves_nothing_running() -> None:
     assert asyncio.all_tasks() == before
 
 
+@virtual
 async def test_pause_closes_the_gate_first_and_resume_opens_it_last() -> None:
     bench = await Bench("ab").started()
     await bench.operations.pause(PauseMode.ABORT, clear_cache=False)
@@ -73,6 +77,7 @@ async def test_pause_closes_the_gate_first_and_resume_opens_it_last() -> None:
     bench.check_belief()
 
 
+@virtual
 async def test_pause_wait_has_the_deadline_of_a_request() -> None:
     bench = await Bench("a").started()
     bench.engine["a"].busy.clear()
@@ -84,6 +89,7 @@ async def test_pause_wait_has_the_deadline_of_a_request() -> None:
 
 
 @pytest.mark.parametrize("mode", PauseMode)
+@virtual
 async def test_a_pause_that_takes_longer_than_it_may_is_taken_back_and_nobody_dies_of_it(mode: PauseMode) -> None:
     bench = await Bench("abc").started()
     bench.engine["b"].faults["pause"] = "hang"
@@ -100,6 +106,7 @@ async def test_a_pause_that_takes_longer_than_it_may_is_taken_back_and_nobody_di
     bench.check_belief()
 
 
+@virtual
 async def test_who_cannot_go_on_after_a_pause_that_was_taken_back_is_dead() -> None:
     bench = await Bench("abc").started()
     bench.engine["a"].faults["pause"] = "die"
@@ -134,6 +141,7 @@ async def waiting_for_requests(bench: Bench, *queued: Callable[[], Coroutine[Any
 
 
 @pytest.mark.parametrize("when", ["queued", "waiting"])
+@virtual
 async def test_an_abort_passes_a_pause_that_waits_and_so_ends_it(when: str) -> None:
     bench = await Bench("ab").started()
     abort = bench.operations.abort
@@ -146,6 +154,7 @@ async def test_an_abort_passes_a_pause_that_waits_and_so_ends_it(when: str) -> N
 
 
 @pytest.mark.parametrize("when", ["queued", "waiting"])
+@virtual
 async def test_a_resume_ends_a_pause_that_waits(when: str) -> None:
     bench = await Bench("ab").started()
     resume = bench.operations.resume
@@ -158,6 +167,7 @@ async def test_a_resume_ends_a_pause_that_waits(when: str) -> None:
             await pausing
 
 
+@virtual
 async def test_a_resume_as_a_pause_has_ended_its_wait_resumes() -> None:
     bench = await Bench("ab").started()
     (pausing,) = await waiting_for_requests(bench)
@@ -169,6 +179,7 @@ async def test_a_resume_as_a_pause_has_ended_its_wait_resumes() -> None:
     bench.check_belief()
 
 
+@virtual
 async def test_cancelling_a_pause_that_waits_ends_it() -> None:
     bench = await Bench("ab").started()
     (pausing,) = await waiting_for_requests(bench)
@@ -179,6 +190,7 @@ async def test_cancelling_a_pause_that_waits_ends_it() -> None:
     bench.check_belief()
 
 
+@virtual
 async def test_closing_ends_a_pause_that_waits() -> None:
     bench = await Bench("ab").started()
     (pausing,) = await waiting_for_requests(bench)
@@ -188,6 +200,7 @@ async def test_closing_ends_a_pause_that_waits() -> None:
             await pausing
 
 
+@virtual
 async def test_what_is_in_flight_on_every_rank_of_a_server_that_died_is_broken_off() -> None:
     bench = await Bench("ab").started()
     bench.roster.members[0].ranks = 2
@@ -198,6 +211,7 @@ async def test_what_is_in_flight_on_every_rank_of_a_server_that_died_is_broken_o
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("step", ["pause", "resume"])
+@virtual
 async def test_an_engine_that_fails_to_pause_or_resume_is_dead_and_the_others_go_on(step: str, kind) -> None:
     bench = await Bench("abc").started()
     bench.engine["b"].faults[step] = kind
@@ -210,6 +224,7 @@ async def test_an_engine_that_fails_to_pause_or_resume_is_dead_and_the_others_go
 
 
 @pytest.mark.parametrize("step", ["pause", "resume"])
+@virtual
 async def test_when_none_is_left_the_gate_is_open_and_the_caller_is_told(step: str) -> None:
     bench = await Bench("ab").started()
     for engine in bench.engine.values():
@@ -224,6 +239,7 @@ async def test_when_none_is_left_the_gate_is_open_and_the_caller_is_told(step: s
     bench.check_belief()
 
 
+@virtual
 async def test_a_cancelled_pause_is_finished_and_can_be_resumed() -> None:
     bench = await Bench("ab").started()
     bench.engine["b"].busy.clear()
@@ -237,6 +253,7 @@ async def test_a_cancelled_pause_is_finished_and_can_be_resumed() -> None:
     bench.check_belief()
 
 
+@virtual
 async def test_a_pause_cancelled_while_it_waits_its_turn_never_happens() -> None:
     bench = await Bench("ab").started()
     bench.engine["b"].busy.clear()
@@ -252,6 +269,7 @@ async def test_a_pause_cancelled_while_it_waits_its_turn_never_happens() -> None
 
 
 @pytest.mark.parametrize("step", ["abort", "reset", "sleep"])
+@virtual
 async def test_a_refusal_by_all_is_the_callers_error_and_kills_nobody(step: str) -> None:
     bench = await Bench("ab").started()
     for engine in bench.engine.values():
@@ -268,6 +286,7 @@ async def test_a_refusal_by_all_is_the_callers_error_and_kills_nobody(step: str)
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@virtual
 async def test_a_failure_of_some_takes_these_out(kind) -> None:
     bench = await Bench("abc").started()
     bench.engine["c"].faults["sleep"] = kind
@@ -279,6 +298,7 @@ async def test_a_failure_of_some_takes_these_out(kind) -> None:
     bench.check_belief()
 
 
+@virtual
 async def test_a_sleeping_fleet_is_gated_until_all_memory_is_back() -> None:
     bench = await Bench("ab").started()
     await bench.operations.sleep(1)
@@ -295,6 +315,7 @@ async def test_a_sleeping_fleet_is_gated_until_all_memory_is_back() -> None:
 
 
 @pytest.mark.parametrize(("tags", "told"), [(["weights", "kv_cache"], ["kv_cache"]), (["kv_cache"], ["kv_cache"])])
+@virtual
 async def test_engines_are_not_asked_for_memory_that_is_back(tags: list[str], told: list[str]) -> None:
     """Of such a call vLLM says "not in sleeping tags", answers 200, and takes nothing back."""
     bench = await Bench("ab").started()
@@ -309,6 +330,7 @@ async def test_engines_are_not_asked_for_memory_that_is_back(tags: list[str], to
     assert not bench.router.closed
 
 
+@virtual
 async def test_a_paused_fleet_that_slept_is_still_paused_though_waking_resumes_engines() -> None:
     bench = await Bench("ab").started()
     await pause(bench)
@@ -323,6 +345,7 @@ async def test_a_paused_fleet_that_slept_is_still_paused_though_waking_resumes_e
 
 
 @pytest.mark.parametrize("level", [0, 3])
+@virtual
 async def test_unknown_sleep_levels_and_tags(level: int) -> None:
     bench = await Bench("a").started()
     with pytest.raises(UserError, match="sleep level must be 1 or 2"):
@@ -332,6 +355,7 @@ async def test_unknown_sleep_levels_and_tags(level: int) -> None:
     assert bench.journal == []
 
 
+@virtual
 async def test_a_native_update_needs_a_pause_and_labels_every_engine() -> None:
     bench = await Bench("abc").started()
     with pytest.raises(StateError, match="pause generation before"):
@@ -345,6 +369,7 @@ async def test_a_native_update_needs_a_pause_and_labels_every_engine() -> None:
         await bench.operations.native.update({}, 1)
 
 
+@virtual
 async def test_a_native_update_of_weights_that_sleep_is_refused_before_anyone_is_asked() -> None:
     bench = await Bench().started()
     await bench.operations.pause(PauseMode.KEEP, clear_cache=True)
@@ -359,6 +384,7 @@ async def test_a_native_update_of_weights_that_sleep_is_refused_before_anyone_is
 
 
 @pytest.mark.parametrize("way", ["update", "native"])
+@virtual
 async def test_a_number_that_an_engine_may_have_served_is_given_to_no_other_weights(way: str) -> None:
     bench = await Bench("ab").started()
     for engine in bench.engine.values():
@@ -377,6 +403,7 @@ async def test_a_number_that_an_engine_may_have_served_is_given_to_no_other_weig
         await bench.operations.update([], None)
 
 
+@virtual
 async def test_after_a_close_nothing_begins_and_what_runs_is_cut_short() -> None:
     bench = await Bench("ab").started()
     bench.engine["a"].faults["pause"] = "hang"
@@ -392,6 +419,7 @@ async def test_after_a_close_nothing_begins_and_what_runs_is_cut_short() -> None
         await bench.operations.update([], None)
 
 
+@virtual
 async def test_the_fleet_has_the_last_word_on_a_router_that_another_spoke_to() -> None:
     bench = await Bench("ab").started()
     bench.router.known = Membership(40)
@@ -399,6 +427,7 @@ async def test_the_fleet_has_the_last_word_on_a_router_that_another_spoke_to() -
     assert (bench.router.known.epoch, bench.router.serves()) == (41, {"b": 0})
 
 
+@virtual
 async def test_an_engine_dies_though_the_router_cannot_be_told() -> None:
     bench = await Bench("ab").started()
     bench.router.gone = True
@@ -409,6 +438,7 @@ async def test_an_engine_dies_though_the_router_cannot_be_told() -> None:
     bench.check_belief()
 
 
+@virtual
 async def test_an_engine_of_another_version_is_not_admitted() -> None:
     bench = Bench("ab")
     member = bench.roster.members[1]
@@ -421,6 +451,7 @@ async def test_an_engine_of_another_version_is_not_admitted() -> None:
     assert member.state is State.SYNCING
 
 
+@virtual
 async def test_a_call_that_fails_on_some_engines_tells_of_each() -> None:
     bench = await Bench("abc").started()
     bench.engine["a"].faults["rpc"] = "refuse"

@@ -18,6 +18,7 @@ from penstock.fleet.roster import Roster
 from penstock.fleet.router_process import RouterGuard, RouterProcess, open_router
 from penstock.router.admin_client import RouterAdmin
 from penstock.settings import FleetConfig, RouterConfig
+from virtual_time import virtual
 
 HANG = FleetConfig(health_interval_s=0.02, hang_timeout_s=0.6)
 
@@ -80,6 +81,7 @@ async def until_killed(router: Answers, error: Exception | None) -> tuple[float,
     ],
     ids=["shorter-deadline", "longer-deadline"],
 )
+@virtual
 async def test_a_router_hangs_after_the_time_that_the_fleet_says_whatever_deadline_a_call_has(
     error: Exception, after_s: float
 ) -> None:
@@ -91,6 +93,7 @@ async def test_a_router_hangs_after_the_time_that_the_fleet_says_whatever_deadli
     assert len(made) == 2, "and is started anew, once"
 
 
+@virtual
 async def test_one_that_answers_now_and_then_does_not_hang() -> None:
     router = Answers([])
     questions = 0
@@ -110,6 +113,7 @@ async def test_one_that_answers_now_and_then_does_not_hang() -> None:
     assert len(made) == 1
 
 
+@virtual
 async def test_a_router_for_which_the_system_has_no_room_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,6 +137,7 @@ async def test_a_router_for_which_the_system_has_no_room_is_started_again(
 
 
 @pytest.mark.parametrize("max_restarts", [0, 5])
+@virtual
 async def test_a_router_that_does_not_start_is_tried_again_without_end(
     monkeypatch: pytest.MonkeyPatch, max_restarts: int
 ) -> None:
@@ -164,6 +169,31 @@ async def test_a_router_that_does_not_start_is_tried_again_without_end(
     await guard.stop()
 
 
+@virtual
+async def test_an_answer_that_an_engine_is_dead_makes_its_owner_ask() -> None:
+    router, asked = Answers([]), 0
+    load = EngineLoad("e0", "http://h:1", 0, eligible=True, down=False, outstanding=0, requests=0)
+    answers, original = 0, router.engines
+
+    async def engines() -> Any:
+        nonlocal answers
+        answers += 1
+        return replace(await original(), engines=(replace(load, dead_answers=answers // 5),))
+
+    async def probe_engines() -> None:
+        nonlocal asked
+        asked += 1
+
+    router.engines = engines  # type: ignore[method-assign]
+    child = RouterChild()
+    guard = RouterGuard(child, lambda *_: pytest.fail("nothing has ended"))
+    guard.watch(Roster(router), FleetConfig(health_interval_s=0.01), probe_engines)
+    await until(lambda: answers >= 12)
+    assert asked == 2, "once for each time that the count grew"
+    await guard.stop()
+
+
+@virtual
 async def test_nobody_asks_the_router_over_connections_that_were_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

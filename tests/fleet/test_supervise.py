@@ -19,10 +19,12 @@ from penstock.fleet.member import State
 from penstock.fleet.pausing import AllOperations as Operations
 from penstock.settings import FleetConfig
 from penstock.types import PauseMode
+from virtual_time import virtual
 
 # --- what is noticed -------------------------------------------------------------------------------------------------
 
 
+@virtual
 async def test_an_exit_is_noticed_by_event_not_by_the_next_health_check() -> None:
     bench = await Bench("ab").started()
     async with watched(bench, NEVER):
@@ -33,6 +35,7 @@ async def test_an_exit_is_noticed_by_event_not_by_the_next_health_check() -> Non
 
 
 @pytest.mark.parametrize("kind", ["die", "refuse"])
+@virtual
 async def test_a_failed_health_check_takes_an_engine_out(kind) -> None:
     bench = await Bench("ab").started()
     async with watched(bench, FleetConfig(health_interval_s=0.01)):
@@ -43,6 +46,7 @@ async def test_a_failed_health_check_takes_an_engine_out(kind) -> None:
         assert bench.state("a") is State.SERVING
 
 
+@virtual
 async def test_a_hang_is_noticed_within_its_deadline() -> None:
     bench = await Bench("ab").started()
     bench.engine["a"].faults["health"] = "hang"
@@ -57,6 +61,7 @@ async def test_a_hang_is_noticed_within_its_deadline() -> None:
 SLOW_HEALTH = {"health_interval_s": 0.01, "hang_timeout_s": 0.15}
 
 
+@virtual
 async def test_a_core_that_hangs_is_noticed_though_its_server_is_well() -> None:
     bench = await Bench("ab").started()
     bench.engine["a"].faults["question"] = "hang"
@@ -69,6 +74,7 @@ async def test_a_core_that_hangs_is_noticed_though_its_server_is_well() -> None:
         bench.check_belief()
 
 
+@virtual
 async def test_nobody_is_asked_any_more_when_the_watch_has_ended() -> None:
     bench = await Bench("ab").started()
 
@@ -85,6 +91,7 @@ async def test_nobody_is_asked_any_more_when_the_watch_has_ended() -> None:
     assert asyncio.all_tasks() == before
 
 
+@virtual
 async def test_a_core_whose_connection_breaks_is_asked_at_once() -> None:
     bench = await Bench("ab").started()
     async with watched(bench, NEVER):
@@ -96,6 +103,7 @@ async def test_a_core_whose_connection_breaks_is_asked_at_once() -> None:
 
 
 @pytest.mark.parametrize("kind", ["refuse", "garbage"])
+@virtual
 async def test_any_answer_of_a_core_is_a_sign_of_life(kind) -> None:
     bench = await Bench("ab").started()
     bench.engine["a"].faults["question"] = kind
@@ -105,6 +113,7 @@ async def test_any_answer_of_a_core_is_a_sign_of_life(kind) -> None:
         assert bench.state("a") is State.SERVING
 
 
+@virtual
 async def test_a_core_may_be_silent_while_a_call_of_ours_keeps_it_busy() -> None:
     bench = await Bench("ab").started()
     bench.operations = Operations(
@@ -133,6 +142,7 @@ async def test_a_core_may_be_silent_while_a_call_of_ours_keeps_it_busy() -> None
         await until_dead(bench, "a")
 
 
+@virtual
 async def test_a_core_that_hangs_as_it_is_put_right_holds_up_no_operation() -> None:
     bench = await Bench("ab").started()
     bench.operations = Operations(
@@ -147,6 +157,7 @@ async def test_a_core_that_hangs_as_it_is_put_right_holds_up_no_operation() -> N
         await mending
 
 
+@virtual
 async def test_a_pause_that_waits_hides_no_core_that_hangs() -> None:
     bench = await Bench("ab").started()
     bench.operations._request_s = 3600.0
@@ -159,6 +170,7 @@ async def test_a_pause_that_waits_hides_no_core_that_hangs() -> None:
         await asyncio.gather(pausing, return_exceptions=True)
 
 
+@virtual
 async def test_a_core_that_has_made_no_token_yet_compiles_its_kernels_in_peace() -> None:
     bench = await Bench("ab").started()
     engine = bench.engine["a"]
@@ -179,6 +191,7 @@ async def test_a_core_that_has_made_no_token_yet_compiles_its_kernels_in_peace()
 # --- what somebody else does to an engine ----------------------------------------------------------------------------
 
 
+@virtual
 async def test_an_engine_that_somebody_else_pauses_or_resumes_is_put_right(caplog) -> None:
     bench = await Bench("ab").started()
     async with watched(bench, FleetConfig(health_interval_s=0.01)):
@@ -196,6 +209,7 @@ async def test_an_engine_that_somebody_else_pauses_or_resumes_is_put_right(caplo
     ]
 
 
+@virtual
 async def test_what_is_counted_of_others_is_known_from_the_first_time_that_an_engine_is_put_right() -> None:
     bench = await Bench("a").started()
     (member,) = bench.roster.members
@@ -208,6 +222,7 @@ async def test_what_is_counted_of_others_is_known_from_the_first_time_that_an_en
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
+@virtual
 async def test_a_teardown_meets_no_mend(when: str) -> None:
     bench = await Bench("a").started()
     (member,) = bench.roster.members
@@ -224,6 +239,7 @@ async def test_a_teardown_meets_no_mend(when: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["version", "torn", "foreign"])
+@virtual
 async def test_an_engine_whose_weights_somebody_else_changed_gets_those_of_the_fleet(what: str) -> None:
     bench = await Bench("ab").started()
     async with restarting(bench, FleetConfig(health_interval_s=0.01)) as restarts:
@@ -238,6 +254,7 @@ async def test_an_engine_whose_weights_somebody_else_changed_gets_those_of_the_f
         bench.check_belief()
 
 
+@virtual
 async def test_what_the_fleet_itself_does_to_engines_is_put_right_by_nobody() -> None:
     bench = await Bench("ab").started()
     async with restarting(bench, FleetConfig(health_interval_s=0.001)) as restarts:
@@ -265,6 +282,7 @@ async def test_what_the_fleet_itself_does_to_engines_is_put_right_by_nobody() ->
 # --- deaths that requests have seen ----------------------------------------------------------------------------------
 
 
+@virtual
 async def test_who_has_seen_an_engine_die_waits_until_it_gets_no_more_requests() -> None:
     bench = await Bench("abc").started()
     async with restarting(bench) as restarts:  # its own health checks come in an hour

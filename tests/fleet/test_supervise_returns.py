@@ -20,10 +20,12 @@ from penstock.fleet.member import State
 from penstock.fleet.supervise import RestartBudget, keep_running
 from penstock.settings import FleetConfig
 from penstock.types import PauseMode
+from virtual_time import virtual
 
 # --- what returns ----------------------------------------------------------------------------------------------------
 
 
+@virtual
 async def test_a_dead_engine_returns_under_its_name_and_index_with_the_fleets_weights() -> None:
     bench = await Bench("abc").started()
     bench.roster.members[1].gpus = ("6", "7")
@@ -45,6 +47,7 @@ async def test_a_dead_engine_returns_under_its_name_and_index_with_the_fleets_we
         await dies_and_returns(bench, restarts, "b", 3)
 
 
+@virtual
 async def test_version_0_needs_nothing_of_anyone() -> None:
     bench = await Bench("ab").started()
     async with restarting(bench) as restarts:
@@ -54,6 +57,7 @@ async def test_version_0_needs_nothing_of_anyone() -> None:
 
 
 @pytest.mark.parametrize("watch", ["health", "admit"])
+@virtual
 async def test_an_engine_whose_watch_breaks_is_started_anew(watch: str, caplog) -> None:
     bench = await Bench("a").started()
 
@@ -73,6 +77,7 @@ async def test_an_engine_whose_watch_breaks_is_started_anew(watch: str, caplog) 
     assert "a watch of engine a broke: KeyError('version')" in caplog.text
 
 
+@virtual
 async def test_a_guard_that_ends_is_logged_and_nobody_waits_for_its_engine(caplog) -> None:
     bench = await Bench("a").started()
     restarts = Restarts(bench)
@@ -88,6 +93,7 @@ async def test_a_guard_that_ends_is_logged_and_nobody_waits_for_its_engine(caplo
         await restarts.supervisor.stop()
 
 
+@virtual
 async def test_an_engine_sees_no_request_before_its_weights_are_confirmed() -> None:
     bench = await Bench("ab").started()
     async with restarting(bench):
@@ -100,6 +106,7 @@ async def test_an_engine_sees_no_request_before_its_weights_are_confirmed() -> N
 
 @pytest.mark.parametrize("kind", ["refuse", "hang", "die", "garbage"])
 @pytest.mark.parametrize("step", ["prepare", "apply-pause", "apply-load", "apply-resume"])
+@virtual
 async def test_an_engine_that_cannot_take_the_weights_does_not_serve_and_is_tried_again(step: str, kind) -> None:
     bench = await Bench("ab").started()
     async with restarting(bench) as restarts:
@@ -111,6 +118,7 @@ async def test_an_engine_that_cannot_take_the_weights_does_not_serve_and_is_trie
         assert any("could not join" in c.reason for c in bench.roster.members[0].lifecycle.history)
 
 
+@virtual
 async def test_weights_that_are_not_its_peers_are_not_served() -> None:
     bench = await Bench("ab").started()
     async with restarting(bench, FleetConfig(health_interval_s=3600.0, max_restarts=1)) as restarts:
@@ -122,6 +130,7 @@ async def test_weights_that_are_not_its_peers_are_not_served() -> None:
         assert bench.router.serves() == {"b": 1}
 
 
+@virtual
 async def test_an_update_while_an_engine_starts_is_the_version_it_comes_in_with() -> None:
     bench = await Bench("ab").started()
     async with restarting(bench) as restarts:
@@ -133,6 +142,7 @@ async def test_an_update_while_an_engine_starts_is_the_version_it_comes_in_with(
         bench.check_belief()
 
 
+@virtual
 async def test_an_update_waits_for_an_engine_that_is_being_admitted_and_brings_it_along() -> None:
     bench = await Bench("ab").started()
     bench.operations._control_s = 60.0
@@ -152,6 +162,7 @@ async def test_an_update_waits_for_an_engine_that_is_being_admitted_and_brings_i
         bench.check_belief()
 
 
+@virtual
 async def test_weights_that_nobody_has_are_waited_for_until_the_next_update(caplog) -> None:
     caplog.set_level("INFO", "penstock.fleet")
     bench = await Bench("ab").started()
@@ -177,6 +188,7 @@ async def test_weights_that_nobody_has_are_waited_for_until_the_next_update(capl
 # --- backoff and budget ----------------------------------------------------------------------------------------------
 
 
+@virtual
 async def test_starts_that_fail_are_tried_again_after_twice_the_wait_until_the_budget_ends(caplog) -> None:
     bench = await Bench("ab").started()
     fleet = FleetConfig(health_interval_s=3600.0, max_restarts=4, restart_backoff_s=0.5, restart_window_s=60.0)
@@ -192,6 +204,7 @@ async def test_starts_that_fail_are_tried_again_after_twice_the_wait_until_the_b
         assert (await bench.operations.update([], None)).failures == {}, "the fleet goes on"
 
 
+@virtual
 async def test_an_engine_is_tried_again_without_end_and_the_last_reason_is_told() -> None:
     bench = await Bench("ab").started()
     async with restarting(bench) as restarts:
@@ -203,6 +216,7 @@ async def test_an_engine_is_tried_again_without_end_and_the_last_reason_is_told(
         await until_serves(bench, "a", 0)
 
 
+@virtual
 async def test_when_none_is_left_and_none_comes_back_it_is_said() -> None:
     bench = await Bench("ab").started()
     async with restarting(bench, FleetConfig(health_interval_s=3600.0, max_restarts=0)):
@@ -216,6 +230,7 @@ async def test_when_none_is_left_and_none_comes_back_it_is_said() -> None:
             await bench.operations.update([], None)
 
 
+@virtual
 async def test_an_update_waits_for_engines_that_come_back_where_too_few_are_left() -> None:
     bench = await Bench("a").started()
     bench.operations._recovery_s = 60.0
@@ -231,6 +246,7 @@ async def test_an_update_waits_for_engines_that_come_back_where_too_few_are_left
         bench.check_belief()
 
 
+@virtual
 async def test_an_update_waits_no_longer_than_its_deadline() -> None:
     bench = await Bench("a").started()
     bench.operations._recovery_s = 0.05
@@ -240,6 +256,7 @@ async def test_an_update_waits_no_longer_than_its_deadline() -> None:
             await bench.operations.update([], None)
 
 
+@virtual
 async def test_what_is_released_is_not_started_anew() -> None:
     bench = await Bench("ab").started()
     async with restarting(bench) as restarts:
@@ -288,6 +305,7 @@ def test_without_a_limit_it_goes_on_for_ever_and_waits_two_minutes_at_most() -> 
     assert budget.spend() == 1.0, "it was well for a window"
 
 
+@virtual
 async def test_a_start_longer_than_the_window_is_no_time_in_which_it_was_well() -> None:
     clock, waits = Hand(), []
     budget = RestartBudget(None, 100.0, 1.0, clock)

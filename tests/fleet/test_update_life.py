@@ -13,11 +13,13 @@ import pytest
 import torch
 from fleet_fakes import DEADLINE_S, Bench, FakeEngine, until
 
+from patience import WAIT_S
 from penstock.errors import EngineDeadError, EngineError, StateError, UpdateError, UserError, WeightsError
 from penstock.fleet.member import State
 from penstock.fleet.update import bring_to_version, odd_ones_out
 from penstock.types import KV, EngineUpdate, PauseMode
 from penstock.weights.manifest import WeightManifest
+from virtual_time import virtual
 
 AFTER_GATE = ["apply-pause", "apply-load", "apply-resume"]
 FAILURES = [
@@ -34,7 +36,7 @@ async def test_a_store_that_takes_long_to_commit_keeps_neither_requests_nor_the_
     def slow(manifest: WeightManifest) -> None:
         loop.call_soon_threadsafe(lambda: seen.append({"closed": bench.router.closed, **bench.router.serves()}))
         loop.call_soon_threadsafe(goes_on.set)
-        assert goes_on.wait(20.0), "the event loop stood still"
+        assert goes_on.wait(WAIT_S), "the event loop stood still"
         commit(manifest)
 
     bench.store.commit = slow
@@ -43,6 +45,7 @@ async def test_a_store_that_takes_long_to_commit_keeps_neither_requests_nor_the_
     assert bench.store.current is not None
 
 
+@virtual
 async def test_a_good_update_in_order_and_its_report() -> None:
     bench = await Bench("ab").started()
     report = await bench.operations.update([("w", None)], None)
@@ -64,6 +67,7 @@ async def test_a_good_update_in_order_and_its_report() -> None:
 
 
 @pytest.mark.parametrize(("phase", "kind"), FAILURES)
+@virtual
 async def test_an_engine_that_fails_leaves_and_the_others_commit(phase: str, kind) -> None:
     bench = await Bench("abc").started()
     bench.engine["b"].faults[phase] = kind
@@ -78,6 +82,7 @@ async def test_an_engine_that_fails_leaves_and_the_others_commit(phase: str, kin
     assert (again.version, len(again.engines), again.failures) == (2, 2, {})
 
 
+@virtual
 async def test_a_failed_engine_leaves_the_router_at_once_not_when_the_slowest_has_answered() -> None:
     bench = await Bench("ab").started()
     bench.engine["a"].faults["apply-pause"] = "die"
@@ -91,6 +96,7 @@ async def test_a_failed_engine_leaves_the_router_at_once_not_when_the_slowest_ha
 
 
 @pytest.mark.parametrize("paused", [False, True])
+@virtual
 async def test_one_refusal_refuses_the_update_and_nothing_changes(*, paused: bool) -> None:
     bench = await Bench("abc").started()
     if paused:
@@ -106,6 +112,7 @@ async def test_one_refusal_refuses_the_update_and_nothing_changes(*, paused: boo
     assert (await bench.operations.update([], None)).version == 1
 
 
+@virtual
 async def test_tensors_that_cannot_be_published_change_nothing() -> None:
     bench = await Bench().started()
     bench.store.error = WeightsError("tensor 'w' holds NaN")
@@ -117,6 +124,7 @@ async def test_tensors_that_cannot_be_published_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("phase", AFTER_GATE)
+@virtual
 async def test_too_few_engines_go_back_to_the_version_before(phase: str) -> None:
     bench = await Bench("abc", min_engines=2).started()
     await bench.operations.update([], None)
@@ -134,6 +142,7 @@ async def test_too_few_engines_go_back_to_the_version_before(phase: str) -> None
     bench.check_belief()
 
 
+@virtual
 async def test_too_few_engines_and_nothing_to_go_back_to() -> None:
     bench = await Bench("ab", min_engines=2).started()
     bench.engine["a"].faults["apply-load"] = "die"
@@ -144,6 +153,7 @@ async def test_too_few_engines_and_nothing_to_go_back_to() -> None:
     assert not bench.router.closed
 
 
+@virtual
 async def test_too_few_engines_before_the_gate_leave_the_rest_untouched() -> None:
     bench = await Bench("abc", min_engines=3).started()
     bench.engine["b"].faults["prepare"] = "hang"
@@ -158,6 +168,7 @@ async def test_too_few_engines_before_the_gate_leave_the_rest_untouched() -> Non
     assert len(bench.store.published) == 1
 
 
+@virtual
 async def test_no_engine_at_all() -> None:
     bench = await Bench("a").started()
     await bench.roster.mark_dead(bench.roster.members[0], "gone")
@@ -165,6 +176,7 @@ async def test_no_engine_at_all() -> None:
         await bench.operations.update([], None)
 
 
+@virtual
 async def test_an_engine_that_dies_by_itself_during_the_update_is_not_counted() -> None:
     bench = await Bench("ab").started()
     bench.engine["b"].busy.clear()
@@ -177,6 +189,7 @@ async def test_an_engine_that_dies_by_itself_during_the_update_is_not_counted() 
     assert bench.router.serves() == {"a": 1}
 
 
+@virtual
 async def test_update_during_an_update() -> None:
     bench = await Bench("ab").started()
     bench.engine["a"].busy.clear()
@@ -189,6 +202,7 @@ async def test_update_during_an_update() -> None:
     assert (await bench.operations.update([], None)).version == 2
 
 
+@virtual
 async def test_a_cancelled_caller_leaves_no_update_half_done() -> None:
     bench = await Bench("ab").started()
     bench.engine["a"].busy.clear()
@@ -209,7 +223,7 @@ async def test_teardown_waits_for_the_thread_that_writes_into_the_store() -> Non
 
     def publish(*_: object) -> None:
         began.set()
-        assert go.wait(60.0)
+        assert go.wait(WAIT_S)
 
     bench.store.publish = publish
     update = asyncio.create_task(bench.operations.update([], None))
@@ -218,11 +232,12 @@ async def test_teardown_waits_for_the_thread_that_writes_into_the_store() -> Non
     await asyncio.sleep(0.05)
     assert not closing.done(), "what comes next is closing the store"
     go.set()
-    await asyncio.wait_for(closing, 60.0)
+    await asyncio.wait_for(closing, WAIT_S)
     with pytest.raises(StateError, match="torn down"):
         await update
 
 
+@virtual
 async def test_weights_that_did_not_commit_keep_their_number() -> None:
     bench = await Bench("abc", min_engines=2).started()
     await bench.operations.update([], None)
@@ -235,6 +250,7 @@ async def test_weights_that_did_not_commit_keep_their_number() -> None:
     bench.check_belief()
 
 
+@virtual
 async def test_a_version_may_jump_but_not_go_back() -> None:
     bench = await Bench("ab").started()
     assert (await bench.operations.update([], 7)).version == 7
@@ -245,6 +261,7 @@ async def test_a_version_may_jump_but_not_go_back() -> None:
 
 
 @pytest.mark.parametrize("version", [True, 1.0, 1.5, "1", np.int64(1), torch.tensor(1), 2**63])
+@virtual
 async def test_a_version_that_engines_cannot_be_told_is_refused_and_none_dies_of_it(version: Any) -> None:
     bench = await Bench("ab").started()
     await bench.operations.pause(PauseMode.KEEP, clear_cache=True)
@@ -256,6 +273,7 @@ async def test_a_version_that_engines_cannot_be_told_is_refused_and_none_dies_of
     bench.check_belief()
 
 
+@virtual
 async def test_the_router_gone_is_said_and_no_engine_touched() -> None:
     bench = await Bench("ab").started()
     bench.router.gone = True
@@ -264,6 +282,7 @@ async def test_the_router_gone_is_said_and_no_engine_touched() -> None:
     assert {step for _, step in bench.journal} == {"prepare"}
 
 
+@virtual
 async def test_checksums_are_compared_within_a_layout_only() -> None:
     sums = {"a": "x", "b": "x", "c": "y", "d": "z"}
     one, two = (1, 1, 1), (2, 1, 1)
@@ -274,6 +293,7 @@ async def test_checksums_are_compared_within_a_layout_only() -> None:
     assert odd_ones_out({}, {}) == {}
 
 
+@virtual
 async def test_checksums_are_compared_rank_by_rank_where_they_are_of_one_kind() -> None:
     def odd(**sums: str) -> dict[str, str]:
         return odd_ones_out(sums, dict.fromkeys(sums, (2, 1, 1)))
@@ -300,6 +320,7 @@ def says(bench: Bench, **checksums: str) -> None:
         bench.engine[name].apply_weights = apply
 
 
+@virtual
 async def test_engines_whose_ranks_were_loaded_in_different_ways_all_commit() -> None:
     bench = await Bench("abc", layouts=dict.fromkeys("abc", (2, 1, 1))).started()
     says(bench, a="sums:x-sums:x", b="sums:x-p", c="sums:x-sums:x")
@@ -308,6 +329,7 @@ async def test_engines_whose_ranks_were_loaded_in_different_ways_all_commit() ->
     bench.check_belief()
 
 
+@virtual
 async def test_what_returns_is_compared_with_every_rank_that_a_peer_has_read() -> None:
     bench = await Bench("abc").started()
     says(bench, a="sums:x-p", b="sums:x-p", c="sums:x-sums:x")

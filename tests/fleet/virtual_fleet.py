@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -285,26 +284,11 @@ class VirtualEngines:
         return ()
 
 
-class InlineThreads(ThreadPoolExecutor):
-    """Runs at once what is given to a thread: virtual time does not wait for threads."""
-
-    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except BaseException as error:  # noqa: BLE001 - it is raised where the result is asked for
-            future.set_exception(error)
-        return future
-
-
 @contextmanager
 def virtual_time() -> Generator[asyncio.Runner]:
     """A loop on virtual time, which stands still between two runs of it."""
-    loop = VirtualLoop(VirtualClock())
-    loop.set_default_executor(InlineThreads(1))
-    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+    with asyncio.Runner(loop_factory=lambda: VirtualLoop(VirtualClock())) as runner:
         yield runner
-        loop._default_executor = None  # the runner would wait for a thread that shuts it down
 
 
 async def open_fleet(network: Network, engines: VirtualEngines, count: int, **options: Any) -> Fleet:

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from functools import wraps
 from typing import Any
 
 import aiohttp
 import orjson
 
+from patience import WAIT_S
 from penstock.sim import SimConfig, SimServer
-from virtual_time import run_virtual
 
 PROMPT = [5, 6, 7]
 
 
-def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run a test in virtual time."""
-
-    @wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        run_virtual(lambda _: test(*args, **kwargs))
-
-    return run
+async def until(reached: Callable[[], bool]) -> None:
+    """Let the server go on until `reached()`; it sends no event."""
+    async with asyncio.timeout(WAIT_S):
+        while not reached():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
 
 
 def now() -> float:
@@ -33,7 +29,7 @@ def now() -> float:
 
 
 class Client:
-    """JSON calls to one server, each with a deadline of 10 s."""
+    """JSON calls to one server, each with a deadline."""
 
     def __init__(self, server: SimServer, session: aiohttp.ClientSession) -> None:
         self.server = server
@@ -79,6 +75,6 @@ def parse_events(raw: bytes) -> list[Any]:
 @asynccontextmanager
 async def sim_client(config: SimConfig | None = None) -> AsyncIterator[Client]:
     """A server and a client of it."""
-    timeout = aiohttp.ClientTimeout(total=10)
+    timeout = aiohttp.ClientTimeout(total=WAIT_S)
     async with SimServer(config) as server, aiohttp.ClientSession(timeout=timeout) as session:
         yield Client(server, session)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from sim_http import now, virtual
+from sim_http import now
 
 from penstock.errors import EngineDeadError
 from penstock.sim import SimConfig, SimEngine
 from penstock.types import KV, PauseMode, SamplingParams, VersionSpan
 from penstock.weights.manifest import TensorEntry, WeightManifest
 from sim_verify import generate, verify
+from virtual_time import virtual
 
 PROMPT = list(range(1, 33))
 STEP = 0.001

@@ -9,9 +9,10 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 import pytest
-from sim_http import PROMPT, parse_events, sim_client, virtual
+from sim_http import PROMPT, parse_events, sim_client, until
 
 from own_answers import samples_of
+from patience import WAIT_S
 from penstock.errors import ConfigError
 from penstock.process import ChildProcess
 from penstock.sim import Fault, FaultKind, Phase, SimConfig
@@ -19,6 +20,7 @@ from penstock.sim.config import FaultPlan
 from penstock.types import SamplingParams
 from penstock.weights.manifest import TensorEntry, WeightManifest
 from sim_verify import verify
+from virtual_time import virtual
 
 GENERATE = "/inference/v1/generate"
 
@@ -103,7 +105,7 @@ async def test_exit_breaks_connections_and_closes_the_port(phase):
         if task is not None:
             with pytest.raises(aiohttp.ClientError):
                 await task
-        await asyncio.wait_for(sim.server.gone.wait(), 60)
+        await asyncio.wait_for(sim.server.gone.wait(), WAIT_S)
         with pytest.raises(aiohttp.ClientConnectorError):
             await sim.get("/health")
 
@@ -112,7 +114,7 @@ async def test_core_death_looks_like_vllms():
     async with sim_client() as sim:
         plain = asyncio.create_task(sim.call("POST", GENERATE, {**stream_body(4000), "stream": False}))
         stream = asyncio.create_task(sim.events(GENERATE, stream_body(4000)))
-        await asyncio.sleep(0.05)
+        await until(lambda: len(sim.server.engine.scheduler.running) == 2)
         await sim.call("POST", "/sim/fault", {"kind": "core_death"})
         status, answer = await plain
         assert (status, answer["error"]["type"]) == (500, "InternalServerError")
@@ -120,7 +122,7 @@ async def test_core_death_looks_like_vllms():
         assert event["error"]["code"] == 500
         assert done == "[DONE]"
         assert (await sim.call("GET", "/health"))[0] == 503
-        await asyncio.wait_for(sim.server.gone.wait(), 60)
+        await asyncio.wait_for(sim.server.gone.wait(), WAIT_S)
 
 
 async def test_death_after_k_tokens_is_exact():
@@ -136,9 +138,7 @@ async def test_hang_after_k_tokens():
         await sim.post("/sim/fault", {"kind": "hang", "phase": "tokens", "after_tokens": 10})
         task = asyncio.create_task(sim.generate(50))
         stats = sim.server.engine.stats
-        async with asyncio.timeout(20.0):
-            while stats.generation_tokens < 10:  # noqa: ASYNC110 - no event says so
-                await asyncio.sleep(0.01)
+        await until(lambda: stats.generation_tokens >= 10)
         await asyncio.sleep(0.1)
         assert stats.generation_tokens == 10
         await sim.post("/sim/fault", {"clear": True})
@@ -254,7 +254,7 @@ async def sim_process(tmp_path, *options, env=None):
     argv = [sys.executable, "-m", "penstock.sim", "--port", "0", "--name", "engine-7", *options]
     process = await ChildProcess.start(argv, name="sim", log=log, env=env)
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(WAIT_S):
             # A file cannot be awaited.
             while not (lines := log.read_text().splitlines()) and process.returncode is None:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
@@ -282,11 +282,11 @@ async def test_process_dies_abruptly(tmp_path):
             with pytest.raises(aiohttp.ClientError):
                 async with session.post(line.split()[3] + GENERATE, json=stream_body(50)) as answer:
                     await answer.read()
-        assert await asyncio.wait_for(process.wait(), 60) == 1
+        assert await asyncio.wait_for(process.wait(), WAIT_S) == 1
 
 
 @pytest.mark.parametrize("option", [("--vocab-size", "-3"), ("--fault", "hang"), ("--tensor-specs", "nowhere.json")])
 async def test_process_refuses_bad_options(tmp_path, option):
     async with sim_process(tmp_path, *option) as (process, line):
-        assert await asyncio.wait_for(process.wait(), 60) == 2
+        assert await asyncio.wait_for(process.wait(), WAIT_S) == 2
         assert line.startswith("error: ")

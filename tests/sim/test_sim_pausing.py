@@ -10,6 +10,7 @@ import pytest
 import torch
 from sim_http import Client, sim_client
 
+from patience import WAIT_S
 from penstock.engine.control import ControlClient
 from penstock.sim import SimConfig
 from penstock.weights.shared_memory import SharedMemoryStore
@@ -30,7 +31,7 @@ async def engine() -> AsyncIterator[tuple[Client, ControlClient]]:
 async def made(sim: Client, tokens: int) -> None:
     stats = sim.server.engine.stats
     until = stats.generation_tokens + tokens
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT_S):
         while stats.generation_tokens < until:  # noqa: ASYNC110 - no event
             await asyncio.sleep(0)
 

@@ -7,7 +7,7 @@ import asyncio
 import aiohttp
 import orjson
 import pytest
-from sim_http import PROMPT, sim_client
+from sim_http import PROMPT, sim_client, until
 
 from own_answers import samples_of
 from penstock.errors import EngineStartError
@@ -166,9 +166,12 @@ def figures(text: bytes) -> dict[str, float]:
 
 async def test_metrics_are_true():
     async with sim_client(SimConfig(max_num_seqs=2, kv_blocks=256)) as sim:
+        scheduler = sim.server.engine.scheduler
+        await sim.post("/sim/fault", {"kind": "slow", "factor": 100})
         task = asyncio.gather(*(sim.generate(30, seed=i) for i in range(3)))
-        await asyncio.sleep(0.01)
+        await until(lambda: len(scheduler.running) == 2 and len(scheduler.waiting) == 1)
         await sim.post("/pause?mode=keep&clear_cache=false")
+        await sim.post("/sim/fault", {"clear": True})
         busy = figures(await sim.get("/metrics"))
         assert (busy["vllm:num_requests_running"], busy["vllm:num_requests_waiting"]) == (2, 1)
         assert 0 < busy["vllm:kv_cache_usage_perc"] <= 6 / 256
@@ -195,8 +198,9 @@ async def test_pausing_twice_is_allowed_and_requests_wait(sim):
 
 async def test_abort_by_id_and_reset_prefix_cache(sim):
     body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 3000}, "request_id": "long"}
+    await sim.post("/sim/fault", {"kind": "slow", "factor": 100})
     task = asyncio.create_task(sim.post("/inference/v1/generate", body))
-    await asyncio.sleep(0.05)
+    await until(lambda: bool(sim.server.engine.scheduler.running))
     assert await sim.post("/reset_prefix_cache") == {"success": False}
     assert await sim.post("/reset_prefix_cache?reset_running_requests=true") == {"success": True}
     answer = await sim.post("/abort_requests", {"request_ids": ["generate-tokens-long"]})
@@ -279,9 +283,7 @@ async def test_a_client_that_hangs_up_aborts_its_request(sim):
     async with sim.session.post(sim.server.url + "/inference/v1/generate", json=body) as answer:
         await answer.content.readany()
         answer.close()
-    async with asyncio.timeout(5):
-        while sim.server.engine.scheduler.running:  # noqa: ASYNC110 - nothing tells when a server noticed
-            await asyncio.sleep(0.01)
+    await until(lambda: not sim.server.engine.scheduler.running)
     assert sim.server.engine.scheduler.pool.usage == 0
 
 
