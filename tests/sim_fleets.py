@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import psutil
 
+from patience import WAIT_S
 from penstock import Fleet, GenerateOutput, Sample, SamplingParams
 from penstock.engine.control import ControlClient
-from penstock.fleet.member import Member, State
+from penstock.errors import EngineDeadError
+from penstock.fleet.member import SERVABLE, Member, State
+from penstock.http import HttpTransport
 from sim_verify import verify
 
 CONTEXT = 512
 SIM: dict[str, Any] = {
     "profile": "sim",
     "max_model_len": CONTEXT,
-    "control_timeout_s": 30.0,
+    "control_timeout_s": WAIT_S,
     "extra_args": {"tokens-per-second": 500},
 }
 """Options of a fleet of simulated engines: two milliseconds a token."""
@@ -45,7 +48,7 @@ async def check_serves(fleet: Fleet, *, engines: int) -> None:
     """It serves at its version, on so many engines."""
     params = SamplingParams(max_tokens=4)
     prompts = [[7, 8, i] for i in range(1, 9)]
-    out = await asyncio.wait_for(fleet.generate(prompt_token_ids=prompts, sampling_params=params), 60.0)
+    out = await asyncio.wait_for(fleet.generate(prompt_token_ids=prompts, sampling_params=params), WAIT_S)
     check(prompts, out, params)
     assert {span.version for spans in out.response_spans for span in spans} == {fleet.weight_version}
     statuses = await fleet.engines()
@@ -62,16 +65,43 @@ async def made(fleet: Fleet) -> dict[str, int]:
 async def generated(fleet: Fleet, tokens: int) -> None:
     """Return when its engines have made so many tokens more."""
     before = sum((await made(fleet)).values())
-    async with asyncio.timeout(60.0):
+    async with asyncio.timeout(WAIT_S):
         while sum((await made(fleet)).values()) < before + tokens:  # noqa: ASYNC110 - engines send no event
             await asyncio.sleep(0.005)
 
 
 async def in_flight(fleet: Fleet, reached: Callable[[int], bool]) -> None:
     """Return when `reached` of the number of requests on the engines."""
-    async with asyncio.timeout(60.0):
+    async with asyncio.timeout(WAIT_S):
         while not reached(await fleet.get_num_unfinished_requests()):  # noqa: ASYNC110 - engines send no event
             await asyncio.sleep(0.005)
+
+
+async def stepped(fleet: Fleet, tokens: int) -> None:
+    """Return when each of its engines has made so many tokens more."""
+    before = await made(fleet)
+    async with asyncio.timeout(WAIT_S):
+        while any(now < before.get(name, 0) + tokens for name, now in (await made(fleet)).items()):  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def slowed(fleet: Fleet, factor: float = 100.0) -> AsyncIterator[None]:
+    """Let its engines take 0.2 s for a token in this block: what is in flight stays so on a busy machine too."""
+    await _speed(fleet, factor)
+    try:
+        yield
+    finally:
+        await _speed(fleet, 1.0)
+
+
+async def _speed(fleet: Fleet, factor: float) -> None:
+    for member in fleet._roster.members:
+        if member.state in SERVABLE:
+            http = HttpTransport(member.url, api_key=member.api_key)
+            with suppress(EngineDeadError):
+                await http.post("/sim/fault", {"kind": "slow", "factor": factor}, timeout_s=WAIT_S)
+            await http.close()
 
 
 def impatient(member: Member, deadline_s: float = 0.5) -> None:

@@ -10,6 +10,7 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
+from patience import WAIT_S
 from penstock.asgi import listening, serving_app
 
 
@@ -23,7 +24,7 @@ async def test_what_an_answer_has_written_is_sent_at_once():
     listener = listening("127.0.0.1", 0, "a test")
     async with await asyncio.start_server(connected, sock=listener):
         _, writer = await asyncio.open_connection(*listener.getsockname())
-        async with asyncio.timeout(30.0):
+        async with asyncio.timeout(WAIT_S):
             assert await waits
         writer.close()
 
@@ -45,7 +46,7 @@ async def test_the_head_of_an_answer_is_sent_with_its_body(connection: str):
 
     counted = Counted(listener.family, listener.type, listener.proto, listener.detach())
     app = Starlette(routes=[Route("/", lambda _: PlainTextResponse("a body"))])
-    async with serving_app(app, counted, "a test"), asyncio.timeout(30.0):
+    async with serving_app(app, counted, "a test"), asyncio.timeout(WAIT_S):
         reader, writer = await asyncio.open_connection(*address)
         writer.write(f"GET / HTTP/1.1\r\nHost: x\r\nConnection: {connection}\r\n\r\n".encode())
         assert (await reader.readuntil(b"a body")).startswith(b"HTTP/1.1 200 OK")

@@ -16,8 +16,10 @@ from pathlib import Path
 
 import psutil
 
+from patience import WAIT_S
+
 PENSTOCK = Path(sys.executable).parent / "penstock"
-END_S = 60.0
+END_S = WAIT_S
 """Within which everything has to be gone; generous, for a machine with other things to do."""
 
 RUNTIME = tempfile.TemporaryDirectory(prefix="penstock-cli-")
@@ -30,9 +32,9 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def penstock(*args: str | Path, cwd: Path | None = None, **extra: str) -> subprocess.CompletedProcess[str]:
-    """Run to the end, at most 60 s."""
+    """Run to the end, at most `END_S`."""
     return subprocess.run(
-        [PENSTOCK, *args], cwd=cwd, env=environment(**extra), capture_output=True, text=True, timeout=60, check=False
+        [PENSTOCK, *args], cwd=cwd, env=environment(**extra), capture_output=True, text=True, timeout=END_S, check=False
     )
 
 

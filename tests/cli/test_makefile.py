@@ -6,6 +6,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from patience import WAIT_S
+
 MAKEFILE = Path(__file__).parents[2] / "Makefile"
 
 
@@ -28,4 +30,4 @@ def test_bench_runs_every_benchmark_and_fails_where_one_did(tmp_path: Path) -> N
 
 
 def _make(folder: Path) -> int:
-    return subprocess.run(["make", "bench"], cwd=folder, capture_output=True, timeout=20, check=False).returncode
+    return subprocess.run(["make", "bench"], cwd=folder, capture_output=True, timeout=WAIT_S, check=False).returncode

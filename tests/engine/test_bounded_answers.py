@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from patience import WAIT_S
 from penstock.errors import EngineError, EngineHTTPError
 from penstock.http import HttpTransport
 from penstock.router.admin_client import RouterAdmin
@@ -51,7 +52,7 @@ async def test_an_answer_without_end_is_given_up(status: int) -> None:
     async with answering(ENDLESS_HEAD % status, pieces=PIECES) as hostile:
         http = HttpTransport(hostile.url, name="e0")
         with pytest.raises(EngineError, match="engine e0: its answer is longer than 64 MiB"):
-            await http.get("/penstock/info", timeout_s=60.0)
+            await http.get("/penstock/info", timeout_s=WAIT_S)
         await http.close()
         assert hostile.sent < PIECES
 
@@ -61,7 +62,7 @@ async def test_a_line_without_end_is_given_up() -> None:
         http = HttpTransport(hostile.url, name="e0", most=8 << 20)
 
         async def read() -> None:
-            async with http.stream("POST", "/x", b"{}", timeout_s=60.0) as reply:
+            async with http.stream("POST", "/x", b"{}", timeout_s=WAIT_S) as reply:
                 async for _ in reply.lines():
                     pass
 
@@ -73,7 +74,7 @@ async def test_a_line_without_end_is_given_up() -> None:
 
 async def test_a_routers_answer_without_end_is_given_up() -> None:
     async with answering(ENDLESS_HEAD % 200, pieces=PIECES) as hostile:
-        admin = RouterAdmin(hostile.url, timeout_s=60.0)
+        admin = RouterAdmin(hostile.url, timeout_s=WAIT_S)
         with pytest.raises(EngineError, match="is longer than 64 MiB"):
             await admin._call("GET", "/router/health")
         await admin.close()
@@ -90,8 +91,8 @@ async def test_nobody_is_followed_to_another_address(status: int) -> None:
         async with answering(head) as first:
             http, admin = HttpTransport(first.url, api_key="key"), RouterAdmin(first.url, "key")
             for call in (
-                http.get("/x", timeout_s=60.0),
-                http.post("/x", {}, timeout_s=60.0),
+                http.get("/x", timeout_s=WAIT_S),
+                http.post("/x", {}, timeout_s=WAIT_S),
                 admin._call("GET", "/router/health"),
             ):
                 with pytest.raises(EngineHTTPError, match=f"redirects to '{other.url}/x', which is not followed") as e:

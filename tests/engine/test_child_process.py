@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from patience import WAIT_S
 from penstock import process
 from penstock.engine.launch import EngineProcess, reserved_port
 from penstock.errors import EngineStartError
@@ -93,13 +94,13 @@ def alive(pid: int) -> bool:
 
 
 async def written(log: Path) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT_S):
         while not log.exists() or "there" not in log.read_text():  # noqa: ASYNC110 - a file sends no event
             await asyncio.sleep(0.01)
 
 
 async def first_line(child: ChildProcess) -> str:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT_S):
         while "\n" not in child.said():  # noqa: ASYNC110 - a file sends no event
             await asyncio.sleep(0.01)
     return child.said().splitlines()[0]
@@ -114,7 +115,7 @@ async def test_when_wait_returns_the_whole_group_is_gone(end: str, tmp_path: Pat
         await child.stop(10.0)
     elif end == "kill":
         child.kill()
-    await asyncio.wait_for(child.wait(), 60.0)
+    await asyncio.wait_for(child.wait(), WAIT_S)
     assert not alive(grandchild)
 
 
@@ -140,8 +141,8 @@ async def test_a_group_ends_though_no_file_descriptor_is_left(
         monkeypatch.setattr(os, "pidfd_open", refuses)
         members = process.group_members
         monkeypatch.setattr(process, "group_members", lambda group: [*members(group), os.getpid()])
-    assert await asyncio.wait_for(child.wait(), 60.0) == 0
-    async with asyncio.timeout(60):
+    assert await asyncio.wait_for(child.wait(), WAIT_S) == 0
+    async with asyncio.timeout(WAIT_S):
         while alive(grandchild):  # noqa: ASYNC110 - it is nobody's child
             await asyncio.sleep(0.01)
 
@@ -162,7 +163,7 @@ async def test_names_that_a_killed_group_leaves_are_taken_away(killed: str, tmp_
             await written(log)
             launcher.kill()
             await launcher.wait()
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(WAIT_S):
                 while shared.exists() or scratch.exists():  # noqa: ASYNC110 - by a process that is nobody's child
                     await asyncio.sleep(0.01)
         else:
@@ -174,7 +175,7 @@ async def test_names_that_a_killed_group_leaves_are_taken_away(killed: str, tmp_
             else:
                 child.remember()
                 os.killpg(child.pid, signal.SIGKILL)
-            await asyncio.wait_for(child.wait(), 60.0)
+            await asyncio.wait_for(child.wait(), WAIT_S)
         assert not shared.exists()
         assert not scratch.exists()
         assert stranger.exists()
@@ -199,9 +200,9 @@ async def test_a_semaphore_of_pythons_is_taken_away_with_its_tracker(end: str, t
         if end != "killed by us":
             os.killpg(child.pid, signal.SIGSTOP)
         child.kill()
-    await asyncio.wait_for(child.wait(), 60.0)
+    await asyncio.wait_for(child.wait(), WAIT_S)
     assert not name.exists()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT_S):
         while alive(group[0].pid):  # noqa: ASYNC110 - not a child of ours
             await asyncio.sleep(0.01)
 
@@ -218,7 +219,7 @@ async def test_what_ends_in_order_takes_its_folder_along(tmp_path: Path) -> None
     try:
         pid = int(log.read_text().split()[0])
         os.kill(pid, signal.SIGTERM)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(WAIT_S):
             while alive(pid):  # noqa: ASYNC110 - not a child of ours
                 await asyncio.sleep(0.01)
         assert not scratch.exists()
@@ -229,7 +230,7 @@ async def test_what_ends_in_order_takes_its_folder_along(tmp_path: Path) -> None
 
 def test_killing_a_group_does_not_wait_for_its_end() -> None:
     """One whose GPU is being closed would keep the control plane of a whole fleet from going on."""
-    done = subprocess.run([sys.executable, "-c", SLOW_TO_DIE], timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", SLOW_TO_DIE], timeout=WAIT_S, check=False)
     assert done.returncode == 0
 
 

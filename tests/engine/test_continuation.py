@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from http_engine import HTTPEngine
+from patience import WAIT_S
 from penstock.errors import EngineDeadError, EngineError, EngineHTTPError, RequestError
 from penstock.sim.config import Fault, FaultKind, Phase, SimConfig
 from penstock.sim.server import SimServer
@@ -34,7 +35,7 @@ FORMS = {"string": "abc", "strings": ["abc", "d"], "ids": [5, 6, 7], "lists of i
 @asynccontextmanager
 async def engine(chunk: int = 8, **config) -> AsyncIterator[tuple[SimServer, HTTPEngine]]:
     async with SimServer(SimConfig(tokens_per_second=STEPS_PER_S, ignore_grammars=True, **config)) as server:
-        one = await HTTPEngine.connect(server.url, request_timeout_s=60.0, stream_chunk_tokens=chunk)
+        one = await HTTPEngine.connect(server.url, request_timeout_s=WAIT_S, stream_chunk_tokens=chunk)
         try:
             yield server, one
         finally:
@@ -137,7 +138,7 @@ async def answer_of(one: HTTPEngine, kind: str) -> Any:
 async def made(server: SimServer, tokens: int, request: asyncio.Task | None = None) -> None:
     """Return when the engine has made so many tokens more, or `request` is done."""
     until = server.engine.stats.generation_tokens + tokens
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT_S):
         while server.engine.stats.generation_tokens < until and not (request and request.done()):  # noqa: ASYNC110 - no event
             await asyncio.sleep(0)
 

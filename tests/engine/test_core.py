@@ -13,6 +13,7 @@ import orjson
 import pytest
 import torch
 
+from patience import WAIT_S
 from penstock.errors import EngineError, StateError, TransferError, WeightsError
 from penstock.plugin import core as core_module
 from penstock.plugin import pause
@@ -147,7 +148,7 @@ def test_the_api_server_gets_what_the_port_would_answer(path: str, given: Any, r
     core.get_weight_version = lambda: "4"
     done = control_of(core).control(path, orjson.dumps(given))
     if reply[0] != 400:
-        kind, call = core.input_queue.get(timeout=60)
+        kind, call = core.input_queue.get(timeout=WAIT_S)
         assert kind is core_module._CALL
         call()
     status, answer = done.result(60)
@@ -372,9 +373,9 @@ def test_the_first_version_has_the_tensors_of_the_model_found_between_two_steps(
     monkeypatch.setattr(core_module, "expected_weights", expected_weights)
     for error in ("could not be found out: OSError: the checkpoint is gone", None):
         threading.Thread(target=lambda: answers.put(prepare(core, body)), daemon=True).start()
-        _, call = core.input_queue.get(timeout=60)
+        _, call = core.input_queue.get(timeout=WAIT_S)
         call()
-        done = answers.get(timeout=60)
+        done = answers.get(timeout=WAIT_S)
         if error is None:
             core.step()
             assert done.result(0) == {"ok": True}
@@ -424,7 +425,7 @@ def test_an_update_is_measured_by_the_cores_own_steps_and_the_answer_waits_for_t
         body = {"version": 4, "timeout_s": timeout_s}
         asked = threading.Thread(target=lambda: answers.append(route(body).result(60)))
         asked.start()
-        kind, call = core.input_queue.get(timeout=60)
+        kind, call = core.input_queue.get(timeout=WAIT_S)
         assert kind is core_module._CALL
         call()
         return asked
@@ -441,7 +442,7 @@ def test_an_update_is_measured_by_the_cores_own_steps_and_the_answer_waits_for_t
     applied(core)
     clock[0] += 3
     asked = ask_loss(0.01)
-    core.input_queue.get(timeout=60)[1]()  # the deadline
-    asked.join(60)
+    core.input_queue.get(timeout=WAIT_S)[1]()  # the deadline
+    asked.join(9)
     assert answers[-1]["back"] is False
     assert answers[-1]["tokens"] == 3 * answers[-1]["rate"]

@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from patience import WAIT_S
 from penstock.errors import StateError, TransferError, WeightsError
 from penstock.plugin import core_http
 from penstock.plugin.core_http import CoreServer
@@ -112,11 +113,11 @@ def test_a_body_that_trickles_ends_by_one_deadline(server: str, monkeypatch: pyt
     monkeypatch.setattr(core_http, "STRANGER_S", 0.5)
     for head in (HEAD + b"Content-Length: 9999\r\n\r\n", b"POST /do HTTP/1.1\r\nX: "):  # the second is a stranger's
         host, _, port = server.removeprefix("http://").partition(":")
-        with socket.create_connection((host, int(port)), timeout=60.0) as connection:
+        with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
             connection.sendall(head)
             began = time.monotonic()
             with pytest.raises(ConnectionError):  # noqa: PT012 - whichever byte is refused
-                while time.monotonic() - began < 20:
+                while time.monotonic() - began < WAIT_S:
                     connection.sendall(b"1")
                     time.sleep(0.02)
 
@@ -124,11 +125,11 @@ def test_a_body_that_trickles_ends_by_one_deadline(server: str, monkeypatch: pyt
 def test_strangers_do_not_keep_its_fleet_out(server: str) -> None:
     host, _, port = server.removeprefix("http://").partition(":")
     before = threading.active_count()
-    idle = [socket.create_connection((host, int(port)), timeout=60.0) for _ in range(5 * core_http.STRANGERS)]
+    idle = [socket.create_connection((host, int(port)), timeout=WAIT_S) for _ in range(5 * core_http.STRANGERS)]
     try:
         assert b'{"ok":true}' in said_by(server, HEAD + b"Content-Length: 12\r\n\r\n" + b'{"what":"x"}')
         assert idle[0].recv(1) == b"", "the oldest made room"
-        until = time.monotonic() + 60
+        until = time.monotonic() + WAIT_S
         while threading.active_count() > before + core_http.STRANGERS + 8 and time.monotonic() < until:
             time.sleep(0.02)
         assert threading.active_count() <= before + core_http.STRANGERS + 8

@@ -12,6 +12,7 @@ import pytest
 
 import penstock
 from http_engine import HTTPEngine
+from patience import WAIT_S
 from penstock import Fleet
 from penstock.errors import EngineError, MissingCapabilityError
 from penstock.sim.config import Fault, FaultKind, Phase, SimConfig
@@ -28,7 +29,7 @@ async def plain(**config: Any) -> AsyncIterator[tuple[HTTPEngine, SimServer]]:
     """One whose requests of `LONG` take 0.25 s."""
     options: dict[str, Any] = {"plain": True, "tokens_per_second": 500, "max_model_len": 512, **config}
     async with SimServer(SimConfig(**options)) as server:
-        one = await HTTPEngine.connect(server.url, name="e0", control_timeout_s=60.0, request_timeout_s=60.0)
+        one = await HTTPEngine.connect(server.url, name="e0", control_timeout_s=WAIT_S, request_timeout_s=WAIT_S)
         try:
             yield one, server
         finally:
@@ -37,7 +38,7 @@ async def plain(**config: Any) -> AsyncIterator[tuple[HTTPEngine, SimServer]]:
 
 async def running(one: HTTPEngine, tokens: int = 10) -> None:
     """Some requests are, and have so many tokens together."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT_S):
         before = (await one.control.stats()).generation_tokens
         while (await one.control.stats()).generation_tokens < before + tokens:  # noqa: ASYNC110 - an engine sends no event
             await asyncio.sleep(0.005)

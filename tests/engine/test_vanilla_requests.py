@@ -9,6 +9,7 @@ import orjson
 import pytest
 from canned import answer, canned
 
+from patience import WAIT_S
 from penstock.engine.client import DataClient
 from penstock.engine.vanilla import VanillaReplies
 from penstock.errors import EngineError
@@ -31,7 +32,7 @@ async def asked(
 ) -> list[Sample]:
     """The samples that a client makes of these answers, the bodies that it sent for them in `of`."""
     async with canned(*(answer({"choices": choices}) for choices in answers)) as server:
-        data = DataClient(server.url, request_timeout_s=60.0)
+        data = DataClient(server.url, request_timeout_s=WAIT_S)
         data.unreported = VanillaReplies(tuple)
         try:
             return await data.sample([1], params.n, params)

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+from patience import WAIT_S
 from penstock import Fleet
 from penstock.errors import ConfigError
 from penstock.fleet.attach import AttachedServers
@@ -20,7 +21,7 @@ from penstock.settings import EngineConfig, FleetConfig
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 
-CONFIG = EngineConfig(model="sim-model", profile="sim", control_timeout_s=5.0)
+CONFIG = EngineConfig(model="sim-model", profile="sim", control_timeout_s=WAIT_S)
 
 
 class Process:
@@ -103,7 +104,7 @@ class Launcher:
 async def launched(count: int, *, gpus: int = 8, **options: Any) -> AsyncIterator[tuple[Fleet, Launcher]]:
     """`count` engines on a GPU each."""
     launcher = Launcher(gpus)
-    async with asyncio.timeout(120.0), AsyncExitStack() as last:
+    async with asyncio.timeout(5 * WAIT_S), AsyncExitStack() as last:
         router = Router()
         await router.start("127.0.0.1", 0)
         last.push_async_callback(router.close)
@@ -112,14 +113,14 @@ async def launched(count: int, *, gpus: int = 8, **options: Any) -> AsyncIterato
             owned.push_async_callback(admin.close)
             engines = LaunchedEngines(CONFIG, launcher, api_key=None, parallel_starts=4, stop_timeout_s=1.0)
             owned.push_async_callback(engines.end_all)
-            attached = AttachedServers(api_key=None, control_timeout_s=5.0)
+            attached = AttachedServers(api_key=None, control_timeout_s=WAIT_S)
             owned.push_async_callback(attached.close)
             members = [await engines.start(Lifecycle(f"e{i}"), (str(i),)) for i in range(count)]
             fleet = await assemble(
                 OpenRouter(router.url, admin),
                 members,
                 owned,
-                Terms(FleetConfig(engines=count, **options), None, 5.0, 60.0),
+                Terms(FleetConfig(engines=count, **options), None, WAIT_S, WAIT_S),
                 engines=engines,
                 attached=attached,
             )
@@ -129,7 +130,7 @@ async def launched(count: int, *, gpus: int = 8, **options: Any) -> AsyncIterato
             for process in launcher.processes:
                 process.may_end.set()
             try:
-                await asyncio.wait_for(fleet.teardown(), 10.0)
+                await asyncio.wait_for(fleet.teardown(), WAIT_S)
                 assert launcher.closed
                 assert all(process.ended.is_set() for process in launcher.processes), "nothing is left running"
             finally:

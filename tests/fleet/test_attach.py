@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from patience import WAIT_S
 from penstock import Fleet, SamplingParams
 from penstock.aio import all_or_first_error
 from penstock.errors import (
@@ -31,7 +32,7 @@ from penstock.settings import ServerSpec
 from penstock.sim.config import Fault, FaultKind, Phase, SimConfig
 from penstock.sim.server import SimServer
 from penstock.types import PauseMode
-from sim_fleets import SIM, check, check_serves, generated, in_flight
+from sim_fleets import SIM, check, check_serves, generated, in_flight, slowed
 from sim_verify import generate
 
 PROMPTS = [[1 + i, 2] for i in range(16)]
@@ -46,7 +47,7 @@ def server(**config: Any) -> SimServer:
 
 @asynccontextmanager
 async def plain_fleet(*servers: SimServer) -> AsyncIterator[Fleet]:
-    async with Fleet.connect([one.url for one in servers], control_timeout_s=30.0, **QUICK) as fleet:
+    async with Fleet.connect([one.url for one in servers], control_timeout_s=WAIT_S, **QUICK) as fleet:
         yield fleet
 
 
@@ -56,7 +57,7 @@ async def states(fleet: Fleet) -> dict[str, State]:
 
 async def until(fleet: Fleet, name: str, state: State) -> None:
     """Return when it is seen in `state`, which it must not leave by itself: a busy machine may look too late."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT_S):
         while (await states(fleet))[name] is not state:  # noqa: ASYNC110 - seen from outside
             await asyncio.sleep(0.02)
 
@@ -121,7 +122,7 @@ async def test_a_server_that_does_not_say_its_models_does_not_join(
         return answer if path == "/v1/models" else await get(http, path, **options)
 
     monkeypatch.setattr(HttpTransport, "get", said)
-    servers = AttachedServers(api_key=None, control_timeout_s=5.0, served_as="mine")
+    servers = AttachedServers(api_key=None, control_timeout_s=WAIT_S, served_as="mine")
     async with server() as other:
         with pytest.raises(EngineError, match=f"malformed answer of {other.url} to /v1/models"):
             await servers.join(lifecycle, ServerSpec(url=other.url))
@@ -133,12 +134,13 @@ async def test_native_updates_of_plain_servers_lose_and_mislabel_nothing() -> No
         await fleet.init_weight_update_communicator({"master_address": "127.0.0.1", "rank_offset": 1})
         with pytest.raises(StateError, match="pause generation before"):
             await fleet.update_named_weights({"names": []}, version=1)
-        request = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
-        for version in (1, 2):
-            await generated(fleet, 200)
-            await fleet.pause_generation(PauseMode.ABORT)
-            await fleet.update_named_weights({"names": []}, version=version)
-            await fleet.resume_generation()
+        async with slowed(fleet):
+            request = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+            for version in (1, 2):
+                await generated(fleet, 50)
+                await fleet.pause_generation(PauseMode.ABORT)
+                await fleet.update_named_weights({"names": []}, version=version)
+                await fleet.resume_generation()
         out = await request
         check(PROMPTS, out, PARAMS)
         assert {0, 2} <= {span.version for spans in out.response_spans for span in spans}
@@ -155,7 +157,7 @@ async def test_joins_that_are_given_up_do_not_go_on() -> None:
 
     async with await asyncio.start_server(hangs, "127.0.0.1", 0) as silent:
         url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
-        servers = AttachedServers(api_key=None, control_timeout_s=30.0)
+        servers = AttachedServers(api_key=None, control_timeout_s=WAIT_S)
         lives = [Lifecycle("e0"), Lifecycle("e1")]
         specs = [ServerSpec(url=url), ServerSpec(url="http://127.0.0.1:9")]
         with pytest.raises(EngineDeadError, match="e1"):
@@ -196,9 +198,10 @@ async def test_one_that_dies_is_out_and_in_again_with_the_fleets_weights() -> No
         port = int(dying.url.rpartition(":")[2])
         async with plain_fleet(lasting, dying) as fleet:
             await fleet.update_weights(GOOD)
-            request = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
-            await in_flight(fleet, lambda count: count > 0)
-            await dying.stop()
+            async with slowed(fleet):
+                request = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+                await in_flight(fleet, lambda count: count > 0)
+                await dying.stop()
             check(PROMPTS, await request, PARAMS)
             await until(fleet, "e1", State.DEAD)
             await fleet.update_weights(GOOD)
@@ -257,7 +260,7 @@ async def test_weights_are_torn_though_a_health_check_was_the_first_to_find_the_
     monkeypatch: pytest.MonkeyPatch, *, plain: bool
 ) -> None:
     monkeypatch.setattr(operations, "RECHECK_S", 0.05)
-    timeouts = {"control_timeout_s": 60.0, "hang_timeout_s": 0.3}
+    timeouts = {"control_timeout_s": WAIT_S, "hang_timeout_s": 3.0}
     async with server(plain=plain) as only, Fleet.connect([only.url], **timeouts, **QUICK) as fleet:
         if plain:
             await fleet.init_weight_update_communicator({})
@@ -271,7 +274,7 @@ async def test_weights_are_torn_though_a_health_check_was_the_first_to_find_the_
         only.engine.faults._armed.clear()  # it is well again, and its part in the update still hangs
         await until(fleet, "e0", State.SYNCING)
         with pytest.raises(EngineDeadError if plain else UpdateError):
-            await asyncio.wait_for(update, 30.0)
+            await asyncio.wait_for(update, WAIT_S)
         assert only.engine.paused
         await until(fleet, "e0", State.SYNCING)
         await asyncio.sleep(0.3)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from patience import HANG_S, WAIT_S
 from penstock import Fleet, SamplingParams
 from penstock.engine.control import ControlClient
 from penstock.engine.launch import EngineProcess
@@ -24,12 +25,12 @@ from penstock.fleet import delivery
 from penstock.fleet.member import State
 from penstock.fleet.stores import Stores
 from penstock.http import HttpTransport
-from sim_fleets import SIM, check, check_serves, impatient, in_flight
+from sim_fleets import SIM, check, check_serves, impatient, in_flight, slowed
 
 PARAMS = SamplingParams(max_tokens=400, detokenize=False)
 PROMPTS = [[1 + i, 2] for i in range(9)]
 OPTIONS: dict[str, Any] = {
-    **SIM, "weight_transport": "broadcast", "hang_timeout_s": 15.0, "restart_backoff_s": 0.05,
+    **SIM, "weight_transport": "broadcast", "hang_timeout_s": HANG_S, "restart_backoff_s": 0.05,
     "restart_window_s": 0.5, "max_restarts": 1000, "weight_host_copy": True,
 }  # fmt: skip
 
@@ -43,7 +44,7 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that stands still makes none of those dead whose transfer another's death has cut."""
-    monkeypatch.setattr(delivery, "ANSWER_S", 60.0)
+    monkeypatch.setattr(delivery, "ANSWER_S", WAIT_S)
 
 
 def weights(value: float, count: int = 3) -> list[tuple[str, torch.Tensor]]:
@@ -58,23 +59,24 @@ def broadcast(fleet: Fleet) -> Any:
 
 async def fault(fleet: Fleet, index: int, **what: Any) -> None:
     http = HttpTransport(fleet._roster.members[index].url, api_key=fleet.key_of(f"e{index}"))
-    await http.post("/sim/fault", what, timeout_s=30.0)
+    await http.post("/sim/fault", what, timeout_s=WAIT_S)
     await http.close()
 
 
 async def updated(fleet: Fleet, tensors: Any) -> Any:
     """The report of an update among requests, none of which is lost."""
-    running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
-    await in_flight(fleet, lambda requests: requests == len(PROMPTS))
-    report = await asyncio.wait_for(fleet.update_weights(tensors), 60.0)
-    out = await asyncio.wait_for(running, 60.0)
+    async with slowed(fleet):
+        running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+        await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+    report = await asyncio.wait_for(fleet.update_weights(tensors), WAIT_S)
+    out = await asyncio.wait_for(running, WAIT_S)
     check(PROMPTS, out, PARAMS)
     return report
 
 
 async def whole_again(fleet: Fleet) -> None:
     members = fleet._roster.members
-    assert await fleet._roster.until(lambda: all(m.state is State.SERVING for m in members), deadline_s=60.0), members
+    assert await fleet._roster.until(lambda: all(m.state is State.SERVING for m in members), deadline_s=WAIT_S), members
     await check_serves(fleet, engines=3)
     for member in members:
         info = await member.control.info()
@@ -96,11 +98,11 @@ async def test_one_group_carries_every_version(fleet: Fleet) -> None:
 @pytest.mark.parametrize("kind", ["exit", "refuse", "hang"])
 async def test_who_fails_in_it_takes_nobody_along(fleet: Fleet, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind == "hang":
-        monkeypatch.setattr(delivery, "ANSWER_S", 4.0)  # it gives no answer
-        impatient(fleet._roster.members[1], 6.0)
+        monkeypatch.setattr(delivery, "ANSWER_S", 10.0)  # it gives no answer
+        impatient(fleet._roster.members[1], 15.0)
     await fleet.update_weights(weights(4.0))
     group = broadcast(fleet)._group
-    group.spec = replace(group.spec, timeout_s=4.0)  # what hangs is not noticed before this deadline
+    group.spec = replace(group.spec, timeout_s=10.0)  # what hangs is not noticed before this deadline
     before = group.spec.epoch
     await fault(fleet, 1, kind=kind, phase="load")
     report = await updated(fleet, weights(5.0))
@@ -176,7 +178,7 @@ async def test_who_cut_it_and_who_was_cut_are_named_once(fleet: Fleet, monkeypat
     monkeypatch.setattr(store, "interrupt", interrupted)
     monkeypatch.setattr(delivery.Delivery, "send", noted)
     store._bucket_bytes = 2**20
-    assert (await asyncio.wait_for(fleet.update_weights(Waiting()), 60.0)).failures == {}
+    assert (await asyncio.wait_for(fleet.update_weights(Waiting()), WAIT_S)).failures == {}
     others = "the trainer cut the group: engine e1: the broadcast broke"
     told = {"e0": f"engine e0: {others}", "e1": "engine e1: the broadcast broke", "e2": f"engine e2: {others}"}
     assert said == [told, {}]
@@ -216,7 +218,7 @@ async def test_tensors_that_are_not_twice_the_same_commit_nowhere(fleet: Fleet) 
 
     version = fleet.weight_version
     with pytest.raises(UpdateError, match="the second pass over the tensors gave"):
-        await asyncio.wait_for(fleet.update_weights(Fickle()), 60.0)
+        await asyncio.wait_for(fleet.update_weights(Fickle()), WAIT_S)
     assert fleet.weight_version == version
     await whole_again(fleet)
 

@@ -31,12 +31,12 @@ async def _chaos(*arguments: str, timeout_s: float) -> dict[str, Any]:
     return seen
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_a_death_of_any_process_costs_no_request():
     """Simulated engines, one of each fault."""
     seen = await _chaos(
         "sim-model", "--profile", "sim", "--faults", "6", "--only", "router,api",
-        "--engine", '{"hang_timeout_s": 3.0}', timeout_s=240,
+        "--engine", '{"hang_timeout_s": 3.0}', timeout_s=540,
     )  # fmt: skip
     assert sum(seen["faults"].values()) == 6
     assert min(seen["asked"].values()) > 20

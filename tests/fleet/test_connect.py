@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from patience import HANG_S, WAIT_S
 from penstock import Fleet, SamplingParams
 from penstock.engine.launch import EngineProcess
 from penstock.errors import (
@@ -33,7 +34,7 @@ from penstock.settings import EngineConfig
 from penstock.sim.config import Fault, FaultKind, Phase, SimConfig
 from penstock.sim.server import SimServer
 from penstock.types import TensorSpec
-from sim_fleets import check, check_serves, impatient, in_flight
+from sim_fleets import check, check_serves, impatient, in_flight, slowed
 
 SPECS = (TensorSpec("a", "float32", (2, 3)), TensorSpec("b", "float32", (4,)))
 GOOD = [("a", torch.ones(2, 3)), ("b", torch.zeros(4))]
@@ -56,7 +57,8 @@ async def connected(servers: list[SimServer]) -> AsyncIterator[Fleet]:
         await router.start("127.0.0.1", 0)
         stack.push_async_callback(router.close)
         urls = [server.url for server in servers]
-        opening = Fleet.connect(urls, url=router.url, control_timeout_s=30.0, health_interval_s=0.1)
+        options = {"health_interval_s": 0.1, "restart_backoff_s": 3600.0}  # what is dead does not come back
+        opening = Fleet.connect(urls, url=router.url, control_timeout_s=WAIT_S, **options)
         yield await stack.enter_async_context(opening)
 
 
@@ -88,7 +90,7 @@ async def test_who_connects_second_adopts_what_the_first_holds() -> None:
             async with Fleet.connect(first.url) as third:
                 assert await states(third) == [State.PAUSED] * 2
                 await third.resume_generation()
-            await second.load_adapter("style", "/adapters/style", timeout_s=30.0)
+            await second.load_adapter("style", "/adapters/style", timeout_s=WAIT_S)
             assert all(server.engine.adapters.path("style") for server in servers)
             await second.update_weights(GOOD)
             assert (first.weight_version, (await first.update_weights(GOOD)).version) == (2, 3), "one count for all"
@@ -166,18 +168,19 @@ async def test_a_wrong_key_is_said() -> None:
 async def test_an_engine_whose_weights_nobody_knows_makes_no_more_tokens_though_nobody_can_end_it() -> None:
     async with engines(3) as servers, connected(servers) as fleet:
         servers[1].engine.faults.add(Fault(FaultKind.WRONG_CHECKSUM, Phase.LOAD))
-        running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
-        await in_flight(fleet, lambda requests: requests == len(PROMPTS))
-        await fleet.update_weights(GOOD)
+        async with slowed(fleet):
+            running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+            await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+            await fleet.update_weights(GOOD)
         assert await states(fleet) == [State.SERVING, State.DEAD, State.SERVING]
-        check(PROMPTS, await asyncio.wait_for(running, 60.0), PARAMS)
+        check(PROMPTS, await asyncio.wait_for(running, WAIT_S), PARAMS)
         assert servers[1].engine.paused
 
 
 async def test_an_engine_that_dies_by_itself_is_noticed_and_with_none_left_an_update_is_an_error() -> None:
     async with engines(2) as servers, connected(servers) as fleet:
         await servers[0].stop()
-        async with asyncio.timeout(60.0):
+        async with asyncio.timeout(WAIT_S):
             while (await states(fleet))[0] is not State.DEAD:  # noqa: ASYNC110 - a fleet sends no event
                 await asyncio.sleep(0.02)
         await check_serves(fleet, engines=1)
@@ -190,7 +193,7 @@ async def test_an_engine_that_dies_by_itself_is_noticed_and_with_none_left_an_up
         with pytest.raises(EngineDeadError, match="no engine is left"):
             await fleet.get_num_unfinished_requests()
         with pytest.raises(EngineDeadError, match="no engine is left, and none is coming back"):
-            await asyncio.wait_for(held, 60.0)
+            await asyncio.wait_for(held, WAIT_S)
 
 
 @pytest.mark.parametrize("through", ["router", "holder"])
@@ -201,21 +204,22 @@ async def test_a_stopped_engine_that_nobody_can_end_keeps_no_request(through: st
         for i in range(2):
             processes.append(await EngineProcess.launch(config, name=f"e{i}", log_dir=tmp_path))
             stack.push_async_callback(processes[i].stop, 0.0)
-        opening = Fleet.connect([p.url for p in processes], hang_timeout_s=30.0, health_interval_s=0.1)
+        opening = Fleet.connect([p.url for p in processes], hang_timeout_s=HANG_S, health_interval_s=0.1)
         holder = await stack.enter_async_context(opening)
         fleet = holder if through == "holder" else await stack.enter_async_context(Fleet.connect(holder.url))
         params = replace(PARAMS, max_tokens=400)
-        batch = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=params))
-        stream = fleet.completion_stream({"model": "sim-model", "prompt": "x", "max_tokens": 400, "n": 2})
-        await anext(stream)
-        await in_flight(fleet, lambda requests: requests > len(PROMPTS))
+        async with slowed(holder):
+            batch = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=params))
+            stream = fleet.completion_stream({"model": "sim-model", "prompt": "x", "max_tokens": 400, "n": 2})
+            await anext(stream)
+            await in_flight(fleet, lambda requests: requests > len(PROMPTS))
         impatient(holder._roster.members[1], 0.3)
         os.killpg(processes[1].pid, signal.SIGSTOP)
-        check(PROMPTS, await asyncio.wait_for(batch, 60.0), params)
-        async with asyncio.timeout(60.0):
+        check(PROMPTS, await asyncio.wait_for(batch, WAIT_S), params)
+        async with asyncio.timeout(WAIT_S):
             ends = [c["finish_reason"] async for chunk in stream for c in chunk["choices"] if c["finish_reason"]]
         assert ends == ["length"] * 2
-        async with asyncio.timeout(60.0):  # the owner tells it a little later than the router
+        async with asyncio.timeout(WAIT_S):  # the owner tells it a little later than the router
             while await states(fleet) != [State.SERVING, State.DEAD]:  # noqa: ASYNC110 - seen from outside
                 await asyncio.sleep(0.02)
         assert (await fleet.engines())[1].reason.startswith("health check failed: ")
@@ -228,16 +232,16 @@ async def test_what_an_engine_of_others_has_not_ended_when_it_is_removed_goes_on
         running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
         await in_flight(fleet, lambda requests: requests == len(PROMPTS))
         await fleet.remove("e0", timeout_s=0.1)
-        check(PROMPTS, await asyncio.wait_for(running, 60.0), PARAMS)
+        check(PROMPTS, await asyncio.wait_for(running, WAIT_S), PARAMS)
 
 
 async def test_an_engine_that_hangs_is_left_out_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.fleet.member.CONNECT_S", 0.3)
+    monkeypatch.setattr("penstock.fleet.member.CONNECT_S", 3.0)
     async with engines(2) as servers:
-        async with asyncio.timeout(60.0):
+        async with asyncio.timeout(WAIT_S):
             with socket.create_server(("127.0.0.1", 0)) as silent:
                 urls = [servers[0].url, f"http://127.0.0.1:{silent.getsockname()[1]}", servers[1].url]
-                with pytest.raises(DeadlineError, match=r"engine e1: .* did not say what it is within 0.3 s"):
+                with pytest.raises(DeadlineError, match=r"engine e1: .* did not say what it is within 3 s"):
                     await Fleet.connect(urls, min_engines=3)
                 async with Fleet.connect(urls, min_engines=2) as fleet:
                     assert [status.name for status in await fleet.engines()] == ["e0", "e2"]

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 
+from patience import WAIT_S
 from penstock import Fleet, PauseMode, SamplingParams
 from penstock.errors import (
     ConfigError,
@@ -35,7 +36,7 @@ from penstock.fleet.service import folder, present, refuse_second, shown, socket
 from penstock.http import HttpTransport
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
-from sim_fleets import SIM, check, check_serves, in_flight
+from sim_fleets import SIM, check, check_serves, in_flight, slowed
 
 PARAMS = SamplingParams(max_tokens=400, detokenize=False)
 PROMPTS = [[1 + i, 2] for i in range(12)]
@@ -88,7 +89,7 @@ async def started(**options: object) -> str:
         sys.executable, "-c", OWNER, given, stdout=asyncio.subprocess.PIPE, start_new_session=True
     )
     assert owner.stdout is not None
-    return (await asyncio.wait_for(owner.stdout.readline(), 60.0)).decode().strip()
+    return (await asyncio.wait_for(owner.stdout.readline(), WAIT_S)).decode().strip()
 
 
 @asynccontextmanager
@@ -104,7 +105,7 @@ async def detached(**options: object) -> AsyncIterator[Fleet]:
         if holder.is_running():
             async with FleetClient.to(fleet.url) as link:
                 await link.stop()
-        _, left = await asyncio.to_thread(psutil.wait_procs, family, timeout=60.0)
+        _, left = await asyncio.to_thread(psutil.wait_procs, family, timeout=WAIT_S)
         assert left == []
         assert list(folder().iterdir()) == []
 
@@ -130,11 +131,12 @@ async def test_a_fleet_runs_on_when_those_who_adopted_it_leave(runtime: Path) ->
 
 async def test_everything_a_fleet_can_do_can_be_done_by_who_adopted_it() -> None:
     async with detached() as fleet:
-        running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
-        await in_flight(fleet, lambda requests: requests == len(PROMPTS))
-        with pytest.raises(DeadlineError, match=r"e0, e1 did not pause within 0\.01 s"):
-            await fleet.pause_generation(PauseMode.WAIT, timeout_s=0.01)
-        await fleet.pause_generation(PauseMode.KEEP)
+        async with slowed(fleet):
+            running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+            await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+            with pytest.raises(DeadlineError, match=r"e0, e1 did not pause within 0\.01 s"):
+                await fleet.pause_generation(PauseMode.WAIT, timeout_s=0.01)
+            await fleet.pause_generation(PauseMode.KEEP)
         assert {s.state for s in await fleet.engines()} == {State.PAUSED}
         with pytest.raises(StateError, match="already paused"):
             await fleet.pause_generation()
@@ -143,7 +145,7 @@ async def test_everything_a_fleet_can_do_can_be_done_by_who_adopted_it() -> None
         assert [update.engine for update in report.engines] == ["e0", "e1"]
         assert set(report.seconds) == {"publish", "prepare", "gate", "total"}
         await fleet.resume_generation()
-        check(PROMPTS, await asyncio.wait_for(running, 60.0), PARAMS)
+        check(PROMPTS, await asyncio.wait_for(running, WAIT_S), PARAMS)
         await fleet.reset_prefix_cache()
         await fleet.abort_generation()
         await fleet.sleep(1)
@@ -179,7 +181,7 @@ async def test_the_weights_of_a_trainer_that_was_killed_are_those_of_engines_tha
         trainer = await asyncio.create_subprocess_exec(
             sys.executable, "-c", TRAINER, fleet.url, stdout=asyncio.subprocess.PIPE
         )
-        out, _ = await asyncio.wait_for(trainer.communicate(), 60.0)
+        out, _ = await asyncio.wait_for(trainer.communicate(), WAIT_S)
         assert (out, trainer.returncode) == (b"2 2\n", -signal.SIGKILL)
         port = fleet._roster.members[1].url.rpartition(":")[2]
         holder = await holder_of(fleet)
@@ -187,7 +189,7 @@ async def test_the_weights_of_a_trainer_that_was_killed_are_those_of_engines_tha
         engine.kill()
         joined = (State.SERVING, "weight version 2 confirmed")
         back = lambda: ((m := fleet._roster.members[1]).state, m.lifecycle.reason) == joined  # noqa: E731
-        assert await fleet._roster.until(back, deadline_s=60.0), "the state is followed"
+        assert await fleet._roster.until(back, deadline_s=WAIT_S), "the state is followed"
         assert fleet.weight_version == 2
         assert (await fleet._roster.members[1].control.info()).weight_version == 2
         await check_serves(fleet, engines=2)
@@ -214,22 +216,22 @@ async def test_when_the_holder_dies_or_hangs_nobody_waits(
         waiting = asyncio.create_task(fleet.pause_generation())
         holder.send_signal(number)
         with pytest.raises((EngineDeadError, DeadlineError)):
-            await asyncio.wait_for(waiting, 60.0)
+            await asyncio.wait_for(waiting, WAIT_S)
         with pytest.raises(EngineDeadError, match="is coming back"):
-            await asyncio.wait_for(fleet.sample([1], 1, PARAMS), 60.0)
+            await asyncio.wait_for(fleet.sample([1], 1, PARAMS), WAIT_S)
         tensors = iter([("w", torch.ones(2))])
         with pytest.raises((EngineDeadError, DeadlineError)):
-            await asyncio.wait_for(fleet.update_weights(tensors), 60.0)
+            await asyncio.wait_for(fleet.update_weights(tensors), WAIT_S)
         assert len(list(tensors)) == 1, "a holder that was stopped goes on, and its engines may read that memory"
         if number == signal.SIGKILL:  # router and engines end a moment after it, and can be taken over until then
-            await asyncio.to_thread(psutil.wait_procs, family, timeout=60.0)
+            await asyncio.to_thread(psutil.wait_procs, family, timeout=WAIT_S)
         with pytest.raises((EngineDeadError, DeadlineError)):
-            await asyncio.wait_for(asyncio.ensure_future(_connect(fleet.url)), 60.0)
+            await asyncio.wait_for(asyncio.ensure_future(_connect(fleet.url)), WAIT_S)
     finally:
         await fleet.teardown()
         if holder.is_running():
             holder.kill()
-    _, left = await asyncio.to_thread(psutil.wait_procs, family, timeout=60.0)
+    _, left = await asyncio.to_thread(psutil.wait_procs, family, timeout=WAIT_S)
     assert left == [], "engines end with who holds them"
     assert present() == {}
     assert list(folder().iterdir()) == []
@@ -245,8 +247,8 @@ async def test_whoever_adopted_a_fleet_that_is_stopped_is_told_so() -> None:
         holder = await holder_of(fleet)
         async with FleetClient.to(fleet.url) as link:
             await link.stop()
-        await asyncio.to_thread(holder.wait, 60.0)
-        assert await fleet._roster.until(lambda: fleet._roster.lost is not None, deadline_s=60.0)
+        await asyncio.to_thread(holder.wait, WAIT_S)
+        assert await fleet._roster.until(lambda: fleet._roster.lost is not None, deadline_s=WAIT_S)
         with pytest.raises(EngineDeadError, match="this fleet was stopped"):
             await fleet.pause_generation()
         with pytest.raises(EngineDeadError, match=r"none is coming back \(e0, e1 dead: this fleet was stopped\)"):
@@ -302,11 +304,11 @@ async def test_bad_calls_are_answered(fleet: Fleet) -> None:
                 await link.order("collective_rpc", method="m", args=[], kwargs={}, timeout_s=seconds)
         assert fleet._roster.members == before
         for body in (b"[" * 100_000, b"7", b"\xff", b'{"count": 1e999}'):
-            answer = await link._http.call("POST", "/control/add", body, timeout_s=30.0)
+            answer = await link._http.call("POST", "/control/add", body, timeout_s=WAIT_S)
             assert b'"UserError"' in answer
         http = HttpTransport(fleet.url)
         with pytest.raises(PenstockError):
-            await http.post("/control/stop", {}, timeout_s=30.0)  # the router has no such thing
+            await http.post("/control/stop", {}, timeout_s=WAIT_S)  # the router has no such thing
         await http.close()
 
 
@@ -316,13 +318,13 @@ async def test_what_a_script_launched_is_adopted_and_stopped_by_others_without_i
         trainer = await asyncio.create_subprocess_exec(
             sys.executable, "-c", TRAINER, fleet.url, stdout=asyncio.subprocess.PIPE
         )
-        out, _ = await asyncio.wait_for(trainer.communicate(), 60.0)
+        out, _ = await asyncio.wait_for(trainer.communicate(), WAIT_S)
         assert (out, fleet.weight_version) == (b"3 3\n", 3), "one master, one count"
         assert (await fleet.update_weights([("w", torch.zeros(1000))])).version == 4
         await check_serves(fleet, engines=2)
         engines = {s.url.rpartition(":")[2] for s in await fleet.engines()}
         async with FleetClient.to(fleet.url) as link:
-            await asyncio.wait_for(link.stop(), 60.0)
+            await asyncio.wait_for(link.stop(), WAIT_S)
         assert not [p for p in psutil.Process().children() if engines & set(p.cmdline())], "it has ended by itself"
         assert list(folder().iterdir()) == []
         with pytest.raises(StateError, match="the fleet was told to stop, by `penstock fleet stop`"):

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from patience import WAIT_S
 from penstock import Fleet, SamplingParams
-from sim_fleets import SIM, check, engine_process, in_flight, made
+from sim_fleets import SIM, check, engine_process, in_flight, made, slowed, stepped
 
 CHUNK = 16
 TOKENS = 250
@@ -69,25 +70,27 @@ async def every_stream(fleet: Fleet) -> list[Any]:
 @pytest.mark.parametrize("ask", [every_kind, every_stream])
 async def test_openai_requests_of_every_kind_survive(two: Fleet, ask: Any) -> None:
     undisturbed = await ask(two)
-    running = asyncio.create_task(ask(two))
-    await in_flight(two, lambda requests: requests >= 12)
-    await asyncio.sleep(0.1)
-    await kill(two)
-    assert await asyncio.wait_for(running, 60.0) == undisturbed
+    async with slowed(two, 20.0):
+        running = asyncio.create_task(ask(two))
+        await in_flight(two, lambda requests: requests >= 12)
+        await stepped(two, 20 * (CHUNK + 1))  # so that the client has a chunk of each, and the router retries none
+        await kill(two)
+    assert await asyncio.wait_for(running, WAIT_S) == undisturbed
     assert two.counters.deaths > 0
     assert two.counters.wasted_tokens == 0
 
 
 async def test_a_death_costs_at_most_the_last_chunk(two: Fleet) -> None:
-    running = asyncio.create_task(two.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
-    await in_flight(two, lambda requests: requests == 2 * len(PROMPTS))
-    await asyncio.sleep(0.1)
-    await two.pause_generation()  # so that what each engine has made can be read
+    async with slowed(two, 20.0):
+        running = asyncio.create_task(two.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+        await in_flight(two, lambda requests: requests == 2 * len(PROMPTS))
+        await stepped(two, 2 * len(PROMPTS) * CHUNK)  # so that each request has a chunk
+        await two.pause_generation()  # so that what each engine has made can be read
     on_second = await two.get_num_unfinished_requests(1)
     before = await made(two)
     await kill(two)
     await two.resume_generation()
-    out = await asyncio.wait_for(running, 60.0)
+    out = await asyncio.wait_for(running, WAIT_S)
     check(PROMPTS, out, PARAMS)
     assert [len(ids) for ids in out.response_ids] == [TOKENS] * 2 * len(PROMPTS)
     in_all = before["e1"] + (await made(two))["e0"]

@@ -14,19 +14,20 @@ import psutil
 import pytest
 import torch
 
+from patience import WAIT_S
 from penstock import Fleet, SamplingParams
 from penstock.engine.client import DataClient
 from penstock.engine.launch import EngineProcess
 from penstock.errors import EngineDeadError, UpdateError
 from penstock.fleet.member import Member, State
 from penstock.http import HttpTransport
-from sim_fleets import CONTEXT, SIM, check, check_serves, children, impatient, in_flight
+from sim_fleets import CONTEXT, SIM, check, check_serves, children, impatient, in_flight, slowed
 from sim_verify import verify
 
 PARAMS = SamplingParams(max_tokens=300, detokenize=False)
 SHORT = SamplingParams(max_tokens=20, detokenize=False)
 PROMPTS = [[1 + i, 2] for i in range(12)]
-HANG_S = 3.0
+HANG_S = 6.0
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ async def mortal(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Flee
 async def fault(member: Member, **fields: object) -> None:
     http = HttpTransport(member.url, api_key=member.api_key)
     try:
-        await http.post("/sim/fault", fields, timeout_s=30.0)
+        await http.post("/sim/fault", fields, timeout_s=WAIT_S)
     finally:
         await http.close()
 
@@ -83,7 +84,7 @@ async def returned(fleet: Fleet, member: Member, before: int) -> None:
     def back() -> bool:
         return len(member.lifecycle.history) > before and member.state is State.SERVING
 
-    assert await fleet._roster.until(back, deadline_s=60.0), member.lifecycle.history
+    assert await fleet._roster.until(back, deadline_s=WAIT_S), member.lifecycle.history
 
 
 async def serves_the_weights_in_force(fleet: Fleet, member: Member) -> None:
@@ -108,10 +109,11 @@ async def test_an_engine_that_dies_costs_no_request_and_returns(mortal: Fleet, d
     await fleet.update_weights([("w", torch.ones(4))])
     member = fleet._roster.members[1]
     process, before = member.process, len(member.lifecycle.history)
-    running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
-    await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+    async with slowed(fleet):
+        running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+        await in_flight(fleet, lambda requests: requests == len(PROMPTS))
     await death(member)
-    check(PROMPTS, await asyncio.wait_for(running, 60.0), PARAMS)
+    check(PROMPTS, await asyncio.wait_for(running, WAIT_S), PARAMS)
     await returned(fleet, member, before)
     assert [m.name for m in fleet._roster.members] == ["e0", "e1", "e2"]
     assert member.process is not process
@@ -128,17 +130,18 @@ async def test_one_death_of_a_core_costs_a_request_one_try_and_the_engine_one_re
 ) -> None:
     """Its server lives on for 0.3 s, and answers everything at once with an error."""
     caplog.set_level("INFO", "penstock.fleet.supervise")
-    monkeypatch.setattr("penstock.fleet.supervise.PROBE_ALL_S", 10.0)
+    monkeypatch.setattr("penstock.fleet.supervise.PROBE_ALL_S", WAIT_S)
     options = {"max_restarts": 1, "restart_backoff_s": 0.05, "log_dir": tmp_path}
     async with AsyncExitStack() as stack:
         holder = await stack.enter_async_context(Fleet.launch("sim-model", engines=2, **SIM, **options))
         fleet = holder if through == "holder" else await stack.enter_async_context(Fleet.connect(holder.url))
         member = holder._roster.members[1]
-        running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
-        await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+        async with slowed(holder):
+            running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+            await in_flight(fleet, lambda requests: requests == len(PROMPTS))
         before = len(member.lifecycle.history)
         await die_in_the_core(member)
-        check(PROMPTS, await asyncio.wait_for(running, 60.0), PARAMS)
+        check(PROMPTS, await asyncio.wait_for(running, WAIT_S), PARAMS)
         # The router sends on what has had no byte yet; of the others each counts once.
         assert fleet.counters.deaths <= len(PROMPTS) // 2
         await returned(holder, member, before)
@@ -153,11 +156,11 @@ async def test_all_die_at_once_and_requests_wait_for_them(mortal: Fleet) -> None
         await kill(member)
     for member, length in zip(fleet._roster.members, before, strict=True):
         noticed = lambda m=member, b=length: len(m.lifecycle.history) > b  # noqa: E731
-        assert await fleet._roster.until(noticed, deadline_s=60.0)
+        assert await fleet._roster.until(noticed, deadline_s=WAIT_S)
     held = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=SHORT))
-    report = await asyncio.wait_for(fleet.update_weights([("w", torch.zeros(4))]), 60.0)
+    report = await asyncio.wait_for(fleet.update_weights([("w", torch.zeros(4))]), WAIT_S)
     assert report.engines, "it waited for an engine that came back"
-    check(PROMPTS, await asyncio.wait_for(held, 60.0), SHORT)
+    check(PROMPTS, await asyncio.wait_for(held, WAIT_S), SHORT)
     for member, length in zip(fleet._roster.members, before, strict=True):
         await returned(fleet, member, length)
         await serves_the_weights_in_force(fleet, member)
@@ -174,10 +177,10 @@ async def test_a_router_that_dies_is_back_on_its_port_with_its_engines_and_gate(
     (router,) = [p for p in children("router") if p.ppid() == os.getpid() and port in listens(p)]
     begin = asyncio.get_running_loop().time()
     router.send_signal(number)
-    await asyncio.to_thread(psutil.wait_procs, [router], timeout=60.0)
+    await asyncio.to_thread(psutil.wait_procs, [router], timeout=WAIT_S)
     assert asyncio.get_running_loop().time() - begin < HANG_S + 30.0, "nothing is waited for besides"
     begin = asyncio.get_running_loop().time()
-    await asyncio.wait_for(fleet.update_weights([("w", torch.ones(4))]), 60.0)
+    await asyncio.wait_for(fleet.update_weights([("w", torch.ones(4))]), WAIT_S)
     assert asyncio.get_running_loop().time() - begin < 30.0
     state = await fleet._roster.admin.engines()
     assert state.gate_closed, "the fleet is paused"
@@ -186,7 +189,7 @@ async def test_a_router_that_dies_is_back_on_its_port_with_its_engines_and_gate(
     await asyncio.sleep(0.1)
     assert not late.done()
     await fleet.resume_generation()
-    check(PROMPTS, await asyncio.wait_for(late, 60.0), SHORT)
+    check(PROMPTS, await asyncio.wait_for(late, WAIT_S), SHORT)
     await check_serves(fleet, engines=3)
 
 
@@ -198,10 +201,11 @@ def listens(process: psutil.Process) -> set[str]:
 async def test_a_start_may_take_longer_than_the_router_holds_a_request(tmp_path: Path) -> None:
     options = {"max_hold_s": 0.5, "restart_backoff_s": 2.0, "log_dir": tmp_path}
     async with Fleet.launch("sim-model", engines=1, **SIM, **options) as fleet:
-        running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
-        await in_flight(fleet, lambda requests: requests == len(PROMPTS))
-        await kill(fleet._roster.members[0])
-        check(PROMPTS, await asyncio.wait_for(running, 60.0), PARAMS)
+        async with slowed(fleet):
+            running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+            await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+            await kill(fleet._roster.members[0])
+        check(PROMPTS, await asyncio.wait_for(running, WAIT_S), PARAMS)
 
 
 def streams(fleet: Fleet) -> list[AsyncGenerator[dict[str, Any]]]:
@@ -225,25 +229,26 @@ async def test_an_exhausted_budget_is_said_and_with_none_left_nobody_waits(
     async with Fleet.launch("sim-model", engines=2, max_restarts=0, **SIM) as fleet:
         first, second = fleet._roster.members
         await kill(first)
-        assert await fleet._roster.until(lambda: first.state is State.DEAD, deadline_s=60.0)
+        assert await fleet._roster.until(lambda: first.state is State.DEAD, deadline_s=WAIT_S)
         assert first.lifecycle.reason == "its process exited with status -9"
         report = await fleet.update_weights([("w", torch.ones(4))])
         assert [update.engine for update in report.engines] == ["e1"]
         await check_serves(fleet, engines=1)
-        running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
-        await in_flight(fleet, lambda requests: requests == len(PROMPTS))
-        open_ones = streams(fleet)
-        for stream in open_ones:
-            await anext(stream)
-        await in_flight(fleet, lambda requests: requests == len(PROMPTS) + 2)
-        await kill(second)
+        async with slowed(fleet):
+            running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+            await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+            open_ones = streams(fleet)
+            for stream in open_ones:
+                await anext(stream)
+            await in_flight(fleet, lambda requests: requests == len(PROMPTS) + 2)
+            await kill(second)
         with pytest.raises(EngineDeadError, match="no engine is left"):
-            await asyncio.wait_for(running, 60.0)
+            await asyncio.wait_for(running, WAIT_S)
         for stream in (*open_ones, *streams(fleet)):
             with pytest.raises(EngineDeadError, match="no engine is left, and none is coming back"):
-                await asyncio.wait_for(read(stream), 60.0)
+                await asyncio.wait_for(read(stream), WAIT_S)
         with pytest.raises(EngineDeadError, match="no engine is left, and none is coming back"):
-            await asyncio.wait_for(fleet.sample([1], 1, PARAMS), 60.0)
+            await asyncio.wait_for(fleet.sample([1], 1, PARAMS), WAIT_S)
         with pytest.raises(EngineDeadError, match="no engine is left, and none is coming back"):
             await fleet.pause_generation()
         with pytest.raises(UpdateError, match="0 engines were good before it began"):

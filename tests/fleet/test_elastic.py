@@ -10,10 +10,11 @@ import pytest
 import torch
 from launched_rig import launched
 
+from patience import WAIT_S
 from penstock import Fleet, GenerateOutput, SamplingParams
 from penstock.errors import StateError, UserError
 from penstock.fleet.member import State
-from sim_fleets import SIM, check, check_serves, in_flight, router_process
+from sim_fleets import SIM, check, check_serves, in_flight, router_process, slowed
 
 PARAMS = SamplingParams(max_tokens=400, detokenize=False)
 QUICK = SamplingParams(max_tokens=120, detokenize=False)
@@ -48,7 +49,7 @@ class Load:
 
     async def end(self) -> None:
         self._ending = True
-        await asyncio.wait_for(self._task, 60.0)
+        await asyncio.wait_for(self._task, WAIT_S)
         assert self.outs
         for out in self.outs:
             check(PROMPTS, out, QUICK)
@@ -57,13 +58,13 @@ class Load:
 
 @pytest.fixture
 async def fleet() -> AsyncIterator[Fleet]:
-    async with launched(2, drain_timeout_s=60.0) as (fleet, _):
+    async with launched(2, drain_timeout_s=WAIT_S) as (fleet, _):
         yield fleet
 
 
 @pytest.fixture
 async def processes(tmp_path: Path) -> AsyncIterator[Fleet]:
-    async with Fleet.launch("sim-model", engines=2, drain_timeout_s=60.0, log_dir=tmp_path, **SIM) as fleet:
+    async with Fleet.launch("sim-model", engines=2, drain_timeout_s=WAIT_S, log_dir=tmp_path, **SIM) as fleet:
         yield fleet
 
 
@@ -112,9 +113,10 @@ async def test_a_joining_engine_has_the_weights_before_its_first_request(fleet: 
 async def test_an_engine_joins_a_paused_fleet_paused_and_a_drained_one_is_paused_and_updated_with_it(
     fleet: Fleet,
 ) -> None:
-    running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
-    await in_flight(fleet, lambda requests: requests == len(PROMPTS))
-    await fleet.pause_generation()
+    async with slowed(fleet):
+        running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+        await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+        await fleet.pause_generation()
     assert not await fleet.drain("e0", timeout_s=0.2), "what it has is frozen"
     (name,) = await fleet.add_engines()
     assert await states(fleet) == {"e0": State.DRAINING, "e1": State.PAUSED, name: State.PAUSED}
@@ -123,7 +125,7 @@ async def test_an_engine_joins_a_paused_fleet_paused_and_a_drained_one_is_paused
     for member in fleet._roster.members:
         assert (await member.control.info()).paused
     await fleet.resume_generation()
-    out = await asyncio.wait_for(running, 60.0)
+    out = await asyncio.wait_for(running, WAIT_S)
     check(PROMPTS, out, PARAMS)
     assert {span.version for spans in out.response_spans for span in spans} == {0, 1}
     assert await fleet.drain("e0")
@@ -134,19 +136,20 @@ async def test_an_engine_joins_a_paused_fleet_paused_and_a_drained_one_is_paused
 
 async def test_a_router_that_dies_meanwhile_does_not_end_a_drain(processes: Fleet) -> None:
     fleet = processes
-    running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
-    await in_flight(fleet, lambda requests: requests == len(PROMPTS))
-    await fleet.pause_generation()
+    async with slowed(fleet):
+        running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+        await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+        await fleet.pause_generation()
     leaving = asyncio.create_task(fleet.remove("e0"))
-    assert await fleet._roster.until(lambda: fleet._roster.members[0].state is State.DRAINING, deadline_s=60.0)
+    assert await fleet._roster.until(lambda: fleet._roster.members[0].state is State.DRAINING, deadline_s=WAIT_S)
     await asyncio.sleep(0.2)  # the router is asked every 50 ms
     assert not leaving.done()
     router_process(fleet.url).kill()
     await asyncio.sleep(0.2)
     await fleet.resume_generation()
-    await asyncio.wait_for(leaving, 60.0)
+    await asyncio.wait_for(leaving, WAIT_S)
     assert (await states(fleet))["e0"] is State.STOPPED
-    check(PROMPTS, await asyncio.wait_for(running, 60.0), PARAMS)
+    check(PROMPTS, await asyncio.wait_for(running, WAIT_S), PARAMS)
     await check_serves(fleet, engines=1)
 
 
@@ -161,7 +164,7 @@ async def test_sessions_end_where_they_live_before_an_engine_is_drained(fleet: F
         await fleet.sample([1, session, 5], 1, params, session_id=f"s{session}")
     made = {s.name: s.stats.generation_tokens for s in await fleet.engines() if s.stats is not None}
     assert set(made.values()) == {12}, "their later turns still go where they live"
-    await fleet.remove("e0", timeout_s=60.0)
+    await fleet.remove("e0", timeout_s=WAIT_S)
     for session in range(4):
         await fleet.sample([1, session, 6], 1, params, session_id=f"s{session}")
     await check_serves(fleet, engines=1)
@@ -191,7 +194,7 @@ async def test_the_last_engines_stay_and_errors_name_what_is_there(fleet: Fleet)
 async def test_a_dead_engine_is_taken_out() -> None:
     async with launched(2, max_restarts=0) as (fleet, launcher):
         launcher.processes[0].kill()
-        assert await fleet._roster.until(lambda: fleet._roster.members[0].state is State.DEAD, deadline_s=60.0)
+        assert await fleet._roster.until(lambda: fleet._roster.members[0].state is State.DEAD, deadline_s=WAIT_S)
         assert (await states(fleet))["e0"] is State.DEAD
         assert await fleet.add_engines() == ("e2",)
         await fleet.remove("e0")

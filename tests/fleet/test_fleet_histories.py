@@ -13,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from patience import WAIT_S
 from penstock import Fleet, GenerateOutput, PauseMode, SamplingParams
 from penstock.errors import StateError
 from sim_fleets import SIM, check
@@ -49,7 +50,7 @@ class History:
         if self.paused:
             await self.fleet.resume_generation()
         for prompts, params, task in self.asked:
-            out = await asyncio.wait_for(task, 60.0)
+            out = await asyncio.wait_for(task, WAIT_S)
             check(prompts, out, params)
             assert set(out.stop_reasons) <= ({"length", "abort"} if self.aborted else {"length"})
             versions = [span.version for spans in out.response_spans for span in spans]

@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 
+from patience import WAIT_S
 from penstock import Fleet
 from penstock.engine.client import DataClient
 from penstock.errors import ConfigError, EngineHTTPError, EngineStartError, StateError
@@ -191,7 +192,7 @@ async def test_an_engine_that_does_not_start_ends_the_others_and_says_why(logs_g
 
 async def test_a_start_that_is_cancelled_leaves_nothing(ours: set[int], logs_go_to: Path) -> None:
     start = asyncio.ensure_future(Fleet.launch("sim-model", engines=2, profile="sim").__aenter__())
-    async with asyncio.timeout(60.0):
+    async with asyncio.timeout(WAIT_S):
         while len([p for p in children("sim") if p.pid not in ours]) < 2:  # noqa: ASYNC110 - no event for this
             await asyncio.sleep(0.01)
     start.cancel()
@@ -225,7 +226,7 @@ async def test_more_requests_than_a_shells_limit_of_open_files() -> None:
     launcher = await asyncio.create_subprocess_exec(
         sys.executable, "-c", FEW_FILES, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
-    out, err = await asyncio.wait_for(launcher.communicate(), 60.0)
+    out, err = await asyncio.wait_for(launcher.communicate(), WAIT_S)
     assert (out, launcher.returncode) == (b"200\n", 0), err.decode()
 
 
@@ -238,15 +239,15 @@ async def test_when_the_launcher_ends_nothing_is_left(number: signal.Signals, tm
     )  # fmt: skip
     try:
         assert launcher.stdout is not None
-        assert await asyncio.wait_for(launcher.stdout.readline(), 60.0) == b"ready\n"
+        assert await asyncio.wait_for(launcher.stdout.readline(), WAIT_S) == b"ready\n"
         family = psutil.Process(launcher.pid).children(recursive=True)
         assert len(family) == 3
         launcher.send_signal(number)
-        assert await asyncio.wait_for(launcher.wait(), 60.0) != 0
+        assert await asyncio.wait_for(launcher.wait(), WAIT_S) != 0
     finally:
         if launcher.returncode is None:
             launcher.kill()
-    _, left = await asyncio.to_thread(psutil.wait_procs, family, timeout=60.0)
+    _, left = await asyncio.to_thread(psutil.wait_procs, family, timeout=WAIT_S)
     assert left == []
 
 
@@ -265,7 +266,7 @@ async def test_engines_and_router_obey_their_fleet_alone(tmp_path: Path, workers
             stranger = HttpTransport(engine.url, api_key=given)
             for path in ("/pause", "/collective_rpc", "/penstock/weights/prepare", "/sim/fault", "/v1/completions"):
                 with pytest.raises(EngineHTTPError) as refused:
-                    await stranger.post(path, {}, timeout_s=10)
+                    await stranger.post(path, {}, timeout_s=WAIT_S)
                 assert refused.value.status == 401, (path, given)
             await stranger.close()
         for given, status in (("of-clients", 401), ("wrong", 401)):
@@ -278,8 +279,8 @@ async def test_engines_and_router_obey_their_fleet_alone(tmp_path: Path, workers
         assert key not in str(await reader.engines())
         await reader.close()
         http = HttpTransport(fleet.url, api_key="of-clients")
-        assert key not in await http.get_text("/router/engines", timeout_s=10)
-        assert key not in await http.get_text("/router/metrics", timeout_s=10)
+        assert key not in await http.get_text("/router/engines", timeout_s=WAIT_S)
+        assert key not in await http.get_text("/router/metrics", timeout_s=WAIT_S)
         await http.close()
         family = psutil.Process().children(recursive=True)
         assert key not in str([process.cmdline() for process in family])

@@ -9,11 +9,12 @@ import signal
 import psutil
 import torch
 
+from patience import WAIT_S
 from penstock import Fleet, SamplingParams
 from penstock.errors import PenstockError
 from penstock.router.admin_client import RouterAdmin
 from penstock.settings import RouterConfig
-from sim_fleets import SIM, check, check_serves, in_flight
+from sim_fleets import SIM, check, check_serves, in_flight, slowed, stepped
 
 PROMPTS = [[1 + i, 2, 3] for i in range(24)]
 LONG = SamplingParams(max_tokens=450, detokenize=False)
@@ -35,13 +36,16 @@ async def test_updates_under_load_behind_two_router_processes() -> None:
     async with Fleet.launch("sim-model", engines=2, router=RouterConfig(workers=2), **SIM) as fleet:
         admin = RouterAdmin(fleet.url)
         sessions = [f"s{i}" for i in range(len(PROMPTS))]
-        running = asyncio.create_task(
-            fleet.generate(prompt_token_ids=PROMPTS, sampling_params=LONG, session_ids=sessions)
-        )
-        for i in range(2):
-            await in_flight(fleet, lambda requests: requests == len(PROMPTS))
-            report = await fleet.update_weights(weights(float(i)))
-            assert report.failures == {}
+        async with slowed(fleet):
+            running = asyncio.create_task(
+                fleet.generate(prompt_token_ids=PROMPTS, sampling_params=LONG, session_ids=sessions)
+            )
+            for i in range(2):
+                await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+                await stepped(fleet, len(PROMPTS))
+                report = await fleet.update_weights(weights(float(i)))
+                assert report.failures == {}
+            await stepped(fleet, len(PROMPTS))
         out = await running
         check(PROMPTS, out, LONG)
         versions = [[span.version for span in spans] for spans in out.response_spans]
@@ -63,9 +67,9 @@ async def test_updates_under_load_behind_two_router_processes() -> None:
 
 
 async def test_a_router_process_that_hangs_has_the_router_started_again() -> None:
-    options = {**SIM, "health_interval_s": 0.1, "hang_timeout_s": 1.5}
+    options = {**SIM, "health_interval_s": 0.1, "hang_timeout_s": 5.0}
     async with Fleet.launch("sim-model", router=RouterConfig(workers=2), **options) as fleet:
-        admin = RouterAdmin(fleet.url, timeout_s=1.0)
+        admin = RouterAdmin(fleet.url, timeout_s=WAIT_S)
         before = (await admin.engines()).workers
         os.kill(before[0], signal.SIGSTOP)
 
@@ -76,7 +80,7 @@ async def test_a_router_process_that_hangs_has_the_router_started_again() -> Non
                 return before
             return state.workers if state.in_step and state.engines else before
 
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(WAIT_S):
             while set(now := await after()) & set(before):  # noqa: ASYNC110 - another process
                 await asyncio.sleep(0.05)
         await fleet.generate(prompt_token_ids=PROMPTS, sampling_params={"max_tokens": 3})

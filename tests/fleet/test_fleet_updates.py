@@ -7,10 +7,11 @@ import asyncio
 import pytest
 import torch
 
+from patience import WAIT_S
 from penstock import Fleet, PauseMode, SamplingParams
 from penstock.errors import StateError, UserError
 from penstock.fleet.member import State
-from sim_fleets import check, check_serves, in_flight, made
+from sim_fleets import check, check_serves, in_flight, made, slowed, stepped
 
 PROMPTS = [[1 + i, 2, 3] for i in range(24)]
 LONG = SamplingParams(max_tokens=300, detokenize=False)
@@ -32,17 +33,19 @@ async def preemptions(fleet: Fleet) -> int:
 
 async def test_updates_in_the_middle_of_a_batch(fleet: Fleet) -> None:
     first = fleet.weight_version
-    running = batch(fleet, LONGER)
-    for i in range(3):
-        await in_flight(fleet, lambda requests: requests == len(PROMPTS))
-        await asyncio.sleep(0.03)
-        report = await fleet.update_weights(weights(float(i)))
-        assert report.version == fleet.weight_version == first + 1 + i
-        assert [update.engine for update in report.engines] == ["e0", "e1", "e2"]
-        assert len({update.checksum for update in report.engines}) == 1
-        assert sum(update.preempted for update in report.engines) == len(PROMPTS)
-        assert report.bytes == 4 * (12 + 4)
-        assert report.failures == {}
+    async with slowed(fleet):
+        running = batch(fleet, LONGER)
+        for i in range(3):
+            await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+            await stepped(fleet, len(PROMPTS))
+            report = await fleet.update_weights(weights(float(i)))
+            assert report.version == fleet.weight_version == first + 1 + i
+            assert [update.engine for update in report.engines] == ["e0", "e1", "e2"]
+            assert len({update.checksum for update in report.engines}) == 1
+            assert sum(update.preempted for update in report.engines) == len(PROMPTS)
+            assert report.bytes == 4 * (12 + 4)
+            assert report.failures == {}
+        await stepped(fleet, len(PROMPTS))
     out = await running
     check(PROMPTS, out, LONGER)
     assert out.stop_reasons == ["length"] * len(PROMPTS)
@@ -52,9 +55,14 @@ async def test_updates_in_the_middle_of_a_batch(fleet: Fleet) -> None:
 
 @pytest.mark.parametrize("mode", list(PauseMode))
 async def test_requests_before_and_during_a_pause_wait_and_none_fails(fleet: Fleet, mode: PauseMode) -> None:
-    running = batch(fleet)
-    await in_flight(fleet, lambda requests: requests == len(PROMPTS))
-    await fleet.pause_generation(mode)
+    async with slowed(fleet):
+        running = batch(fleet)
+        await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+        await stepped(fleet, len(PROMPTS))  # so that none is in the queue of an engine, whose pause admits no more
+        pausing = asyncio.create_task(fleet.pause_generation(mode))
+        if mode is not PauseMode.WAIT:
+            await pausing
+    await pausing
     late = batch(fleet, SamplingParams(max_tokens=5, detokenize=False))
     single = asyncio.create_task(fleet.sample([9], 2, {"max_tokens": 5}))
     completion = asyncio.create_task(
@@ -64,7 +72,7 @@ async def test_requests_before_and_during_a_pause_wait_and_none_fails(fleet: Fle
         fleet.chat_completion({"model": "sim-model", "messages": [{"role": "user", "content": "x"}], "max_tokens": 3})
     )
     if mode is PauseMode.WAIT:
-        await asyncio.wait_for(asyncio.shield(running), 60.0)  # the engines have made all of it; it is on its way
+        await asyncio.wait_for(asyncio.shield(running), WAIT_S)  # the engines have made all of it; it is on its way
     before = await made(fleet)
     await asyncio.sleep(0.1)
     assert await made(fleet) == before, "no token is made while paused"
@@ -86,10 +94,11 @@ async def test_requests_before_and_during_a_pause_wait_and_none_fails(fleet: Fle
 
 
 async def test_abort_ends_what_runs_and_serves_what_comes(fleet: Fleet) -> None:
-    running = batch(fleet)
-    await in_flight(fleet, lambda requests: requests == len(PROMPTS))
-    await asyncio.sleep(0.05)
-    await fleet.abort_generation()
+    async with slowed(fleet):
+        running = batch(fleet)
+        await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+        await stepped(fleet, 2 * len(PROMPTS))
+        await fleet.abort_generation()
     out = await running
     check(PROMPTS, out, LONG)
     assert set(out.stop_reasons) == {"abort"}
@@ -104,9 +113,10 @@ async def test_a_name_that_cannot_be_written_as_json_is_refused_and_none_dies_of
 
 async def test_a_reset_of_the_prefix_cache_recomputes_what_runs(fleet: Fleet) -> None:
     before = await preemptions(fleet)
-    running = batch(fleet)
-    await in_flight(fleet, lambda requests: requests == len(PROMPTS))
-    await fleet.reset_prefix_cache()
+    async with slowed(fleet):
+        running = batch(fleet)
+        await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+        await fleet.reset_prefix_cache()
     check(PROMPTS, await running, LONG)
     assert await preemptions(fleet) > before
 

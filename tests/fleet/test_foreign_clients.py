@@ -10,9 +10,10 @@ import aiohttp
 import pytest
 import torch
 
+from patience import WAIT_S
 from penstock.fleet.fleet import Fleet
 from penstock.types import PauseMode, SamplingParams
-from sim_fleets import generated, in_flight
+from sim_fleets import in_flight, slowed, stepped
 
 TOKENS = 1200
 BODY = {"model": "sim-model", "prompt": [1, 2, 3], "max_tokens": TOKENS, "n": 2}
@@ -64,15 +65,16 @@ async def all_of_it(fleet: Fleet) -> None:
 @pytest.mark.parametrize(("between", "updates"), [(paused, 0), (asleep, 0), (without_weights, 1), (all_of_it, 1)])
 async def test_nothing_is_cut(fleet: Fleet, between, updates: int) -> None:
     start = fleet.weight_version
-    foreign = asyncio.create_task(ask(fleet))
-    ours = asyncio.create_task(fleet.sample([4, 5], 2, SamplingParams(max_tokens=TOKENS)))
-    await in_flight(fleet, lambda samples: samples == 4)
-    await generated(fleet, 40)
-    await between(fleet)
-    reasons, spans = await asyncio.wait_for(foreign, 60)
+    async with slowed(fleet):
+        foreign = asyncio.create_task(ask(fleet))
+        ours = asyncio.create_task(fleet.sample([4, 5], 2, SamplingParams(max_tokens=TOKENS)))
+        await in_flight(fleet, lambda samples: samples == 4)
+        await stepped(fleet, 4)
+        await between(fleet)
+    reasons, spans = await asyncio.wait_for(foreign, WAIT_S)
     assert reasons == ["length"] * 2
     assert [version for version, _, _ in spans] == list(range(start, start + updates + 1))
     assert (spans[0][1], spans[-1][2]) == (0, TOKENS)
-    for sample in await asyncio.wait_for(ours, 60):
+    for sample in await asyncio.wait_for(ours, WAIT_S):
         assert [span.version for span in sample.spans] == list(range(start, start + updates + 1))
     assert fleet.counters.continued == 0, "our client sends nothing again either"

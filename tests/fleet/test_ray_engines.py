@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 
+from patience import WAIT_S
 from penstock import Fleet, SamplingParams
 from penstock.errors import ConfigError, EngineStartError
 from penstock.fleet.member import State
@@ -22,7 +23,7 @@ from penstock.fleet.ray_engines import bundles_of, capacity
 from penstock.process import SCRATCH_ENV
 from penstock.settings import EngineConfig, FleetConfig
 from ray_nodes import LOOPBACK, RayNodes, ignore_present, processes
-from sim_fleets import SIM, check, check_serves, in_flight
+from sim_fleets import SIM, check, check_serves, in_flight, slowed
 
 KEY = "a key, without which nothing listens but on 127.0.0.1"
 PROMPTS = [[1 + i, 2, 3] for i in range(16)]
@@ -63,7 +64,7 @@ async def nodes() -> AsyncIterator[RayNodes]:
 
 
 def options(nodes: RayNodes, **more: Any) -> dict[str, Any]:
-    return {**SIM, "launcher": "ray", "ray_address": nodes.address, "api_key": KEY, "start_timeout_s": 60.0, **more}
+    return {**SIM, "launcher": "ray", "ray_address": nodes.address, "api_key": KEY, "start_timeout_s": WAIT_S, **more}
 
 
 def hosts(statuses: Any) -> dict[str, str]:
@@ -116,21 +117,22 @@ async def test_a_lost_node_is_engines_lost_and_they_come_back_elsewhere(nodes: R
         await nodes.add("127.0.0.4", 2)
         (third,) = await fleet.add_engines(1)
         await fleet.remove(third)
-        await nodes.until(lambda groups: len(left(groups)) == 2, within_s=20.0)
+        await nodes.until(lambda groups: len(left(groups)) == 2, within_s=WAIT_S)
 
         await fleet.update_weights([("w", torch.ones(4))])
-        running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=params))
-        await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+        async with slowed(fleet):
+            running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=params))
+            await in_flight(fleet, lambda requests: requests == len(PROMPTS))
         lost = placed["e0"]
         await nodes.lose({"127.0.0.2": 1, "127.0.0.3": 2}[lost])
-        out = await asyncio.wait_for(running, 60.0)
+        out = await asyncio.wait_for(running, WAIT_S)
         check(PROMPTS, out, params)
         assert out.stop_reasons == ["length"] * len(PROMPTS)
         assert {span.version for spans in out.response_spans for span in spans} == {1}
         await fleet._roster.until(lambda: all(m.state in {State.SERVING, State.STOPPED} for m in fleet._roster.members))
         assert hosts(await fleet.engines()) == {"e0": "127.0.0.4", "e1": placed["e1"]}
         await check_serves(fleet, engines=2)
-    await nodes.until(lambda groups: left(groups) == [], within_s=20.0)
+    await nodes.until(lambda groups: left(groups) == [], within_s=WAIT_S)
     assert processes("sim") == []
 
 
@@ -140,7 +142,7 @@ async def test_a_killed_launcher_leaves_no_engine_and_no_placement_group(nodes: 
     launcher = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE)
     assert launcher.stdout is not None
     try:
-        assert await asyncio.wait_for(launcher.stdout.readline(), 60.0) == b"ready\n"
+        assert await asyncio.wait_for(launcher.stdout.readline(), WAIT_S) == b"ready\n"
         (engine,) = processes("sim")
         scratch = Path(engine.environ()[SCRATCH_ENV])
         assert scratch.is_dir()
@@ -148,7 +150,7 @@ async def test_a_killed_launcher_leaves_no_engine_and_no_placement_group(nodes: 
     finally:
         launcher.kill()
         await launcher.wait()
-    await nodes.until(lambda groups: left(groups) == [], within_s=30.0)
+    await nodes.until(lambda groups: left(groups) == [], within_s=WAIT_S)
     await asyncio.to_thread(psutil.wait_procs, [engine], 20.0)
     assert not engine.is_running()
     assert not scratch.exists()  # by its lifeline: Ray would have killed it alone, and left its cores to themselves
@@ -172,7 +174,7 @@ async def test_what_cannot_be_is_said_and_nothing_is_left(
 ) -> None:
     with pytest.raises(error, match=says):
         await Fleet.launch("sim-model", **options(nodes, **more))
-    await nodes.until(lambda groups: left(groups) == [], within_s=20.0)
+    await nodes.until(lambda groups: left(groups) == [], within_s=WAIT_S)
     assert processes("sim") == []
 
 
@@ -181,8 +183,8 @@ async def test_a_driver_that_dies_is_engines_lost_and_a_new_one_takes_its_place(
     async with Fleet.launch("sim-model", **options(nodes)) as fleet:
         (driver,) = processes("fleet.ray_driver")
         os.kill(driver.pid, signal.SIGKILL)
-        await fleet._roster.until(lambda: fleet._roster.members[0].state is State.DEAD, deadline_s=10.0)
-        await fleet._roster.until(lambda: fleet._roster.members[0].state is State.SERVING, deadline_s=60.0)
+        await fleet._roster.until(lambda: fleet._roster.members[0].state is State.DEAD, deadline_s=WAIT_S)
+        await fleet._roster.until(lambda: fleet._roster.members[0].state is State.SERVING, deadline_s=WAIT_S)
         await check_serves(fleet, engines=1)
         assert len(left(await nodes.groups())) == 1
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from patience import WAIT_S
 from penstock import Fleet
 from penstock.engine.launch import reserved_port
 from penstock.errors import ConfigError
@@ -78,7 +79,7 @@ async def test_a_killed_launcher_leaves_nothing_of_its_cluster(short_folder: Pat
     launcher = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE)
     assert launcher.stdout is not None
     try:
-        assert (await asyncio.wait_for(launcher.stdout.readline(), 90.0)).startswith(b"ready: 2 engines")
+        assert (await asyncio.wait_for(launcher.stdout.readline(), WAIT_S)).startswith(b"ready: 2 engines")
         below = psutil.Process(launcher.pid).children(recursive=True)
         assert {"raylet", "gcs_server"} <= {p.name() for p in below}
         assert len(processes("sim")) == 2
@@ -102,7 +103,7 @@ async def test_an_engine_ends_with_the_ray_of_its_node() -> None:
 
 async def test_a_cluster_that_is_not_there_is_said_at_once() -> None:
     with reserved_port() as port, pytest.raises(ConfigError, match=f"no Ray cluster is at 127.0.0.1:{port}"):
-        async with asyncio.timeout(20.0):
+        async with asyncio.timeout(WAIT_S):
             await Fleet.launch("sim-model", launcher="ray", ray_address=f"127.0.0.1:{port}", **SIM)
     assert processes("fleet.ray_driver") == []
 
@@ -117,7 +118,7 @@ async def test_no_ray_is_needed_where_it_is_not_asked_for() -> None:
     python = await asyncio.create_subprocess_exec(
         sys.executable, "-c", WITHOUT_RAY, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
-    said, _ = await asyncio.wait_for(python.communicate(), 60.0)
+    said, _ = await asyncio.wait_for(python.communicate(), WAIT_S)
     assert said.decode().splitlines()[:2] == [
         "3",
         "fleet.launcher is ray, which is not installed; pip install 'penstock[ray]'",

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from fleet_fakes import until
 
+from patience import WAIT_S
 from penstock import Fleet
 from penstock.engine.client import DataClient
 from penstock.errors import StateError
@@ -64,7 +65,7 @@ async def test_what_is_in_flight_ends_with_the_fleet_and_is_not_sent_again(kind:
         await in_flight(holder, lambda requests: requests > 0)
         await fleet.teardown()
         with pytest.raises(StateError, match="torn down"):
-            await asyncio.wait_for(asking, 5.0)
+            await asyncio.wait_for(asking, WAIT_S)
         await until(lambda: not server.engine.scheduler.running)
         assert fleet.counters.deaths == 0
         await holder.teardown()

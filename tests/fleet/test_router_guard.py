@@ -170,30 +170,6 @@ async def test_a_router_that_does_not_start_is_tried_again_without_end(
 
 
 @virtual
-async def test_an_answer_that_an_engine_is_dead_makes_its_owner_ask() -> None:
-    router, asked = Answers([]), 0
-    load = EngineLoad("e0", "http://h:1", 0, eligible=True, down=False, outstanding=0, requests=0)
-    answers, original = 0, router.engines
-
-    async def engines() -> Any:
-        nonlocal answers
-        answers += 1
-        return replace(await original(), engines=(replace(load, dead_answers=answers // 5),))
-
-    async def probe_engines() -> None:
-        nonlocal asked
-        asked += 1
-
-    router.engines = engines  # type: ignore[method-assign]
-    child = RouterChild()
-    guard = RouterGuard(child, lambda *_: pytest.fail("nothing has ended"))
-    guard.watch(Roster(router), FleetConfig(health_interval_s=0.01), probe_engines)
-    await until(lambda: answers >= 12)
-    assert asked == 2, "once for each time that the count grew"
-    await guard.stop()
-
-
-@virtual
 async def test_nobody_asks_the_router_over_connections_that_were_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,19 +12,20 @@ from typing import Any
 import pytest
 import torch
 
+from patience import HANG_S, WAIT_S
 from penstock import Fleet, SamplingParams
 from penstock.engine.launch import EngineProcess
 from penstock.errors import EngineHTTPError, UpdateError, WeightsError
 from penstock.fleet.member import Member, State
 from penstock.http import HttpTransport
-from sim_fleets import SIM, check, check_serves, children, impatient, in_flight
+from sim_fleets import SIM, check, check_serves, children, impatient, in_flight, slowed
 
 PARAMS = SamplingParams(max_tokens=300, detokenize=False)
 PROMPTS = [[1 + i, 2] for i in range(9)]
 GOOD = [("w", torch.ones(64))]
 FAULT = {"refused": "refuse", "hung": "hang", "killed": "exit"}
 OPTIONS: dict[str, Any] = {
-    **SIM, "hang_timeout_s": 30.0, "restart_backoff_s": 0.05, "restart_window_s": 0.5, "max_restarts": 1000,
+    **SIM, "hang_timeout_s": HANG_S, "restart_backoff_s": 0.05, "restart_window_s": 0.5, "max_restarts": 1000,
 }  # fmt: skip
 
 
@@ -38,7 +39,7 @@ async def arm(member: Member, phase: str, kind: str) -> None:
     if kind == "hung":
         impatient(member)
     http = HttpTransport(member.url, api_key=member.api_key)
-    await http.post("/sim/fault", {"kind": FAULT[kind], "phase": phase}, timeout_s=30.0)
+    await http.post("/sim/fault", {"kind": FAULT[kind], "phase": phase}, timeout_s=WAIT_S)
     await http.close()
 
 
@@ -53,17 +54,18 @@ async def update_under_load(fleet: Fleet, tensors: Any, before: Callable[[], Any
     """The report, or the error, of an update among requests, none of which is lost; then all serve one version."""
     member = fleet._roster.members[1]
     changes = len(member.lifecycle.history)
-    running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
-    await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+    async with slowed(fleet):
+        running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+        await in_flight(fleet, lambda requests: requests == len(PROMPTS))
     await before()
     try:
-        outcome: Any = await asyncio.wait_for(fleet.update_weights(tensors), 60.0)
+        outcome: Any = await asyncio.wait_for(fleet.update_weights(tensors), WAIT_S)
     except (WeightsError, EngineHTTPError, UpdateError) as error:
         outcome = error
-    check(PROMPTS, await asyncio.wait_for(running, 60.0), PARAMS)
+    check(PROMPTS, await asyncio.wait_for(running, WAIT_S), PARAMS)
     if not isinstance(outcome, Exception) and outcome.failures:
         back = lambda: len(member.lifecycle.history) > changes and member.state is State.SERVING  # noqa: E731
-        assert await fleet._roster.until(back, deadline_s=60.0), member.lifecycle.history
+        assert await fleet._roster.until(back, deadline_s=WAIT_S), member.lifecycle.history
     await check_serves(fleet, engines=3)
     for each in fleet._roster.members:
         info = await each.control.info()
@@ -147,7 +149,7 @@ async def test_too_few_made_it_and_all_are_back_at_the_version_before(tmp_path: 
         with pytest.raises(UpdateError, match="version 2 was not committed: 1 engines were good when it was applied"):
             await fleet.update_weights(GOOD)
         assert fleet.weight_version == 1
-        assert await fleet._roster.until(lambda: len(fleet._roster.live()) == 2, deadline_s=60.0)
+        assert await fleet._roster.until(lambda: len(fleet._roster.live()) == 2, deadline_s=WAIT_S)
         await check_serves(fleet, engines=2)
         for member in fleet._roster.members:
             assert (await member.control.info()).weight_version == 1

@@ -12,17 +12,19 @@ import pytest
 import torch
 from fleet_fakes import Bench, FakeEngine, until
 
+from patience import HANG_S, WAIT_S
 from penstock import Fleet, SamplingParams
 from penstock.errors import EngineDeadError, TransferError, UpdateError, WeightsError
 from penstock.fleet import delivery
 from penstock.fleet.delivery import Delivery
 from penstock.fleet.member import State
 from penstock.types import PauseMode
-from sim_fleets import SIM, check, check_serves, engine_process, in_flight
+from sim_fleets import SIM, check, check_serves, engine_process, in_flight, slowed
+from virtual_time import virtual
 
 WEIGHTS = [("w", torch.ones(500_000)), ("norm", torch.ones(7))]
 OPTIONS: dict[str, Any] = {
-    **SIM, "weight_transport": "broadcast", "control_timeout_s": 30.0, "hang_timeout_s": 15.0,
+    **SIM, "weight_transport": "broadcast", "hang_timeout_s": HANG_S,
     "restart_backoff_s": 0.05, "restart_window_s": 0.5, "max_restarts": 1000, "weight_host_copy": False,
 }  # fmt: skip
 
@@ -41,17 +43,17 @@ async def killed(fleet: Fleet, index: int) -> None:
     """An engine dies, is started anew, and waits."""
     member = fleet._roster.members[index]
     engine_process(member.url).kill()
-    assert await fleet._roster.until(lambda: member.state is State.DEAD, deadline_s=10.0)
-    assert await fleet._roster.until(lambda: member.awaiting_weights, deadline_s=20.0)
+    assert await fleet._roster.until(lambda: member.state is State.DEAD, deadline_s=WAIT_S)
+    assert await fleet._roster.until(lambda: member.awaiting_weights, deadline_s=WAIT_S)
 
 
 async def updated(fleet: Fleet, tensors: Any = WEIGHTS) -> Any:
-    return await asyncio.wait_for(fleet.update_weights(tensors), 40.0)
+    return await asyncio.wait_for(fleet.update_weights(tensors), WAIT_S)
 
 
 async def serve_again(fleet: Fleet, engines: int) -> None:
     members = fleet._roster.members
-    assert await fleet._roster.until(lambda: all(m.state is State.SERVING for m in members), deadline_s=20.0), members
+    assert await fleet._roster.until(lambda: all(m.state is State.SERVING for m in members), deadline_s=WAIT_S), members
     await check_serves(fleet, engines=engines)
 
 
@@ -79,11 +81,12 @@ async def test_the_last_engines_that_die_get_the_version_back_and_no_request_is_
         assert (await updated(fleet, given)).version == 1
         params = SamplingParams(max_tokens=400, detokenize=False)
         prompts = [[1 + i, 2] for i in range(4)]
-        running = asyncio.create_task(fleet.generate(prompt_token_ids=prompts, sampling_params=params))
-        await in_flight(fleet, lambda requests: requests == len(prompts))
-        for member in fleet._roster.members:
-            engine_process(member.url).kill()
-        check(prompts, await asyncio.wait_for(running, 60.0), params)
+        async with slowed(fleet):
+            running = asyncio.create_task(fleet.generate(prompt_token_ids=prompts, sampling_params=params))
+            await in_flight(fleet, lambda requests: requests == len(prompts))
+            for member in fleet._roster.members:
+                engine_process(member.url).kill()
+        check(prompts, await asyncio.wait_for(running, WAIT_S), params)
         await serve_again(fleet, engines)
         assert fleet.weight_version == 1
         assert [(await member.control.info()).weight_version for member in fleet._roster.members] == [1] * engines
@@ -112,7 +115,7 @@ async def test_tensors_that_never_come_hold_nothing(fleet: Fleet, monkeypatch: p
             self.passes += 1
             yield WEIGHTS[0]
             if self.passes == 2:
-                go.wait(60.0)
+                go.wait(WAIT_S)
             yield WEIGHTS[1]
 
     version = (await updated(fleet)).version
@@ -120,11 +123,11 @@ async def test_tensors_that_never_come_hold_nothing(fleet: Fleet, monkeypatch: p
     group.spec = replace(group.spec, timeout_s=1.0)
     try:
         with pytest.raises(UpdateError, match="has not given its next tensor"):
-            await asyncio.wait_for(fleet.update_weights(Stuck()), 15.0)
+            await asyncio.wait_for(fleet.update_weights(Stuck()), WAIT_S)
         assert fleet.weight_version == version
         assert not (await fleet._roster.admin.engines()).gate_closed, "the gate"
         assert await fleet._roster.until(
-            lambda: all(m.awaiting_weights for m in fleet._roster.members), deadline_s=20.0
+            lambda: all(m.awaiting_weights for m in fleet._roster.members), deadline_s=WAIT_S
         )
         assert len((await updated(fleet)).engines) == 2
         await serve_again(fleet, 2)
@@ -136,7 +139,7 @@ async def test_tensors_that_never_come_hold_nothing(fleet: Fleet, monkeypatch: p
 async def test_no_second_group_and_nobody_with_half_a_version_serves(
     fleet: Fleet, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(delivery, "ANSWER_S", 30.0)  # a busy machine may stand still for so long
+    monkeypatch.setattr(delivery, "ANSWER_S", WAIT_S)  # a busy machine may stand still for so long
     await updated(fleet)
     store = broadcast(fleet)
     store._bucket_bytes = 2**21
@@ -167,7 +170,7 @@ async def test_no_second_group_and_nobody_with_half_a_version_serves(
         store.invite = invite
     assert len(calls) == 1
     assert (await fleet._roster.admin.engines()).engines == ()
-    assert await fleet._roster.until(lambda: all(m.awaiting_weights for m in fleet._roster.members), deadline_s=20.0)
+    assert await fleet._roster.until(lambda: all(m.awaiting_weights for m in fleet._roster.members), deadline_s=WAIT_S)
     assert len((await updated(fleet)).engines) == 2
     await serve_again(fleet, 2)
 
@@ -189,7 +192,7 @@ async def test_a_report_names_who_died_while_the_group_formed(fleet: Fleet) -> N
         store.invite = invite
     assert list(report.failures) == ["e1"]
     assert [update.engine for update in report.engines] == ["e0"]
-    assert await fleet._roster.until(lambda: victim.awaiting_weights, deadline_s=20.0)
+    assert await fleet._roster.until(lambda: victim.awaiting_weights, deadline_s=WAIT_S)
     await updated(fleet)
     await serve_again(fleet, 2)
 
@@ -209,6 +212,7 @@ async def waiting(bench: Bench, index: int) -> asyncio.Task[None]:
 
 
 @pytest.mark.parametrize("paused", [False, True])
+@virtual
 async def test_it_joins_as_the_fleet_is(*, paused: bool) -> None:
     bench = await Bench("ab").started()
     await bench.operations.update([], None)
@@ -222,6 +226,7 @@ async def test_it_joins_as_the_fleet_is(*, paused: bool) -> None:
     bench.check_belief()
 
 
+@virtual
 async def test_it_misses_no_update_where_one_follows_another_at_once() -> None:
     bench = await Bench("ab").started()
     bench.store.commit = lambda _: None  # type: ignore[method-assign] - nothing is kept of any
@@ -241,6 +246,7 @@ async def test_it_misses_no_update_where_one_follows_another_at_once() -> None:
     bench.check_belief()
 
 
+@virtual
 async def test_it_waits_on_where_the_update_does_not_commit() -> None:
     bench = await Bench("abc", min_engines=3).started()
     await bench.operations.update([], None)
@@ -256,6 +262,7 @@ async def test_it_waits_on_where_the_update_does_not_commit() -> None:
 
 
 @pytest.mark.parametrize("error", [WeightsError("the second pass"), OSError("no space left")])
+@virtual
 async def test_a_store_that_cannot_keep_a_version_does_not_fail_the_update(error: Exception) -> None:
     bench = await Bench("ab").started()
 
@@ -298,6 +305,7 @@ class Host:
 
 
 @pytest.mark.parametrize("torn", [False, True])
+@virtual
 async def test_who_does_not_come_to_the_second_group_is_torn(*, torn: bool) -> None:
     bench = await Bench("a").started()
     member = bench.roster.members[0]

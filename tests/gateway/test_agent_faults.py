@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from gateway_rig import Rig, auth
+from patience import WAIT_S
 from penstock.aio import cancelled
 from penstock.errors import ConfigError, PenstockError
 from penstock.gateway import agent as agent_room
@@ -289,7 +290,7 @@ asyncio.run(main())
 
 
 async def until(reached: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT_S):
         while not reached():  # noqa: ASYNC110 - processes send no event
             await asyncio.sleep(0.05)
 

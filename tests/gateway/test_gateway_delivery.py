@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from gateway_rig import KEY, Rig, auth
+from patience import WAIT_S
 from penstock.errors import EngineError
 from penstock.gateway import app, service
 from penstock.gateway.app import build_app, serving
@@ -32,7 +33,7 @@ def kept(rig: Rig) -> Any:
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT_S):
         while not condition():  # noqa: ASYNC110 - it waits for what has no event
             await asyncio.sleep(0.01)
 
@@ -77,7 +78,7 @@ async def left_at_the_end_of_its_turn(rig: Rig) -> int:
     await rig.engine.asked.wait()
     sent.put_nowait({"type": "http.disconnect"})
     rig.engine.hold.set()
-    await asyncio.wait_for(asking, 60)
+    await asyncio.wait_for(asking, WAIT_S)
     return answers[0]["status"]
 
 
@@ -120,7 +121,7 @@ async def test_a_retry_of_two_equal_requests_reads_its_own_turn(tokenizer: Token
     rig.engine.hold = asyncio.Event()
     async with (
         serving(rig.gateway) as base,
-        httpx.AsyncClient(base_url=base, headers=auth(KEY), timeout=60) as http,
+        httpx.AsyncClient(base_url=base, headers=auth(KEY), timeout=WAIT_S) as http,
     ):
         first = asyncio.create_task(http.post(CHAT, json=BODY))
         await until(lambda: len(rig.engine.seen) == 1)
@@ -151,7 +152,7 @@ async def test_an_answer_that_was_cut_off_is_read_again(tokenizer: Tokenizer, *,
     async with serving(rig.gateway) as base:
         await cut_off(base, head.encode() + data)
         await until(lambda: kept(rig).turns[0].is_unread)
-        async with httpx.AsyncClient(base_url=base, headers=auth(KEY), timeout=60) as http:
+        async with httpx.AsyncClient(base_url=base, headers=auth(KEY), timeout=WAIT_S) as http:
             answer = await http.post(CHAT, content=data)
             assert answer.text.endswith("data: [DONE]\n\n" if stream else "}")
             await until(lambda: kept(rig).turns[0].delivered)
@@ -227,7 +228,7 @@ async def test_rows_of_finish_that_did_not_arrive_are_given_again(tokenizer: Tok
     head = f"POST /sessions/one/finish HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {KEY}\r\n"
     async with serving(rig.gateway) as base:
         await cut_off(base, f"{head}Content-Length: 0\r\n\r\n".encode())
-        async with httpx.AsyncClient(base_url=base, headers=auth(KEY), timeout=60) as http:
+        async with httpx.AsyncClient(base_url=base, headers=auth(KEY), timeout=WAIT_S) as http:
             await asyncio.sleep(0.3)
             refused = await http.post("/s/one/v1/chat/completions", json=BODY)
             assert (refused.status_code, "was finished" in refused.text) == (404, True)
@@ -257,7 +258,7 @@ async def test_a_session_that_is_closed_begins_no_turn(tokenizer: Tokenizer) -> 
     await began.wait()
     closing = asyncio.create_task(rig.gateway.close_session(rig.tenant, name))
     await asyncio.sleep(0.01)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT_S):
         late = await rig.http.post(CHAT, json={"messages": [{"role": "user", "content": "y"}]}, headers=auth(key))
     assert (await closing, late.status_code) == ([], 404)
     assert (await under_way).status_code == 503

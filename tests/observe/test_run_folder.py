@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from patience import WAIT_S
 from penstock.config import RunConfig, load_config
 from penstock.errors import ConfigError, UserError
 from penstock.observe.run_folder import RunFolder
@@ -111,7 +112,7 @@ def test_a_run_that_another_process_holds_is_refused_and_its_death_frees_it(tmp_
             with pytest.raises(UserError, match=since), RunFolder.lock(tmp_path / "other name"):
                 pass
             holder.kill()
-            holder.wait(timeout=60.0)
+            holder.wait(timeout=WAIT_S)
             assert child.is_running()  # a forked child, which has not the lock
             for _ in range(2):
                 RunFolder.check_free(tmp_path / "run")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from patience import WAIT_S
 from penstock.config import RunConfig
 from penstock.errors import UserError
 from penstock.observe import trackers
@@ -161,7 +162,7 @@ def test_the_real_wandb_keeps_figures_without_a_network(tmp_path: Path, monkeypa
     with tracked(Reporter(), config, RunFolder.create(tmp_path, config)) as reporter:
         reporter.on_step({"step": 1, "reward_mean": 0.25})
     [kept] = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    ends = time.monotonic() + 20.0
+    ends = time.monotonic() + WAIT_S
     while b"reward_mean" not in kept.read_bytes():  # its own process writes it
         assert time.monotonic() < ends
         time.sleep(0.1)

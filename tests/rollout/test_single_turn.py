@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from char_tokenizer import save_char_tokenizer
 from http_engine import HTTPEngine
+from patience import WAIT_S
 from penstock.errors import ConfigError, PenstockError, RequestError
 from penstock.rollout.environment import Environment, Task
 from penstock.rollout.generator import GeneratorInput
@@ -186,7 +187,7 @@ async def test_a_cancelled_batch_gives_its_places_back(client: HTTPEngine) -> No
     work.cancel()
     with pytest.raises(asyncio.CancelledError):
         await work
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT_S):
         await generator.generate(GeneratorInput(tasks(2), num_samples=2))
 
 
@@ -209,7 +210,7 @@ def test_places_are_never_oversold_and_given_in_order(total: int, wanted: list[i
     async def run() -> None:
         places = Places(total)
         pauses = [data.draw(st.integers(0, 4)) for _ in wanted]
-        async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as group:
             for i, n in enumerate(pauses):
                 group.create_task(user(places, i, n))
 

@@ -12,6 +12,8 @@ from urllib.parse import urlsplit
 
 from router_rig import Backend, RawClient, Rig, Seen, reply, request, rig
 
+from patience import WAIT_S
+
 STREAMS, SIZE = 256, 1 << 20
 RATE, SECONDS = 10_000, 3.0
 LIMIT = 64 << 20
@@ -67,7 +69,7 @@ async def read_slowly(r: Rig, client: RawClient) -> tuple[int, int]:
 async def check(r: Rig) -> None:
     await (await r.client()).ask("/warm-up")
     before = resident(r.pid)
-    async with asyncio.timeout(40):
+    async with asyncio.timeout(WAIT_S):
         clients = await asyncio.gather(*[begin(r, session) for session in range(STREAMS)])
         read = await asyncio.gather(*[read_slowly(r, client) for client in clients])
     assert min(got for got, _ in read) > RATE / 2  # nobody starved

@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 from router_rig import Answer, Backend, Rig, Seen, answer_name, eventually, read_chunks, reply, request, rig
 
+from patience import WAIT_S
 from penstock.router import http
 from penstock.router.exchange import REPLAY_LIMIT
 from penstock.router.exchange import Answer as AnswerReader
@@ -157,7 +158,7 @@ async def test_a_stream_without_an_event_is_held_back_no_longer_than_its_first_b
     async with rig(send) as r:
         client = await r.client()
         await client.send(request())
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT_S):
             assert (await client.head())[0] == 200
 
 

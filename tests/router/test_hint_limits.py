@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from router_rig import Backend, Seen, answer_name, eventually, reply, request, rig
 
+from patience import WAIT_S
 from penstock.errors import UserError
 from penstock.router.backend import Backend as RouterBackend
 from penstock.router.dispatcher import Dispatcher, Lane, Waiter
@@ -40,7 +41,7 @@ async def test_two_slow_bodies_with_huge_claims_stop_no_new_session() -> None:
         client = await r.client()
         for i in range(10):
             asked = client.ask(body=b"{}", headers=f"X-Session-ID: new{i}\r\nX-Prompt-Tokens: 10\r\n")
-            assert (await asyncio.wait_for(asked, 30)).status == 200
+            assert (await asyncio.wait_for(asked, WAIT_S)).status == 200
         await slow.send(b"3456789")
         assert (await slow.receive()).status == 200
         assert r.backends[0].seen[-1].body == b"123456789" or r.backends[1].seen[-1].body == b"123456789"

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from router_rig import Backend, Seen, reply, rig
 
+from patience import WAIT_S
 from penstock import http
 from penstock.http import HttpTransport
 from penstock.router import backend
@@ -23,8 +24,8 @@ async def test_every_client_takes_a_fresh_connection_before_an_engine_closes_an_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert max(http.IDLE_CONNECTION_S, backend.IDLE_S) <= KEEP_ALIVE_S - 0.5
-    monkeypatch.setattr(http, "IDLE_CONNECTION_S", 1.0)
-    monkeypatch.setattr(backend, "IDLE_S", 1.0)
+    monkeypatch.setattr(http, "IDLE_CONNECTION_S", 3.0)
+    monkeypatch.setattr(backend, "IDLE_S", 3.0)
     async with rig(json_object, json_object, json_object) as r:
         behind_router, transport_server, admin_server = r.backends
         await r.announce([behind_router.entry()])
@@ -34,12 +35,12 @@ async def test_every_client_takes_a_fresh_connection_before_an_engine_closes_an_
 
         async def ask_all() -> list[int]:
             assert (await client.ask()).status == 200
-            await transport.post("/pause", timeout_s=5.0)
+            await transport.post("/pause", timeout_s=WAIT_S)
             await admin.announce(Membership(1))
             return [backend.connections for backend in r.backends]
 
         assert await ask_all() == await ask_all() == [1, 1, 1], "they are kept at all"
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(WAIT_S):
             await asyncio.gather(*(backend.disconnected.wait() for backend in r.backends))
         assert await ask_all() == [2, 2, 2]
         await transport.close()

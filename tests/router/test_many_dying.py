@@ -10,13 +10,15 @@ from dataclasses import dataclass, field
 import aiohttp
 from router_rig import Backend, RawClient, Rig, Seen, eventually, read_body, request, rig, value
 
+from patience import WAIT_S
+
 ENGINES = 8
 WORKERS = 64
 EVERY = 100
 """Of the requests, one in so many kills the engine that answers it."""
 AWAY_S = 0.05
 """How long a dead engine is away; it comes back as another process would, at the same address."""
-DEADLINE_S = 20.0
+DEADLINE_S = WAIT_S
 """Of one request."""
 LINE = re.compile(r'^penstock_router_(\w+)_total(?:\{\w+="([^"]*)"\})? (\S+)$', re.MULTILINE)
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 import pytest
 
+from patience import WAIT_S
 from penstock.errors import StateError
 from penstock.rooms import plugged_as
 from penstock.router.memory import EngineEntry
@@ -299,7 +300,7 @@ def test_every_process_places_alike() -> None:
             env={"PYTHONHASHSEED": seed, "PYTHONPATH": __file__.rpartition("/")[0]},
             capture_output=True,
             check=True,
-            timeout=30,
+            timeout=WAIT_S,
         ).stdout
         for seed in ("1", "2")
     }

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from router_rig import Backend, RawClient, Rig, Seen, answer_name, eventually, reply, request, rig
 
+from patience import WAIT_S
 from penstock.router.admin_client import EngineLoad
 from penstock.router.backend import KVStats, parse_kv_stats
 from penstock.router.memory import EngineEntry
@@ -25,7 +26,7 @@ async def load(r: Rig, name: str) -> EngineLoad:
     return next(e for e in (await r.admin.engines()).engines if e.name == name)
 
 
-async def until(r: Rig, name: str, holds: Callable[[EngineLoad], bool], seconds: float = 10) -> None:
+async def until(r: Rig, name: str, holds: Callable[[EngineLoad], bool], seconds: float = WAIT_S) -> None:
     async def check() -> bool:
         return holds(await load(r, name))
 
@@ -73,14 +74,14 @@ async def test_a_draining_engine_serves_its_sessions_until_they_finish() -> None
 
 
 async def test_a_drain_ends_when_the_ttl_of_the_last_session_has_passed() -> None:
-    async with rig(answer_name, answer_name, session_ttl_s=0.5) as r:
+    async with rig(answer_name, answer_name, session_ttl_s=3.0) as r:
         e0, e1 = r.backends
         await r.announce([e0.entry()])
         client = await r.client()
         await client.ask(headers=session("s"))
         await r.announce([e0.entry(draining=True), e1.entry()])
         assert not (await load(r, "e0")).drained
-        await until(r, "e0", lambda e: e.drained, 60)
+        await until(r, "e0", lambda e: e.drained)
         assert (await r.admin.engines()).sessions == 0
 
 

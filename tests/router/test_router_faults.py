@@ -255,7 +255,8 @@ async def test_a_connection_that_closes_as_soon_as_it_is_open_is_a_refusal(monke
     async def late(*where: Any, **options: Any) -> Any:
         made = await connect(*where, **options)
         if where[-1] == closing:
-            await asyncio.sleep(0.05)  # by now the engine has closed it
+            while not made[0].is_closing():  # noqa: ASYNC110 - the engine closes it
+                await asyncio.sleep(0.001)
         return made
 
     monkeypatch.setattr(loop, "create_connection", late)

@@ -8,6 +8,7 @@ import time
 import pytest
 from router_rig import Backend, RawClient, Seen, answer_name, reply, request, rig
 
+from patience import WAIT_S
 from penstock.router.backend import BackendConnection
 from penstock.router.exchange import Exchange
 
@@ -69,7 +70,7 @@ async def test_the_gate_holds_new_requests_only() -> None:
         opened = time.monotonic()
         await r.gate(closed=False)
         assert (await after.receive()).status == 200
-        assert time.monotonic() - opened < 30
+        assert time.monotonic() - opened < WAIT_S
         assert r.router is not None
         assert sum(r.router.metrics.gate.counts) == 1
 
@@ -79,7 +80,7 @@ async def test_nothing_up_is_held_then_refused_with_retry_after() -> None:
         client = await r.client()
         started = time.monotonic()
         answer = await client.ask()
-        assert 0.3 <= time.monotonic() - started < 30
+        assert 0.3 <= time.monotonic() - started < WAIT_S
         assert (answer.status, answer.header("x-penstock-error")) == (503, "held_too_long")
         assert int(answer.header("retry-after") or 0) > 0
         assert b'"message":"no engine could serve it for 0.3 s' in answer.body

@@ -11,6 +11,7 @@ from router_rig import Rig, answer_name, request, rig
 from test_router_framing import BAD_BODIES
 from test_router_head import BAD_HEADS
 
+from patience import WAIT_S
 from penstock.router.exchange import REPLAY_LIMIT
 
 both_loops = pytest.mark.parametrize("process", [False, True], ids=["asyncio", "uvloop"])
@@ -56,7 +57,7 @@ async def test_a_chunked_body_that_turns_bad_reaches_no_engine_as_a_whole(size: 
     async with rig(answer_name) as r:
         client = await r.client()
         await client.send(request(headers="Transfer-Encoding: chunked\r\n") + b"%x\r\n%b\r\n" % (size, b"x" * size))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(WAIT_S):
             if size > REPLAY_LIMIT:
                 await r.backends[0].arrived.wait()
             await client.send(b"zz\r\nabc\r\n0\r\n\r\n")
@@ -69,9 +70,7 @@ async def test_a_chunked_body_that_turns_bad_reaches_no_engine_as_a_whole(size: 
 
 @both_loops
 async def test_limits(*, process: bool) -> None:
-    async with rig(
-        answer_name, process=process, max_header_bytes=2000, max_body_bytes=10_000, header_timeout_s=0.4
-    ) as r:
+    async with rig(answer_name, process=process, max_header_bytes=2000, max_body_bytes=10_000) as r:
         long = f"X-Long: {'a' * 2000}\r\n"
         assert b" 431 " in await refused(r, request(headers=long), {431})
         assert b" 431 " in await refused(r, b"GET /" + b"a" * 3000, {431})
@@ -80,11 +79,17 @@ async def test_limits(*, process: bool) -> None:
         assert b" 413 " in await refused(r, request(headers="Transfer-Encoding: chunked\r\n") + 4 * chunk, {413})
         expecting = request(headers="Expect: 100-continue\r\nContent-Length: 20000\r\n")
         assert b" 413 " in await refused(r, expecting, {413})  # told before it sends
-        started = time.monotonic()
-        assert b" 408 " in await refused(r, b"GET / HTTP/1.1\r\nHost: ", {408})
-        assert 0.4 <= time.monotonic() - started < 30
         assert r.backends[0].seen == []
         assert (await (await r.client()).ask(body=b"x" * 10_000)).status == 200
+
+
+@both_loops
+async def test_a_head_that_does_not_end(*, process: bool) -> None:
+    async with rig(answer_name, process=process, header_timeout_s=0.4) as r:
+        started = time.monotonic()
+        assert b" 408 " in await refused(r, b"GET / HTTP/1.1\r\nHost: ", {408})
+        assert time.monotonic() - started >= 0.4
+        assert r.backends[0].seen == []
 
 
 async def test_a_body_that_stalls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from hypothesis.stateful import (
 from router_rig import eventually
 from router_world import NAMES, World
 
+from patience import WAIT_S
 from penstock.router.backend import Backend
 from penstock.router.dispatcher import Dispatcher, Lane, Waiter
 
@@ -122,7 +123,7 @@ class RouterMachine(RuleBasedStateMachine):
                 pending.verdict.set_result(verdict)
                 if verdict != "hang up":
                     reading = self.world.asked[pending.number].reading
-                    await asyncio.wait([reading], timeout=10)
+                    await asyncio.wait([reading], timeout=WAIT_S)
 
         self.run(act())
 

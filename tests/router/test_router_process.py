@@ -14,6 +14,7 @@ import pytest
 from router_rig import eventually
 from worker_rig import running
 
+from patience import WAIT_S
 from penstock.errors import EngineStartError
 from penstock.process import ChildProcess
 from penstock.router import __main__ as main_module
@@ -24,7 +25,7 @@ async def run(*argv: str, env: dict[str, str] | None = None) -> tuple[int | None
     process = await asyncio.create_subprocess_exec(
         *argv, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env={**os.environ, **(env or {})}
     )
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WAIT_S):
         out, err = await process.communicate()
     return process.returncode, out.decode(), err.decode()
 
@@ -35,7 +36,7 @@ async def test_it_logs_a_line_a_request_when_asked() -> None:
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     assert process.stdout is not None
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         url = (await process.stdout.readline()).decode().split()[-1]
         await run("curl", "-sS", "-H", "X-Session-ID: s", "-d", "abc", f"{url}/v1/completions?y")
         process.terminate()
@@ -79,14 +80,14 @@ async def test_it_ends_with_its_launcher(tmp_path: Path) -> None:
         "    child = await ChildProcess.start([sys.executable, '-m', 'penstock.router'], name='r',\n"
         "        log=pathlib.Path(sys.argv[1]))\n"
         "    print(child.pid, flush=True)\n"
-        "    await asyncio.sleep(60)\n"
+        "    await asyncio.sleep(600)\n"
         "asyncio.run(main())\n"
     )
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", launcher, str(tmp_path / "log"), stdout=asyncio.subprocess.PIPE
     )
     assert process.stdout is not None
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WAIT_S):
         router = int(await process.stdout.readline())
         await eventually(lambda: "ready" in (tmp_path / "log").read_text())
         process.kill()
@@ -96,10 +97,10 @@ async def test_it_ends_with_its_launcher(tmp_path: Path) -> None:
 
 async def test_it_stops_on_sigterm_with_requests_under_way(tmp_path: Path) -> None:
     child = await ChildProcess.start([sys.executable, "-m", "penstock.router"], name="router", log=tmp_path / "log")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         await eventually(lambda: "ready" in child.log.read_text())
         url = child.log.read_text().split()[-1]
-        held = asyncio.create_task(run("curl", "-sS", "--max-time", "15", f"{url}/v1/models"))
+        held = asyncio.create_task(run("curl", "-sS", "--max-time", "600", f"{url}/v1/models"))
         admin = RouterAdmin(url)
 
         async def held_one() -> bool:

@@ -15,6 +15,7 @@ import pytest
 from router_rig import Backend, RawClient, Rig, Seen, answer_name, eventually, reply, request, rig
 from worker_rig import one_to_each, pid_of, running
 
+from patience import WAIT_S
 from penstock.errors import EngineStartError, StateError, UserError
 from penstock.fleet.router_process import RouterProcess
 from penstock.process import backoff_s
@@ -158,7 +159,7 @@ async def test_a_control_port_that_answers_otherwise_is_a_named_refusal(monkeypa
 
         monkeypatch.setattr(RouterAdmin, "_each", states)
         share_port(r.router, "127.0.0.1", 1, (1, 2), None)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT_S):
             answer = await (await r.client()).ask("/router/engines", method="GET")
         assert (answer.status, answer.header("x-penstock-error")) == (503, "no_worker")
         assert b"not as a router of this version does (malformed answer: 'workers' is missing)" in answer.body
@@ -248,7 +249,7 @@ async def test_nothing_stays_when_the_parent_is_killed(tmp_path: Path, *, stoppe
         stdout=asyncio.subprocess.PIPE, stderr=(tmp_path / "log").open("wb"),
     )  # fmt: skip
     assert launched.stdout is not None
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(2 * WAIT_S):
         url = (await launched.stdout.readline()).decode().split()[-1]
         admin = RouterAdmin(url)
         workers = (await admin.engines()).workers
@@ -294,7 +295,7 @@ async def test_a_worker_that_dies_inside_its_report_is_an_error(
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     workers = Workers(RouterConfig(workers=2), None, [])
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT_S):
         with pytest.raises(EngineStartError, match=r"router worker \d ended inside the report of its start, b"):
             await workers.start()
         await workers.close()
@@ -330,7 +331,7 @@ async def test_every_process_asks_for_the_key_and_only_loopback_needs_none() -> 
 def test_a_router_of_one_process_imports_nothing_of_several() -> None:
     code = "import sys, penstock.router.__main__; print([m for m in sys.modules if m in sys.argv[1:]])"
     names = ["penstock.router.workers", "penstock.router.admin_client", "aiohttp"]
-    answer = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, check=True, timeout=60)
+    answer = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, check=True, timeout=WAIT_S)
     assert answer.stdout == b"[]\n"
 
 

@@ -14,6 +14,7 @@ import zstandard
 from sqlalchemy import func, select
 from tinker_rig import KEY, OTHER_KEY, Rig, fleet_of, parts, rig, until
 
+from patience import WAIT_S
 from penstock.errors import ConfigError, UserError
 from penstock.tinker import futures
 from penstock.tinker.api_process import serving
@@ -54,10 +55,15 @@ async def test_a_poll_is_held_and_woken_by_the_result(tmp_path: Path) -> None:
         pending = await service.post("retrieve_future", future)
         assert pending == {"type": "try_again", "request_id": future["request_id"], "queue_state": "active"}
         assert time.monotonic() - began >= 0.9
+    (folder := tmp_path / "woken").mkdir()
+    async with rig(folder, hold_s=10 * WAIT_S) as service:
+        model = await service.model()
+        service.learner.hold = asyncio.Event()
+        future = await service.step(model, 1)
         waiting = asyncio.create_task(service.post("retrieve_future", future))
         await asyncio.sleep(0.05)
         service.learner.hold.set()
-        assert "metrics" in await waiting
+        assert "metrics" in await asyncio.wait_for(waiting, WAIT_S)
         await service.post("retrieve_future", {"request_id": "none"}, status=410)
 
 

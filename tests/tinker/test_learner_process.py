@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from patience import WAIT_S
 from penstock.errors import UserError
 from penstock.tinker import learner_process
 from penstock.tinker.learner_process import Answer, Answers, Operations, build_app
@@ -164,5 +165,5 @@ async def test_a_thread_that_hangs_ends_the_process_and_the_answer_says_so(
         headers = {"X-Operation": "optim_step", "X-Model": "a"}
         answer = await http.post("/operations/a:1", content=b'{"adam_params": {}}', headers=headers)
     assert (answer.status_code, answer.text) == (500, "its thread did not come back within 0.2 s")
-    assert await asyncio.wait_for(ended, 60) == answer.text
+    assert await asyncio.wait_for(ended, WAIT_S) == answer.text
     assert operations.answers.get("a:1") is None, "nobody knows what it did"

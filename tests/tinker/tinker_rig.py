@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from patience import WAIT_S
 from penstock import Fleet
 from penstock.asgi import listening_at, serving_app
 from penstock.router.server import Router
@@ -153,7 +154,7 @@ class Rig:
     async def process(self, **more: Any) -> AsyncIterator[Rig]:
         """Another API process on the same database."""
         options = replace(self.options, **more)
-        async with serving(options) as url, httpx.AsyncClient(base_url=url, timeout=60.0) as http:
+        async with serving(options) as url, httpx.AsyncClient(base_url=url, timeout=WAIT_S) as http:
             yield replace(self, options=options, http=http)
 
     @asynccontextmanager
@@ -229,7 +230,7 @@ async def fleet_of(count: int = 1, **options: Any) -> AsyncIterator[tuple[Fleet,
         router = Router()
         await router.start("127.0.0.1", 0)
         stack.push_async_callback(router.close)
-        fleet = Fleet.connect([server.url for server in servers], url=router.url, control_timeout_s=60.0)
+        fleet = Fleet.connect([server.url for server in servers], url=router.url, control_timeout_s=WAIT_S)
         yield await stack.enter_async_context(fleet), servers
 
 
@@ -258,7 +259,7 @@ async def parts(data: Path, *, sim: dict[str, Any] | None = None, **more: Any) -
             "hold_s": 5.0,
         }
         options = Options(**usual | more)
-        http = await stack.enter_async_context(httpx.AsyncClient())
+        http = await stack.enter_async_context(httpx.AsyncClient(timeout=WAIT_S))
         yield Rig(data, learner, fleet, servers, options, http)
 
 
@@ -269,6 +270,6 @@ async def rig(data: Path, **more: Any) -> AsyncIterator[Rig]:
 
 
 async def until(true: Callable[[], Any]) -> None:
-    async with asyncio.timeout(60.0):
+    async with asyncio.timeout(WAIT_S):
         while not true():  # noqa: ASYNC110
             await asyncio.sleep(0.01)

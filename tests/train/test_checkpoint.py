@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from patience import WAIT_S
 from penstock.errors import CheckpointError
 from penstock.train.checkpoint import FORMAT, KEEP, RECORD, latest, load, read_tensors, save, write_tensors
 
@@ -191,7 +192,7 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path)
             process.wait(timeout=delay)
         except subprocess.TimeoutExpired:
             os.kill(process.pid, signal.SIGKILL)
-        process.wait(timeout=60)
+        process.wait(timeout=WAIT_S)
         process.stdout.close()
         path = latest(run)
         assert path is not None

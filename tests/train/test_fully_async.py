@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from in_process_engine import InProcessEngine
 from training_setup import Characters, Letters, config_of
 
+from patience import WAIT_S
 from penstock.config import RunConfig
 from penstock.engine.interface import Engine
 from penstock.errors import StateError
@@ -313,7 +314,7 @@ async def test_rollouts_go_on_while_the_learner_trains(tmp_path: Path) -> None:
                 while len(engine.requests) - config.eval.size < submitted:  # noqa: ASYNC110 - the fake has no event
                     await asyncio.sleep(0)
 
-            asyncio.run_coroutine_threadsafe(next_batch_is_in(), loop).result(timeout=60)
+            asyncio.run_coroutine_threadsafe(next_batch_is_in(), loop).result(timeout=WAIT_S)
             waited.append(True)
             return super().step(trajectories)
 

@@ -14,6 +14,7 @@ import torch
 from random_trajectories import trajectories_of
 from torch.distributed import distributed_c10d
 
+from patience import WAIT_S
 from penstock.config import TrainConfig
 from penstock.errors import LearnerError, PenstockError
 from penstock.train import ranks as module
@@ -44,7 +45,7 @@ async def test_a_rank_that_is_killed_ends_the_run_with_its_name(micro_model: str
 
         asyncio.get_running_loop().call_later(0.3, os.kill, pid, signal.SIGKILL)
         with pytest.raises(LearnerError, match=rf"rank 1 of the learner \(pid {pid}\) ended with status -9.*--resume"):
-            await asyncio.wait_for(ranks.during(steps()), 60)
+            await asyncio.wait_for(ranks.during(steps()), WAIT_S)
         with pytest.raises(LearnerError):
             two.step(batch)
 
@@ -57,7 +58,7 @@ async def test_a_rank_that_stands_still_in_a_save_ends_the_run_with_its_name(
     folder = tmp_path / "checkpoint"
     folder.mkdir()
     os.mkfifo(folder / "__1_0.distcp")  # rank 1 opens it to write, and nothing ever reads
-    async with asyncio.timeout(60), Ranks(2, tmp_path, {}) as ranks:
+    async with asyncio.timeout(WAIT_S), Ranks(2, tmp_path, {}) as ranks:
         made: list[RankGroup] = []
 
         def learner_of(group: RankGroup) -> RankedLearner:
@@ -78,7 +79,7 @@ async def test_a_cancelled_run_does_not_wait_for_a_rank_that_stands_still(
 ):
     monkeypatch.setattr(module, "STOP_S", 1.0)
     data = [Datum([1, 2, 3], [2, 3, 4], [1.0] * 3, [-1.0] * 3, [1.0] * 3)]
-    async with asyncio.timeout(60), Ranks(2, tmp_path, {}) as ranks:
+    async with asyncio.timeout(WAIT_S), Ranks(2, tmp_path, {}) as ranks:
         learner = await ranks.load(lambda group: RankedLearner(group, micro_model, CONFIG, seed=0, served_dtype="auto"))
         os.kill(ranks.pids[1], signal.SIGSTOP)
         step = to_the_end(asyncio.to_thread(learner.forward_backward, None, LossSpec({"dapo": 1.0}), data))
@@ -93,7 +94,7 @@ async def test_a_cancelled_run_does_not_wait_for_a_rank_that_stands_still(
 async def test_a_rank_that_cannot_start_is_named(micro_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(LearnerError, match=r"rank 1 .* ended with status 1; it said last: nothing"):
-        async with asyncio.timeout(60), Ranks(2, tmp_path, {}) as ranks:
+        async with asyncio.timeout(WAIT_S), Ranks(2, tmp_path, {}) as ranks:
             await ranks.load(lambda group: RankedLearner(group, micro_model, CONFIG, seed=0, served_dtype="float32"))
 
 
@@ -127,7 +128,7 @@ async def test_a_loss_of_ones_own_is_computed_by_every_rank(
     one = Trainee(LocalLearner(micro_model, CONFIG, seed=0), CONFIG)
     batch = trajectories_of(one)
     monkeypatch.chdir(tmp_path)  # where the other ranks find it, as they do beside `penstock train`
-    async with asyncio.timeout(90), Ranks(2, tmp_path, {}) as ranks:
+    async with asyncio.timeout(WAIT_S), Ranks(2, tmp_path, {}) as ranks:
         two = await _load(ranks, micro_model, own)
         there, here = one.step(batch), await asyncio.to_thread(two.step, batch)
         assert here["loss"] == pytest.approx(there["loss"], rel=1e-3, abs=1e-5)
@@ -142,6 +143,6 @@ async def test_a_loss_of_ones_own_is_computed_by_every_rank(
 async def test_a_rank_that_does_not_find_the_loss_is_named_before_the_first_step(
     micro_model: str, own: TrainConfig, tmp_path: Path
 ):
-    async with asyncio.timeout(90), Ranks(2, tmp_path, {}) as ranks:
+    async with asyncio.timeout(WAIT_S), Ranks(2, tmp_path, {}) as ranks:
         with pytest.raises(LearnerError, match=r"rank 1 .*ended with status 1; .*losses_of_mine"):
             await _load(ranks, micro_model, own)

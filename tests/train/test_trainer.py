@@ -17,6 +17,7 @@ import pytest
 import torch
 from training_setup import SIM, Characters, Letters, Recorder, config_of, learner_of, run_on_sim, save_nano_model
 
+from patience import WAIT_S
 from penstock.config import RunConfig
 from penstock.errors import (
     CheckpointError,
@@ -164,7 +165,7 @@ async def test_a_cancelled_run_does_not_wait_for_held_out_tasks(model: Path, tmp
     try:
         assert await asyncio.to_thread(endless.begun.wait, 60.0)
         running.cancel()
-        await asyncio.wait([running], timeout=60.0)
+        await asyncio.wait([running], timeout=WAIT_S)
         assert running.cancelled()
         assert not endless.end.is_set()
     finally:
@@ -310,7 +311,7 @@ async def test_kill_minus_nine_and_resume_leave_one_contiguous_record(model: Pat
         command = [sys.executable, str(script), str(model), str(tmp_path / "run"), "14", *arguments]
         process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
         assert process.stdout is not None
-        async with asyncio.timeout(90):
+        async with asyncio.timeout(WAIT_S):
             async for line in process.stdout:
                 if line.decode().strip() == last:
                     return process
@@ -493,7 +494,7 @@ async def test_a_dead_engine_ends_the_run(model: Path, tmp_path: Path) -> None:
     config = config_of(model)
     folder = RunFolder.create(tmp_path, config)
     sim = replace(SIM, faults=(Fault(FaultKind.EXIT, Phase.TOKENS, after_tokens=400),))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT_S):
         with pytest.raises(EngineDeadError):
             await run_on_sim(config, folder, sim=sim)
     assert not (tmp_path / "summary.json").exists()

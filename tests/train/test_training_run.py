@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from training_setup import Letters, Recorder, config_of, save_nano_model
 
 from char_tokenizer import save_char_tokenizer
+from patience import WAIT_S
 from penstock.config import RunConfig, load_config
 from penstock.errors import ConfigError, EngineStartError, StateError, UserError
 from penstock.fleet.remote import FleetClient
@@ -194,15 +195,15 @@ async def test_a_run_is_found_by_penstock_fleet_which_can_stop_it(
     config = config.model_copy(update={"train": config.train.model_copy(update={"steps": 10_000})})
     told = Waiting()
     running = asyncio.create_task(run(config, resume=False, reporter=told))
-    await asyncio.wait_for(told.stepped.wait(), 60.0)
+    await asyncio.wait_for(told.stepped.wait(), WAIT_S)
     (port,) = present()
     async with FleetClient.to(f"http://127.0.0.1:{port}") as link:
         state = await link.state()
         assert [member.name for member in state.members] == ["e0", "e1"]
         assert state.version >= 1
-        await asyncio.wait_for(link.stop(), 60.0)
+        await asyncio.wait_for(link.stop(), WAIT_S)
     with pytest.raises(StateError, match="was told to stop"):
-        await asyncio.wait_for(running, 60.0)
+        await asyncio.wait_for(running, WAIT_S)
     assert set(psutil.Process().children(recursive=True)) <= before
     assert present() == {}
 
@@ -228,14 +229,14 @@ async def test_a_run_that_is_going_on_is_refused_to_every_other_and_keeps_its_pa
     told = Waiting()
     running = asyncio.create_task(run(config, resume=False, reporter=told))
     try:
-        await asyncio.wait_for(told.stepped.wait(), 60.0)
+        await asyncio.wait_for(told.stepped.wait(), WAIT_S)
         for flags in ({"fresh": True}, {"resume": True}, {}):
             with pytest.raises(UserError, match=rf"is going on: it is held by process {os.getpid()} on .* since "):
                 await run(config, **{"resume": False, **flags}, reporter=Recorder())
         assert RunFolder.open(tmp_path / "test").metrics()[0]["step"] == 1
     finally:
         running.cancel()
-        await asyncio.wait([running], timeout=60.0)
+        await asyncio.wait([running], timeout=WAIT_S)
     with RunFolder.lock(tmp_path / "test"):
         pass
 

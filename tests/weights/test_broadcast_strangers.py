@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d as c10d
 
+from patience import WAIT_S
 from penstock.errors import TransferError
 from penstock.weights.broadcast import BroadcastStore, GroupSpec
 from penstock.weights.group import Group, NcclStore, listen
@@ -66,7 +67,7 @@ def member(told: Any, **other: Any) -> Group:
 
 def members(store: BroadcastStore, count: int) -> None:
     """Wait until the trainer has so many."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + WAIT_S
     while len(store._present_group()._peers) != count:
         assert time.monotonic() < end
         time.sleep(0.01)

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 import torch
 
+from patience import WAIT_S
 from penstock.errors import WeightsError
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.member import State
@@ -28,7 +29,7 @@ async def test_updates_joins_and_returns(fleet):
     await fleet.add_engines(1)
     (first, *_) = fleet._roster.members
     first.process.kill()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WAIT_S):
         await fleet._roster.until(lambda: first.state is State.DEAD)
         await fleet._roster.until(lambda: first.state is State.SERVING)
     assert [member.weight_version for member in fleet._roster.members] == [3, 3, 3]
