@@ -6,6 +6,7 @@ SkyRL #2246 and #1798, NeMo RL #4018 and #3152, miles #2782, pytorch/rl #4016.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import torch
@@ -42,12 +43,15 @@ async def test_a_prefix_cached_before_an_update_is_computed_again_after_it(fleet
 @pytest.mark.parametrize("kv", ["recompute", "keep_in_flight"])
 async def test_real_vllm_computes_a_cached_prefix_again_after_an_update(live, kv: KV) -> None:
     """Logprobs equal those of the model under the version that each token claims, and not those before."""
-    one, long = SamplingParams(max_tokens=1, temperature=0, detokenize=False), LONG
+    one, long = SamplingParams(max_tokens=1, temperature=0, detokenize=False), replace(LONG, ignore_eos=True)
     before = (await live.engine.sample(PREFIX, 1, one))[0]
-    running = asyncio.create_task(live.engine.sample(PREFIX, 2, long))
-    await asyncio.sleep(0.2)
-    await live.update(changed(live.history.latest, 31), kv)
-    after = (await live.engine.sample(PREFIX, 1, one))[0]
+    with live.hold.at(20):
+        running = asyncio.create_task(live.engine.sample(PREFIX, 2, long))
+        await live.hold.reached(2)
+        await live.update(changed(live.history.latest, 31), kv)
+        after = (await live.engine.sample(PREFIX, 1, one))[0]
     assert after.logprobs != before.logprobs
-    for sample in (after, *await running):
+    crossed = await running
+    assert [len(sample.spans) for sample in crossed] == [2, 2]
+    for sample in (after, *crossed):
         assert live.history.worst_difference(PREFIX, sample) < 1e-4

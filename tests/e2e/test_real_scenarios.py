@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock import Fleet
+from penstock.train.scenarios.fleets import TOKENS
 from penstock.train.scenarios.run import run_scenario
 from penstock.train.scenarios.table import SCENARIOS
 
@@ -22,9 +24,18 @@ NOISE = 0.08
 
 
 @pytest.mark.parametrize("name", [QUICK[0], pytest.param(QUICK[1], marks=pytest.mark.slow)])
-async def test_a_quick_scenario_holds(name, tmp_path):
+async def test_a_quick_scenario_holds(name, tmp_path, hold, monkeypatch):
     config = SCENARIOS[name].config(profile="cpu", run_dir=tmp_path, model=MODEL, overrides=["fleet.engines=1"])
-    result = await run_scenario(SCENARIOS[name], config)
+    config = config.model_copy(update={"engine": config.engine.model_copy(update={"extra_args": hold.extra_args})})
+    resume = Fleet.resume_generation
+
+    async def let_go(fleet):
+        hold.release()
+        await resume(fleet)
+
+    monkeypatch.setattr(Fleet, "resume_generation", let_go)  # before that no request can end
+    with hold.at(TOKENS - 1):
+        result = await run_scenario(SCENARIOS[name], config)
     assert result.ok, result.row()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import openai
 import pytest
@@ -39,21 +38,22 @@ async def fleet(live, tmp_path):
 
 async def test_every_token_is_exact_and_in_flight_updates_lose_none(fleet, live):
     prompts = [[5 + i, 6, 7] for i in range(16)]
-    params = replace(LONG, max_tokens=1000)
-    running = asyncio.create_task(fleet.generate(prompt_token_ids=prompts, sampling_params=params))
-    await asyncio.sleep(0.5)
-    model = changed(live.history.latest, 5)
-    update = asyncio.create_task(fleet.update_weights(model.named_parameters()))
-    late = asyncio.create_task(fleet.sample([40, 41], 2, LONG, session_id="s"))  # no gate holds it
-    report = await update
+    start, model = fleet.weight_version, changed(live.history.latest, 5)
+    with live.hold.at(40):
+        running = asyncio.create_task(fleet.generate(prompt_token_ids=prompts, sampling_params=LONG))
+        await live.hold.reached(16)
+        update = asyncio.create_task(fleet.update_weights(model.named_parameters()))
+        late = asyncio.create_task(fleet.sample([40, 41], 2, LONG, session_id="s"))  # no gate holds it
+        report = await update
     live.history.models[report.version] = model
     out = await running
     samples = [
         Sample(*part)
         for part in zip(out.response_ids, out.stop_reasons, out.response_logprobs, out.response_spans, strict=True)
     ]
-    assert [len(sample.token_ids) for sample in samples] == [1000] * 16
-    assert any(len(sample.spans) > 1 for sample in samples), "no request was in flight during the update"
+    assert [len(sample.token_ids) for sample in samples] == [150] * 16
+    for sample in samples:
+        assert [span.version for span in sample.spans] == [start, start + 1]
     for prompt, sample in [*zip(prompts, samples, strict=True), *(([40, 41], s) for s in await late)]:
         assert live.history.worst_difference(prompt, sample) < 1e-4
 

@@ -114,7 +114,7 @@ async def test_rows_are_exact_through_updates_and_a_death_in_mid_turn(tokenizer:
         engines=2,
         profile="sim",
         max_model_len=512,
-        control_timeout_s=30.0,
+        control_timeout_s=60.0,
         restart_backoff_s=0.05,
         extra_args={"tokens-per-second": 300},
     ) as fleet:
@@ -248,9 +248,10 @@ async def test_real_rows_equal_the_engine_s_own_prompt_logprobs(live: Any, token
         messages[2]["content"] = "another"  # a branch after the first answer
         await ask(f"s{number}", messages[:3])
 
-    playing = [asyncio.create_task(episode(i, (harness.chat, harness.message)[i % 2])) for i in range(4)]
-    await asyncio.sleep(0.3)
-    await live.update(changed(live.history.latest, 77))
+    with live.hold.at(6):
+        playing = [asyncio.create_task(episode(i, (harness.chat, harness.message)[i % 2])) for i in range(4)]
+        await live.hold.reached(2)  # an answer may end by itself before that, but not each of its session's
+        await live.update(changed(live.history.latest, 77))
     await asyncio.gather(*playing)
     sampled = trained = 0
     for i in range(4):

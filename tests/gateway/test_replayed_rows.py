@@ -21,19 +21,10 @@ from penstock.engine.launch import EngineProcess
 from penstock.gateway.service import Tenant
 from penstock.rollout.tokenizer import Tokenizer
 from penstock.settings import EngineConfig
-from penstock.types import PauseMode
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 TENANT = Tenant("a", KEY)
-
-
-async def made(live: Any, number: int) -> None:
-    """Return when the engine has made so many tokens more."""
-    wanted = (await live.engine.control.stats()).generation_tokens + number
-    async with asyncio.timeout(60):
-        while (await live.engine.control.stats()).generation_tokens < wanted:
-            pass
 
 
 async def turn(harness: Harness, wire: int, session: str, said: list[Any], most: int, **sampling: float) -> None:
@@ -94,9 +85,10 @@ async def test_rows_are_what_fresh_engines_of_their_versions_compute(
             await turn(harness, number % 3, f"s{number}", said, 40, temperature=temperatures[f"s{number}"])
 
     before = live.engine.weight_version
-    playing = [asyncio.create_task(episode(number)) for number in range(6)]
-    await made(live, 100)
-    after = (await live.update(changed(live.history.latest, 78))).version
+    with live.hold.at(10):
+        playing = [asyncio.create_task(episode(number)) for number in range(6)]
+        await live.hold.reached(3)  # an answer may end by itself before that, but not each of its session's
+        after = (await live.update(changed(live.history.latest, 78))).version
     await asyncio.gather(*playing)
     seen: set[int] = set()
     async with AsyncExitStack() as stack:
@@ -130,12 +122,11 @@ async def test_rows_through_an_update_that_keeps_kv_are_replayed_with_it_repeate
     async def ask(number: int) -> None:
         await turn(harness, number % 3, f"k{number}", conversations[number], 400)
 
-    asking = [asyncio.create_task(ask(number)) for number in range(24)]
-    await made(live, 24)
-    await live.engine.pause_generation(PauseMode.KEEP, clear_cache=False)
-    kept = (await live.update(changed(live.history.latest, 79), "keep_in_flight")).engines[0].kept
-    await live.engine.resume_generation()
-    assert kept > 0
+    with live.hold.at(3):
+        asking = [asyncio.create_task(ask(number)) for number in range(24)]
+        await live.hold.reached(12)  # some answers may end by themselves before that
+        kept = (await live.update(changed(live.history.latest, 79), "keep_in_flight")).engines[0].kept
+    assert kept >= 12
     await asyncio.gather(*asking)
     await asyncio.gather(*(ask(number) for number in range(24)))
     crossed: list[float] = []
