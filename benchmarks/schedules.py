@@ -218,7 +218,7 @@ async def one_run(config: RunConfig, fleet: Fleet, learner: Learner, given: argp
         await train(
             config,
             fleet,
-            learner=Unsaved(learner, config.train, 1.0, config.rollout.max_tokens),
+            trainee=Unsaved(learner, config.train, 1.0, config.rollout.max_tokens),
             generator=generator(fleet, tokenizer, environment, params, 4096),
             environment=environment,
             folder=folder,

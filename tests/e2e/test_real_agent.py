@@ -52,7 +52,7 @@ async def test_it_starts_and_takes_two_steps(tmp_path: Path, monkeypatch: pytest
     assert summary.steps == 2
     records = RunFolder.open(tmp_path / "agent").trajectories()
     assert records
-    assert all(record.prompt.endswith("?") for record in records)
+    assert all(record["prompt"].endswith("?") for record in records)
 
 
 @pytest.mark.vllm

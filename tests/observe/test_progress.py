@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 from sample_run import sample_report, sample_rows, sample_summary
 
-from penstock.observe.progress import BLOCKS, LINE_EVERY, RunDisplay, bar, clock, end_table, milliseconds, sparkline
+from penstock.observe.progress import BLOCKS, LINE_EVERY, RunDisplay, clock, end_table, milliseconds, sparkline
 from penstock.observe.summary import Reporter
 
 
@@ -104,11 +104,10 @@ def test_table_fits_the_terminal(width: int) -> None:
     assert "not measured" in run.out.getvalue()
 
 
-def test_sparklines_bars_and_times() -> None:
+def test_sparklines_and_times() -> None:
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == BLOCKS
     assert sparkline([0, 0, 7, 7], 2) == "▁█"
     assert sparkline([5.0], 8) == "▁"
     assert len(sparkline(list(range(1000)), 48)) == 48
-    assert [bar(share, 1) for share in (0, 0.125, 0.5, 1, 2)] == ["", "▏", "▌", "█", "█"]
     assert [clock(s) for s in (5, 65.4, 7209)] == ["0:05", "1:05", "2:00:09"]
     assert [milliseconds(s) for s in (0.0448, 1.234)] == ["45 ms", "1.23 s"]

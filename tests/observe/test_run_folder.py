@@ -17,7 +17,7 @@ from penstock.config import RunConfig, load_config
 from penstock.errors import ConfigError, UserError
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Summary
-from penstock.observe.trajectory_log import SHOWN, TrajectoryRecord, pick, to_markdown
+from penstock.observe.trajectory_log import SHOWN, pick, record_of, to_markdown
 from penstock.settings import EngineConfig
 from penstock.types import Trajectory
 
@@ -187,12 +187,12 @@ def test_rows_survive_and_truncation_drops_what_came_later(tmp_path: Path) -> No
     folder = RunFolder.create(tmp_path, config_of())
     for step in range(1, 6):
         folder.append_metrics(row(step))
-        folder.append_trajectories([TrajectoryRecord.of(step, trajectory(), decode)])
+        folder.append_trajectories([record_of(step, trajectory(), decode)])
         folder.append_evaluation(step, step / 10)
     dropped = folder.truncate(3)
     assert [r["step"] for r in dropped] == [4, 5]
     assert [r["step"] for r in folder.metrics()] == [1, 2, 3]
-    assert [r.step for r in folder.trajectories()] == [1, 2, 3]
+    assert [r["step"] for r in folder.trajectories()] == [1, 2, 3]
     assert folder.evaluations() == {1: 0.1, 2: 0.2, 3: 0.3}
 
 
@@ -209,10 +209,10 @@ def test_a_row_cut_short_by_a_kill_is_no_row(tmp_path: Path) -> None:
 
 def test_trajectories_come_back_as_they_were(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, config_of())
-    record = TrajectoryRecord.of(4, trajectory(), decode)
+    record = record_of(4, trajectory(), decode)
     folder.append_trajectories([record])
     assert folder.trajectories() == [record]
-    assert [(t.id, t.text, t.logprob, t.version) for t in record.tokens] == [
+    assert [(t["id"], t["text"], t["logprob"], t["version"]) for t in record["tokens"]] == [
         (10, "j", -0.5, 3),
         (11, "k", -0.5, 3),
         (12, "l", -0.5, 4),
@@ -227,7 +227,7 @@ def test_a_completion_of_two_versions_is_recorded_where_there_is_one() -> None:
 
 
 def test_markdown_shows_every_token_and_survives_bars_and_backticks() -> None:
-    record = TrajectoryRecord.of(2, trajectory(), lambda ids: "|`" * len(ids))
+    record = record_of(2, trajectory(), lambda ids: "|`" * len(ids))
     text = to_markdown([record])
     assert "## Step 2, group 7, reward 1" in text
     assert "made by weight version 3, 4" in text
@@ -235,7 +235,7 @@ def test_markdown_shows_every_token_and_survives_bars_and_backticks() -> None:
 
 
 def test_markdown_shows_the_first_the_last_and_no_more_than_it_says() -> None:
-    records = [TrajectoryRecord.of(step, trajectory(), decode) for step in range(1, 101)]
+    records = [record_of(step, trajectory(), decode) for step in range(1, 101)]
     text = to_markdown(records)
     assert text.count("## Step") == SHOWN
     assert "## Step 1," in text

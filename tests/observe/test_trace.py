@@ -11,7 +11,7 @@ import pytest
 from penstock.config import RunConfig
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import idle_shares
-from penstock.observe.trace import Tracer, chrome_trace
+from penstock.observe.trace import LEARNER, Tracer, chrome_trace
 from penstock.settings import EngineConfig
 from penstock.types import EngineUpdate, UpdateReport
 from virtual_time import run_virtual
@@ -90,7 +90,7 @@ def test_tracks_stand_in_the_order_of_the_engines_numbers() -> None:
 
 def test_an_update_stands_on_each_engine_where_it_was(tmp_path: Path) -> None:
     tracer = Tracer(lambda: 9.0, None)
-    tracer.of_learner("training", 1.0, 2.0)
+    tracer.add(LEARNER, "training", 1.0, 2.0)
     engines = tuple(EngineUpdate(name, {"prepare": 0.5, "bubble": 0.25}, 0, "") for name in ("e0", "e1"))
     tracer.of_update(UpdateReport(7, 0, {"publish": 0.5, "prepare": 0.5, "gate": 0.3, "total": 1.3}, engines), 3.0)
     spans, idle = tracer.cut(4, 9.0)

@@ -14,9 +14,8 @@ from patience import WAIT_S
 from penstock.config import RunConfig
 from penstock.errors import UserError
 from penstock.observe import trackers
-from penstock.observe.run_folder import RunFolder
-from penstock.observe.summary import Reporter
-from penstock.observe.trackers import HELD_OUT, Reporters, check_trackers, tracked
+from penstock.observe.run_folder import HELD_OUT, RunFolder
+from penstock.observe.trackers import check_trackers, tracked
 from penstock.settings import EngineConfig
 
 
@@ -39,18 +38,22 @@ def config_with(*names: str) -> RunConfig:
     return RunConfig.model_validate({"engine": EngineConfig(model="m"), "trackers": names, "train": {"steps": 5}})
 
 
-def test_steps_and_evaluations_go_to_each_tracker_and_a_failing_one_is_left_out() -> None:
+def test_steps_and_evaluations_go_to_each_tracker_and_a_failing_one_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     good, bad = Kept(), Kept(refused=3)
-    reporter = Reporters(Reporter(), {"good": good, "bad": bad}, last_step=5)
-    reporter.on_eval("before", 0.25)
-    for step in (2, 3, 4):
-        reporter.on_step({"step": step, "reward_mean": 0.5})
-    reporter.on_eval("step 4", 0.5)
-    reporter.on_eval("after", 0.75)
-    assert [step for step, _ in good.figures] == [0, 2, 3, 4, 4, 5]
+    monkeypatch.setattr(trackers, "TRACKERS", {"tensorboard": lambda *_: bad, "wandb": lambda *_: good})
+    folder = RunFolder.create(tmp_path, config_with())
+    with tracked(config_with("tensorboard", "wandb"), folder):
+        folder.append_evaluation(0, 0.25)
+        for step in (2, 3, 4):
+            folder.append_metrics({"step": step, "reward_mean": 0.5})
+        folder.append_evaluation(4, 0.5)
+    assert [step for step, _ in good.figures] == [0, 2, 3, 4, 4]
     assert good.figures[0] == (0, {HELD_OUT: 0.25})
-    assert good.figures[-1] == (5, {HELD_OUT: 0.75})
+    assert good.figures[-1] == (4, {HELD_OUT: 0.5})
     assert [step for step, _ in bad.figures] == [0, 2]
+    assert [row["step"] for row in folder.metrics()] == [2, 3, 4]
 
 
 def test_tensorboard_has_every_figure(tmp_path: Path) -> None:
@@ -59,10 +62,10 @@ def test_tensorboard_has_every_figure(tmp_path: Path) -> None:
 
     config = config_with("tensorboard")
     folder = RunFolder.create(tmp_path, config)
-    with tracked(Reporter(), config, folder) as reporter:
+    with tracked(config, folder):
         for step in (1, 2):
-            reporter.on_step({"step": step, "reward_mean": step / 4})
-        reporter.on_eval("after", 0.75)
+            folder.append_metrics({"step": step, "reward_mean": step / 4})
+        folder.append_evaluation(5, 0.75)
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("reward_mean")] == [(1, 0.25), (2, 0.5)]
@@ -76,10 +79,11 @@ def test_tensorboard_of_a_resumed_run_has_each_step_once(tmp_path: Path) -> None
     config = config_with("tensorboard")
     folder = RunFolder.create(tmp_path, config)
     for resumed, steps in ((0, (1, 2, 3)), (1, (2, 3, 4))):  # a kill after step 3, a checkpoint after step 1
-        with tracked(Reporter(), config, folder, resumed) as reporter:
-            reporter.on_eval("before", 0.25)
+        with tracked(config, folder, resumed):
+            if not resumed:
+                folder.append_evaluation(0, 0.25)
             for step in steps:
-                reporter.on_step({"step": step, "reward_mean": step / 4 + resumed})
+                folder.append_metrics({"step": step, "reward_mean": step / 4 + resumed})
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("reward_mean")] == [(1, 0.25), (2, 1.5), (3, 1.75), (4, 2.0)]
@@ -108,8 +112,9 @@ def test_wandb_gets_config_and_figures_and_is_closed(tmp_path: Path, monkeypatch
     stand_in.init = init  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
     config = config_with("wandb")
-    with tracked(Reporter(), config, RunFolder.create(tmp_path, config)) as reporter:
-        reporter.on_step({"step": 1, "reward_mean": 0.5})
+    folder = RunFolder.create(tmp_path, config)
+    with tracked(config, folder):
+        folder.append_metrics({"step": 1, "reward_mean": 0.5})
     assert [name for name, _ in calls] == ["init", "define_metric", "log", "finish"]
     assert calls[0][1]["dir"] == str(tmp_path)
     assert calls[0][1]["config"]["train"]["steps"] == 5
@@ -129,12 +134,12 @@ def test_a_tracker_that_does_not_start_is_named_and_one_that_fails_at_its_end_en
 
     monkeypatch.setattr(trackers, "TRACKERS", {"tensorboard": lambda *_: Unclosed(), "wandb": no_key})
     folder = RunFolder.create(tmp_path, config_with())
-    with tracked(Reporter(), config_with("tensorboard"), folder):
+    with tracked(config_with("tensorboard"), folder):
         pass
     assert "tensorboard failed (no route) at its end" in caplog.text
     with (
         pytest.raises(UserError, match=r"wandb failed \(No API key configured\.\); leave it out, or have wandb"),
-        tracked(Reporter(), config_with("wandb"), folder),
+        tracked(config_with("wandb"), folder),
     ):
         raise AssertionError("the block is not reached")
 
@@ -159,8 +164,9 @@ def test_the_real_wandb_keeps_figures_without_a_network(tmp_path: Path, monkeypa
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     config = config_with("wandb")
-    with tracked(Reporter(), config, RunFolder.create(tmp_path, config)) as reporter:
-        reporter.on_step({"step": 1, "reward_mean": 0.25})
+    folder = RunFolder.create(tmp_path, config)
+    with tracked(config, folder):
+        folder.append_metrics({"step": 1, "reward_mean": 0.25})
     [kept] = tmp_path.glob("wandb/offline-run-*/*.wandb")
     ends = time.monotonic() + WAIT_S
     while b"reward_mean" not in kept.read_bytes():  # its own process writes it

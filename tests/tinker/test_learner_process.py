@@ -19,7 +19,6 @@ from penstock.tinker import learner_process
 from penstock.tinker.learner_process import Answer, Answers, Operations, build_app
 from penstock.tinker.models import Models
 from penstock.tinker.trainer import Sizes
-from penstock.train.interface import StepFigures
 
 
 class Learner:
@@ -35,12 +34,12 @@ class Learner:
             raise UserError(f"there is an adapter {name!r} already")
         self.done.append(name)
 
-    def optim_step(self, name: str, adam: Any, *, scale: float) -> StepFigures:
+    def optim_step(self, name: str, adam: Any, *, scale: float) -> float:
         self.go.wait(60)
         self.done.append(f"{name}@{adam.learning_rate:g}")
         if self.error is not None:
             raise self.error
-        return StepFigures(1.0 * scale)
+        return 1.0 * scale
 
 
 class Adapters:

@@ -58,7 +58,7 @@ def measure(group: RankGroup, model: str, config: TrainConfig) -> dict[str, obje
     learner = fsdp.ShardedLearner(group, model, config, seed=0, served_dtype="float32")
     taken = peak.end()
     held = weights_dtype(config, group.device)
-    found = {name: tensor for unit in range(learner.units) for name, tensor in learner.gather(unit).take()}
+    found = {name: tensor for unit in range(learner.units) for name, tensor in learner.take(learner.gather(unit))}
     there = {name: tensor.to(held).float() for name, tensor in stored(model).items()}
     size = sum(tensor.numel() for tensor in found.values()) * held.itemsize
     equal = found.keys() == there.keys() and all(torch.equal(found[name], there[name]) for name in there)

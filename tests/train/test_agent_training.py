@@ -69,8 +69,8 @@ async def test_a_callable_plays_the_episodes_of_a_run(model: Path, tmp_path: Pat
     )
     assert summary.steps == 2
     records = RunFolder.open(tmp_path / "test").trajectories()
-    assert {record.reward for record in records} <= {0.0, 1.0}
-    assert any("t=" in record.response for record in records)
+    assert {record["reward"] for record in records} <= {0.0, 1.0}
+    assert any("t=" in record["response"] for record in records)
 
 
 async def plays_badly(episode: Episode) -> float:
@@ -106,7 +106,7 @@ async def test_a_step_says_how_many_agents_failed_and_what_broke_their_rows(mode
     for row in rows:
         said = f"step {row['step']}: {row['agent/failed']:.0%} of the agents failed; see run.log"
         assert (said in shown) == (row["agent/failed"] > 0)
-    assert all(record.episode for record in records)
+    assert all(record["episode"] for record in records)
     assert "my late bug" in (tmp_path / "test" / "run.log").read_text()
 
 

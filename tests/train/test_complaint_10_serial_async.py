@@ -70,7 +70,7 @@ async def test_the_next_batch_is_made_while_the_learner_trains(schedule: str, tm
     await train(
         config,
         client,
-        learner=learner,  # pyright: ignore[reportArgumentType]
+        trainee=learner,  # pyright: ignore[reportArgumentType]
         generator=SingleTurnGenerator(client, Characters(), environment, SamplingParams(max_tokens=3), 1024),
         environment=environment,
         folder=RunFolder.create(tmp_path, config),

@@ -70,7 +70,7 @@ async def run(
     return await train(
         config,
         engine,
-        learner=learner,  # pyright: ignore[reportArgumentType]
+        trainee=learner,  # pyright: ignore[reportArgumentType]
         generator=generator(engine, Characters(), environment, params, config.rollout.concurrency),
         environment=environment,
         folder=RunFolder.open(path) if resume else RunFolder.create(path, config),

@@ -168,7 +168,7 @@ async def test_a_gradient_that_is_no_number_on_one_rank_is_refused_by_all(group:
         two.learner.optim_step(None, AdamSpec(), scale=1.0)
     same(before, held(two))
     two.learner.forward_backward(None, LossSpec({"dapo": 1.0}), data[:1])  # one micro-batch for two ranks
-    assert two.learner.optim_step(None, AdamSpec(), scale=1.0).grad_norm > 0
+    assert two.learner.optim_step(None, AdamSpec(), scale=1.0) > 0
     assert two.version == 1
 
 
@@ -188,7 +188,7 @@ async def test_what_a_loss_refuses_of_one_ranks_data_is_refused_by_all_at_once(
     with pytest.raises((UserError, ConfigError), match=why):
         two.forward_backward(None, LossSpec({loss: 1.0}), [replace(datum(1.0), **given)])
     two.forward_backward(None, LossSpec({"dapo": 1.0}), [datum(1.0)])
-    assert two.optim_step(None, AdamSpec(), scale=1.0).grad_norm > 0
+    assert two.optim_step(None, AdamSpec(), scale=1.0) > 0
 
 
 async def test_a_refusal_in_the_midst_of_a_step_does_not_leave_the_others_waiting(

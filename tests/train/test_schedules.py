@@ -108,7 +108,7 @@ async def events_of(
     await train(
         config,
         client,
-        learner=student,  # pyright: ignore[reportArgumentType]
+        trainee=student,  # pyright: ignore[reportArgumentType]
         generator=SingleTurnGenerator(client, Characters(), environment, SamplingParams(max_tokens=3), 1024),
         environment=environment,
         folder=RunFolder.create(path, config),

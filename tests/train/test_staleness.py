@@ -105,8 +105,8 @@ def test_a_resumed_window_goes_on_within_the_bound(
     groups: int, staleness: int, steps: int, version: int, data: st.DataObject
 ) -> None:
     done = data.draw(st.integers(0, min(steps, version)))
-    window = StalenessWindow.after(
-        done, groups_per_batch=groups, max_staleness=staleness, total_steps=steps, version=version
+    window = StalenessWindow(
+        groups, staleness, steps, start_version=version - done, version=version, next_group=done * groups
     )
     ages = ages_of(window, first_step=done)
     assert max(ages, default=0) <= staleness
@@ -130,9 +130,8 @@ def test_completion_in_any_order_makes_no_token_too_old_and_loses_no_group(
     early = ages_of(first, lag=lag)
     first.total_steps = steps
     carried = sorted(first.take())  # in flight at the kill
-    second = StalenessWindow.after(
-        cut, groups_per_batch=groups, max_staleness=staleness, total_steps=steps, version=cut, carried=carried
-    )
+    next_group = cut * groups + len(carried)
+    second = StalenessWindow(groups, staleness, steps, version=cut, next_group=next_group, carried=carried)
     late = ages_of(second, first_step=cut, lag=lag)
     assert max([*early, *late], default=0) <= staleness
     trained = [*itertools.chain(*early.values()), *itertools.chain(*late.values())]

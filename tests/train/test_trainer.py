@@ -29,7 +29,6 @@ from penstock.errors import (
     UserError,
 )
 from penstock.observe.run_folder import RunFolder
-from penstock.observe.trajectory_log import TrajectoryRecord
 from penstock.rollout.environment import Task
 from penstock.rollout.generator import Generator, GeneratorInput, GeneratorOutput
 from penstock.sim.config import Fault, FaultKind, Phase
@@ -57,13 +56,13 @@ def what_counts(folder: RunFolder) -> list[dict[str, float]]:
     return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in folder.metrics()]
 
 
-def sample_of(record: TrajectoryRecord) -> Sample:
+def sample_of(record: dict[str, Any]) -> Sample:
     """The engine's answer from which a trajectory was recorded."""
     return Sample(
-        token_ids=tuple(token.id for token in record.tokens),
-        finish_reason=record.stop_reason,  # pyright: ignore[reportArgumentType]
-        logprobs=tuple(token.logprob for token in record.tokens),
-        spans=tuple(VersionSpan(token.version, i, i + 1) for i, token in enumerate(record.tokens)),
+        token_ids=tuple(token["id"] for token in record["tokens"]),
+        finish_reason=record["stop_reason"],  # pyright: ignore[reportArgumentType]
+        logprobs=tuple(token["logprob"] for token in record["tokens"]),
+        spans=tuple(VersionSpan(token["version"], i, i + 1) for i, token in enumerate(record["tokens"])),
     )
 
 
@@ -105,11 +104,11 @@ async def test_recorded_tokens_are_those_of_the_version_they_claim(model: Path, 
     folder = RunFolder.create(tmp_path, config)
     await run_on_sim(config, folder, sim=replace(SIM, tokens_per_second=300))
     records = folder.trajectories()
-    assert {record.step for record in records} == set(range(1, 6))
-    assert any(len({token.version for token in record.tokens}) > 1 for record in records)
+    assert {record["step"] for record in records} == set(range(1, 6))
+    assert any(len({token["version"] for token in record["tokens"]}) > 1 for record in records)
     for record in records:
         params = SamplingParams(n=config.rollout.group_size, max_tokens=config.rollout.max_tokens)
-        wrong = verify(Characters().encode(record.prompt), sample_of(record), model=SIM.model, params=params)
+        wrong = verify(Characters().encode(record["prompt"]), sample_of(record), model=SIM.model, params=params)
         assert not wrong
     assert "logprob | version |" in (tmp_path / "trajectories.md").read_text()
 
@@ -198,8 +197,8 @@ async def test_a_synchronous_run_samples_by_seeds_of_its_own_for_each_group(mode
     await run_on_sim(config, folder)
     for record in folder.trajectories():
         sample = sample_of(record)
-        prompt = Characters().encode(record.prompt)
-        seed = group_seed(config.seed, int(record.group))
+        prompt = Characters().encode(record["prompt"])
+        seed = group_seed(config.seed, int(record["group"]))
         params = SamplingParams(n=4, max_tokens=config.rollout.max_tokens, seed=seed)
         assert not verify(prompt, sample, model=SIM.model, params=params)
         assert verify(prompt, sample, model=SIM.model, params=replace(params, seed=None))
@@ -251,7 +250,7 @@ async def test_a_run_that_was_cut_off_and_resumed_equals_one_that_was_not(model:
     assert summary.wasted_tokens == lost
     assert summary.unconsumed_tokens == 0
     assert reporter.events[:2] == [("phase", "resume"), ("eval", ("before", cut.evaluations()[0]))]
-    assert [r.step for r in cut.trajectories()] == [r.step for r in whole.trajectories()]
+    assert [r["step"] for r in cut.trajectories()] == [r["step"] for r in whole.trajectories()]
 
 
 @pytest.mark.parametrize("merge", [True, False], ids=["merged", "alone"])
@@ -368,7 +367,7 @@ async def test_engines_that_serve_other_weights_are_refused(model: Path, tmp_pat
         await train(
             config,
             Learned(),  # pyright: ignore[reportArgumentType]
-            learner=learner_of(config),
+            trainee=learner_of(config),
             generator=None,  # pyright: ignore[reportArgumentType]
             environment=Letters(),
             folder=RunFolder.create(tmp_path, config),
@@ -389,7 +388,7 @@ async def test_engines_of_another_checkpoint_get_the_learners_weights_before_the
     await run_on_sim(config(3), folder, resume=True)
     assert [row["version"] for row in folder.metrics()] == [2, 3, 4]
     records = folder.trajectories()
-    assert {token.version for token in records[0].tokens} == {1}, "0 are weights that the learner does not know"
+    assert {token["version"] for token in records[0]["tokens"]} == {1}, "0 are weights that the learner does not know"
 
 
 async def test_engines_of_a_model_of_other_shapes_are_refused_by_name_before_the_first_step(

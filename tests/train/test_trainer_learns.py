@@ -57,7 +57,7 @@ async def test_reward_rises_and_logprobs_agree_at_equal_versions(tmp_path: Path)
     summary = await train(
         config,
         policy.engine,
-        learner=learner_of(config),
+        trainee=learner_of(config),
         generator=SingleTurnGenerator(policy.engine, Characters(), environment, params, 64),
         environment=environment,
         folder=folder,

@@ -24,7 +24,7 @@ from penstock.fleet.remote import FleetClient
 from penstock.fleet.service import present
 from penstock.observe.run_folder import RunFolder
 from penstock.rollout.environment import Task, Turn
-from penstock.train.run import _learner, _served_dtype, run
+from penstock.train.run import _served_dtype, local_trainee, run
 
 ROOT = Path(__file__).parents[2]
 
@@ -122,8 +122,8 @@ async def test_a_run_with_episodes_of_several_turns(model: Path, tmp_path: Path)
     summary = await run(config, resume=False, reporter=Recorder())
     assert summary.steps == 4
     records = RunFolder.open(tmp_path / "test").trajectories()
-    assert {record.reward for record in records} <= {0.5, 1.5}
-    assert any("t=" in record.response for record in records)
+    assert {record["reward"] for record in records} <= {0.5, 1.5}
+    assert any("t=" in record["response"] for record in records)
 
 
 async def test_a_bf16_checkpoint_is_trained_and_its_engines_get_bf16(model: Path, tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_weights_are_sent_in_what_the_engines_serve_in(
 
 def test_the_demo_sends_the_tensors_that_it_trains() -> None:
     demo = load_config(ROOT / "examples" / "DEMO.yaml", [f"engine.model={ROOT / 'examples/models/sorter-0.8m'}"])
-    learner = _learner(demo)
+    learner = local_trainee(demo)
     live = {name: parameter.data_ptr() for name, parameter in learner.learner.policy.model.named_parameters()}
     assert {name: tensor.data_ptr() for name, tensor in learner.learner.weights(None)} == live
 

@@ -16,7 +16,7 @@ from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 from penstock.sim.tokens import decode, encode
 from penstock.train.grpo import Trainee
-from penstock.train.run import _learner
+from penstock.train.run import local_trainee
 from penstock.train.trainer import train
 from penstock.types import SamplingParams, UpdateReport
 
@@ -117,7 +117,7 @@ def config_of(model: Path | str, **changes: Mapping[str, Any]) -> RunConfig:
 
 def learner_of(config: RunConfig) -> Trainee:
     """A fresh learner, as the command line builds it."""
-    return _learner(config)
+    return local_trainee(config)
 
 
 async def run_on_sim(
@@ -148,7 +148,7 @@ async def run_on_sim(
             return await train(
                 config,
                 client,
-                learner=learner,
+                trainee=learner,
                 generator=generator,
                 environment=environment,
                 folder=folder,

@@ -18,7 +18,7 @@ from matplotlib.ticker import AutoLocator, MaxNLocator, PercentFormatter, StrMet
 
 from penstock.errors import UserError
 from penstock.observe.run_folder import RunFolder
-from penstock.observe.summary import STALENESS_PREFIX, idle_shares
+from penstock.observe.summary import idle_shares, staleness_counts
 
 Row = Mapping[str, float]
 
@@ -123,12 +123,7 @@ def draw_bubble(figure: Figure, rows: Sequence[Row]) -> None:
 
 def draw_staleness(figure: Figure, rows: Sequence[Row]) -> None:
     """Share of the tokens trained on, by age in weight versions."""
-    counts: dict[int, float] = {}
-    for row in rows:
-        for key, value in row.items():
-            if key.startswith(STALENESS_PREFIX):
-                age = int(key.removeprefix(STALENESS_PREFIX))
-                counts[age] = counts.get(age, 0.0) + value
+    counts = staleness_counts(rows)
     total = sum(counts.values()) or 1.0
     ages = list(range(max(counts, default=0) + 1))
     axes = _axes(

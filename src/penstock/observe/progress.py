@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
+from rich.bar import Bar
 from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -296,12 +297,5 @@ def _bars(shares: Mapping[str, float], values: Mapping[str, str]) -> Table:
     grid.add_column(style="cyan", width=BAR_WIDTH)
     grid.add_column(justify="right")
     for name, share in shares.items():
-        grid.add_row(name, bar(share, BAR_WIDTH), values[name])
+        grid.add_row(name, Bar(1.0, 0.0, share, width=BAR_WIDTH), values[name])
     return grid
-
-
-def bar(share: float, width: int) -> str:
-    """A bar of `share` (0 to 1) of `width` cells, drawn in eighths of a cell."""
-    eighths = round(min(max(share, 0.0), 1.0) * width * 8)
-    full, rest = divmod(eighths, 8)
-    return "█" * full + (" ▏▎▍▌▋▊▉"[rest] if rest else "")

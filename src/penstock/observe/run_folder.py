@@ -13,7 +13,7 @@ import logging
 import os
 import shutil
 import socket
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,9 +25,11 @@ from penstock.config import RunConfig, load_config
 from penstock.errors import ConfigError, UserError, parse_json, reading, whole_number
 from penstock.observe.summary import Summary
 from penstock.observe.trace import Span, chrome_trace
-from penstock.observe.trajectory_log import TrajectoryRecord, to_markdown
+from penstock.observe.trajectory_log import to_markdown
 
 CONFIG = "config.yaml"
+HELD_OUT = "held_out_accuracy"
+"""Figure of an evaluation."""
 RECORDS = ("metrics.jsonl", "evaluations.jsonl", "trajectories.jsonl", "spans.jsonl")
 """Files of one row for each step, or some steps."""
 MAY_CHANGE = ("train.steps", "train.ranks", "train.ray_address", "run_dir", "trackers")
@@ -49,11 +51,16 @@ os.register_at_fork(after_in_child=_leave_locks_to_the_parent)
 
 
 class RunFolder:
-    """A run's folder. Build it with `create` or `open`."""
+    """A run's folder. Build it with `create` or `open`.
+
+    Attributes:
+        on_figures: gets the figures of each step and evaluation, and its step.
+    """
 
     def __init__(self, path: Path, config: RunConfig) -> None:
         self.path = path
         self.config = config
+        self.on_figures: Callable[[Mapping[str, float], int], None] = lambda _, __: None
 
     @staticmethod
     @contextmanager
@@ -186,6 +193,7 @@ class RunFolder:
     def append_metrics(self, row: Mapping[str, float]) -> None:
         """Add the row of one step; it survives the end of this process, however it ends."""
         _append(self.path / "metrics.jsonl", [row])
+        self.on_figures(row, int(row["step"]))
 
     def metrics(self) -> list[dict[str, float]]:
         return cast("list[dict[str, float]]", _read(self.path / "metrics.jsonl"))
@@ -193,16 +201,18 @@ class RunFolder:
     def append_evaluation(self, step: int, accuracy: float) -> None:
         """Add the held-out accuracy measured after `step`."""
         _append(self.path / "evaluations.jsonl", [{"step": step, "accuracy": accuracy}])
+        self.on_figures({HELD_OUT: accuracy}, step)
 
     def evaluations(self) -> dict[int, float]:
         """Held-out accuracy by the step after which it was measured, in order."""
         return {row["step"]: row["accuracy"] for row in _read(self.path / "evaluations.jsonl")}
 
-    def append_trajectories(self, records: Sequence[TrajectoryRecord]) -> None:
-        _append(self.path / "trajectories.jsonl", [record.to_json() for record in records])
+    def append_trajectories(self, records: Sequence[Mapping[str, Any]]) -> None:
+        _append(self.path / "trajectories.jsonl", records)
 
-    def trajectories(self) -> list[TrajectoryRecord]:
-        return [TrajectoryRecord.from_json(row) for row in _read(self.path / "trajectories.jsonl")]
+    def trajectories(self) -> list[dict[str, Any]]:
+        """Rows of `record_of`."""
+        return _read(self.path / "trajectories.jsonl")
 
     def append_spans(self, spans: Sequence[Span]) -> None:
         """Add what was done since the spans before."""

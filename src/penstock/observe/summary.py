@@ -86,19 +86,14 @@ class Summary:
         return {**fields, "accuracy_before": self.accuracy_before, "accuracy_after": self.accuracy_after}
 
     @classmethod
-    def of(
-        cls,
-        rows: Sequence[Mapping[str, float]],
-        *,
-        name: str,
-        seed: int,
-        resumed_at: Sequence[int],
-        evaluations: Mapping[int, float],
-        wasted_tokens: int,
-        unconsumed_tokens: int,
-        seconds: Mapping[str, float],
-    ) -> Self:
-        """Sum up the rows of metrics.jsonl, one for each step, in order; `rows` may be empty."""
+    def of(cls, rows: Sequence[Mapping[str, float]], **of_run: Any) -> Self:
+        """Sum up the rows of metrics.jsonl, one for each step, in order; `rows` may be empty.
+
+        Args:
+            rows: of metrics.jsonl.
+            of_run: fields that no row has: `name`, `seed`, `resumed_at`, `evaluations`, `wasted_tokens`,
+                `unconsumed_tokens` and `seconds`.
+        """
         bubbles = [row["update/bubble"] for row in rows]
         samples = sum(row["samples"] for row in rows)
         mixed = sum(row["multi_version_share"] * row["samples"] for row in rows)
@@ -107,11 +102,8 @@ class Summary:
         step_seconds = sum(row["seconds/step"] for row in rows)
         lost = [row["update/tokens_lost"] for row in rows if "update/tokens_lost" in row]
         return cls(
-            name=name,
-            seed=seed,
+            **of_run,
             steps=int(rows[-1]["step"]) if rows else 0,
-            resumed_at=tuple(resumed_at),
-            evaluations=dict(sorted(evaluations.items())),
             tokens=tokens,
             tokens_per_second=tokens / step_seconds if step_seconds else 0.0,
             updates=len(rows),
@@ -119,12 +111,9 @@ class Summary:
             bubble_median=statistics.median(bubbles) if bubbles else 0.0,
             bubble_max=max(bubbles, default=0.0),
             tokens_lost=sum(lost) if lost else None,
-            wasted_tokens=wasted_tokens,
-            unconsumed_tokens=unconsumed_tokens,
-            staleness=_staleness(rows),
+            staleness=staleness_counts(rows),
             multi_version_share=mixed / samples if samples else 0.0,
             logprob_difference=max(differences, default=None),
-            seconds=dict(seconds),
             idle=idle_shares(rows),
             versions=package_versions(),
         )
@@ -141,7 +130,8 @@ def package_versions() -> dict[str, str]:
     return found
 
 
-def _staleness(rows: Sequence[Mapping[str, float]]) -> dict[int, int]:
+def staleness_counts(rows: Sequence[Mapping[str, float]]) -> dict[int, int]:
+    """Count the tokens trained on over all steps, by age (`Summary.staleness`)."""
     counts: Counter[int] = Counter()
     for row in rows:
         for key, value in row.items():

@@ -49,10 +49,6 @@ class Tracer:
         """Note what a track did from `start` on."""
         self._spans.append({"track": track, "name": name, "start": start, "seconds": seconds, "args": args})
 
-    def of_learner(self, name: str, start: float, seconds: float) -> None:
-        """Note what the learner did; see `Stopwatch.on_span`."""
-        self.add(LEARNER, name, start, seconds)
-
     def of_update(self, report: UpdateReport, start: float) -> None:
         """Note an update that began at `start`, on each engine: its preparation, and its bubble behind the gate."""
         published = start + report.seconds.get("publish", 0.0)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from penstock.types import Trajectory
 
@@ -14,58 +12,31 @@ SHOWN = 8
 """Trajectories in trajectories.md, spread over the run."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenRecord:
-    """One response token. `loss` is 1 where the policy made it and 0 where the environment did."""
+def record_of(step: int, trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+    """Lay out a trajectory that step `step` trained on, as a row of trajectories.jsonl.
 
-    id: int
-    text: str
-    logprob: float
-    version: int
-    loss: int
+    `loss` of a token is 1 where the policy made it and 0 where the environment did. `episode` is the session of an
+    agent's episode, after which its log is named.
 
-
-@dataclass(frozen=True, slots=True)
-class TrajectoryRecord:
-    """One trajectory of one step. `prompt` and `response` are decoded text, special tokens included."""
-
-    step: int
-    group: str
-    prompt: str
-    response: str
-    reward: float
-    stop_reason: str
-    tokens: tuple[TokenRecord, ...]
-    episode: str = ""
-    """Session of an agent's episode, after which its log is named."""
-
-    @classmethod
-    def of(cls, step: int, trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -> Self:
-        """Record a trajectory that step `step` trained on; `decode` turns ids into text, special tokens included."""
-        columns = zip(
-            trajectory.response_ids, trajectory.logprobs, trajectory.versions, trajectory.loss_mask, strict=True
-        )
-        tokens = tuple(TokenRecord(i, decode([i]), logprob, version, loss) for i, logprob, version, loss in columns)
-        return cls(
-            step=step,
-            group=trajectory.group_id,
-            prompt=decode(trajectory.prompt_ids),
-            response=decode(trajectory.response_ids),
-            reward=trajectory.reward,
-            stop_reason=trajectory.stop_reason,
-            tokens=tokens,
-            episode=trajectory.episode_id,
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> Self:
-        """Read what `to_json` gave."""
-        values: dict[str, Any] = dict(row)
-        values["tokens"] = tuple(TokenRecord(**token) for token in row["tokens"])
-        return cls(**values)
+    Args:
+        step: of the run.
+        trajectory: to record.
+        decode: turns ids into text, special tokens included.
+    """
+    columns = zip(trajectory.response_ids, trajectory.logprobs, trajectory.versions, trajectory.loss_mask, strict=True)
+    return {
+        "step": step,
+        "group": trajectory.group_id,
+        "prompt": decode(trajectory.prompt_ids),
+        "response": decode(trajectory.response_ids),
+        "reward": trajectory.reward,
+        "stop_reason": trajectory.stop_reason,
+        "tokens": [
+            {"id": i, "text": decode([i]), "logprob": logprob, "version": version, "loss": loss}
+            for i, logprob, version, loss in columns
+        ],
+        "episode": trajectory.episode_id,
+    }
 
 
 def pick(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
@@ -75,24 +46,24 @@ def pick(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     return [*first, *mixed]
 
 
-def to_markdown(records: Sequence[TrajectoryRecord]) -> str:
+def to_markdown(records: Sequence[Mapping[str, Any]]) -> str:
     """At most `SHOWN` of the records, evenly spread over the run, the first and the last among them."""
     last, shown = len(records) - 1, min(SHOWN, len(records))
     chosen = [records[i * last // max(shown - 1, 1)] for i in range(shown)]
     return "# Sample trajectories\n\n" + "\n".join(_section(record) for record in chosen)
 
 
-def _section(record: TrajectoryRecord) -> str:
-    versions = sorted({token.version for token in record.tokens})
+def _section(record: Mapping[str, Any]) -> str:
+    versions = sorted({token["version"] for token in record["tokens"]})
     rows = "\n".join(
-        f"| {i} | {token.id} | {_code(token.text)} | {token.logprob:.4f} | {token.version} |"
-        for i, token in enumerate(record.tokens)
+        f"| {i} | {token['id']} | {_code(token['text'])} | {token['logprob']:.4f} | {token['version']} |"
+        for i, token in enumerate(record["tokens"])
     )
     return (
-        f"## Step {record.step}, group {record.group}, reward {record.reward:g}\n\n"
-        f"Ended by {record.stop_reason}; made by weight version {', '.join(map(str, versions)) or 'none'}.\n\n"
-        f"Prompt: {_code(record.prompt)}\n\n"
-        f"Response: {_code(record.response)}\n\n"
+        f"## Step {record['step']}, group {record['group']}, reward {record['reward']:g}\n\n"
+        f"Ended by {record['stop_reason']}; made by weight version {', '.join(map(str, versions)) or 'none'}.\n\n"
+        f"Prompt: {_code(record['prompt'])}\n\n"
+        f"Response: {_code(record['response'])}\n\n"
         f"| # | id | token | logprob | version |\n|---|---|---|---|---|\n{rows}\n"
     )
 

@@ -319,8 +319,8 @@ class Operations:
             _refuse_optimizer(other)
         with reading("optim_step request"):
             adam = AdamSpec(**{name: float(value) for name, value in values["adam_params"].items()})
-        figures = await self._in_thread(lambda: self.models.step(model, adam))
-        return Answer.of_json({"metrics": {"grad_norm:mean": figures.grad_norm}})
+        grad_norm = await self._in_thread(lambda: self.models.step(model, adam))
+        return Answer.of_json({"metrics": {"grad_norm:mean": grad_norm}})
 
     async def _save(self, model: str, body: bytes) -> Answer:
         folder = _folder(_values(body))

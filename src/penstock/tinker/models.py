@@ -22,7 +22,7 @@ from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariable
 from penstock.errors import CheckpointError, StateError, UserError, parse_json, reading
 from penstock.process import shortage
 from penstock.tinker.trainer import Batch
-from penstock.train.interface import AdamSpec, Learner, LoraSpec, Outputs, StepFigures
+from penstock.train.interface import AdamSpec, Learner, LoraSpec, Outputs
 from penstock.weights.adapter_files import SETTINGS, TENSORS
 
 logger = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ class Models:
         if name in self.live:
             self.live[name].void = f"a forward_backward before it failed ({reason})"
 
-    def step(self, name: str, adam: AdamSpec) -> StepFigures:
+    def step(self, name: str, adam: AdamSpec) -> float:
         """Take an optimiser step.
 
         Raises:
@@ -155,9 +155,9 @@ class Models:
             with suppress(StateError):  # a factor that is no number: the gradient is forgotten, and nothing changes
                 self.learner.optim_step(name, adam, scale=math.nan)
             raise StateError(f"no step was taken: {reason}, so its gradient was dropped; send the data again")
-        figures = self.learner.optim_step(name, adam, scale=1.0)
+        grad_norm = self.learner.optim_step(name, adam, scale=1.0)
         model.steps += 1
-        return figures
+        return grad_norm
 
     def save(self, name: str, folder: Path) -> None:
         """Write weights and optimiser to a folder, as PEFT's files and a state; it is what a restart brings back."""

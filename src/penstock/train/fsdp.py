@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from penstock.config import TrainConfig
 from penstock.errors import LearnerError, PenstockError
 from penstock.train.batching import MicroBatch, collate
-from penstock.train.interface import AdamSpec, Datum, Outputs, StepFigures
+from penstock.train.interface import AdamSpec, Datum, Outputs
 from penstock.train.learner import LocalLearner, ServedDtype
 from penstock.train.loading import ModuleLoader, check_fits, checkpoint_files, load_whole, without_weights
 from penstock.train.losses import LossSpec
@@ -81,7 +81,7 @@ class ShardedLearner(LocalLearner):
         """Raise as `Learner.merged_weights` does."""
         self._adapters_of(adapter).merged(adapter)
 
-    def optim_step(self, adapter: str | None, adam: AdamSpec, *, scale: float) -> StepFigures:
+    def optim_step(self, adapter: str | None, adam: AdamSpec, *, scale: float) -> float:
         """See `Learner.optim_step`. Every rank holds all of an adapter, and the gradient of its share of the data."""
         if adapter is not None:
             for parameter in self._parameters(adapter).values():
@@ -89,7 +89,7 @@ class ShardedLearner(LocalLearner):
                     dist.all_reduce(parameter.grad)
         return super().optim_step(adapter, adam, scale=scale)
 
-    def gather(self, unit: int, merged: str | None = None) -> Gathering:
+    def gather(self, unit: int, merged: str | None = None) -> dict[str, Gathering]:
         """Begin to gather a unit's weights on every rank: a decoder layer, or one tensor outside of them.
 
         Args:
@@ -97,15 +97,14 @@ class ShardedLearner(LocalLearner):
             merged: an adapter whose product is added on the rank that takes them.
         """
         narrow = {name for name in self._kept if merged is None}  # cast first, as fewer bytes then travel
-        parts = [
-            (name, _Gathered(tensor, self._dtype_of(name) if name in narrow else tensor.dtype, self._ranks.size))
+        return {
+            name: Gathering(tensor, self._dtype_of(name) if name in narrow else tensor.dtype, self._ranks.size)
             for name, tensor in self._units[unit]
-        ]
-        return Gathering(self, parts, merged)
+        }
 
-    def take(self, full: dict[str, Tensor], merged: str | None) -> list[tuple[str, Tensor]]:
-        """Name the gathered tensors of a unit as a checkpoint has them, in the dtypes that engines take."""
-        found = checkpoint_names_of(self.policy.model, full)
+    def take(self, gathering: dict[str, Gathering], merged: str | None = None) -> list[tuple[str, Tensor]]:
+        """Wait for a unit; name its tensors as a checkpoint has them, in the dtypes that engines take."""
+        found = checkpoint_names_of(self.policy.model, {name: part.wait() for name, part in gathering.items()})
         if merged is not None:
             adapters = self._adapters_of(merged)
             for name, layer in adapters.merged(merged).items():
@@ -182,25 +181,8 @@ class ShardedLearner(LocalLearner):
         return super()._blank(name, shape, dtype)
 
 
-@dataclass(frozen=True, slots=True)
 class Gathering:
-    """A unit on its way to every rank."""
-
-    learner: ShardedLearner
-    parts: list[tuple[str, _Gathered]]
-    merged: str | None
-
-    def wait(self) -> dict[str, Tensor]:
-        """Wait for it, under the names that the model has."""
-        return {name: part.wait() for name, part in self.parts}
-
-    def take(self) -> list[tuple[str, Tensor]]:
-        """Wait for it: `(checkpoint name, tensor)` of each tensor."""
-        return self.learner.take(self.wait(), self.merged)
-
-
-class _Gathered:
-    """One tensor on its way; a shard is cast first, as half of the bytes then travel."""
+    """One tensor on its way to every rank; a shard is cast first, as half of the bytes then travel."""
 
     def __init__(self, tensor: Tensor, dtype: torch.dtype, ranks: int) -> None:
         self._work: Any = None
@@ -221,6 +203,7 @@ class _Gathered:
         self._full = gathered[:rows]
 
     def wait(self) -> Tensor:
+        """Return all of it."""
         if self._work is not None:
             self._work.wait()
             del self._local

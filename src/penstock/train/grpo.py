@@ -8,6 +8,7 @@ It works on any `Learner`, and on its base's weights or on one of its adapters.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -127,11 +128,9 @@ class Trainee:
             self.reference.release_memory()
 
     def save(self, folder: Path) -> Mapping[str, Any]:
-        """See `Learner.save`."""
         return self.learner.save(self.adapter, folder)
 
     def load(self, folder: Path, values: Mapping[str, Any]) -> None:
-        """See `Learner.load`."""
         self.learner.load(self.adapter, folder, values)
 
     def _with_reference(self, data: Sequence[Datum]) -> list[Datum]:
@@ -186,12 +185,10 @@ class Trainee:
         try:
             # A loss that is no number may leave a finite gradient; scaled by NaN it is refused like one that is not.
             scale = 1 / max(outputs.denominators[config.loss], 1.0) if math.isfinite(loss) else math.nan
-            figures = self.learner.optim_step(self.adapter, adam, scale=scale)
+            grad_norm = self.learner.optim_step(self.adapter, adam, scale=scale)
         except StateError as error:
             raise StateError(f"step {self.version + 1} has loss {loss} and {error}") from error
-        return {"loss": loss} | {
-            f"loss_{part}": means[part] for part in means if part != config.loss
-        }, figures.grad_norm
+        return {"loss": loss} | {f"loss_{part}": means[part] for part in means if part != config.loss}, grad_norm
 
 
 def known_denominators(spec: LossSpec, data: Sequence[Datum]) -> dict[str, float]:
@@ -240,17 +237,11 @@ def _logprob_metrics(
     log_ratio_K = torch.cat(
         [(ours - theirs)[mask] for ours, theirs, mask in zip(outputs.logprobs, engine, made, strict=True)]
     )
-    versions_K = torch.tensor(
-        [made_by for t in trajectories for made_by, mask in zip(t.versions, t.loss_mask, strict=True) if mask]
-    )
-    kept_K = torch.tensor(
-        [
-            kept
-            for t in trajectories
-            for kept, mask in zip(t.kv_kept or (False,) * len(t.loss_mask), t.loss_mask, strict=True)
-            if mask
-        ]
-    )
+    versions, kept = [], []
+    for t in trajectories:
+        versions += itertools.compress(t.versions, t.loss_mask)
+        kept += itertools.compress(t.kv_kept or (False,) * len(t.loss_mask), t.loss_mask)
+    versions_K, kept_K = torch.tensor(versions), torch.tensor(kept)
     return _gap_metrics(log_ratio_K) | _difference_metrics(log_ratio_K.abs(), version - versions_K, kept_K)
 
 
@@ -272,17 +263,12 @@ def _difference_metrics(difference_K: Tensor, staleness_K: Tensor, kept_K: Tenso
 
     Tokens that attend to KV of older weights stand apart: the trainer has no KV of these, so it differs by right.
     """
-    result = {
-        "logprob_diff_mean": float(difference_K.mean()),
-        "kv_kept_share": float(kept_K.float().mean()),
-    }
+    result = {"logprob_diff_mean": float(difference_K.mean()), "kv_kept_share": float(kept_K.float().mean())}
     if kept_K.any():
         result["logprob_diff_kv_kept"] = float(difference_K[kept_K].mean())
     difference_K, staleness_K = difference_K[~kept_K], staleness_K[~kept_K]
     equal_K = difference_K[staleness_K == 0]
-    result |= {
-        "logprob_diff_equal_tokens": float(len(equal_K)),
-    }
+    result["logprob_diff_equal_tokens"] = float(len(equal_K))
     if len(equal_K):
         result["logprob_diff_max_equal"] = float(equal_K.max())
     for staleness in staleness_K.unique().tolist():

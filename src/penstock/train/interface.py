@@ -125,13 +125,6 @@ class Outputs:
     metrics: Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class StepFigures:
-    """Of one optimiser step: the gradient's norm after scaling, before clipping."""
-
-    grad_norm: float
-
-
 class Learner(ABC):
     """Holds the weights being trained. It knows no event loop and may be called from any one thread at a time.
 
@@ -167,8 +160,11 @@ class Learner(ABC):
         raise NotImplementedError(f"{type(self).__name__} has `joins` {self.joins}; got {len(parts)} parts")
 
     @abstractmethod
-    def optim_step(self, adapter: str | None, adam: AdamSpec, *, scale: float) -> StepFigures:
+    def optim_step(self, adapter: str | None, adam: AdamSpec, *, scale: float) -> float:
         """Multiply the gradient by `scale`, clip it, take a step, and forget the gradient.
+
+        Returns:
+            The gradient's norm after scaling, before clipping.
 
         Raises:
             StateError: the gradient is NaN or infinite. It is forgotten; weights and optimiser are as before.

@@ -24,7 +24,7 @@ from penstock.config import TrainConfig
 from penstock.errors import CheckpointError, StateError, UserError
 from penstock.train.batching import MicroBatch, default_device, micro_batch_tokens, micro_batches
 from penstock.train.checkpoint import LearnerState, read_tensors, write_tensors
-from penstock.train.interface import AdamSpec, Datum, Learner, LoraSpec, Outputs, StepFigures
+from penstock.train.interface import AdamSpec, Datum, Learner, LoraSpec, Outputs
 from penstock.train.loading import check_fits, load_whole, stored_dtypes
 from penstock.train.losses import LossSpec
 from penstock.train.passes import Share, Sums, Tally, loss_of, shared_passes
@@ -82,7 +82,6 @@ class LocalLearner(Learner):
                 self._run(LossSpec({}), [Datum([0, 0], [0, 0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0])] * 2)
 
     def forward(self, adapter: str | None, loss: LossSpec, data: Sequence[Datum]) -> Outputs:
-        """See `Learner.forward`."""
         self._use_threads()
         self._activate(adapter)
         with torch.no_grad():
@@ -102,7 +101,6 @@ class LocalLearner(Learner):
         return outputs
 
     def forward_backward_together(self, parts: Sequence[tuple[str, LossSpec, Sequence[Datum]]]) -> list[Outputs]:
-        """See `Learner.forward_backward_together`."""
         self._use_threads()
         shares: list[Share] = []
         tallies = [Tally(data) for _, _, data in parts]
@@ -126,8 +124,7 @@ class LocalLearner(Learner):
                 parameter.grad = old if parameter.grad is None else parameter.grad.add_(old)
         return [tally.outputs() for tally in tallies]
 
-    def optim_step(self, adapter: str | None, adam: AdamSpec, *, scale: float) -> StepFigures:
-        """See `Learner.optim_step`."""
+    def optim_step(self, adapter: str | None, adam: AdamSpec, *, scale: float) -> float:
         self._use_threads()
         self._check_trained(adapter)
         parameters = list(self._parameters(adapter).values())
@@ -149,10 +146,9 @@ class LocalLearner(Learner):
                 f"a gradient of norm {grad_norm}: nothing was changed; lower the learning rate, and look at the "
                 "logprobs and ratios of the data"
             )
-        return StepFigures(grad_norm)
+        return grad_norm
 
     def create_adapter(self, name: str, spec: LoraSpec) -> None:
-        """See `Learner.create_adapter`."""
         from penstock.train.lora import Adapters  # noqa: PLC0415 - most runs have none, and peft takes seconds
 
         if self.versions[None]:
@@ -166,13 +162,11 @@ class LocalLearner(Learner):
         self.versions[name] = 1
 
     def drop_adapter(self, name: str) -> None:
-        """See `Learner.drop_adapter`."""
         self._adapters_of(name).drop(name)
         self._optimizers.pop(name, None)
         del self.versions[name]
 
     def set_adapter(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """See `Learner.set_adapter`."""
         parameters = self._parameters(name)
         for key in sorted(parameters.keys() | tensors.keys()):
             here, there = (list(t[key].shape) if key in t else None for t in (parameters, tensors))
@@ -187,7 +181,6 @@ class LocalLearner(Learner):
         del self._optimizers[name]
 
     def adapter_config(self, name: str) -> Mapping[str, Any]:
-        """See `Learner.adapter_config`."""
         return self._adapters_of(name).config(name)
 
     def weights(self, adapter: str | None) -> Iterator[tuple[str, Tensor]]:
@@ -203,7 +196,6 @@ class LocalLearner(Learner):
         yield from self._served({})
 
     def merged_weights(self, adapter: str) -> Iterator[tuple[str, Tensor]]:
-        """See `Learner.merged_weights`."""
         adapters = self._adapters_of(adapter)
         layers = adapters.merged(adapter)
         return self._served({name: partial(adapters.delta, adapter, layer) for name, layer in layers.items()})
@@ -223,17 +215,14 @@ class LocalLearner(Learner):
             yield name, self._casts[name].copy_(tensor)
 
     def save(self, adapter: str | None, folder: Path) -> Mapping[str, Any]:
-        """See `Learner.save`."""
         state = self._live_state(adapter)
         write_tensors(folder, state.tensors, self._group)
         return state.values
 
     def load(self, adapter: str | None, folder: Path, values: Mapping[str, Any]) -> None:
-        """See `Learner.load`."""
         self.load_state(adapter, LearnerState(read_tensors(folder, self._blank, self._group), values))
 
     def release_memory(self) -> None:
-        """See `Learner.release_memory`."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -49,7 +49,6 @@ class Adapters:
         self._made = 0
 
     def create(self, name: str, spec: LoraSpec) -> None:
-        """See `Learner.create_adapter`."""
         if name in self._keys:
             raise UserError(f"the learner has an adapter {name!r} already; drop it first or choose another name")
         if spec.rank < 1:
@@ -79,7 +78,6 @@ class Adapters:
         self._parameters[name] = own
 
     def drop(self, name: str) -> None:
-        """See `Learner.drop_adapter`."""
         key = self._keys.pop(name)
         self._merged.pop(name, None)
         del self._configs[name], self._parameters[name]

@@ -200,9 +200,8 @@ def sequence_mask(terms: LossTerms, limits: Limits) -> Corrected:
     )
 
 
-def no_correction(terms: LossTerms, limits: Limits) -> Corrected:
+def no_correction(terms: LossTerms, _: Limits) -> Corrected:
     """Train on every token as if the current policy had made it: right for synchronous runs only."""
-    del limits
     return Corrected(terms.mask())
 
 
@@ -232,8 +231,7 @@ def grpo(terms: LossTerms, limits: Limits) -> LossOutput:
 
     1/G sum_i 1/|o_i| sum_t -min(r A_i, clip(r, 1 - low, 1 + high) A_i): mean over a sequence, then over sequences.
     """
-    surrogate = _clipped(terms.log_ratio(), terms, limits)
-    return _output(_means(surrogate, terms), _sequences(surrogate), terms, surrogate)
+    return _clipped(terms.log_ratio(), terms, limits).by_sequence()
 
 
 def dr_grpo(terms: LossTerms, limits: Limits) -> LossOutput:
@@ -242,7 +240,7 @@ def dr_grpo(terms: LossTerms, limits: Limits) -> LossOutput:
     1/(G max_tokens) sum_i sum_t -min(r A_i, clip(r) A_i). Its advantages are `group_mean`, without division by std.
     """
     surrogate = _clipped(terms.log_ratio(), terms, limits)
-    return _output(surrogate.kept(terms).sum(), _sequences(surrogate) * limits.max_tokens, terms, surrogate)
+    return surrogate.output(surrogate.kept().sum(), surrogate.sequences() * limits.max_tokens)
 
 
 def dapo(terms: LossTerms, limits: Limits) -> LossOutput:
@@ -250,8 +248,7 @@ def dapo(terms: LossTerms, limits: Limits) -> LossOutput:
 
     1/(sum_i |o_i|) sum_i sum_t -min(r A_i, clip(r, 1 - low, 1 + high) A_i).
     """
-    surrogate = _clipped(terms.log_ratio(), terms, limits)
-    return _output(surrogate.kept(terms).sum(), surrogate.weights(terms).sum(), terms, surrogate)
+    return _clipped(terms.log_ratio(), terms, limits).by_token()
 
 
 def gspo(terms: LossTerms, limits: Limits) -> LossOutput:
@@ -265,8 +262,7 @@ def gspo(terms: LossTerms, limits: Limits) -> LossOutput:
     log_ratio_B_T = terms.log_ratio()
     mean_B_1 = ((log_ratio_B_T * kept_B_T).sum(-1) / length_B).detach().unsqueeze(-1)
     # The value is the sequence's, the gradient the token's own.
-    surrogate = _clipped(mean_B_1 + log_ratio_B_T - log_ratio_B_T.detach(), terms, limits)
-    return _output(_means(surrogate, terms), _sequences(surrogate), terms, surrogate)
+    return _clipped(mean_B_1 + log_ratio_B_T - log_ratio_B_T.detach(), terms, limits).by_sequence()
 
 
 def cispo(terms: LossTerms, limits: Limits) -> LossOutput:
@@ -281,15 +277,12 @@ def cispo(terms: LossTerms, limits: Limits) -> LossOutput:
     weight_B_T = ratio_B_T.clamp(max=bound)
     loss_B_T = -weight_B_T * terms.advantages_B_T * terms.logprobs_B_T.masked_fill(~terms.mask(), 0.0)
     clipped = torch.zeros_like(terms.mask())
-    surrogate = _Surrogate(loss_B_T, clipped, ratio_B_T > bound, corrected.keep_B_T)
-    return _output(surrogate.kept(terms).sum(), surrogate.weights(terms).sum(), terms, surrogate)
+    return _Surrogate(terms, loss_B_T, clipped, ratio_B_T > bound, corrected.keep_B_T).by_token()
 
 
-def cross_entropy(terms: LossTerms, limits: Limits) -> LossOutput:
+def cross_entropy(terms: LossTerms, _: Limits) -> LossOutput:
     """-sum_t w log pi: supervised learning of the targets, by the sum of weights."""
-    del limits
-    logprobs_B_T = terms.logprobs_B_T.masked_fill(~terms.mask(), 0.0)
-    return LossOutput(-(logprobs_B_T * terms.weights_B_T).sum(), terms.weights_B_T.sum(), {})
+    return _token_sum(-terms.logprobs_B_T, terms)
 
 
 def kl(terms: LossTerms, limits: Limits) -> LossOutput:
@@ -307,15 +300,14 @@ def kl(terms: LossTerms, limits: Limits) -> LossOutput:
     log_ratio_B_T = log_ratio_B_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     k3_B_T = log_ratio_B_T.exp() - 1 - log_ratio_B_T
     ratio_B_T = terms.log_ratio().detach().exp().clamp(max=limits.importance_cap)
-    return LossOutput((ratio_B_T * k3_B_T * terms.weights_B_T).sum(), terms.weights_B_T.sum(), {})
+    return _token_sum(ratio_B_T * k3_B_T, terms)
 
 
-def entropy(terms: LossTerms, limits: Limits) -> LossOutput:
+def entropy(terms: LossTerms, _: Limits) -> LossOutput:
     """-sum_t w H(pi): an entropy bonus where its coefficient is positive, by the sum of weights."""
-    del limits
     if terms.entropy_B_T is None:
         raise UserError("the loss part 'entropy' needs the entropy of the policy's distributions")
-    return LossOutput(-(terms.entropy_B_T * terms.weights_B_T).sum(), terms.weights_B_T.sum(), {})
+    return _token_sum(-terms.entropy_B_T, terms)
 
 
 POLICY_LOSSES: Mapping[str, Loss] = {"grpo": grpo, "dr_grpo": dr_grpo, "dapo": dapo, "gspo": gspo, "cispo": cispo}
@@ -324,9 +316,8 @@ POLICY_LOSSES: Mapping[str, Loss] = {"grpo": grpo, "dr_grpo": dr_grpo, "dapo": d
 # Losses that are plain sums over tokens: whoever calls chooses weights and advantages, and nothing is corrected.
 
 
-def importance_sampling(terms: LossTerms, limits: Limits) -> LossOutput:
+def importance_sampling(terms: LossTerms, _: Limits) -> LossOutput:
     """REINFORCE with importance weights: -sum_t w r A."""
-    del limits
     return _token_sum(-terms.log_ratio().exp() * terms.advantages_B_T, terms)
 
 
@@ -431,18 +422,45 @@ def loss_named(name: str) -> Loss:
 class _Surrogate:
     """The loss of each token, where the clip removed its gradient, where its importance weight was cut."""
 
+    terms: LossTerms
     loss_B_T: Tensor
     clipped: Tensor
     truncated: Tensor
     keep_B_T: Tensor
 
-    def kept(self, terms: LossTerms) -> Tensor:
+    def kept(self) -> Tensor:
         """The weighted loss of each token, 0 where it is not trained on."""
-        return self.loss_B_T.masked_fill(~self.keep_B_T, 0.0) * terms.weights_B_T
+        return self.loss_B_T.masked_fill(~self.keep_B_T, 0.0) * self.terms.weights_B_T
 
-    def weights(self, terms: LossTerms) -> Tensor:
-        """The weight of each token, 0 where it is not trained on."""
-        return terms.weights_B_T * self.keep_B_T
+    def sequences(self) -> Tensor:
+        """How many are trained on."""
+        return self.keep_B_T.any(-1).sum()
+
+    def by_token(self) -> LossOutput:
+        """Every token weighs the same."""
+        return self.output(self.kept().sum(), (self.terms.weights_B_T * self.keep_B_T).sum())
+
+    def by_sequence(self) -> LossOutput:
+        """Sum over sequences of their mean token."""
+        weight_B = (self.terms.weights_B_T * self.keep_B_T).sum(-1)
+        return self.output((self.kept().sum(-1) / torch.where(weight_B == 0, 1.0, weight_B)).sum(), self.sequences())
+
+    @torch.no_grad()
+    def _sums(self) -> dict[str, Tensor]:
+        mask_B_T, log_ratio_B_T = self.terms.mask(), self.terms.log_ratio()
+        ratio_B_T = log_ratio_B_T.exp()
+        return {
+            "clip_fraction": (self.clipped & self.keep_B_T).sum(),
+            "truncated_fraction": (self.truncated & self.keep_B_T).sum(),
+            "masked_fraction": (mask_B_T & ~self.keep_B_T).sum(),
+            "ratio_mean": (ratio_B_T * mask_B_T).sum(),
+            "logprob_gap_k1": -log_ratio_B_T.sum(),
+            "kl": ((ratio_B_T - 1 - log_ratio_B_T) * mask_B_T).sum(),
+        }
+
+    def output(self, loss: Tensor, denominator: Tensor) -> LossOutput:
+        """Add the metrics."""
+        return LossOutput(loss, denominator, self._sums())
 
 
 def _clipped(log_ratio_B_T: Tensor, terms: LossTerms, limits: Limits) -> _Surrogate:
@@ -457,30 +475,4 @@ def _clipped(log_ratio_B_T: Tensor, terms: LossTerms, limits: Limits) -> _Surrog
     cut_B_T = (corrected.cap / ratio_B_T.detach()).clamp(max=1.0)
     loss_B_T = -torch.where(clipped, bound_B_T, cut_B_T * free_B_T)
     truncated = (cut_B_T < 1) & ~clipped & (terms.advantages_B_T != 0)
-    return _Surrogate(loss_B_T, clipped, truncated, corrected.keep_B_T)
-
-
-def _means(surrogate: _Surrogate, terms: LossTerms) -> Tensor:
-    """Sum over sequences of their mean token."""
-    weight_B = surrogate.weights(terms).sum(-1)
-    return (surrogate.kept(terms).sum(-1) / torch.where(weight_B == 0, 1.0, weight_B)).sum()
-
-
-def _sequences(surrogate: _Surrogate) -> Tensor:
-    return surrogate.keep_B_T.any(-1).sum()
-
-
-def _output(loss: Tensor, denominator: Tensor, terms: LossTerms, surrogate: _Surrogate) -> LossOutput:
-    with torch.no_grad():
-        mask_B_T = terms.mask()
-        log_ratio_B_T = terms.log_ratio()
-        ratio_B_T = log_ratio_B_T.exp()
-        sums = {
-            "clip_fraction": (surrogate.clipped & surrogate.keep_B_T).sum(),
-            "truncated_fraction": (surrogate.truncated & surrogate.keep_B_T).sum(),
-            "masked_fraction": (mask_B_T & ~surrogate.keep_B_T).sum(),
-            "ratio_mean": (ratio_B_T * mask_B_T).sum(),
-            "logprob_gap_k1": -log_ratio_B_T.sum(),
-            "kl": ((ratio_B_T - 1 - log_ratio_B_T) * mask_B_T).sum(),
-        }
-        return LossOutput(loss, denominator, sums)
+    return _Surrogate(terms, loss_B_T, clipped, truncated, corrected.keep_B_T)

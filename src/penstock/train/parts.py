@@ -39,7 +39,7 @@ class Parts:
 
     Attributes:
         rollouts: groups in flight and done.
-        learner: holds the weights being trained.
+        trainee: the weights being trained.
         client: the engines.
         watch: measures each part.
         tracer: notes what each engine did in an update.
@@ -47,7 +47,7 @@ class Parts:
     """
 
     rollouts: Rollouts
-    learner: Trainee
+    trainee: Trainee
     client: Fleet
     watch: Stopwatch
     tracer: Tracer
@@ -69,18 +69,18 @@ class Parts:
         Raises:
             StateError: a token is older than the schedule allows, or the loss is not finite.
         """
-        ages = token_ages(batch, self.learner.version)
+        ages = token_ages(batch, self.trainee.version)
         check_ages(ages, self.staleness)
         with self.watch.measure("training"):
-            return Learned(batch, ages, await to_the_end(asyncio.to_thread(self.learner.step, batch)))
+            return Learned(batch, ages, await to_the_end(asyncio.to_thread(self.trainee.step, batch)))
 
     async def update(self) -> UpdateReport:
         """Put the learner's weights in force on the engines; `rollouts.submit` may then start further groups."""
         began = self.watch.now()
         with self.watch.measure("update"):
-            report = await to_the_end(self.learner.put_in_force(self.client))
+            report = await to_the_end(self.trainee.put_in_force(self.client))
         self.tracer.of_update(report, began)
-        self.rollouts.window.commit(self.learner.version)
+        self.rollouts.window.commit(self.trainee.version)
         return report
 
 

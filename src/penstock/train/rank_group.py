@@ -10,6 +10,7 @@ numbers and the name of a loss that is there, and no code.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
@@ -35,8 +36,10 @@ IDLE = timedelta(days=365)
 LOOPBACK = "127.0.0.1"
 ANSWER_S = 10.0
 """For a Ray cluster to accept a connection."""
+POLL_S = 0.05
 _HEADER = "header"
-_GPU = "gpu"
+GPU = "gpu"
+"""Key of the store for the GPU that a Ray cluster gave rank 0; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,29 +89,19 @@ def meeting_point(address: str) -> tuple[dist.Store, int]:
     return dist.PrefixStore(_prefix("0"), store), port
 
 
-def wait_ready(store: dist.Store, size: int) -> None:
+def store_at(address: str, port: int) -> dist.Store:
+    """Reach what `meeting_point` made from another process."""
+    return dist.PrefixStore(_prefix("0"), dist.TCPStore(address, port, is_master=False))
+
+
+async def wait_ready(store: dist.Store, size: int) -> None:
     """Wait until the other ranks have imported what they need. LearnerError: they have not in time."""
     try:
-        store.wait([_ready(rank) for rank in range(1, size)], JOIN)
-    except RuntimeError as error:
-        raise LearnerError(f"{size - 1} ranks were not ready within {JOIN.total_seconds():g} s: {error}") from error
-
-
-def release(address: str, port: int, size: int) -> None:
-    """End `wait_ready`, as a rank that it waits for is gone."""
-    store = dist.PrefixStore(_prefix("0"), dist.TCPStore(address, port, is_master=False))  # the other one is waiting
-    for rank in range(1, size):
-        store.set(_ready(rank), "gone")
-
-
-def tell_gpu(master: tuple[str, int], gpu: str) -> None:
-    """Say in the store at an address which GPU rank 0 was given; empty: none."""
-    dist.PrefixStore(_prefix("0"), dist.TCPStore(*master, is_master=False)).set(_GPU, gpu)
-
-
-def told_gpu(store: dist.Store) -> str:
-    """Return what `tell_gpu` said. It was said before any rank was ready."""
-    return store.get(_GPU).decode()
+        async with asyncio.timeout(JOIN.total_seconds()):
+            while not store.check([_ready(rank) for rank in range(1, size)]):  # noqa: ASYNC110 - other processes set them
+                await asyncio.sleep(POLL_S)
+    except TimeoutError as error:
+        raise LearnerError(f"{size - 1} ranks were not ready within {JOIN.total_seconds():g} s") from error
 
 
 def address_towards(cluster: str) -> str:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,11 @@ from torch import Tensor
 from penstock.config import TrainConfig
 from penstock.errors import LearnerError, PenstockError, error_from_json, error_to_json
 from penstock.train.fsdp import REFUSED_ELSEWHERE, Gathering, ShardedLearner
-from penstock.train.interface import AdamSpec, Datum, Learner, LoraSpec, Outputs, StepFigures
+from penstock.train.interface import AdamSpec, Datum, Learner, LoraSpec, Outputs
 from penstock.train.learner import ServedDtype
 from penstock.train.losses import LossSpec, loss_named
 from penstock.train.rank_group import Message, RankGroup
 from penstock.weights.manifest import TensorProvider
-
-_LOSS = TypeAdapter(LossSpec)
 
 
 class RankedLearner(Learner):
@@ -75,32 +74,26 @@ class RankedLearner(Learner):
         return bool(self._lost)
 
     def forward(self, adapter: str | None, loss: LossSpec, data: Sequence[Datum]) -> Outputs:
-        """See `Learner.forward`."""
         return self._run("forward", adapter, loss, data)
 
     def forward_backward(self, adapter: str | None, loss: LossSpec, data: Sequence[Datum]) -> Outputs:
         """See `Learner.forward_backward`. Each rank takes the same number of micro-batches."""
         return self._run("forward_backward", adapter, loss, data)
 
-    def optim_step(self, adapter: str | None, adam: AdamSpec, *, scale: float) -> StepFigures:
-        """See `Learner.optim_step`."""
-        answers = self._call({"command": "optim_step", "adapter": adapter, "adam": asdict(adam), "scale": scale})
-        return StepFigures(**answers[0].values)
+    def optim_step(self, adapter: str | None, adam: AdamSpec, *, scale: float) -> float:
+        return self._call("optim_step", adapter=adapter, adam=adam, scale=scale)[0].values["returned"]
 
     def create_adapter(self, name: str, spec: LoraSpec) -> None:
         """See `Learner.create_adapter`. Every rank holds all of it."""
-        self._call({"command": "create_adapter", "name": name, "spec": asdict(spec)})
+        self._call("create_adapter", name=name, spec=spec)
 
     def drop_adapter(self, name: str) -> None:
-        """See `Learner.drop_adapter`."""
-        self._call({"command": "drop_adapter", "name": name})
+        self._call("drop_adapter", name=name)
 
     def set_adapter(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """See `Learner.set_adapter`."""
-        self._call({"command": "set_adapter", "name": name}, tensors)
+        self._call("set_adapter", tensors, name=name)
 
     def adapter_config(self, name: str) -> Mapping[str, Any]:
-        """See `Learner.adapter_config`."""
         return self._part.adapter_config(name)
 
     def weights(self, adapter: str | None) -> TensorProvider:
@@ -117,17 +110,15 @@ class RankedLearner(Learner):
 
     def save(self, adapter: str | None, folder: Path) -> Mapping[str, Any]:
         """See `Learner.save`; every rank writes its shard, so all must see the folder."""
-        folder = folder.resolve()
-        return self._call({"command": "save", "adapter": adapter, "folder": str(folder)})[0].values
+        return self._call("save", adapter=adapter, folder=folder.resolve())[0].values["returned"]
 
     def load(self, adapter: str | None, folder: Path, values: Mapping[str, Any]) -> None:
         """See `Learner.load`; the number of ranks need not be that of `save`."""
-        folder = folder.resolve()
-        self._call({"command": "load", "adapter": adapter, "folder": str(folder), "values": dict(values)})
+        self._call("load", adapter=adapter, folder=folder.resolve(), values=dict(values))
 
     def release_memory(self) -> None:
         """See `Learner.release_memory`; on every rank."""
-        self._call({"command": "release_memory"})
+        self._call("release_memory")
 
     def stop(self) -> None:
         """End the other ranks, if none is lost."""
@@ -137,17 +128,18 @@ class RankedLearner(Learner):
             self._lost = "the learner was stopped"
 
     def _run(self, command: str, adapter: str | None, loss: LossSpec, data: Sequence[Datum]) -> Outputs:
-        values = {"command": command, "adapter": adapter, "loss": _LOSS.dump_python(loss, mode="json")}
-        answers = self._call(values, pack(data))
+        answers = self._call(command, pack(data), adapter=adapter, loss=loss)
         logprobs = torch.stack([answer.tensors["logprobs"] for answer in answers]).sum(0)  # of others' data: 0
-        sums = {
-            kind: _added(answer.values[kind] for answer in answers) for kind in ("losses", "denominators", "metrics")
-        }
+        sums = {kind: Counter[str]() for kind in _SUMS}
+        for kind, total in sums.items():
+            for answer in answers:
+                total.update(answer.values[kind])
         return Outputs(logprobs.split([len(datum.target_ids) for datum in data]), **sums)
 
-    def _call(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> list[Message]:
-        """Have every rank do the same; returns what each answers."""
-        message = Message(values, tensors or {})
+    def _call(self, command: str, tensors: Mapping[str, Tensor] | None = None, **given: Any) -> list[Message]:
+        """Have every rank call a method of its learner; returns what each answers."""
+        values = {n: _TYPED[n].dump_python(v, mode="json") if n in _TYPED else v for n, v in given.items()}
+        message = Message({"command": command, **values}, tensors or {})
         with self._lock, self._together():
             self._group.tell(message)
             mine = _respond(self._part, message)
@@ -163,7 +155,7 @@ class RankedLearner(Learner):
         units = iter(range(self._part.units))
         following = [self._gather(next(units), merged)]
         while following:
-            tensors = self._take(following.pop())
+            tensors = self._take(following.pop(), merged)
             begun = False
             while tensors:
                 # Each is let go as it is given away, so what follows is all that is held beside it.
@@ -172,14 +164,14 @@ class RankedLearner(Learner):
                     following += [self._gather(unit, merged) for unit in itertools.islice(units, 1)]
                     begun = True
 
-    def _gather(self, unit: int, merged: str | None) -> Gathering:
+    def _gather(self, unit: int, merged: str | None) -> dict[str, Gathering]:
         with self._lock, self._together():
             self._group.tell(Message({"command": "gather", "unit": unit, "merged": merged}))
             return self._part.gather(unit, merged)
 
-    def _take(self, gathered: Gathering) -> list[tuple[str, Tensor]]:
+    def _take(self, gathering: dict[str, Gathering], merged: str | None) -> list[tuple[str, Tensor]]:
         try:
-            return gathered.take()
+            return self._part.take(gathering, merged)
         except RuntimeError as error:  # not under the lock: a step may be under way, and fail alike
             self._lost = _lost_each_other(error)
             raise LearnerError(self._lost) from error
@@ -217,7 +209,8 @@ def serve(group: RankGroup) -> None:
         elif part is None:
             raise LearnerError(f"rank {group.rank} has no model yet and was told to {message.values['command']}")
         elif message.values["command"] == "gather":
-            part.gather(message.values["unit"], message.values["merged"]).wait()
+            for gathering in part.gather(message.values["unit"], message.values["merged"]).values():
+                gathering.wait()
         else:
             group.answer(_respond(part, message))
 
@@ -237,53 +230,27 @@ def _check(others: Sequence[Message]) -> None:
 
 def _respond(part: ShardedLearner, message: Message) -> Message:
     """Do a command; what Penstock refuses is part of the answer, and the same on every rank."""
-    values = dict(message.values)
-    command = COMMANDS[values.pop("command")]
+    given = {n: _TYPED[n].validate_python(v) if n in _TYPED else v for n, v in message.values.items()}
+    command = given.pop("command")
+    if (name := COMMANDS[command]) is not None:
+        given[name] = unpack(message.tensors) if name == "data" else message.tensors
     try:
-        return command(part, values, message.tensors) or Message({})
+        found: Any = getattr(part, command)(**given)
     except PenstockError as error:
         return Message({"error": error_to_json(error)})
-
-
-def _evaluate(name: str) -> Command:
-    def command(part: ShardedLearner, values: dict[str, Any], tensors: Mapping[str, Tensor]) -> Message:
-        loss = _LOSS.validate_python(values["loss"])
-        outputs: Outputs = getattr(part, name)(values["adapter"], loss, unpack(tensors))
-        sums = {kind: dict(getattr(outputs, kind)) for kind in ("losses", "denominators", "metrics")}
-        return Message(sums, {"logprobs": torch.cat([torch.zeros(0), *outputs.logprobs])})
-
-    return command
-
-
-def _optim_step(part: ShardedLearner, values: dict[str, Any], _: Mapping[str, Tensor]) -> Message:
-    figures = part.optim_step(values["adapter"], AdamSpec(**values["adam"]), scale=values["scale"])
-    return Message(asdict(figures))
-
-
-def _save(part: ShardedLearner, values: dict[str, Any], _: Mapping[str, Tensor]) -> Message:
-    return Message(part.save(values["adapter"], Path(values["folder"])))
-
-
-Command = Callable[[ShardedLearner, dict[str, Any], Mapping[str, Tensor]], Message | None]
-COMMANDS: Mapping[str, Command] = {
-    "forward": _evaluate("forward"),
-    "forward_backward": _evaluate("forward_backward"),
-    "optim_step": _optim_step,
-    "create_adapter": lambda part, values, _: part.create_adapter(values["name"], LoraSpec(**values["spec"])),
-    "drop_adapter": lambda part, values, _: part.drop_adapter(values["name"]),
-    "release_memory": lambda part, _, __: part.release_memory(),
-    "set_adapter": lambda part, values, tensors: part.set_adapter(values["name"], tensors),
-    "save": _save,
-    "load": lambda part, values, _: part.load(values["adapter"], Path(values["folder"]), values["values"]),
-}
+    if isinstance(found, Outputs):
+        logprobs = torch.cat([torch.zeros(0), *found.logprobs])
+        return Message({kind: dict(getattr(found, kind)) for kind in _SUMS}, {"logprobs": logprobs})
+    return Message({"returned": found})
 
 
 def pack(data: Sequence[Datum]) -> dict[str, Tensor]:
-    """Data as one tensor for each field, and the length that each datum's has there; -1: it has none."""
-    rows = [{**{name: getattr(d, name) for name in _FIELDS}, **_named(d.extra)} for d in data]
+    """Lay data out as one tensor for each field, and the length that each datum's has there; -1: it has none."""
+    extra = dict.fromkeys(_EXTRA + name for datum in data for name in datum.extra)
     packed: dict[str, Tensor] = {}
-    for name in dict.fromkeys((*_FIELDS, *(name for row in rows for name in row))):
-        values, dtype = [row.get(name) for row in rows], _dtype(name)
+    for name in (*_FIELDS, *extra):
+        values = [d.extra.get(name.removeprefix(_EXTRA)) if name in extra else getattr(d, name) for d in data]
+        dtype = torch.int64 if name in _WHOLE else torch.float32
         packed[f"lengths/{name}"] = torch.tensor([-1 if v is None else len(v) for v in values], dtype=torch.int64)
         given = [torch.as_tensor(value, dtype=dtype) for value in values if value is not None]
         packed[name] = torch.cat([torch.zeros(0, dtype=dtype), *given])
@@ -297,30 +264,28 @@ def unpack(packed: Mapping[str, Tensor]) -> list[Datum]:
         lengths: list[int] = packed[f"lengths/{name}"].tolist()
         parts = iter(packed[name].split([length for length in lengths if length >= 0]))
         columns[name] = [None if length < 0 else next(parts) for length in lengths]
-    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    return [_datum(row) for row in rows]
+    rows: list[dict[str, Any]] = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    extra = [name for name in columns if name.startswith(_EXTRA)]
+    return [
+        Datum(
+            **{name: row[name] for name in _FIELDS},
+            extra={name.removeprefix(_EXTRA): row[name] for name in extra if row[name] is not None},
+        )
+        for row in rows
+    ]
 
 
+COMMANDS: Mapping[str, str | None] = {
+    "forward": "data", "forward_backward": "data", "set_adapter": "tensors",
+    **dict.fromkeys(("optim_step", "create_adapter", "drop_adapter", "release_memory", "save", "load")),
+}  # fmt: skip
+"""Methods that all ranks call together, and their argument that a message's tensors hold."""
+_TYPED: Mapping[str, TypeAdapter[Any]] = {
+    "loss": TypeAdapter(LossSpec), "adam": TypeAdapter(AdamSpec), "spec": TypeAdapter(LoraSpec),
+    "folder": TypeAdapter(Path),
+}  # fmt: skip
+"""Arguments of theirs that are not JSON themselves, by name."""
+_SUMS = ("losses", "denominators", "metrics")
 _FIELDS = tuple(field.name for field in fields(Datum) if field.name != "extra")
 _EXTRA = "extra/"
-
-
-def _named(extra: Mapping[str, Any]) -> dict[str, Any]:
-    return {_EXTRA + name: values for name, values in extra.items()}
-
-
-def _datum(row: Mapping[str, Any]) -> Datum:
-    extra = {name.removeprefix(_EXTRA): v for name, v in row.items() if name.startswith(_EXTRA) and v is not None}
-    return Datum(**{name: row[name] for name in _FIELDS}, extra=extra)
-
-
-def _dtype(name: str) -> torch.dtype:
-    return torch.int64 if name in {"input_ids", "target_ids", "positions", "experts"} else torch.float32
-
-
-def _added(parts: Iterator[Mapping[str, float]]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for part in parts:
-        for name, value in part.items():
-            total[name] = total.get(name, 0.0) + value
-    return total
+_WHOLE = {"input_ids", "target_ids", "positions", "experts"}

@@ -60,8 +60,6 @@ class Ranks:
         self._learner: RankedLearner | None = None
         self._call: asyncio.Future[Any] | None = None
         """What runs in a thread now, and may wait for the others there."""
-        self._release: Callable[[], None] = self._abort
-        """Ends that wait once a rank is gone."""
 
     @property
     def pids(self) -> list[int]:
@@ -82,7 +80,7 @@ class Ranks:
                     await asyncio.wait(waits, timeout=STOP_S)
         await asyncio.gather(*(child.stop(STOP_S) for child in self._children))
         if self._call is not None and not self._call.done():
-            await asyncio.to_thread(self._release)
+            await asyncio.to_thread(self._abort)
             await asyncio.wait((self._call,))
         if self._group is not None:
             self._group.close()
@@ -114,7 +112,7 @@ class Ranks:
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED, timeout=EXPLAIN_S)
                 ended = [(child, task.result()) for task, child in ends.items() if task.done()]
                 if ended:
-                    await asyncio.to_thread(self._release)
+                    await asyncio.to_thread(self._abort)
                     raise _lost(*ended[0])
                 if working in done:
                     running = ", ".join(f"{child.name} (pid {child.pid})" for child in self._children)
@@ -126,7 +124,7 @@ class Ranks:
             if not (await asyncio.wait((working,), timeout=STOP_S))[0]:  # its step waits for a rank that stands still
                 log.warning("a step of the learner did not end within %g s: its ranks are ended", STOP_S)
                 await asyncio.gather(*(child.stop(STOP_S) for child in self._children))
-                await asyncio.to_thread(self._release)
+                await asyncio.to_thread(self._abort)
             await asyncio.wait((working, *ends))
 
     async def _in_thread(self, call: Callable[..., T], *arguments: Any) -> T:
@@ -135,6 +133,7 @@ class Ranks:
         return await asyncio.shield(self._call)
 
     def _abort(self) -> None:
+        """End what waits for a rank that is gone."""
         if self._group is not None:
             self._group.abort()
 
@@ -148,14 +147,12 @@ class Ranks:
 
         ray = self._ray_address
         address = rank_group.LOOPBACK if ray is None else await asyncio.to_thread(rank_group.address_towards, ray)
-        store, port = await self._in_thread(rank_group.meeting_point, address)
+        store, port = rank_group.meeting_point(address)
         await (self._start_here(port) if ray is None else self._start_by_ray(ray, address, port))
         log.info("ranks of the learner: %d, pids %s", self.count, self.pids)
-        self._release = functools.partial(rank_group.release, address, port, self.count)
         # Joining takes no time once the others have imported torch, so a rank that cannot start is named soon.
-        await self.during(self._in_thread(rank_group.wait_ready, store, self.count))
-        self._release = self._abort
-        gpu = rank_group.told_gpu(store) if ray is not None else ""
+        await self.during(rank_group.wait_ready(store, self.count))
+        gpu = store.get(rank_group.GPU).decode() if ray is not None else ""  # set before any rank was ready
         place = rank_group.Place(0, self.count, visible_gpus().index(gpu) if gpu else 0, store)
         return await self.during(self._in_thread(functools.partial(rank_group.RankGroup, place, one_host=ray is None)))
 

@@ -93,15 +93,10 @@ async def drive(options: Options) -> None:
         for index, bundle in enumerate(bundles)
     ]
     gpu = (await actors[0].gpus.remote())[0] if here else ""
-    _tell_rank_0(options.master, gpu)
+    from penstock.train.rank_group import GPU, store_at  # noqa: PLC0415 - seconds: torch
+
+    store_at(*options.master).set(GPU, gpu)
     await _until_ended(ray, actors[len(here) :], options)
-
-
-def _tell_rank_0(master: tuple[str, int], gpu: str) -> None:
-    """Say which GPU of its node is its own."""
-    from penstock.train.rank_group import tell_gpu  # noqa: PLC0415 - seconds: torch
-
-    tell_gpu(master, gpu)
 
 
 async def _until_ended(ray: Any, actors: list[Any], options: Options) -> None:

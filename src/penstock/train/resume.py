@@ -60,21 +60,11 @@ class Progress:
         self.resumed_at.append(self.step)
 
 
-def save_checkpoint(folder: RunFolder, learner: Trainee, progress: Mapping[str, Any]) -> None:
+def save_checkpoint(folder: RunFolder, trainee: Trainee, progress: Mapping[str, Any]) -> None:
     """Write the state after `progress["step"]` steps; `progress` holds the fields of `Progress`. Blocks."""
     checkpoint.save(
-        folder.path, progress["step"], lambda path: {"learner": dict(learner.save(path)), "run": dict(progress)}
+        folder.path, progress["step"], lambda path: {"learner": dict(trainee.save(path)), "run": dict(progress)}
     )
-
-
-def begin(folder: RunFolder) -> Progress:
-    """A new run in a fresh folder.
-
-    Raises:
-        UserError: the folder holds steps of a run already.
-    """
-    RunFolder.check_unused(folder.path)
-    return Progress()
 
 
 def check(config: RunConfig, folder: RunFolder) -> None:
@@ -85,8 +75,8 @@ def check(config: RunConfig, folder: RunFolder) -> None:
         raise UserError(f"{folder.path} is at step {step}, beyond train.steps={config.train.steps}; ask for more steps")
 
 
-def take_up(config: RunConfig, folder: RunFolder, learner: Trainee) -> Progress:
-    """Load the last checkpoint into `learner`, and cut the folder's records back to it; without one, to the start.
+def take_up(config: RunConfig, folder: RunFolder, trainee: Trainee) -> Progress:
+    """Load the last checkpoint into `trainee`, and cut the folder's records back to it; without one, to the start.
 
     Raises:
         ConfigError: the configuration is not the run's.
@@ -102,7 +92,7 @@ def take_up(config: RunConfig, folder: RunFolder, learner: Trainee) -> Progress:
             progress, of_learner = Progress(**values["run"]), values["learner"]
         except (KeyError, TypeError) as error:
             raise CheckpointError(f"checkpoint {path} is not one of a training run: {error!r}") from error
-        learner.load(path, of_learner)
+        trainee.load(path, of_learner)
         progress.resumed(folder.truncate(progress.step))
         checkpoint.rewrite(path, {**values, "run": asdict(progress)})  # a kill before the next checkpoint would lose it
     else:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -90,9 +90,9 @@ async def run(
         if resume:
             check_resume(config, folder)
         step = latest_step(path) if resume else 0
-        with folder.capture_log(), tracked(reporter, config, folder, step) as both:
-            opened = _Rollouts(config, folder, environment, tokenizer, agents)
-            summary = await _run(config, folder, opened, both, launched or {}, resume=resume)
+        with folder.capture_log(), tracked(config, folder, step):
+            opened = partial(_generator, config, folder, environment, tokenizer, agents)
+            summary = await _run(config, folder, environment, opened, reporter, launched or {}, resume=resume)
         await asyncio.to_thread(draw_plots, folder)
     return summary
 
@@ -154,30 +154,27 @@ def _check_context(config: RunConfig, tokenizer: Tokenizer, tasks: Sequence[Task
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Rollouts:
-    """What makes the generator of a run, as soon as there is a fleet."""
-
-    config: RunConfig
-    folder: RunFolder
-    environment: Environment
-    tokenizer: Tokenizer
-    agents: Any
-    """`AgentRollouts`, of a run whose episodes an agent plays."""
-
-    def generator(self, fleet: Fleet) -> AbstractAsyncContextManager[Generator]:
-        """Return the generator, for the time of a block."""
-        lora, rollout = self.config.train.lora, self.config.rollout
-        adapter = None if lora is None or lora.merge else lora.name
-        if self.agents is not None:
-            return self.agents.generator(fleet, self.folder.path / "logs" / "agents", adapter=adapter)
-        return nullcontext(generator_for(fleet, self.tokenizer, self.environment, rollout, adapter=adapter))
+def _generator(
+    config: RunConfig,
+    folder: RunFolder,
+    environment: Environment,
+    tokenizer: Tokenizer,
+    agents: Any,
+    fleet: Fleet,
+) -> AbstractAsyncContextManager[Generator]:
+    """Return the generator, for the time of a block; `agents`: `AgentRollouts`, if an agent plays the episodes."""
+    lora = config.train.lora
+    adapter = None if lora is None or lora.merge else lora.name
+    if agents is not None:
+        return agents.generator(fleet, folder.path / "logs" / "agents", adapter=adapter)
+    return nullcontext(generator_for(fleet, tokenizer, environment, config.rollout, adapter=adapter))
 
 
 async def _run(
     config: RunConfig,
     folder: RunFolder,
-    rollouts: _Rollouts,
+    environment: Environment,
+    open_generator: Callable[[Fleet], AbstractAsyncContextManager[Generator]],
     reporter: Reporter,
     launched: Mapping[str, str],
     *,
@@ -197,15 +194,15 @@ async def _run(
         # The learner loads in a thread while the engines start, or on their GPUs while they sleep.
         loading = asyncio.create_task(_load(config, ranks)) if not colocated else None
         try:
-            async with opening as fleet, rollouts.generator(fleet) as generator:
+            async with opening as fleet, open_generator(fleet) as generator:
                 if loading is None:
                     loading = asyncio.create_task(_load_asleep(config, ranks, fleet))
                 training = train(
                     config,
                     fleet,
-                    learner=await loading,
+                    trainee=await loading,
                     generator=generator,
-                    environment=rollouts.environment,
+                    environment=environment,
                     folder=folder,
                     reporter=reporter,
                     resume=resume,
@@ -227,15 +224,15 @@ async def _in_flight(fleet: Fleet) -> dict[str, int]:
 async def _load_asleep(config: RunConfig, ranks: Ranks, fleet: Fleet) -> Trainee:
     """Load a colocated learner: vLLM wants its share of a GPU free when it starts, so the engines come first."""
     await fleet.sleep(1)
-    learner = await _load(config, ranks)
+    trainee = await _load(config, ranks)
     await fleet.wake_up()
-    return learner
+    return trainee
 
 
 async def _load(config: RunConfig, ranks: Ranks) -> Trainee:
     """Load the learner on all ranks."""
     if ranks.count == 1:
-        return await asyncio.to_thread(_learner, config)
+        return await asyncio.to_thread(local_trainee, config)
     model, dtype = config.learner_model, _served_dtype(config)
     learner = await ranks.load(
         lambda group: RankedLearner(group, model, config.train, seed=config.seed, served_dtype=dtype)
@@ -243,7 +240,8 @@ async def _load(config: RunConfig, ranks: Ranks) -> Trainee:
     return await asyncio.to_thread(_trainee, config, learner)
 
 
-def _learner(config: RunConfig) -> Trainee:
+def local_trainee(config: RunConfig) -> Trainee:
+    """Load the learner in this process."""
     model = config.learner_model
     learner = LocalLearner(model, config.train, seed=config.seed, served_dtype=_served_dtype(config))
     trainee = _trainee(config, learner)

@@ -21,7 +21,6 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Self
 
 from penstock.errors import StateError
 
@@ -49,28 +48,6 @@ class StalenessWindow:
     next_group: int = 0
     carried: Sequence[int] = ()
     outstanding: dict[int, int] = field(default_factory=dict[int, int])
-
-    @classmethod
-    def after(
-        cls,
-        step: int,
-        *,
-        groups_per_batch: int,
-        max_staleness: int,
-        total_steps: int,
-        version: int,
-        carried: Sequence[int] = (),
-    ) -> Self:
-        """The window after `step` finished steps, when `version` is served and `carried` were not trained on yet."""
-        return cls(
-            groups_per_batch=groups_per_batch,
-            max_staleness=max_staleness,
-            total_steps=total_steps,
-            start_version=version - step,
-            version=version,
-            next_group=step * groups_per_batch + len(carried),
-            carried=tuple(carried),
-        )
 
     @property
     def step(self) -> int:

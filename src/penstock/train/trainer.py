@@ -19,13 +19,13 @@ from penstock.errors import MissingCapabilityError, PenstockError, StateError, W
 from penstock.fleet.fleet import Fleet
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Reporter, Summary
-from penstock.observe.trace import Loads, Tracer
-from penstock.observe.trajectory_log import TrajectoryRecord, pick
+from penstock.observe.trace import LEARNER, Loads, Tracer
+from penstock.observe.trajectory_log import pick, record_of
 from penstock.rollout.environment import Environment, Task
 from penstock.rollout.generator import Generator
 from penstock.train.grpo import Trainee
 from penstock.train.parts import Parts, to_the_end
-from penstock.train.resume import Progress, begin, save_checkpoint, take_up
+from penstock.train.resume import Progress, save_checkpoint, take_up
 from penstock.train.rollouts import Rollouts, greedy_accuracy
 from penstock.train.schedules import SCHEDULES
 from penstock.train.staleness import StalenessWindow
@@ -47,7 +47,7 @@ async def train(
     config: RunConfig,
     client: Fleet,
     *,
-    learner: Trainee,
+    trainee: Trainee,
     generator: Generator,
     environment: Environment,
     folder: RunFolder,
@@ -63,7 +63,7 @@ async def train(
     Args:
         config: of the run.
         client: the engines, freshly loaded with the learner's model.
-        learner: holds the weights being trained.
+        trainee: the weights being trained.
         generator: makes episodes with `client`.
         environment: gives the tasks.
         folder: of this run; `RunFolder.create` for a new one, `RunFolder.open` for one to resume.
@@ -78,12 +78,14 @@ async def train(
     """
     if resume:
         reporter.on_phase("resume")
-    progress = take_up(config, folder, learner) if resume else begin(folder)
-    if config.engines_may_differ and learner.adapter is None and not learner.version:
-        learner.learner.versions[None] = 1  # as 0 are the weights that engines were loaded with
+    if not resume:
+        RunFolder.check_unused(folder.path)
+    progress = take_up(config, folder, trainee) if resume else Progress()
+    if config.engines_may_differ and trainee.adapter is None and not trainee.version:
+        trainee.learner.versions[None] = 1  # as 0 are the weights that engines were loaded with
     if resume and progress.step == 0:
         reporter.on_phase("restart")
-    run = _Run(config, client, learner, generator, environment, folder, reporter, progress, loads)
+    run = _Run(config, client, trainee, generator, environment, folder, reporter, progress, loads)
     for step, accuracy in folder.evaluations().items():
         run.report_evaluation(step, accuracy)
     await run.put_in_force()
@@ -100,7 +102,7 @@ class _Run:
 
     config: RunConfig
     client: Fleet
-    learner: Trainee
+    trainee: Trainee
     generator: Generator
     environment: Environment
     folder: RunFolder
@@ -120,24 +122,26 @@ class _Run:
     def __post_init__(self) -> None:
         self.watch = Stopwatch(self.progress.seconds)
         self.tracer = Tracer(self.watch.now, self.loads)
-        self.watch.on_span = self.tracer.of_learner
+        self.watch.on_span = partial(self.tracer.add, LEARNER)
         self.alarm = LogprobAlarm(self.config.train.logprob_alarm, simulated=self.config.engine.profile == "sim")
-        self.window = StalenessWindow.after(
-            self.progress.step,
-            groups_per_batch=self.config.rollout.groups_per_batch,
-            max_staleness=self.config.train.staleness,
-            total_steps=self.config.train.steps,
-            version=self.learner.version,
-            carried=self.progress.carried,
+        groups, step, carried = self.config.rollout.groups_per_batch, self.progress.step, self.progress.carried
+        self.window = StalenessWindow(
+            groups,
+            self.config.train.staleness,
+            self.config.train.steps,
+            start_version=self.trainee.version - step,
+            version=self.trainee.version,
+            next_group=step * groups + len(carried),
+            carried=carried,
         )
         self.generated_before = self.progress.generated_tokens
 
     async def put_in_force(self) -> None:
         """Have the engines serve the learner's weights: sent unless both have just loaded the same checkpoint."""
-        served, wanted = self.client.weight_version, self.learner.version
+        served, wanted = self.client.weight_version, self.trainee.version
         if served == wanted == 0:
             return
-        if served >= wanted and self.learner.served_adapter is None:
+        if served >= wanted and self.trainee.served_adapter is None:
             raise StateError(
                 f"the engines serve weight version {served} and the learner starts at {wanted}: a run needs engines "
                 "freshly loaded from the model; restart them"
@@ -145,7 +149,7 @@ class _Run:
         log.info("putting version %d in force, after step %d", wanted, self.progress.step)
         try:
             await self._put_base_in_force()
-            await to_the_end(self.learner.put_in_force(self.client))
+            await to_the_end(self.trainee.put_in_force(self.client))
         except WeightsError as error:
             raise StateError(
                 f"the engines do not take the weights of {self.config.learner_model}, from which the learner starts: "
@@ -154,12 +158,12 @@ class _Run:
 
     async def _put_base_in_force(self) -> None:
         """Send the learner's base where engines add the adapter to one that may be another, and can take it."""
-        if not self.config.engines_may_differ or self.learner.served_adapter is None:
+        if not self.config.engines_may_differ or self.trainee.served_adapter is None:
             return
         if read_shape(self.config.engine.model).quantised:  # many formats take an adapter and no weights
             return
         try:
-            await to_the_end(self.client.update_weights(self.learner.learner.weights(None)))
+            await to_the_end(self.client.update_weights(self.trainee.learner.weights(None)))
         except MissingCapabilityError as error:  # vLLM without our plugin takes adapters alone
             log.warning("whether the engines add the adapter to the learner's base is unknown: %s", error)
 
@@ -203,7 +207,7 @@ class _Run:
             self.folder.metrics(),
             name=self.config.name,
             seed=self.config.seed,
-            resumed_at=progress.resumed_at,
+            resumed_at=tuple(progress.resumed_at),
             evaluations=self.folder.evaluations(),
             wasted_tokens=progress.wasted_tokens,
             unconsumed_tokens=progress.unconsumed_tokens,
@@ -216,7 +220,7 @@ class _Run:
 
     def _parts(self, tasks: asyncio.TaskGroup) -> Parts:
         rollouts = Rollouts(self.config, self.generator, self.environment, self.progress, self.window, tasks)
-        return Parts(rollouts, self.learner, self.client, self.watch, self.tracer, self.config.train.staleness)
+        return Parts(rollouts, self.trainee, self.client, self.watch, self.tracer, self.config.train.staleness)
 
     # --- one step ----------------------------------------------------------------------------------------------------
 
@@ -257,7 +261,7 @@ class _Run:
         self.generated_before = progress.generated_tokens
         row = {
             "step": progress.step,
-            "version": self.learner.version,
+            "version": self.trainee.version,
             **figures,
             "generated_tokens": generated,
             "tokens_per_second": generated / lap["step"],
@@ -271,7 +275,7 @@ class _Run:
         if idle is not None:
             row["idle/engines"] = idle
         self.folder.append_spans(spans)
-        self.folder.append_trajectories([TrajectoryRecord.of(progress.step, t, self._decode) for t in pick(batch)])
+        self.folder.append_trajectories([record_of(progress.step, t, self._decode) for t in pick(batch)])
         self.folder.append_metrics(row)
         self.reporter.on_update(report)
         self.reporter.on_step(row)
@@ -285,7 +289,7 @@ class _Run:
         self.progress.carried = sorted(self.window.outstanding)
         progress = asdict(self.progress)  # here and not in the thread: rollouts go on counting
         with self.watch.measure("checkpoint"):
-            await to_the_end(asyncio.to_thread(save_checkpoint, self.folder, self.learner, progress))
+            await to_the_end(asyncio.to_thread(save_checkpoint, self.folder, self.trainee, progress))
 
     def report_evaluation(self, step: int, accuracy: float) -> None:
         """Tell the reporter of a held-out accuracy, measured now or before the run was resumed."""

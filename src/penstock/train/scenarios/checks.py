@@ -73,7 +73,6 @@ class UpdateRecorder(Reporter):
         self.reports: list[UpdateReport] = []
 
     def on_update(self, report: UpdateReport) -> None:
-        """See `Reporter`."""
         self.reports.append(report)
 
 

@@ -24,7 +24,7 @@ async def _train_asleep(parts: Parts, batch: Sequence[Trajectory]) -> tuple[Lear
     # Level 2 drops the weights, which the update replaces. An adapter's update does not bring its base, and servers of
     # others outlive a run that fails.
     attached = bool(parts.rollouts.config.fleet.attach)
-    level = 2 if parts.learner.served_adapter is None and not attached else 1
+    level = 2 if parts.trainee.served_adapter is None and not attached else 1
     async with AsyncExitStack() as failed:
         if attached:
             failed.push_async_callback(_wake, parts)
@@ -32,7 +32,7 @@ async def _train_asleep(parts: Parts, batch: Sequence[Trajectory]) -> tuple[Lear
             await parts.client.sleep(level)
         learned = await parts.learn(batch)
         with parts.watch.measure("sleep"):
-            parts.learner.release_memory()
+            parts.trainee.release_memory()
             await parts.client.wake_up(["weights"])
         report = await parts.update()
         with parts.watch.measure("sleep"):
@@ -42,5 +42,5 @@ async def _train_asleep(parts: Parts, batch: Sequence[Trajectory]) -> tuple[Lear
 
 
 async def _wake(parts: Parts) -> None:
-    parts.learner.release_memory()
+    parts.trainee.release_memory()
     await parts.client.wake_up()
