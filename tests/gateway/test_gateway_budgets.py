@@ -117,6 +117,6 @@ async def test_a_session_s_sampling_goes_before_the_gateway_s_and_the_harness_s(
     tokenizer: Tokenizer, session: dict[str, Any], used: float
 ) -> None:
     rig = Rig(tokenizer, sampling={"temperature": 0.5})
-    _, key = rig.gateway.open_session(rig.tenant, None, None, session)
+    key = rig.gateway.open_session(rig.tenant, None, None, session).key
     await rig.post(CHAT, body("x", temperature=0.75), **auth(key))
     assert rig.engine.params[0].temperature == used

@@ -242,7 +242,8 @@ async def test_rows_of_finish_that_did_not_arrive_are_given_again(tokenizer: Tok
 async def test_a_session_that_is_closed_begins_no_turn(tokenizer: Tokenizer) -> None:
     """A harness that asks on while its turns are ended made the end of the session fail."""
     rig = Rig(tokenizer)
-    name, key = rig.gateway.open_session(rig.tenant)
+    opened = rig.gateway.open_session(rig.tenant)
+    name, key = opened.id, opened.key
     began = asyncio.Event()
 
     async def sample(*given: Any) -> list[Sample]:

@@ -198,14 +198,13 @@ def test_places_are_never_oversold_and_given_in_order(total: int, wanted: list[i
 
     async def user(places: Places, index: int, pauses: int) -> None:
         nonlocal in_use
-        await places.take(wanted[index])
-        order.append(index)
-        in_use += min(wanted[index], total)
-        assert in_use <= total
-        for _ in range(pauses):
-            await asyncio.sleep(0)
-        in_use -= min(wanted[index], total)
-        places.give_back(wanted[index])
+        async with places.take(wanted[index]):
+            order.append(index)
+            in_use += min(wanted[index], total)
+            assert in_use <= total
+            for _ in range(pauses):
+                await asyncio.sleep(0)
+            in_use -= min(wanted[index], total)
 
     async def run() -> None:
         places = Places(total)

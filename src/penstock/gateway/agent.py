@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,7 @@ Agent = Callable[[Episode], Awaitable[float | None]]
 """Plays an episode. It returns the reward, or None: the environment scores the last answer."""
 
 
+@dataclass(eq=False)
 class AgentGenerator(Generator):
     """Runs an agent for each episode, in a session of its own, and returns what it sampled as rows.
 
@@ -99,49 +100,38 @@ class AgentGenerator(Generator):
         limits: budget of an episode.
     """
 
-    def __init__(
-        self,
-        gateway: Gateway,
-        base_url: str,
-        tenant: Tenant,
-        environment: Environment,
-        agent: Agent | Sequence[str],
-        *,
-        concurrency: int = 64,
-        timeout_s: float = 600.0,
-        log_dir: Path | None = None,
-        most_logs: int = 1000,
-        limits: Limits | None = None,
-    ) -> None:
-        if not callable(agent) and (isinstance(agent, str) or not agent):
-            raise ConfigError(f"an agent's command is a list of words, got {agent!r}")
-        for word in () if callable(agent) else agent:
+    gateway: Gateway
+    base_url: str
+    tenant: Tenant
+    environment: Environment
+    agent: Agent | Sequence[str]
+    _: KW_ONLY
+    concurrency: int = 64
+    timeout_s: float = 600.0
+    log_dir: Path | None = None
+    most_logs: int = 1000
+    limits: Limits | None = None
+
+    def __post_init__(self) -> None:
+        if not callable(self.agent) and (isinstance(self.agent, str) or not self.agent):
+            raise ConfigError(f"an agent's command is a list of words, got {self.agent!r}")
+        for word in () if callable(self.agent) else self.agent:
             if "{api_key}" in word:
                 raise ConfigError("every user can read a command line: take the key from the variable OPENAI_API_KEY")
             if _PLACE.fullmatch(word) and word[1:-1] not in _PLACES:
                 raise ConfigError(f"an agent's command has {word!r}; known: {', '.join(f'{{{p}}}' for p in _PLACES)}")
-        self._gateway = gateway
-        self._base_url = base_url
-        self._tenant = tenant
-        self._environment = environment
-        self._agent = agent
-        self._places = Places(concurrency)
-        self._timeout_s = timeout_s
-        self._late = f": it took over {timeout_s:g} s"
-        self._log_dir = Path(tempfile.mkdtemp(prefix="penstock-agents-")) if log_dir is None else log_dir
-        self._log_dir.mkdir(parents=True, exist_ok=True)
-        self._limits = limits
-        self._most_logs = most_logs
-        self._logs: deque[Path] = deque()
-        self._failed = 0
-        self._silent = 0
+        self._places = Places(self.concurrency)
+        self._late = f": it took over {self.timeout_s:g} s"
+        self._logs = self.log_dir or Path(tempfile.mkdtemp(prefix="penstock-agents-"))
+        self._logs.mkdir(parents=True, exist_ok=True)
+        self._kept: deque[Path] = deque()
+        self._failed = self._silent = 0
         self._why_silent = ""
         self._has_turns = False
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The policy's tokenizer."""
-        return self._gateway.template.tokenizer
+        return self.gateway.template.tokenizer
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
         """Play `num_samples` episodes of every task.
@@ -172,20 +162,18 @@ class AgentGenerator(Generator):
             sampling = {name: value for name, value in values.items() if value not in (None, ())}
         if batch.seeds is not None:
             sampling["seed"] = batch.seeds[index] + number
-        await self._places.take(1)
-        name, key = self._gateway.open_session(self._tenant, None, self._limits, sampling)
-        try:
-            episode = Episode(task, self._base_url, key, self._gateway.options.model, name)
-            reward, why = await self._play(episode)
-        finally:
-            self._places.give_back(1)
-            session = self._gateway.find(self._tenant, name)
-            rows = await self._gateway.close_session(self._tenant, name)
+        async with self._places.take(1):
+            session = self.gateway.open_session(self.tenant, None, self.limits, sampling)
+            try:
+                episode = Episode(task, self.base_url, session.key, self.gateway.options.model, session.id)
+                reward, why = await self._play(episode)
+            finally:
+                rows = await self.gateway.close_session(self.tenant, session.id)
         if not rows:
             self._silent += 1
             self._why_silent = f"the agent of task {task.id!r} asked for no turn{why or ''}"
             log.warning("%s", self._why_silent)
-            self._close_log(name, f"task {task.id!r}, group {group}, no turn{why or ''}")
+            self._close_log(session.id, f"task {task.id!r}, group {group}, no turn{why or ''}")
             return []
         self._silent, self._has_turns = 0, True
         if why is not None:
@@ -194,7 +182,7 @@ class AgentGenerator(Generator):
         if session.reward is None:
             session.reward = 0.0 if why is not None else self._reward(task, last, reward)
         said = f"task {task.id!r}, group {group}, {len(session.nodes)} turns, reward {session.reward:g}{why or ''}"
-        self._close_log(name, said)
+        self._close_log(session.id, said)
         breaks = {f"agent/breaks/{cause.replace(' ', '_')}": float(n) for cause, n in session.breaks.items()}
         chosen = rows if given is None else [row for row in rows if row.leaf is last]
         made = [row.trajectory(group) for row in chosen]
@@ -211,15 +199,15 @@ class AgentGenerator(Generator):
         if reward is not None:
             return reward
         with user_code(f"the environment's reward of task {task.id!r} failed", PenstockError):
-            return finite_reward(self._environment.reward(task, last.message.text), task)
+            return finite_reward(self.environment.reward(task, last.message.text), task)
 
     async def _play(self, episode: Episode) -> tuple[float | None, str | None]:
         """Run the agent; return its reward, and why it failed, if it did."""
         try:
-            if callable(self._agent):
-                return await self._call(episode, self._agent)
-            async with asyncio.timeout(self._timeout_s):
-                return None, await self._run(episode, self._agent)
+            if callable(self.agent):
+                return await self._call(episode, self.agent)
+            async with asyncio.timeout(self.timeout_s):
+                return None, await self._run(episode, self.agent)
         except TimeoutError:
             return None, self._late
         except (OSError, ValueError, PenstockError) as error:  # the second: a prompt that no program can be given
@@ -239,7 +227,7 @@ class AgentGenerator(Generator):
         task = asyncio.create_task(play(), name=f"agent-{episode.session}")
         task.add_done_callback(lambda task: task.cancelled() or task.exception())  # read, also if left behind
         try:
-            done, _ = await asyncio.wait((task,), timeout=self._timeout_s)
+            done, _ = await asyncio.wait((task,), timeout=self.timeout_s)
         finally:
             task.cancel()
             await asyncio.wait((task,), timeout=STOP_S)
@@ -255,14 +243,14 @@ class AgentGenerator(Generator):
             "base_url": episode.base_url,
         }
         words = [_PLACE.sub(lambda place: filled.get(place[1], place[0]), word) for word in command]
-        prompt = self._log_dir / f"{episode.session}.prompt"
+        prompt = self._logs / f"{episode.session}.prompt"
         given = {**episode.environment(), "PENSTOCK_PROMPT_FILE": str(prompt.absolute())}
         try:
             prompt.write_bytes(episode.task.prompt.encode())
             child = await ChildProcess.start(
                 [sys.executable, "-m", "penstock.gateway.agent_process", *words],
                 name=f"agent {episode.session}",
-                log=self._log_dir / f"{episode.session}.log",
+                log=self._logs / f"{episode.session}.log",
                 env={**dict.fromkeys(_SECRETS, ""), **given},
             )
             try:
@@ -277,15 +265,15 @@ class AgentGenerator(Generator):
 
     def _close_log(self, session: str, said: str) -> None:
         """Add to a command's output what became of its episode."""
-        file = self._log_dir / f"{session}.log"
+        file = self._logs / f"{session}.log"
         if file.exists():
             with file.open("a") as output:
                 output.write(f"penstock: {said.partition(f'; {file}')[0]}\n")
 
     def _keep(self, log: Path) -> None:
-        self._logs.append(log)
-        while len(self._logs) > self._most_logs:
-            self._logs.popleft().unlink(missing_ok=True)
+        self._kept.append(log)
+        while len(self._kept) > self.most_logs:
+            self._kept.popleft().unlink(missing_ok=True)
 
 
 def _fits_variable(text: str) -> bool:

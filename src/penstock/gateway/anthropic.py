@@ -28,7 +28,6 @@ class AnthropicDialect(Dialect):
     """Messages with blocks: text, thinking, tool_use, tool_result."""
 
     def read(self, body: Mapping[str, Any]) -> ChatRequest:
-        """Read a request."""
         messages = [ChatMessage("system", text)] if (text := text_of(body.get("system"))) else []
         for given in listed(body["messages"], "messages"):
             messages += _messages(given)
@@ -50,11 +49,9 @@ class AnthropicDialect(Dialect):
         )
 
     def write(self, answer: Answer) -> dict[str, Any]:
-        """Write a finished turn as one body."""
         return {**_head(answer), "content": _blocks(answer), "stop_reason": _STOPS[answer.finish]}
 
     def events(self, answer: Answer) -> Iterator[bytes]:
-        """Write a finished turn as events."""
         head = _head(answer)
         head["usage"] = {**head["usage"], "output_tokens": 0}
         yield event("message_start", {"type": "message_start", "message": {**head, "content": [], "stop_reason": None}})
@@ -72,7 +69,6 @@ class AnthropicDialect(Dialect):
         yield event("message_stop", {"type": "message_stop"})
 
     def error(self, error: GatewayError) -> dict[str, Any]:
-        """Write an error as a body."""
         kind = "invalid_request_error" if error.status < 500 else "api_error"  # noqa: PLR2004
         fields: dict[str, Any] = {"type": _ERRORS.get(error.status, kind), "message": str(error), "code": error.code}
         if error.code == UNKNOWN_THREAD:  # the client then sends the whole conversation

@@ -24,10 +24,10 @@ from penstock.errors import UserError, parse_json, reading
 from penstock.gateway.anthropic import AnthropicDialect
 from penstock.gateway.chat import ChatDialect
 from penstock.gateway.dialect import KEEPALIVE, Dialect, dumps, refuse_long
-from penstock.gateway.graph import Limits, Row, Session
+from penstock.gateway.graph import Limits, Row
 from penstock.gateway.messages import Answer, ChatRequest, GatewayError, bare, tools_key
 from penstock.gateway.responses import ResponsesDialect
-from penstock.gateway.service import Gateway, PendingTurn, Tenant
+from penstock.gateway.service import Gateway, PendingTurn, ServedSession, Tenant
 from penstock.guard import cross_site
 
 MOST_BODY = 64 << 20
@@ -147,7 +147,7 @@ class _Calls:
         model = {"id": options.model, "object": "model", "created": 0, "owned_by": "penstock"}
         return JSONResponse({"object": "list", "data": [{**model, "max_model_len": options.max_model_len}]})
 
-    def _session(self, http: Request, *, keep: bool = True) -> Session:
+    def _session(self, http: Request, *, keep: bool = True) -> ServedSession:
         hint = next((value for name in SESSION_HEADERS if (value := http.headers.get(name))), None)
         return self._gateway.session(_key(http), http.path_params.get("session"), hint, keep=keep)
 
@@ -171,7 +171,7 @@ class _Calls:
         retries = http.headers.get("x-stainless-retry-count", "0")
         digest = hashlib.sha256(b"\n".join((http.url.path.encode(), idempotency.encode(), body))).digest()
         is_retry = bool(idempotency) or retries not in {"", "0"}
-        if self._gateway.is_waited_for(session, digest):
+        if session.is_waited_for(digest):
             await asyncio.sleep(RESET_S)
         turn = self._gateway.submit(session, request, digest, is_retry=is_retry, size=len(body))
         said = request.notes
@@ -213,9 +213,9 @@ class _Calls:
         if name is not None and not isinstance(name, str):
             raise UserError(f"session is a text, got {name!r}")
         given = any(value is not None for key, value in body.items() if key != "session")
-        session, key = self._gateway.open_session(tenant, name, Limits.of(body) if given else None)
-        limits = {"limits": asdict(self._gateway.limits_of(tenant, session))}
-        return JSONResponse({"session": session, "api_key": key, "base_url": str(http.base_url).rstrip("/"), **limits})
+        session = self._gateway.open_session(tenant, name, Limits.of(body) if given else None)
+        shown = {"session": session.id, "api_key": session.key, "base_url": str(http.base_url).rstrip("/")}
+        return JSONResponse({**shown, "limits": asdict(session.limits)})
 
     async def report(self, _: Request, tenant: Tenant) -> Response:
         return JSONResponse(self._gateway.report(tenant))

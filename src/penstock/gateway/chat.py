@@ -15,7 +15,6 @@ class ChatDialect(Dialect):
     """Chat completions, with `reasoning_content` as vLLM and others have it."""
 
     def read(self, body: Mapping[str, Any]) -> ChatRequest:
-        """Read a request."""
         refuse_many(body)
         choice = body.get("tool_choice")
         limit = body.get("max_completion_tokens")
@@ -35,12 +34,10 @@ class ChatDialect(Dialect):
         )
 
     def write(self, answer: Answer) -> dict[str, Any]:
-        """Write a finished turn as one body."""
         choice = {"index": 0, "message": _written(answer), "logprobs": None, "finish_reason": _finish(answer)}
         return {**_head(answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
 
     def events(self, answer: Answer) -> Iterator[bytes]:
-        """Write a finished turn as chunks."""
         head = _head(answer, "chat.completion.chunk")
         message = _written(answer)
         calls = message.pop("tool_calls", [])

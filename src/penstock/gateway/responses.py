@@ -22,7 +22,6 @@ class ResponsesDialect(Dialect):
     """Items instead of messages; an assistant's items in a row are one message."""
 
     def read(self, body: Mapping[str, Any]) -> ChatRequest:
-        """Read a request."""
         instructions = str(body.get("instructions") or "")
         messages = [ChatMessage("system", instructions)] if instructions else []
         given = body["input"]
@@ -45,7 +44,6 @@ class ResponsesDialect(Dialect):
         )
 
     def write(self, answer: Answer) -> dict[str, Any]:
-        """Write a finished turn as one body."""
         whole, items = answer.finish in {"stop", "tool_calls"}, _items(answer)
         items[-1]["status"] = "completed" if whole else "incomplete"
         return {
@@ -56,7 +54,6 @@ class ResponsesDialect(Dialect):
         }
 
     def events(self, answer: Answer) -> Iterator[bytes]:
-        """Write a finished turn as events."""
         finished = self.write(answer)
         begun: dict[str, Any] = {**_head(answer, "in_progress"), "output": [], "usage": None}
         events: list[dict[str, Any]] = [

@@ -76,13 +76,12 @@ class PendingTurn:
 
 
 @dataclass(slots=True)
-class _Kept:
-    """A session with what belongs to its serving."""
+class ServedSession(Session):
+    """A session with what belongs to its serving: its budget, its own key, its parameters before all others."""
 
-    session: Session
-    limits: Limits
-    key: str
-    sampling: Mapping[str, Any]
+    limits: Limits = field(default_factory=Limits)
+    key: str = field(default_factory=new_key, repr=False)
+    sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
     begun: int = 0
     """Turns."""
     finished: bool = False
@@ -112,6 +111,10 @@ class _Kept:
             return None
         return turns[-1] if turns else None
 
+    def is_waited_for(self, digest: bytes) -> bool:
+        """Whether a client waits for the answer to an equal request."""
+        return any(turn.waiters and turn.digest == digest for turn in self.turns)
+
     def next_sampling(self) -> Mapping[str, Any]:
         """Return the parameters of the next turn, with a seed of its own."""
         seed, turn = self.sampling.get("seed"), self.begun
@@ -126,10 +129,10 @@ class _Kept:
         """
         most = self.limits.max_tokens
         while most is not None:
-            left = most - self.session.sampled_tokens - self.reserved
+            left = most - self.sampled_tokens - self.reserved
             if left >= wanted or not self.reserved:
                 if left < 1:
-                    raise self.limits.over(self.session, "max_tokens")
+                    raise self.limits.over(self, "max_tokens")
                 wanted = min(wanted, left)
                 break
             self.freed.clear()
@@ -198,8 +201,8 @@ class Gateway:
         sample: Any = client.sample
         self._sample = sample if adapter is None else partial(sample, adapter=adapter)
         self._tenants = {_digest(t.key): t for t in tenants}
-        self._kept: dict[tuple[str, str], _Kept] = {}
-        self._by_key: dict[bytes, _Kept] = {}
+        self._kept: dict[tuple[str, str], ServedSession] = {}
+        self._by_key: dict[bytes, ServedSession] = {}
         self._counts = Counter[str]()
         workers = min(MOST_THREADS, os.cpu_count() or 1)
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="penstock-gateway")
@@ -220,10 +223,10 @@ class Gateway:
         name: str | None = None,
         limits: Limits | None = None,
         sampling: Mapping[str, Any] | None = None,
-    ) -> tuple[str, str]:
-        """Open a session, or find the tenant's own of that name; return its name and its key.
+    ) -> ServedSession:
+        """Open a session, or find the tenant's own of that name.
 
-        The key serves this session's turns and nothing else, so a harness can have it.
+        Its key serves its turns and nothing else, so a harness can have it.
 
         Args:
             tenant: whose session it is.
@@ -235,10 +238,25 @@ class Gateway:
             UserError: the name is too long, or limits are given for a session that exists.
             GatewayError: too many sessions.
         """
-        kept = self._open(tenant, new_id() if name is None else name, limits, sampling)
-        return kept.session.id, kept.key
+        name = new_id() if name is None else name
+        if (session := self._kept.get((tenant.name, name))) is not None:
+            if limits is not None and limits.least(tenant.limits) != session.limits:
+                raise UserError(f"session {name} exists, and its limits cannot change")
+            return session
+        if not _NAME.fullmatch(name):
+            raise UserError(
+                f"a session's name has at most {MOST_NAME} characters, those of a URL's path alone, got {name[:80]!r}"
+            )
+        if self._counts[tenant.name] >= self.options.max_sessions:
+            why = f"{self._counts[tenant.name]} sessions are kept; finish some"
+            raise GatewayError(why, status=503, code="too_many_sessions")
+        limits = (limits or Limits()).least(tenant.limits)
+        session = ServedSession(name, tenant.name, limits=limits, sampling=sampling or {})
+        self._kept[tenant.name, name] = self._by_key[_digest(session.key)] = session
+        self._counts[tenant.name] += 1
+        return session
 
-    def session(self, key: str, name: str | None, hint: str | None = None, *, keep: bool = True) -> Session:
+    def session(self, key: str, name: str | None, hint: str | None = None, *, keep: bool = True) -> ServedSession:
         """Return the session of a call: that of a session's key, else the tenant's of that name.
 
         Args:
@@ -250,87 +268,54 @@ class Gateway:
         Raises:
             GatewayError: the key is unknown, or of another session.
         """
-        if (kept := self._by_key.get(_digest(key))) is not None:
-            if name not in (None, kept.session.id):
+        if (session := self._by_key.get(_digest(key))) is not None:
+            if name not in (None, session.id):
                 raise GatewayError("this key is of another session", status=403, code="forbidden")
-            return kept.session
+            return session
         if (tenant := self.tenant_of(key)) is None:
             raise GatewayError("missing or unknown API key", status=401, code="invalid_api_key")
         name = name or hint or "default"
         if not keep and (tenant.name, name) not in self._kept:
-            return Session(name, tenant.name)
-        return self._open(tenant, name, None).session
+            return ServedSession(name, tenant.name)
+        return self.open_session(tenant, name)
 
-    def find(self, tenant: Tenant, name: str) -> Session:
+    def find(self, tenant: Tenant, name: str) -> ServedSession:
         """Return a session of the tenant. GatewayError: there is none; those of others count as none."""
-        return self._find(tenant, name).session
+        if (session := self._kept.get((tenant.name, name))) is None:
+            why = f"there is no session {name!r}; a finished one is forgotten as soon as its rows are sent"
+            raise GatewayError(why, status=404, code="not_found")
+        return session
 
-    def limits_of(self, tenant: Tenant, name: str) -> Limits:
-        """Return the limits in force for a session: the lower ones of its own and its tenant's."""
-        return self._find(tenant, name).limits
-
-    def sessions(self, tenant: Tenant) -> list[Session]:
+    def sessions(self, tenant: Tenant) -> list[ServedSession]:
         """Sessions of the tenant, oldest first."""
-        return [kept.session for (owner, _), kept in self._kept.items() if owner == tenant.name]
+        return [session for (owner, _), session in self._kept.items() if owner == tenant.name]
 
-    def finish(self, tenant: Tenant, name: str) -> Session:
+    def finish(self, tenant: Tenant, name: str) -> ServedSession:
         """End a session: no turn of it begins any more. GatewayError: one is under way, or there is no such session."""
-        kept = self._find(tenant, name)
-        if not all(task.done() for task in kept.tasks):
+        session = self.find(tenant, name)
+        if not all(task.done() for task in session.tasks):
             raise GatewayError(f"a turn of session {name} is under way; wait for it", status=409, code="busy")
-        kept.finished = True
-        return kept.session
+        session.finished = True
+        return session
 
-    def forget(self, session: Session) -> None:
-        """Forget a session, if it is still kept."""
-        place = session.tenant, session.id
-        if (kept := self._kept.get(place)) is not None and kept.session is session:
-            del self._kept[place], self._by_key[_digest(kept.key)]
+    def forget(self, session: ServedSession) -> None:
+        """Forget a finished session, if it is still kept."""
+        if self._kept.get((session.tenant, session.id)) is session:
+            del self._kept[session.tenant, session.id], self._by_key[_digest(session.key)]
             self._counts[session.tenant] -= 1
 
     async def close_session(self, tenant: Tenant, name: str) -> list[Row]:
         """End the session's turns under way, forget it, and return its rows."""
-        kept = self._find(tenant, name)
-        kept.finished = True  # before the turns end: a harness may ask on meanwhile
-        await _cancel(kept.tasks)
-        self.forget(kept.session)
-        return kept.session.rows()
-
-    def _open(
-        self, tenant: Tenant, name: str, limits: Limits | None, sampling: Mapping[str, Any] | None = None
-    ) -> _Kept:
-        if (kept := self._kept.get((tenant.name, name))) is not None:
-            if limits is not None and limits.least(tenant.limits) != kept.limits:
-                raise UserError(f"session {name} exists, and its limits cannot change")
-            return kept
-        if not _NAME.fullmatch(name):
-            raise UserError(
-                f"a session's name has at most {MOST_NAME} characters, those of a URL's path alone, got {name[:80]!r}"
-            )
-        if self._counts[tenant.name] >= self.options.max_sessions:
-            why = f"{self._counts[tenant.name]} sessions are kept; finish some"
-            raise GatewayError(why, status=503, code="too_many_sessions")
-        kept = _Kept(Session(name, tenant.name), (limits or Limits()).least(tenant.limits), new_key(), sampling or {})
-        self._kept[tenant.name, name] = self._by_key[_digest(kept.key)] = kept
-        self._counts[tenant.name] += 1
-        return kept
-
-    def _find(self, tenant: Tenant, name: str) -> _Kept:
-        kept = self._kept.get((tenant.name, name))
-        if kept is None:
-            why = f"there is no session {name!r}; a finished one is forgotten as soon as its rows are sent"
-            raise GatewayError(why, status=404, code="not_found")
-        return kept
+        session = self.find(tenant, name)
+        session.finished = True  # before the turns end: a harness may ask on meanwhile
+        await _cancel(session.tasks)
+        self.forget(session)
+        return session.rows()
 
     # --- turns -------------------------------------------------------------------------------------------------------
 
-    def is_waited_for(self, session: Session, digest: bytes) -> bool:
-        """Whether a client waits for the answer to an equal request."""
-        kept = self._kept.get((session.tenant, session.id))
-        return kept is not None and any(turn.waiters and turn.digest == digest for turn in kept.turns)
-
     def submit(
-        self, session: Session, request: ChatRequest, digest: bytes, *, is_retry: bool, size: int = 0
+        self, session: ServedSession, request: ChatRequest, digest: bytes, *, is_retry: bool, size: int = 0
     ) -> PendingTurn:
         """Begin a turn, or return the one that this request repeats.
 
@@ -347,19 +332,18 @@ class Gateway:
         Raises:
             GatewayError: the session was finished, or is over its budget.
         """
-        kept = self._kept.get((session.tenant, session.id))
-        if kept is None or kept.session is not session or kept.finished:
+        if session.finished:
             raise GatewayError(f"session {session.id} was finished", status=404, code="not_found")
-        if (turn := kept.repeated(digest, is_retry=is_retry)) is not None:
+        if (turn := session.repeated(digest, is_retry=is_retry)) is not None:
             return turn
-        kept.limits.check(session, under_way=sum(not task.done() for task in kept.tasks))
+        session.limits.check(session, under_way=sum(not task.done() for task in session.tasks))
         node_id = new_id()
-        turn = PendingTurn(node_id, digest, asyncio.create_task(self._turn(kept, request, node_id, size)))
-        kept.keep(turn)
+        turn = PendingTurn(node_id, digest, asyncio.create_task(self._turn(session, request, node_id, size)))
+        session.keep(turn)
         return turn
 
-    async def _turn(self, kept: _Kept, request: ChatRequest, node_id: str, size: int) -> Answer:
-        session, asked, request = kept.session, request, self.codec.whole(kept.session, request)
+    async def _turn(self, session: ServedSession, request: ChatRequest, node_id: str, size: int) -> Answer:
+        asked, request = request, self.codec.whole(session, request)
         if request.messages and request.messages[-1].role == "assistant":
             raise GatewayError(
                 "the last message is the assistant's, and a turn cannot be begun for it; send what follows"
@@ -369,8 +353,8 @@ class Gateway:
         else:  # a thread would cost more than the work: each change of threads may wait 5 ms for the interpreter's lock
             parent, added, place = self.codec.prompt_of(session, request)
         context = [*(parent.context() if parent else ()), *added]
-        params = self.codec.params(request, context, kept.next_sampling())
-        sample, params = await self._sampled(kept, context, params)
+        params = self.codec.params(request, context, session.next_sampling())
+        sample, params = await self._sampled(session, context, params)
         if not sample.token_ids:  # a row cannot go on from nothing
             raise GatewayError("the turn was aborted before its first token; send it again", status=503, code="engine")
         finish, node = sample.finish_reason, self.codec.node(parent, added, sample, request, place, params, node_id)
@@ -387,21 +371,21 @@ class Gateway:
         )
 
     async def _sampled(
-        self, kept: _Kept, context: Sequence[int], params: SamplingParams
+        self, session: ServedSession, context: Sequence[int], params: SamplingParams
     ) -> tuple[Sample, SamplingParams]:
         """Sample a turn within the session's budget; return its parameters, too, with the tokens that it may have."""
-        session, seconds = kept.session, kept.limits.max_seconds
+        seconds = session.limits.max_seconds
         try:
             async with asyncio.timeout(None if seconds is None else session.created + seconds - time.time()):
-                most = await kept.reserve(params.max_tokens)
+                most = await session.reserve(params.max_tokens)
                 try:
                     if most < params.max_tokens:  # building them anew takes a noticeable part of a turn
                         params = replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
                     (sample,) = await self._sample(context, 1, params, f"{session.tenant}/{session.id}")
                 finally:
-                    kept.release(most)
+                    session.release(most)
         except TimeoutError as error:
-            raise kept.limits.over(session, "max_seconds") from error
+            raise session.limits.over(session, "max_seconds") from error
         except EngineHTTPError as error:
             code = "engine" if error.status >= _SERVER_ERROR else "invalid_request"
             raise GatewayError(str(error), status=error.status, code=code) from error
@@ -432,7 +416,7 @@ class Gateway:
 
     async def close(self) -> None:
         """End turns under way."""
-        await _cancel({task for kept in self._kept.values() for task in kept.tasks})
+        await _cancel({task for session in self._kept.values() for task in session.tasks})
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 

@@ -171,7 +171,6 @@ class ListedTasks(Environment):
         self._pass, self._order = -1, [0]
 
     def train_task(self, index: int) -> Task:
-        """Task `index` of the training stream."""
         number, place = divmod(index, len(self._train))
         if number != self._pass:
             everything = range(len(self._train))
@@ -196,7 +195,6 @@ class DrawnTasks(Environment):
         """Draw a task; its prompt decides its split."""
 
     def train_task(self, index: int) -> Task:
-        """Task `index` of the training stream."""
         return next(self._tasks(f"{self.seed}/{index}", "train"))
 
     def heldout_tasks(self, n: int) -> list[Task]:

@@ -13,7 +13,7 @@ from penstock.config import RolloutConfig
 from penstock.engine.interface import Engine
 from penstock.errors import ConfigError, EngineError, PenstockError
 from penstock.rollout.chat_template import ChatTemplate
-from penstock.rollout.environment import Dialogue, Environment, Response, Task, user_code
+from penstock.rollout.environment import Dialogue, Environment, Response, user_code
 from penstock.rollout.generator import Generator, GeneratorInput, GeneratorOutput
 from penstock.rollout.output_parser import OutputParser
 from penstock.rollout.single_turn import Places, SingleTurnGenerator, finite_reward, token_space
@@ -136,8 +136,7 @@ class MultiTurnGenerator(Generator):
         self._parser = OutputParser(tokenizer)
         self._schemas = {t["function"]["name"]: t["function"].get("parameters", {}) for t in environment.tools}
         self._environment = environment
-        given = token_space(sampling_params)
-        self._params = replace(given, stop_token_ids=_with_ends(given, self._template))
+        self._params = self._with_ends(sampling_params)
         self._places = Places(concurrency)
         self._max_turns = max_turns
         self._max_tokens = max_tokens
@@ -159,19 +158,11 @@ class MultiTurnGenerator(Generator):
 
     async def _episode(self, batch: GeneratorInput, index: int, number: int) -> Trajectory:
         task = batch.tasks[index]
-        given = batch.sampling_params
-        params = self._params if given is None else token_space(given)
-        params = replace(params, stop_token_ids=_with_ends(params, self._template))
+        params = self._params if batch.sampling_params is None else self._with_ends(batch.sampling_params)
         seed = params.seed if batch.seeds is None else batch.seeds[index]
         session = uuid4().hex if batch.session_ids is None else batch.session_ids[index]
-        return await self._play(
-            task,
-            replace(params, seed=None if seed is None else seed + number),
-            session,
-            batch.group_ids[index] if batch.group_ids is not None else task.id,
-        )
-
-    async def _play(self, task: Task, params: SamplingParams, session: SessionId, group_id: str) -> Trajectory:
+        params = replace(params, seed=None if seed is None else seed + number)
+        group_id = batch.group_ids[index] if batch.group_ids is not None else task.id
         async with self._environment.dialogue(task) as dialogue:
             return await self._exchange(dialogue, params, session, group_id)
 
@@ -205,6 +196,10 @@ class MultiTurnGenerator(Generator):
         total = finite_reward(last, task) + sum(reward for _, reward in rewards)
         return row.trajectory(reward=total, stop_reason=stop_reason, group_id=group_id, turn_rewards=rewards)
 
+    def _with_ends(self, params: SamplingParams) -> SamplingParams:
+        ends = dict.fromkeys((*params.stop_token_ids, *self._template.end_ids))
+        return replace(token_space(params), stop_token_ids=tuple(ends))
+
     def _response(self, context: Sequence[int], sample: Sample) -> Response:
         ended = sample.finish_reason == "stop" and sample.token_ids[-1] in self._params.stop_token_ids
         ids = sample.token_ids[:-1] if ended else sample.token_ids
@@ -216,11 +211,8 @@ class MultiTurnGenerator(Generator):
         room = min(params.max_tokens, self._max_tokens - len(row.ids))
         seed = None if params.seed is None else seed_of_turn(params.seed, turn)
         now = replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room), seed=seed)
-        await self._places.take(1)
-        try:
+        async with self._places.take(1):
             (sample,) = await self._draw([*row.prompt_ids, *row.ids], 1, now, session)
-        finally:
-            self._places.give_back(1)
         if not sample.token_ids and sample.finish_reason != "abort":
             raise EngineError("the engine returned a sample without a token")
         return sample
@@ -240,19 +232,8 @@ def generator_for(
         ConfigError: see `MultiTurnGenerator`.
     """
     params = SamplingParams(max_tokens=config.max_tokens, temperature=config.temperature)
+    given = (client, tokenizer, environment, params, config.concurrency)
     if not environment.has_turns():
-        return SingleTurnGenerator(client, tokenizer, environment, params, config.concurrency, adapter=adapter)
-    return MultiTurnGenerator(
-        client,
-        tokenizer,
-        environment,
-        params,
-        config.concurrency,
-        max_turns=config.max_turns,
-        max_tokens=config.max_episode_tokens,
-        adapter=adapter,
-    )
-
-
-def _with_ends(params: SamplingParams, template: ChatTemplate) -> tuple[int, ...]:
-    return tuple(dict.fromkeys((*params.stop_token_ids, *template.end_ids)))
+        return SingleTurnGenerator(*given, adapter=adapter)
+    limits = {"max_turns": config.max_turns, "max_tokens": config.max_episode_tokens}
+    return MultiTurnGenerator(*given, **limits, adapter=adapter)

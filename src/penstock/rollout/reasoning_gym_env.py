@@ -56,7 +56,6 @@ class ReasoningGymEnvironment(Environment):
             raise ConfigError(f"environment option compact is for {SORTING} only, not {dataset!r}")
 
     def train_task(self, index: int) -> Task:
-        """Task `index` of the training stream."""
         return self._task("train", index)
 
     def warm_start_task(self, index: int) -> Task:

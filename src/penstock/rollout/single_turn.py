@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import SupportsFloat, cast
 
@@ -72,11 +73,8 @@ class SingleTurnGenerator(Generator):
     async def _sample(
         self, prompt_ids: Sequence[int], n: int, params: SamplingParams, session: SessionId | None
     ) -> list[Sample]:
-        await self._places.take(n)
-        try:
+        async with self._places.take(n):
             samples = await self._client.sample(prompt_ids, n, params, session, adapter=self._adapter)
-        finally:
-            self._places.give_back(n)
         if len(samples) != n:
             raise EngineError(f"asked for {n} samples of one prompt, got {len(samples)}")
         return samples
@@ -136,16 +134,17 @@ class Places:
         self._turn = asyncio.Lock()  # a fair lock: its waiters are served in order
         self._freed = asyncio.Event()
 
-    async def take(self, places: int) -> None:
-        """Wait for `places` of them."""
+    @asynccontextmanager
+    async def take(self, places: int) -> AsyncGenerator[None]:
+        """Wait for `places` of them, and give them back at the end of the block."""
         wanted = min(places, self._all)
         async with self._turn:
             while self._free < wanted:
                 self._freed.clear()
                 await self._freed.wait()
             self._free -= wanted
-
-    def give_back(self, places: int) -> None:
-        """Undo one `take` of the same number."""
-        self._free += min(places, self._all)
-        self._freed.set()
+        try:
+            yield
+        finally:
+            self._free += wanted
+            self._freed.set()
