@@ -16,21 +16,23 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import orjson
 
 from penstock.engine.launch import EngineProcess
 from penstock.errors import ConfigError, EngineStartError, PenstockError, error_from_json, error_to_json
 from penstock.fleet.calls import CallServer
 from penstock.fleet.engines import visible_gpus
 from penstock.process import watch_lifeline
-from penstock.settings import EngineConfig, Section
+from penstock.settings import EngineConfig, FleetConfig
 
 PREFIX = "/ray"
+CALLS = ("open", "start", "wait", "stop", "release")
+"""Methods of `RayDriver` that a launcher can call."""
+
 OBJECT_STORE_BYTES = 80 * 2**20
 """About the least that Ray takes. Nothing of ours lies in it."""
 
@@ -38,53 +40,44 @@ ACTOR_ENV = {"RAY_kill_child_processes_on_worker_exit": "0"}
 """Else the worker of an actor that loses its owner kills the server alone, and its cores outlive it. By its lifeline
 the server ends with the actor and takes them along."""
 
+PLACE_S = 20.0
+"""So long Ray may take to set bundles aside. It has no room then; a restart is tried again."""
+
 ACTOR_S = 5.0
 """Deadline of an actor's last answer; an actor on a lost node gives none."""
 
-
-class ActorPlan(Section):
-    """What an actor knows of its engine."""
-
-    name: str
-    engine: EngineConfig
-    log_dir: Path
-    keep_log: bool
-    """Leave the log behind on another host than the launcher's, which cleans its own."""
-    launcher_ip: str
-    """Of the node where fleet and router are."""
-    gpus: bool
-    """It runs on those that Ray has given to its actors."""
+Bundle = dict[str, float]
 
 
 class EngineActor:
     """Holds one bundle of an engine on a Ray node. The engine's first actor runs its server, and says when it ends.
 
     The server holds the read end of a lifeline whose write end is in the actor's process: it ends with the actor, and
-    so with the node's Ray and with the fleet. Answers are plain values: no exception is unpickled elsewhere. `plan` is
-    an `ActorPlan` as JSON.
+    so with the node's Ray and with the fleet. Answers are plain values: no exception is unpickled elsewhere. `config`
+    is an `EngineConfig` as JSON.
     """
 
-    def __init__(self, plan: str) -> None:
-        self._plan = ActorPlan.model_validate_json(plan)
+    def __init__(self, name: str, config: str, log_dir: str) -> None:
+        self._name = name
+        self._config = EngineConfig.model_validate_json(config)
+        self._log_dir = Path(log_dir)
         self._process: EngineProcess | None = None
         threading.Thread(target=end_with, args=(os.getppid(),), name="penstock-node", daemon=True).start()
 
     async def where(self) -> tuple[str, list[str]]:
         """Return Ray's address of this node, and the GPUs of this bundle."""
         ray = importlib.import_module("ray")
-        return ray.util.get_node_ip_address(), list(visible_gpus()) if self._plan.gpus else []
+        return ray.util.get_node_ip_address(), list(visible_gpus()) if self._config.profile == "gpu" else []
 
-    async def start(self, api_key: str | None, node_ip: str, gpus: list[str]) -> dict[str, Any]:
+    async def start(self, api_key: str | None, host: str, gpus: list[str]) -> dict[str, Any]:
         """Start the server: `{"url": ...}` when it is ready, or `{"error": ...}` and it is gone.
 
         The key comes with this call, from the driver to this process alone: the cluster keeps and shows what an actor
         is made of.
         """
-        plan = self._plan
         try:
-            host = _host(plan, node_ip, with_key=bool(api_key))
             self._process = await EngineProcess.launch(
-                plan.engine, name=plan.name, log_dir=plan.log_dir, api_key=api_key, gpus=gpus, host=host
+                self._config, name=self._name, log_dir=self._log_dir, api_key=api_key, gpus=gpus, host=host
             )
         except PenstockError as error:
             return {"error": error_to_json(error)}
@@ -94,28 +87,10 @@ class EngineActor:
         """Exit status of the server, once its whole process group is gone."""
         return -signal.SIGKILL if self._process is None else await self._process.wait()
 
-    async def stop(self, timeout_s: float, *, remove_log: bool) -> None:
+    async def stop(self, timeout_s: float) -> None:
         """SIGTERM, and SIGKILL after `timeout_s` seconds; returns when it has ended."""
-        if (process := self._process) is None:
-            return
-        await process.stop(timeout_s)
-        if remove_log:
-            process.log.unlink(missing_ok=True)
-            with suppress(OSError):  # another engine's log is in it
-                process.log.parent.rmdir()
-
-
-def _host(plan: ActorPlan, node_ip: str, *, with_key: bool) -> str:
-    """Where the server listens: loopback where the router is on the same node."""
-    if node_ip == plan.launcher_ip:
-        return "127.0.0.1"
-    if not with_key:
-        raise ConfigError(
-            f"engine {plan.name} was placed on another node, {node_ip}, where it would be open to other machines, and "
-            "behind vllm-router there is no key but api_key (of penstock serve: PENSTOCK_API_KEY); set it, or keep "
-            "router.kind=penstock"
-        )
-    return node_ip
+        if self._process is not None:
+            await self._process.stop(timeout_s)
 
 
 def end_with(parent: int) -> None:
@@ -125,16 +100,55 @@ def end_with(parent: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def join(address: str, group: str | None = None, **options: Any) -> tuple[Any, Any]:
+    """Join a cluster at `address` (as `ray.init` takes it); returns Ray, and the placement group whose id is `group`.
+
+    Call it in the main thread: the kernel ends what Ray starts together with the thread that started it.
+
+    Raises:
+        ConfigError: none is there.
+    """
+    ray: Any = importlib.import_module("ray")
+    given = None
+    try:
+        ray.init(address, log_to_driver=False, configure_logging=False, **options)
+        if group is not None:
+            group_id = importlib.import_module("ray._raylet").PlacementGroupID.from_hex(group)
+            given = importlib.import_module("ray.util.placement_group").PlacementGroup(group_id)
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        # What Ray says of a token that is missing is in its log alone.
+        hint = "where it asks for a token (as one of Ray 2.60's `ray start` does), set RAY_AUTH_MODE=token; or "
+        raise ConfigError(
+            f"cannot join the Ray cluster at {address}: {_one_line(error)}; "
+            f"{'' if os.environ.get('RAY_AUTH_MODE') else hint}start one with `ray start --head`, or leave "
+            "fleet.ray_address and RAY_ADDRESS out to have one for this fleet alone"
+        ) from error
+    return ray, given
+
+
+def actors_in(ray: Any, group: Any, first: int, bundles: Sequence[Bundle], actor: type, *arguments: Any) -> list[Any]:
+    """Make an actor in each of these bundles of a placement group, from its bundle `first` on."""
+    strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+    return [
+        ray.remote(actor)
+        .options(
+            num_cpus=bundle.get("CPU", 0),
+            num_gpus=bundle.get("GPU", 0),
+            scheduling_strategy=strategy(group, index),
+            runtime_env={"env_vars": ACTOR_ENV},
+        )
+        .remote(*arguments)
+        for index, bundle in enumerate(bundles, first)
+    ]
+
+
 @dataclass(slots=True)
 class _Placed:
     """An engine's bundles, kept while it is restarted; where its node is lost, Ray places them on another."""
 
     group: Any
     bundles: range
-    own: bool
-    """The group is this engine's, not one that was given."""
     actors: list[Any] = field(default_factory=list[Any])
-    remove_log: bool = False
 
     def drop(self, ray: Any) -> None:
         for actor in self.actors:
@@ -143,90 +157,72 @@ class _Placed:
 
 
 class RayDriver:
-    """What a launcher can call. Ray is imported by `open`, so that the environment decides about it before."""
+    """What a launcher can call. Ray is imported by `open`, so that the environment decides about it before.
+
+    An `engine` is named, and its `config` given as JSON.
+    """
 
     def __init__(self) -> None:
         self._ray: Any = None
+        self._ip = ""
+        self._fleet = FleetConfig()
+        self._profile = ""
+        """What `auto` is on this cluster, whatever the launcher's machine has."""
         self._given: Any = None
         """A placement group that was given."""
         self._engines: dict[str, _Placed] = {}
 
-    async def open(self, address: str, cpus: float, folder: str, group: str | None) -> dict[str, Any]:
-        """Join a cluster at `address` (as `ray.init` takes it), or start one of this machine (`local`) in `folder`.
-
-        A new one has at least `cpus`. Engines go to the placement group `group`, an id; None: each gets its own.
-
-        Returns:
-            `{"ip", "nodes"}`: Ray's address of this machine, and the resources of each node.
+    async def open(self, address: str, folder: str, fleet: dict[str, Any], config: dict[str, Any]) -> None:
+        """Join a cluster, or start one of this machine (address `local`) in `folder`, for engines of `config`.
 
         Raises:
             ConfigError: none is there.
         """
-        ray: Any = importlib.import_module("ray")
-        self._ray = ray
-        options: dict[str, Any] = {"address": address, "log_to_driver": False, "configure_logging": False}
+        self._fleet = FleetConfig(**fleet)
+        options: dict[str, Any] = {}
         if address == "local":
-            options |= {
+            cpus = self._fleet.engines * sum(
+                bundle["CPU"] for bundle in bundles_of(EngineConfig(**config), self._fleet)
+            )
+            options = {
                 "include_dashboard": False,
                 "num_cpus": max(int(cpus), os.cpu_count() or 1),
                 "object_store_memory": OBJECT_STORE_BYTES,
                 "_node_ip_address": "127.0.0.1",
                 "_temp_dir": folder,
             }
-        try:
-            # In the main thread: the kernel ends what Ray starts together with the thread that started it.
-            ray.init(**options)
-            if group is not None:
-                group_id = importlib.import_module("ray._raylet").PlacementGroupID.from_hex(group)
-                self._given = importlib.import_module("ray.util.placement_group").PlacementGroup(group_id)
-        except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-            # What Ray says of a token that is missing is in its log alone.
-            hint = "where it asks for a token (as one of Ray 2.60's `ray start` does), set RAY_AUTH_MODE=token; or "
-            raise ConfigError(
-                f"cannot join the Ray cluster at {address}: {_one_line(error)}; "
-                f"{'' if os.environ.get('RAY_AUTH_MODE') else hint}start one with `ray start --head`, or leave "
-                "fleet.ray_address and RAY_ADDRESS out to have one for this fleet alone"
-            ) from error
-        return {"ip": ray.util.get_node_ip_address(), "nodes": [n["Resources"] for n in ray.nodes() if n["Alive"]]}
+        self._ray, self._given = join(address, self._fleet.ray_placement_group, **options)
+        self._ip = self._ray.util.get_node_ip_address()
+        self._profile = "gpu" if any(node.get("GPU") for node in self._nodes()) else "cpu"
 
-    async def room(self, bundles: list[dict[str, float]], count: int, timeout_s: float) -> bool:
-        """Return whether there is room now for so many engines more; tried, not computed."""
-        if self._given is not None:
-            return all(self._free_bundles(len(bundles) * (i + 1)) is not None for i in range(count))
-        groups = [self._ray.util.placement_group(bundles, strategy="STRICT_PACK") for _ in range(count)]
-        try:
-            return all([await asyncio.to_thread(group.wait, timeout_s) for group in groups])
-        finally:
-            for group in groups:
-                self._ray.util.remove_placement_group(group)
-
-    async def start(
-        self, engine: str, bundles: list[dict[str, float]], plan: dict[str, Any], api_key: str | None, timeout_s: float
-    ) -> str:
-        """Start an engine where there is room for its bundles, which is waited for at most `timeout_s` seconds.
-
-        Returns:
-            Its URL when it is ready.
+    async def start(self, engine: str, config: dict[str, Any], log_dir: str, api_key: str | None) -> str:
+        """Start an engine where Ray has room for its bundles; return its URL when it is ready.
 
         Raises:
             EngineStartError: there was no room, or it did not start; its bundles are still set aside.
             ConfigError: what its node said of its configuration.
         """
+        resolved, bundles = self._resolved(config)
         placed = self._engines.get(engine) or self._place(engine, bundles)
+        shown = "; ".join(f"CPU: {node.get('CPU', 0.0):g}, GPU: {node.get('GPU', 0.0):g}" for node in self._nodes())
+        no_room = EngineStartError(
+            f"the Ray cluster, whose nodes have {shown}, has no room now for {bundles} on one node: ask for fewer "
+            "engines or less for each (fleet.ray_cpus, parallel sizes), or add nodes",
+            engine=engine,
+        )
+        if not await asyncio.to_thread(placed.group.wait, PLACE_S):
+            raise no_room
         try:
-            async with asyncio.timeout(timeout_s):
-                await placed.group.ready()
-            placed.actors = self._actors(placed, bundles, orjson.dumps(plan).decode())
-            async with asyncio.timeout(timeout_s):  # a given group may be full
+            given = (engine, resolved.model_dump_json(), log_dir)
+            placed.actors = actors_in(self._ray, placed.group, placed.bundles.start, bundles, EngineActor, *given)
+            async with asyncio.timeout(resolved.start_timeout_s):  # a given group may be full
                 nodes = [await actor.where.remote() for actor in placed.actors]
-            node_ip = nodes[0][0]
             if len({ip for ip, _ in nodes}) > 1:
                 raise ConfigError(f"bundles of engine {engine} lie on several nodes; give another ray_placement_group")
-            placed.remove_log = not plan["keep_log"] and node_ip != plan["launcher_ip"]
-            answer = await placed.actors[0].start.remote(api_key, node_ip, [gpu for _, its in nodes for gpu in its])
+            host = host_of(engine, nodes[0][0], self._ip, with_key=bool(api_key))
+            answer = await placed.actors[0].start.remote(api_key, host, [gpu for _, its in nodes for gpu in its])
         except TimeoutError as error:
-            why = f"the Ray cluster had no room for {bundles} on one node within {timeout_s:g} s"
-            raise EngineStartError(why, engine=engine) from error
+            raise no_room from error
         except self._ray.exceptions.RayError as error:
             why = f"Ray did not place {bundles}, or its actor died while it started: {_one_line(error)}"
             raise EngineStartError(why, engine=engine) from error
@@ -250,7 +246,7 @@ class RayDriver:
         if placed is not None and placed.actors:
             with suppress(TimeoutError, self._ray.exceptions.RayError):  # it is killed in any case
                 async with asyncio.timeout(timeout_s + ACTOR_S):
-                    await placed.actors[0].stop.remote(timeout_s, remove_log=placed.remove_log)
+                    await placed.actors[0].stop.remote(timeout_s)
             placed.drop(self._ray)
 
     async def release(self, engine: str) -> None:
@@ -258,44 +254,63 @@ class RayDriver:
         placed = self._engines.pop(engine, None)
         if placed is not None:
             placed.drop(self._ray)
-            if placed.own:
+            if placed.group is not self._given:
                 self._ray.util.remove_placement_group(placed.group)
 
-    async def close(self) -> None:
-        """Leave the cluster; one that `open` started ends."""
-        if self._ray is not None:
-            self._ray.shutdown()
+    def _nodes(self) -> list[dict[str, float]]:
+        """The resources of each node, used or not."""
+        return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
 
-    def _place(self, engine: str, bundles: list[dict[str, float]]) -> _Placed:
+    def _resolved(self, config: dict[str, Any]) -> tuple[EngineConfig, list[Bundle]]:
+        """Return an engine's config for this cluster, and what it asks of it."""
+        auto = config["profile"] == "auto"
+        resolved = EngineConfig(**{**config, "profile": self._profile} if auto else config)
+        bundles = bundles_of(resolved, self._fleet)
+        if not any(bundles[0].values()):
+            raise ConfigError(
+                "fleet.ray_cpus is 0, and Ray has no place for what asks for nothing; engines without GPUs need some"
+            )
+        return resolved, bundles
+
+    def _place(self, engine: str, bundles: list[Bundle]) -> _Placed:
         if self._given is None:  # not detached: Ray removes it when this process ends
             name = f"penstock-{engine}-{os.getpid()}"
             group = self._ray.util.placement_group(bundles, strategy="STRICT_PACK", name=name)
-            placed = _Placed(group, range(len(bundles)), own=True)
+            placed = _Placed(group, range(len(bundles)))
         elif (free := self._free_bundles(len(bundles))) is not None:
-            placed = _Placed(self._given, free, own=False)
+            placed = _Placed(self._given, free)
         else:
             raise EngineStartError(f"fleet.ray_placement_group has no {len(bundles)} bundles left", engine=engine)
         self._engines[engine] = placed
         return placed
-
-    def _actors(self, placed: _Placed, bundles: list[dict[str, float]], plan: str) -> list[Any]:
-        actor_class = self._ray.remote(EngineActor)
-        strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-        return [
-            actor_class.options(
-                num_cpus=bundle.get("CPU", 0),
-                num_gpus=bundle.get("GPU", 0),
-                scheduling_strategy=strategy(placed.group, index),
-                runtime_env={"env_vars": ACTOR_ENV},
-            ).remote(plan)
-            for index, bundle in zip(placed.bundles, bundles, strict=True)
-        ]
 
     def _free_bundles(self, count: int) -> range | None:
         """So many bundles in a row of the given group that no engine has."""
         taken = {index for placed in self._engines.values() for index in placed.bundles}
         runs = (range(i, i + count) for i in range(0, self._given.bundle_count - count + 1, count))
         return next((run for run in runs if not taken & set(run)), None)
+
+
+def host_of(engine: str, node_ip: str, own_ip: str, *, with_key: bool) -> str:
+    """Where a server on a node listens: loopback where the router is on the same node."""
+    if node_ip == own_ip:
+        return "127.0.0.1"
+    if not with_key:
+        raise ConfigError(
+            f"engine {engine} was placed on another node, {node_ip}, where it would be open to other machines, and "
+            "behind vllm-router there is no key but api_key (of penstock serve: PENSTOCK_API_KEY); set it, or keep "
+            "router.kind=penstock"
+        )
+    return node_ip
+
+
+def bundles_of(config: EngineConfig, fleet: FleetConfig) -> list[Bundle]:
+    """What an engine asks for, on one node: a bundle for each GPU it runs on, or one bundle of CPUs."""
+    ranks = config.tensor_parallel_size * config.pipeline_parallel_size * config.data_parallel_size
+    cpus = float(ranks if fleet.ray_cpus is None else fleet.ray_cpus)
+    if config.profile != "gpu":
+        return [{"CPU": cpus}]
+    return [{"GPU": fleet.ray_gpus or 1.0, "CPU": cpus / ranks} for _ in range(ranks)]
 
 
 def _one_line(error: Exception) -> str:
@@ -305,8 +320,7 @@ def _one_line(error: Exception) -> str:
 async def serve(listening: socket.socket) -> None:
     """Answer calls until the launcher ends this process."""
     driver = RayDriver()
-    names = ("open", "room", "start", "wait", "stop", "release", "close")
-    await CallServer(PREFIX, {name: getattr(driver, name) for name in names}).start(listening)
+    await CallServer(PREFIX, {name: getattr(driver, name) for name in CALLS}).start(listening)
     await asyncio.Event().wait()
 
 

@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from penstock.errors import ConfigError, DeadlineError, EngineDeadError, EngineError, EngineHTTPError
 from penstock.fleet.calls import CallClient
 from penstock.fleet.engines import EngineFactory
-from penstock.fleet.ray_driver import PREFIX, ActorPlan
+from penstock.fleet.ray_driver import PREFIX
 from penstock.process import ChildProcess
 from penstock.settings import EngineConfig, FleetConfig
 
@@ -31,9 +31,6 @@ OPEN_S = 90.0
 
 REACH_S = 5.0
 """Deadline of a first connection to a cluster's address."""
-
-ROOM_S = 5.0
-"""So long a cluster may take to say that it has room."""
 
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """A Ray that may not be part of a larger cluster, as on systems where it has none, listens on loopback only."""
@@ -51,21 +48,24 @@ FOREVER_S = 10 * 365 * 24 * 3600.0
 class Driver(CallClient):
     """The process that drives Ray for a fleet."""
 
-    def __init__(self, child: ChildProcess, path: Path) -> None:
-        super().__init__(path, PREFIX, "the process that drives Ray")
+    def __init__(self, child: ChildProcess, folder: Path) -> None:
+        super().__init__(folder / "driver.sock", PREFIX, "the process that drives Ray")
         self.child = child
+        self.folder = folder
 
     @classmethod
-    async def start(cls, log: Path, env: Mapping[str, str], folder: Path) -> Driver:
-        """Start the process; its output and Ray's go to `log`, and `folder`, which has its socket, goes with it."""
-        path = folder / "driver.sock"
-        with socket.socket(socket.AF_UNIX) as listening:
-            listening.bind(str(path))
+    async def start(cls, log: Path, env: Mapping[str, str]) -> Self:
+        """Start the process; its output and Ray's go to `log`. Its folder, which has its socket, goes with it."""
+        with ExitStack() as undo, socket.socket(socket.AF_UNIX) as listening:
+            folder = Path(tempfile.mkdtemp(prefix="ray-"))
+            undo.callback(shutil.rmtree, folder, ignore_errors=True)
+            listening.bind(str(folder / "driver.sock"))
             listening.listen()  # calls wait in the queue until it has started
             fd = listening.fileno()
             argv = (sys.executable, "-m", "penstock.fleet.ray_driver", str(fd))
             child = await ChildProcess.start(argv, name="ray", log=log, env=env, pass_fds=(fd,), scratch=folder)
-        return cls(child, path)
+            undo.pop_all()
+        return cls(child, folder)
 
     async def ask(self, name: str, /, *, deadline_s: float, **arguments: Any) -> Any:
         """Call a method of `RayDriver`; raises as it does, or EngineDeadError where the process ended or failed."""
@@ -75,14 +75,6 @@ class Driver(CallClient):
             said = " ".join(self.child.said().splitlines()[-3:])
             raise EngineDeadError(f"the process that drives Ray failed: {said or error}") from error
 
-    async def end(self) -> None:
-        """Leave the cluster; one of its own ends. Ending twice is harmless."""
-        with suppress(EngineError):
-            await self.ask("close", deadline_s=SHUTDOWN_S)
-        await self.close()
-        self.child.kill()
-        await self.child.wait()
-
 
 class RayEngine:
     """The process of an engine under an actor; see `member.EngineHandle`."""
@@ -91,38 +83,32 @@ class RayEngine:
         self.name = name
         self.url = url
         self._driver = driver
-        self._status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._watch = asyncio.create_task(self._until_ended(), name=f"ray-{name}")
+        self._ended = asyncio.create_task(self._until_ended(), name=f"ray-{name}")
         self._killing: asyncio.Task[None] | None = None
 
     async def wait(self) -> int:
         """Wait until it has ended; returns its exit status, that of a SIGKILL where its node is lost."""
-        return await asyncio.shield(self._status)
+        return await asyncio.shield(self._ended)
 
     async def stop(self, timeout_s: float) -> None:
         """SIGTERM to its process group, and SIGKILL after `timeout_s` seconds; returns when it has ended."""
-        if self._status.done():
-            return
-        try:
-            await self._driver.ask("stop", deadline_s=timeout_s + MARGIN_S, engine=self.name, timeout_s=timeout_s)
-        except EngineError as error:  # its node or the driver is lost
-            logger.warning("engine %s did not end in good order: %s", self.name, error)
-        self._ended(-signal.SIGKILL)
+        if not self._ended.done():
+            try:
+                await self._driver.ask("stop", deadline_s=timeout_s + MARGIN_S, engine=self.name, timeout_s=timeout_s)
+            except EngineError as error:
+                logger.warning("engine %s did not end in good order: %s", self.name, error)
+                self._driver.child.kill()  # it hangs, if it has not ended: engines end with it
+            await self.wait()
 
     def kill(self) -> None:
         if self._killing is None:
             self._killing = asyncio.create_task(self.stop(0.0), name=f"ray-kill-{self.name}")
 
-    async def _until_ended(self) -> None:
+    async def _until_ended(self) -> int:
         try:
-            status = await self._driver.ask("wait", deadline_s=FOREVER_S, engine=self.name)
+            return await self._driver.ask("wait", deadline_s=FOREVER_S, engine=self.name)
         except EngineError:  # the driver has ended, and with it all that it owned
-            status = -signal.SIGKILL
-        self._ended(status)
-
-    def _ended(self, status: int) -> None:
-        if not self._status.done():
-            self._status.set_result(status)
+            return -signal.SIGKILL
 
 
 class RayLauncher(EngineFactory):
@@ -139,10 +125,6 @@ class RayLauncher(EngineFactory):
         self._fleet = fleet
         self._joining = asyncio.Lock()
         self._driver: Driver | None = None
-        self._ip = ""
-        self._has_gpus = False
-        self._placed: set[str] = set()
-        """Engines that have bundles."""
 
     @staticmethod
     def check_installed() -> None:
@@ -154,49 +136,25 @@ class RayLauncher(EngineFactory):
         """Start an engine on a node that has room, and return when it is ready. Ray chooses its GPUs, not `gpus`.
 
         Raises:
-            ConfigError: no cluster, no node that could ever hold it, or what its node said of its configuration.
+            ConfigError: no cluster, or what its node said of its configuration.
             EngineStartError: there was no room, or it did not start.
         """
         del gpus
         driver = await self._joined(config)
-        config = self._resolved(config)
-        plan = ActorPlan(
-            name=name,
-            engine=config,
-            log_dir=self.log_dir,
-            keep_log=self._fleet.log_dir is not None,
-            launcher_ip=self._ip,
-            gpus=config.profile == "gpu",
-        )
-        self._placed.add(name)
         async with AsyncExitStack() as undo:
             undo.push_async_callback(self.release, name)
-            url = await driver.ask(
-                "start",
-                deadline_s=2 * config.start_timeout_s + MARGIN_S,
-                engine=name,
-                bundles=bundles_of(config, self._fleet),
-                plan=plan.model_dump(mode="json"),
-                api_key=self.api_key,
-                timeout_s=config.start_timeout_s,
-            )
+            given = {"config": config.model_dump(mode="json"), "log_dir": str(self.log_dir), "api_key": self.api_key}
+            deadline_s = 2 * config.start_timeout_s + MARGIN_S
+            url = await driver.ask("start", deadline_s=deadline_s, engine=name, **given)
             undo.pop_all()
         return RayEngine(name, url, driver)
 
     async def place(self, config: EngineConfig, taken: Sequence[Sequence[str]]) -> tuple[str, ...]:
-        """Ask Ray for room for one engine more besides `taken`. Raises ConfigError where there is none now."""
-        driver = await self._joined(config)
-        bundles = bundles_of(self._resolved(config), self._fleet)
-        missing = max(1, len(taken) + 1 - len(self._placed))
-        if not await driver.ask("room", deadline_s=ROOM_S + MARGIN_S, bundles=bundles, count=missing, timeout_s=ROOM_S):
-            raise ConfigError(
-                f"the Ray cluster has no room for one engine more, which needs {bundles} on one node: remove or "
-                "replace an engine, add a node, or ask for less (fleet.ray_cpus)"
-            )
+        """Choose nothing: Ray does, as the engine starts."""
+        del config, taken
         return ()
 
     async def release(self, name: str) -> None:
-        self._placed.discard(name)
         if self._driver is not None:
             with suppress(EngineDeadError):  # then Ray has removed them
                 await self._driver.ask("release", deadline_s=MARGIN_S, engine=name)
@@ -204,29 +162,23 @@ class RayLauncher(EngineFactory):
     async def close(self) -> None:
         """Leave the cluster, which frees whatever is left; one of our own ends."""
         if self._driver is not None:
-            await self._driver.end()
+            await self._driver.child.stop(SHUTDOWN_S)
+            await self._driver.close()
             self._driver = None
-        self._placed.clear()
-
-    def _resolved(self, config: EngineConfig) -> EngineConfig:
-        """The profile `auto` is what the cluster has, not what this machine has."""
-        profile = "gpu" if self._has_gpus else "cpu"
-        return config.model_copy(update={"profile": profile}) if config.profile == "auto" else config
 
     async def _joined(self, config: EngineConfig) -> Driver:
         """The driver, which is started first, and again where it has ended."""
         async with self._joining:
             if self._driver is not None and self._driver.child.returncode is None:
                 return self._driver
-            wanted = self._fleet.engines if self._driver is None else 1
             await self.close()
             async with AsyncExitStack() as undo:
                 undo.push_async_callback(self.close)
-                driver = await self._join(config, wanted)
+                driver = await self._join(config)
                 undo.pop_all()
             return driver
 
-    async def _join(self, config: EngineConfig, wanted: int) -> Driver:
+    async def _join(self, config: EngineConfig) -> Driver:
         ray: Any = sys.modules.get("ray")  # a process that has not imported it has joined no cluster
         here = ray.get_runtime_context().gcs_address if ray is not None and ray.is_initialized() else None
         address = self._fleet.ray_address or os.environ.get("RAY_ADDRESS") or here or "local"
@@ -234,55 +186,15 @@ class RayLauncher(EngineFactory):
         env = {"RAY_USAGE_STATS_ENABLED": "0"}
         if address == "local":
             env |= LOOPBACK | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        with ExitStack() as undo:
-            folder = Path(tempfile.mkdtemp(prefix="ray-"))
-            undo.callback(shutil.rmtree, folder, ignore_errors=True)
-            driver = self._driver = await Driver.start(self.log_dir / "ray.log", env, folder)
-            undo.pop_all()
-        there = {"address": address, "folder": str(folder), "group": self._fleet.ray_placement_group}
-        cpus = self._fleet.engines * sum(bundle["CPU"] for bundle in bundles_of(config, self._fleet))
+        driver = self._driver = await Driver.start(self.log_dir / "ray.log", env)
+        of_ray = self._fleet.model_dump(include={"launcher", "engines", "ray_cpus", "ray_gpus", "ray_placement_group"})
+        there = {"address": address, "folder": str(driver.folder), "fleet": of_ray}
         try:
-            found = await driver.ask("open", deadline_s=OPEN_S, cpus=cpus, **there)
+            await driver.ask("open", deadline_s=OPEN_S, config=config.model_dump(mode="json"), **there)
         except DeadlineError as error:
             driver.child.kill()
             raise _unreachable(address, f"no answer within {OPEN_S:g} s") from error
-        self._ip = found["ip"]
-        nodes: list[dict[str, float]] = found["nodes"]
-        self._has_gpus = any(node.get("GPU") for node in nodes)
-        if self._fleet.ray_placement_group is None:
-            _check_room(bundles_of(self._resolved(config), self._fleet), nodes, wanted)
         return driver
-
-
-def bundles_of(config: EngineConfig, fleet: FleetConfig) -> list[dict[str, float]]:
-    """What an engine asks for, on one node: a bundle for each GPU it runs on, or one bundle of CPUs."""
-    ranks = config.tensor_parallel_size * config.pipeline_parallel_size * config.data_parallel_size
-    cpus = float(ranks if fleet.ray_cpus is None else fleet.ray_cpus)
-    if config.profile != "gpu":
-        return [{"CPU": cpus}]
-    return [{"GPU": fleet.ray_gpus or 1.0, "CPU": cpus / ranks} for _ in range(ranks)]
-
-
-def capacity(bundles: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> int:
-    """How many such engines fit on empty nodes, each on one."""
-    needs = {name: sum(bundle[name] for bundle in bundles) for name in bundles[0]}
-    return sum(
-        min((int(node.get(name, 0.0) / amount) for name, amount in needs.items() if amount), default=sys.maxsize)
-        for node in nodes
-    )
-
-
-def _check_room(bundles: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]], engines: int) -> None:
-    if not any(bundles[0].values()):
-        raise ConfigError(
-            "fleet.ray_cpus is 0, and Ray has no place for what asks for nothing; engines without GPUs need some"
-        )
-    if capacity(bundles, nodes) < engines:
-        shown = "; ".join(", ".join(f"{name}: {node.get(name, 0.0):g}" for name in ("CPU", "GPU")) for node in nodes)
-        raise ConfigError(
-            f"{engines} engines of {list(bundles)} do not fit the Ray cluster, whose nodes have {shown}: ask for fewer "
-            "engines or less for each (fleet.ray_cpus, parallel sizes), or add nodes"
-        )
 
 
 async def _reach(address: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from penstock.errors import ConfigError, LearnerError, PenstockError
 from penstock.fleet.engines import visible_gpus
-from penstock.fleet.ray_driver import ACTOR_ENV, RayDriver, end_with
+from penstock.fleet.ray_driver import actors_in, end_with, join
 from penstock.process import ChildProcess, watch_lifeline
 from penstock.settings import Section
 
@@ -71,27 +71,14 @@ async def drive(options: Options) -> None:
     Raises:
         PenstockError: no cluster, no room, or a rank that was lost; the others then end with this process.
     """
-    driver = RayDriver()
-    joined = await driver.open(options.address, 0.0, "", None)
-    ray: Any = importlib.import_module("ray")
+    ray, _ = join(options.address)
     need: dict[str, float] = {"GPU": 1.0} if options.gpus else {"CPU": 1.0}
-    here = [{**need, f"node:{joined['ip']}": 0.001}] if options.gpus else []
+    here = [{**need, f"node:{ray.util.get_node_ip_address()}": 0.001}] if options.gpus else []
     bundles = [*here, *[need] * (options.size - 1)]
     group = ray.util.placement_group(bundles, strategy="PACK", name=f"penstock-ranks-{os.getpid()}")
     if not await asyncio.to_thread(group.wait, ROOM_S):
         raise ConfigError(f"the Ray cluster at {options.address} had no room for {bundles} within {ROOM_S:g} s")
-    strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-    actors = [
-        ray.remote(RankActor)
-        .options(
-            num_cpus=bundle.get("CPU", 0),
-            num_gpus=bundle.get("GPU", 0),
-            scheduling_strategy=strategy(group, index),
-            runtime_env={"env_vars": ACTOR_ENV},
-        )
-        .remote()
-        for index, bundle in enumerate(bundles)
-    ]
+    actors = actors_in(ray, group, 0, bundles, RankActor)
     gpu = (await actors[0].gpus.remote())[0] if here else ""
     from penstock.train.rank_group import GPU, store_at  # noqa: PLC0415 - seconds: torch
 
