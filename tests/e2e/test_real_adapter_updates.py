@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from http_engine import HTTPEngine
@@ -18,6 +21,7 @@ from penstock.engine.launch import EngineProcess
 from penstock.errors import EngineHTTPError, WeightsError
 from penstock.settings import EngineConfig
 from penstock.types import KV, Sample, SamplingParams, UpdateReport
+from penstock.weights.adapter_files import SETTINGS, TENSORS, AdapterFiles
 from penstock.wire import ADAPTERS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(550)]
@@ -235,6 +239,34 @@ async def test_what_does_not_fit_is_refused_and_the_version_in_force_stays(tuned
     (sample,) = await engine.sample([1, 2], 1, SHORT, adapter="r")
     assert [(s.adapter, s.adapter_version) for s in sample.spans] == [("r", version)]
     tuned.check([1, 2], sample)
+
+
+async def test_adapters_are_read_side_by_side_while_the_engine_generates(tuned: Tuned, tmp_path: Path) -> None:
+    """The pipes in place of the settings end only when the test writes: both reads are under way at once."""
+    control, names = tuned.engine.control, ("s", "t")
+    files = {name: AdapterFiles({"path": str(tmp_path / name)}) for name in names}
+    for seed, name in enumerate(names, 51):
+        (tmp_path / name).mkdir()
+        save_file(adapter_tensors(seed), tmp_path / name / TENSORS)
+        os.mkfifo(tmp_path / name / SETTINGS)
+        tuned.models[name, 1] = merged(tuned.base, adapter_tensors(seed))
+    reads = [asyncio.create_task(control.read_adapter(name, files[name], timeout_s=300.0)) for name in names]
+    async with asyncio.timeout(300.0):
+        # A pipe opens when its reader has it open.
+        ends = [await asyncio.to_thread((tmp_path / name / SETTINGS).open, "w") for name in names]
+        (sample,) = await tuned.engine.sample([1, 2], 1, SHORT)
+        tuned.check([1, 2], sample)
+        assert not any(task.done() for task in reads)
+        for end in ends:
+            end.write(json.dumps(ADAPTER_CONFIG))
+            end.close()
+        await asyncio.gather(*reads)
+        for name in names:  # a second read would wait at the pipe
+            await control.load_adapter(name, 1, files[name], timeout_s=300.0)
+            (sample,) = await tuned.engine.sample([1, 2], 1, SHORT, adapter=name)
+            assert [(s.adapter, s.adapter_version) for s in sample.spans] == [(name, 1)]
+            tuned.check([1, 2], sample)
+            await tuned.engine.control.unload_adapter(name)
 
 
 async def test_an_adapter_that_vllm_has_dropped_comes_back_as_it_was(tuned: Tuned) -> None:

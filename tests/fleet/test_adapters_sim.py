@@ -225,6 +225,54 @@ async def test_tenants_never_get_anothers_adapter_under_churn_deaths_and_joins()
         assert [status.state for status in await fleet.engines()].count(State.SERVING) == 2
 
 
+async def test_reads_of_several_adapters_overlap_while_another_operation_has_the_turn() -> None:
+    async with engines(2) as servers, connected(servers) as fleet:
+        tenants, turn, reading = Tenants(fleet, servers), asyncio.Event(), asyncio.Barrier(5)
+        read_adapter = servers[0].engine.read_adapter
+
+        async def read(source: Mapping[str, Any]) -> None:
+            await reading.wait()
+            await read_adapter(source)
+
+        for server in servers:
+            server.engine.read_adapter = read
+        other = asyncio.create_task(fleet._operations.queue.run(turn.wait))
+        updates = [asyncio.create_task(tenants.update(name)) for name in ("x", "y")]
+        async with asyncio.timeout(60.0):
+            await reading.wait()  # two reads of each engine are under way
+        assert not any(task.done() for task in (other, *updates))
+        turn.set()
+        assert await asyncio.gather(*updates) == [1, 1]
+        for name in ("x", "y"):
+            (sample,) = await fleet.sample([1, 2], 1, PARAMS, adapter=name)
+            tenants.check([1, 2], sample, name, 1)
+
+
+async def test_versions_of_one_adapter_come_in_the_order_of_their_calls() -> None:
+    async with engines(1) as servers, connected(servers) as fleet:
+        first, read_adapter, reads = asyncio.Event(), servers[0].engine.read_adapter, 0
+
+        async def read(source: Mapping[str, Any]) -> None:
+            nonlocal reads
+            reads += 1
+            if reads == 1:
+                await first.wait()
+            await read_adapter(source)
+
+        servers[0].engine.read_adapter = read
+        async with Fleet.connect(fleet.url) as other:
+            tensors = [(NAME, torch.ones(2, 4))]
+            updates = [asyncio.create_task(other.update_adapter("x", tensors, config=CONFIG, version=3))]
+            async with asyncio.timeout(60.0):
+                while not reads:  # noqa: ASYNC110 - the engine sends no event
+                    await asyncio.sleep(0.002)
+            updates.append(asyncio.create_task(fleet.update_adapter("x", tensors, config=CONFIG, version=4)))
+            await fleet.update_adapter("y", tensors, config=CONFIG)
+            assert not any(task.done() for task in updates)
+            first.set()
+            assert [(await task).version for task in updates] == [3, 4]
+
+
 async def test_another_process_updates_pauses_and_waits_by_the_owner() -> None:
     async with engines(2) as servers, connected(servers) as first:
         async with Fleet.connect(first.url) as second:

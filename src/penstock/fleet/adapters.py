@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -77,6 +77,8 @@ class FleetAdapters:
         """By name."""
         self._highest: dict[str, int] = {}
         """The last version of every name, the unloaded too: KV of an older one must not be found again."""
+        self._order: dict[str, asyncio.Lock] = {}
+        """Versions of one name are in force in the order of their calls, however long each is read."""
         self._saved: dict[str, tuple[str, int]] = {}
         """For a name that came by its path, the files as they were, and the version they became."""
 
@@ -99,8 +101,11 @@ class FleetAdapters:
         check_kv(kv)
         began, shared = time.perf_counter(), self._shared_folder()
         files = await in_thread(lambda: AdapterFiles.of_tensors(tensors, config, shared=shared))
-        took = time.perf_counter() - began
-        return await self._turn("update_adapter", lambda: self._put(name, files, version, self._timeout_s, took, kv))
+        async with self._read_ahead(name, files, self._timeout_s) as read:
+            took = time.perf_counter() - began
+            return await self._turn(
+                "update_adapter", lambda: self._put(name, read.pop(), version, self._timeout_s, took, kv)
+            )
 
     async def update_from(
         self, name: str, source: Mapping[str, Any], version: int | None = None, kv: KV = "recompute"
@@ -108,8 +113,10 @@ class FleetAdapters:
         """Put a version in force that another process of this user has written; it need not live on."""
         self._check(name, version)
         check_kv(kv)
-        files = AdapterFiles.adopt(source)
-        return await self._turn("update_adapter", lambda: self._put(name, files, version, self._timeout_s, kv=kv))
+        async with self._read_ahead(name, AdapterFiles.adopt(source), self._timeout_s) as read:
+            return await self._turn(
+                "update_adapter", lambda: self._put(name, read.pop(), version, self._timeout_s, kv=kv)
+            )
 
     async def load(self, name: str, path: str, timeout_s: float) -> UpdateReport | None:
         """Load what is saved at a path, as a new version if it is not what was loaded last.
@@ -125,7 +132,7 @@ class FleetAdapters:
             known = self.known.get(name)
             return known if stamp and known is not None and self._saved.get(name) == (saved, known.version) else None
 
-        async def work() -> UpdateReport | None:
+        async def work(read: list[AdapterFiles]) -> UpdateReport | None:
             if (known := known_as_saved()) is not None:
                 for member in self._roster.live():
                     await self._bring(member, name, known)
@@ -135,13 +142,11 @@ class FleetAdapters:
             self._saved[name] = saved, report.version
             return report
 
-        # Copied before its turn, so that those of others do not wait for it.
-        read = [] if known_as_saved() else [await in_thread(lambda: AdapterFiles.of_folder(path))]
-        try:
-            return await self._turn("load_adapter", work)
-        finally:
-            for files in read:
-                files.close()
+        if known_as_saved():
+            return await self._turn("load_adapter", lambda: work([]))
+        files = await in_thread(lambda: AdapterFiles.of_folder(path))
+        async with self._read_ahead(name, files, timeout_s) as read:
+            return await self._turn("load_adapter", lambda: work(read))
 
     async def unload(self, name: str) -> None:
         """Forget an adapter on every engine. StateError: it has requests in flight somewhere; it stays everywhere."""
@@ -220,9 +225,27 @@ class FleetAdapters:
                 await engine.pause_adapter(name)
             served = (await engine.adapters()).get(name)
             if not trusted or served is None or served.version != known.version:
-                await engine.load_adapter(name, known.version, known.files.source, timeout_s=self._timeout_s)
+                await engine.load_adapter(name, known.version, known.files, timeout_s=self._timeout_s)
 
         (await fan_out((member,), load, deadline_s=3 * self._timeout_s)).raise_first()
+
+    @asynccontextmanager
+    async def _read_ahead(self, name: str, files: AdapterFiles, timeout_s: float) -> AsyncGenerator[list[AdapterFiles]]:
+        """Have the engines read a version before its turn, so that neither generation nor other operations wait.
+
+        An engine that cannot read it says so when it is to load it. The files are freed if they are left in the list.
+        """
+        read = [files]
+        try:
+            async with self._order.setdefault(name, asyncio.Lock()):
+                live = self._roster.live()
+                await fan_out(
+                    live, lambda engine: engine.read_adapter(name, files, timeout_s=timeout_s), deadline_s=timeout_s
+                )
+                yield read
+        finally:
+            for left in read:
+                left.close()
 
     async def _turn(self, what: str, work: Callable[[], Coroutine[Any, Any, T]], needed: Capability = "lora") -> T:
         async def run() -> T:
@@ -256,7 +279,7 @@ class FleetAdapters:
                 self._check(name, version)
             number = self._highest[name] + 1 if version is None else version
             outcome = await self._roster.command(
-                lambda engine: engine.load_adapter(name, number, files.source, timeout_s=timeout_s, kv=kv),
+                lambda engine: engine.load_adapter(name, number, files, timeout_s=timeout_s, kv=kv),
                 what=f"version {number} of adapter {name!r}",
                 deadline_s=timeout_s + MARGIN_S,
                 refusable=True,

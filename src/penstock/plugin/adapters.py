@@ -17,15 +17,16 @@ import asyncio
 import functools
 import itertools
 import json
+import os
 import re
-import secrets
+import select
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
-from concurrent.futures import Future, wait
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,11 +46,10 @@ from penstock.wire import ADAPTERS
 
 PLACE = "penstock-adapter:"
 """Begins the path in vLLM's LoRARequest of an adapter that came by us; what it is read from, the worker knows."""
-READ_S, POLL_S = 60.0, 0.01
-"""Deadline of a read while the engine goes on, and how often its end is asked for."""
+READ_S = 60.0
+"""Deadline of a read while the engine goes on."""
 MOST_AHEAD = 16
-_READS: dict[str, Future[Any]] = {}
-"""Reads of this process's workers that the core's side has not seen yet."""
+"""Adapters that are read and not in force yet; of more, the first are read again."""
 _LAYER = re.compile(r"(.*\blayers\.\d+)\.")
 _HALF = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
 
@@ -79,6 +79,8 @@ class CoreAdapters:
         self._held: dict[str, list[Any]] = {}
         """Paused adapters, and vLLM's Requests that wait."""
         self._loads = itertools.count(1)
+        self._reads: dict[str, Future[float]] = {}
+        """Reads whose `load` is to come, by the key of what they read."""
         self._core = core
         self._at_boundary = at_boundary
         self._kv = kv
@@ -90,31 +92,55 @@ class CoreAdapters:
 
     def read(
         self, order: dict[str, Any], spec: WeightSpec, in_core: Callable[[Callable[[], Any]], Future[Any]]
-    ) -> None:
+    ) -> float:
         """Check an adapter, and have the workers read it while the engine goes on; runs in the caller's own thread.
+
+        Args:
+            order: `name`, `source`, and `key` of what is read, which `load` takes; again for one key reads nothing.
+            spec: of the engine's model.
+            in_core: see `CoreControl.in_core`.
+
+        Returns:
+            Seconds that it took.
 
         Raises:
             WeightsError: it does not fit the model.
         """
-        began, rpc, ahead = time.perf_counter(), self._core.collective_rpc, secrets.token_hex(8)
+        mine: Future[float] = Future()
+        read = self._reads.setdefault(order["key"], mine)
+        if read is mine:
+            while len(self._reads) > MOST_AHEAD:  # their callers went away
+                self._reads.pop(next(iter(self._reads)), None)
+            settle(read, lambda: self._read(order, spec, in_core))
+            if read.exception() is not None:  # for `load` to try again
+                self._reads.pop(order["key"], None)
+        return read.result(2 * READ_S)
+
+    def _read(
+        self, order: dict[str, Any], spec: WeightSpec, in_core: Callable[[Callable[[], Any]], Future[Any]]
+    ) -> float:
+        began = time.perf_counter()
         check_adapter(order["source"], spec)
-        order["ahead"] = ahead
-        in_core(lambda: rpc("penstock_adapter", args=("read", dict(order)))).result(READ_S)
-        if (here := _READS.pop(ahead, None)) is not None:  # by a worker of this process
-            wait((here,), READ_S)
-        end = began + READ_S
-        while time.perf_counter() < end and not all(
-            in_core(lambda: rpc("penstock_adapter", args=("is_read", ahead))).result(READ_S)
-        ):
-            time.sleep(POLL_S)  # workers in other processes send no event
-        order["read_s"] = time.perf_counter() - began
+        with tempfile.TemporaryDirectory(prefix="penstock-read-") as folder:
+            given = {**order, "done": str(Path(folder, "done"))}
+            os.mkfifo(given["done"], 0o600)
+            end = os.open(given["done"], os.O_RDWR | os.O_NONBLOCK)
+            try:
+                rpc = self._core.collective_rpc
+                left = sum(in_core(lambda: rpc("penstock_adapter", args=("read", given))).result(READ_S))
+                (poll := select.poll()).register(end, select.POLLIN)
+                while left and poll.poll(1e3 * max(0.0, began + READ_S - time.perf_counter())):
+                    left -= len(os.read(end, left))
+            finally:
+                os.close(end)
+        return time.perf_counter() - began
 
     def load(self, order: Mapping[str, Any]) -> Any:
         """Put a version of an adapter in force.
 
         Args:
-            order: `name`, `id` (vLLM's), `version`, `source` (see `read_from`), `kv` of requests in flight, `ahead` and
-                `read_s` (see `read`).
+            order: `name`, `id` (vLLM's), `version`, `source` (see `read_from`), `kv` of requests in flight, `key` (see
+                `read`), and `read_s`, which it returned.
 
         Raises:
             WeightsError: it cannot be read; the version before it stays in force.
@@ -128,6 +154,7 @@ class CoreAdapters:
 
     def _load(self, order: Mapping[str, Any], began: float) -> dict[str, Any]:
         name, version, paused = order["name"], order["version"], time.perf_counter()
+        self._reads.pop(order["key"], None)
         problems = self._core.collective_rpc("penstock_load_adapter", args=(dict(order),))
         if all(problems):
             raise WeightsError(problems[0])
@@ -285,7 +312,7 @@ def load_adapter(worker: Any, order: Mapping[str, Any]) -> None:
     before = sources.get(number)
     request = LoRARequest(order["name"], number, PLACE + order["name"], load_inplace=True)
     sources[number] = order["source"]
-    manager.penstock_next = manager.penstock_ahead.pop(order["ahead"], None)
+    manager.penstock_next = manager.penstock_ahead.pop(order["key"], None)
     _, error = attempt(lambda: manager.add_adapter(request), f"loading adapter {order['name']!r}")
     if error is not None:
         if before is None:
@@ -298,36 +325,40 @@ def load_adapter(worker: Any, order: Mapping[str, Any]) -> None:
 
 
 def worker_step(worker: Any, step: str, given: Any) -> Any:
-    """Do a step on a worker: `read` an order, `is_read`, or `unload` vLLM's number."""
-    return {"read": read_ahead, "is_read": is_read, "unload": unload_adapter}[step](worker, given)
+    """Do a step on a worker: `read` an order, or `unload` vLLM's number."""
+    return {"read": read_ahead, "unload": unload_adapter}[step](worker, given)
 
 
-def read_ahead(worker: Any, order: Mapping[str, Any]) -> None:
-    """Begin to read an adapter in a thread, for the `load_adapter` whose order has the same `ahead`."""
+def read_ahead(worker: Any, order: Mapping[str, Any]) -> bool:
+    """Begin to read an adapter in a thread, for the `load_adapter` whose order has the same `key`.
+
+    Returns:
+        Whether the end of the read is written, as one byte, to the pipe that `done` names: on the core's host alone.
+        `load_adapter` waits for other workers.
+    """
     manager = getattr(worker.model_runner, "lora_manager", None)
     if manager is None:
-        return  # `load_adapter` refuses it
+        return False  # `load_adapter` refuses it
     _sources(manager)
     read: Future[Any] = Future()
-    manager.penstock_ahead[order["ahead"]] = _READS[order["ahead"]] = read
+    manager.penstock_ahead[order["key"]] = read
     while len(manager.penstock_ahead) > MOST_AHEAD:  # their callers went away
         del manager.penstock_ahead[next(iter(manager.penstock_ahead))]
-    while len(_READS) > MOST_AHEAD:
-        _READS.pop(next(iter(_READS)))
 
     def work() -> Any:
         if worker.device.type != "cpu":  # with many, each of hundreds of small tensors waits for all of them
             torch.set_num_threads(1)
-        return manager.penstock_read(order["name"], order["id"], order["source"])
+        return manager.penstock_read(order["name"], order["source"])
 
-    threading.Thread(target=settle, args=(read, work), name="penstock-adapter", daemon=True).start()
+    def run() -> None:
+        settle(read, work)
+        with suppress(OSError):  # the core has stopped to wait
+            end = os.open(order["done"], os.O_WRONLY | os.O_NONBLOCK)
+            os.write(end, b"1")
+            os.close(end)
 
-
-def is_read(worker: Any, ahead: str) -> bool:
-    """Whether a worker has nothing more to read for `ahead`."""
-    manager = getattr(worker.model_runner, "lora_manager", None)
-    read = None if manager is None else manager.penstock_ahead.get(ahead)
-    return read is None or read.done()
+    threading.Thread(target=run, name="penstock-adapter", daemon=True).start()
+    return Path(order["done"]).is_fifo()
 
 
 def unload_adapter(worker: Any, number: int) -> None:
@@ -350,9 +381,9 @@ def _sources(manager: Any) -> dict[int, Mapping[str, Any]]:
         for known in (manager._lora_model_cls, type(manager._adapter_manager)):  # noqa: SLF001
             _leave_unpinned(sys.modules[known.__module__])
 
-        def read(name: str, number: int, source: Mapping[str, Any]) -> Any:
+        def read(name: str, source: Mapping[str, Any]) -> Any:
             with read_from(source) as path:
-                adapter = load(LoRARequest(name, number, path))
+                adapter = load(LoRARequest(name, 1, path))  # its number is known when it is put in force
             if not any(".experts" in module for module in adapter.loras):  # of those vLLM packs no adapter twice
                 manager._adapter_manager._create_merged_loras_inplace(adapter)  # noqa: SLF001
             _pin(adapter)
@@ -363,9 +394,10 @@ def _sources(manager: Any) -> dict[int, Mapping[str, Any]]:
                 sources.pop(request.lora_int_id, None)  # another client put its own in this one's place
                 return load(request)
             ready, manager.penstock_next = manager.penstock_next, None
-            if ready is not None:
-                return ready.result(READ_S)
-            return read(request.lora_name, request.lora_int_id, sources[request.lora_int_id])
+            number = request.lora_int_id
+            adapter = read(request.lora_name, sources[number]) if ready is None else ready.result(READ_S)
+            adapter.id = number
+            return adapter
 
         manager._load_adapter = load_from_source  # noqa: SLF001
         manager.penstock_sources, manager.penstock_read = sources, read
@@ -422,6 +454,7 @@ class ServedAdapters:
         """Calls by method and path, with the state of vLLM's app; each is called with its AsyncLLM and the body."""
         return {
             ("GET", ADAPTERS): functools.partial(self.served, state),
+            ("POST", ADAPTERS + "/read"): functools.partial(self.forward, "read"),
             ("POST", ADAPTERS + "/load"): functools.partial(self.load, state),
             ("POST", ADAPTERS + "/unload"): functools.partial(self.unload, state),
             ("POST", ADAPTERS + "/pause"): functools.partial(self.forward, "pause"),

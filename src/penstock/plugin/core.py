@@ -35,7 +35,8 @@ LOSS_S = 60.0
 """How long an update's loss of tokens is measured, at most, where somebody asks for it."""
 READS = frozenset({"compute_weight_checksums", "get_model_inspection", "update_max_model_len"})
 """vLLM's worker methods that are called from outside and leave the weights as they are; any other may not."""
-_ADAPTER_ORDER: dict[str, type] = {"name": str, "id": int, "version": int, "source": dict, "kv": str}
+_ADAPTER_READ: dict[str, type] = {"name": str, "source": dict, "key": str}
+_ADAPTER_ORDER = _ADAPTER_READ | {"id": int, "version": int, "kv": str}
 _CALL = object()
 """The kind of an item in the core's input queue that is a function to call."""
 
@@ -138,6 +139,7 @@ class CoreControl:
             "/penstock/weights/load": lambda body: self.in_core(self._update(body).load),
             "/penstock/weights/commit": lambda body: self.in_core(self._update(body).commit),
             "/penstock/weights/loss": self._loss,
+            "/penstock/adapters/read": self._read_adapter,
             "/penstock/adapters/load": self._load_adapter,
             "/penstock/adapters/unload": self._named(self.adapters.unload),
             "/penstock/adapters/pause": self._named(self.adapters.pause),
@@ -214,9 +216,16 @@ class CoreControl:
 
         return route
 
+    def _read_adapter(self, body: Any) -> Future[Any]:
+        order = {name: field(body, name, kind) for name, kind in _ADAPTER_READ.items()}
+        read: Future[Any] = Future()
+        settle(read, lambda: {"seconds": {"read": self.adapters.read(order, self._known_spec(), self.in_core)}})
+        return read
+
     def _load_adapter(self, body: Any) -> Future[Any]:
         order = {name: field(body, name, kind) for name, kind in _ADAPTER_ORDER.items()}
-        self.adapters.read(order, self._known_spec(), self.in_core)
+        # Nothing to do, unless this engine joined or refused since, or more have been read meanwhile than are kept.
+        order["read_s"] = self.adapters.read(order, self._known_spec(), self.in_core)
 
         def work() -> Any:
             self.pausing.require_awake()

@@ -84,6 +84,11 @@ async def _adapters(call: Call) -> dict[str, Any]:
     return call.engine.adapters_served()
 
 
+async def _read_adapter(call: Call) -> dict[str, Any]:
+    await call.engine.read_adapter(call.body["source"])
+    return OK
+
+
 async def _load_adapter(call: Call) -> dict[str, Any]:
     name, body = str(call.body.get("name") or ""), call.body
     return await call.engine.load_adapter(name, int(body["version"]), body["source"], body["kv"])
@@ -299,6 +304,7 @@ _PLUGIN: Mapping[str, Handler] = {
     "POST /penstock/weights/apply": _apply,
     "POST /penstock/weights/loss": _loss,
     f"GET {ADAPTERS}": _adapters,
+    f"POST {ADAPTERS}/read": _read_adapter,
     f"POST {ADAPTERS}/load": _load_adapter,
     f"POST {ADAPTERS}/unload": _change_adapter("unload"),
     f"POST {ADAPTERS}/pause": _change_adapter("pause"),

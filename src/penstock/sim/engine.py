@@ -189,6 +189,11 @@ class SimEngine:
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
+    async def read_adapter(self, source: Mapping[str, Any]) -> None:
+        """Read an adapter while generating; nothing in force changes. UserError: it cannot be read."""
+        self.check_alive()
+        content_of(source)
+
     async def load_adapter(
         self, name: str, version: int, source: Mapping[str, Any], kv: KV = "recompute"
     ) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -32,12 +32,14 @@ class AdapterFiles:
         source: `{"file", "config"}`: the path of a safetensors file, and PEFT's settings. `{"path"}`: a folder of
             PEFT's, or a name of the hub, which engines read as they see it. Both where both fit.
         nbytes: of the tensors; 0 where this process does not see them.
+        key: names these files alone, so that an engine finds what it has read of them.
     """
 
     source: Mapping[str, Any]
     nbytes: int = 0
     fd: int | None = None
     folder: Path | None = None
+    key: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @classmethod
     def of_tensors(
