@@ -454,6 +454,23 @@ def test_a_state_comes_without_the_gradient_held_before_it(micro_model: str, ada
     assert learner.optim_step(adapter, AdamSpec(), scale=1.0) == 0
 
 
+@pytest.mark.parametrize("adapter", [None, "a"])
+def test_a_gradient_that_is_discarded_leaves_weights_optimiser_and_version(micro_model: str, adapter: str | None):
+    learner = LocalLearner(micro_model, TrainConfig(), seed=0)
+    if adapter is not None:
+        learner.create_adapter(adapter, LoraSpec(rank=2))
+    data = [Datum([1, 2], [2, 3], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0])]
+    learner.forward_backward(adapter, LossSpec({"cross_entropy": 1.0}), data)
+    learner.optim_step(adapter, AdamSpec(), scale=1.0)
+    before, version = state_of(learner, adapter), learner.versions[adapter]
+    learner.forward_backward(adapter, LossSpec({"cross_entropy": 1.0}), data)
+    learner.discard_gradient(adapter)
+    after = state_of(learner, adapter)
+    assert learner.versions[adapter] == version
+    assert all(torch.equal(tensor, after.tensors[name]) for name, tensor in before.tensors.items())
+    assert learner.optim_step(adapter, AdamSpec(), scale=1.0) == 0
+
+
 def test_the_state_of_another_model_is_refused_and_changes_nothing(micro_model: str):
     learner = learner_of(micro_model)
     state = state_of(learner.learner, None)

@@ -169,7 +169,10 @@ async def test_a_gradient_that_is_no_number_on_one_rank_is_refused_by_all(group:
     same(before, held(two))
     two.learner.forward_backward(None, LossSpec({"dapo": 1.0}), data[:1])  # one micro-batch for two ranks
     assert two.learner.optim_step(None, AdamSpec(), scale=1.0) > 0
-    assert two.version == 1
+    two.learner.forward_backward(None, LossSpec({"dapo": 1.0}), data[:1])
+    two.learner.discard_gradient(None)
+    assert two.learner.optim_step(None, AdamSpec(), scale=1.0) == 0
+    assert two.version == 2
 
 
 @pytest.mark.parametrize(

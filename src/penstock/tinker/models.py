@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -152,8 +151,7 @@ class Models:
         model = self._of(name)
         if model.void:
             reason, model.void = model.void, ""
-            with suppress(StateError):  # a factor that is no number: the gradient is forgotten, and nothing changes
-                self.learner.optim_step(name, adam, scale=math.nan)
+            self.learner.discard_gradient(name)
             raise StateError(f"no step was taken: {reason}, so its gradient was dropped; send the data again")
         grad_norm = self.learner.optim_step(name, adam, scale=1.0)
         model.steps += 1

@@ -171,6 +171,10 @@ class Learner(ABC):
         """
 
     @abstractmethod
+    def discard_gradient(self, adapter: str | None) -> None:
+        """Forget the gradient; weights and optimiser stay."""
+
+    @abstractmethod
     def create_adapter(self, name: str, spec: LoraSpec) -> None:
         """Add an adapter that changes nothing yet; from then on the base's weights are frozen.
 

@@ -148,6 +148,11 @@ class LocalLearner(Learner):
             )
         return grad_norm
 
+    def discard_gradient(self, adapter: str | None) -> None:
+        """See `Learner.discard_gradient`."""
+        self._check_trained(adapter)
+        _set_gradients(parameters := list(self._parameters(adapter).values()), [None] * len(parameters))
+
     def create_adapter(self, name: str, spec: LoraSpec) -> None:
         from penstock.train.lora import Adapters  # noqa: PLC0415 - most runs have none, and peft takes seconds
 

@@ -83,6 +83,9 @@ class RankedLearner(Learner):
     def optim_step(self, adapter: str | None, adam: AdamSpec, *, scale: float) -> float:
         return self._call("optim_step", adapter=adapter, adam=adam, scale=scale)[0].values["returned"]
 
+    def discard_gradient(self, adapter: str | None) -> None:
+        self._call("discard_gradient", adapter=adapter)
+
     def create_adapter(self, name: str, spec: LoraSpec) -> None:
         """See `Learner.create_adapter`. Every rank holds all of it."""
         self._call("create_adapter", name=name, spec=spec)
@@ -277,7 +280,7 @@ def unpack(packed: Mapping[str, Tensor]) -> list[Datum]:
 
 COMMANDS: Mapping[str, str | None] = {
     "forward": "data", "forward_backward": "data", "set_adapter": "tensors",
-    **dict.fromkeys(("optim_step", "create_adapter", "drop_adapter", "release_memory", "save", "load")),
+    **dict.fromkeys(("optim_step", "discard_gradient", "create_adapter", "drop_adapter", "release_memory", "save", "load")),
 }  # fmt: skip
 """Methods that all ranks call together, and their argument that a message's tensors hold."""
 _TYPED: Mapping[str, TypeAdapter[Any]] = {
