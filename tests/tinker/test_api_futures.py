@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import threading
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -18,7 +19,7 @@ from patience import WAIT_S
 from penstock.errors import ConfigError, UserError
 from penstock.tinker import futures
 from penstock.tinker.api_process import serving
-from penstock.tinker.bodies import refuse_many_parts
+from penstock.tinker.bodies import check_fields
 from penstock.tinker.database import Database, usage
 from penstock.tinker.database import futures as table
 from penstock.tinker.futures import Futures, Operation, Outcome
@@ -207,19 +208,71 @@ async def test_what_cannot_run_is_a_failed_future_that_says_why(tmp_path: Path) 
         assert "docs/tinker.md" in (await service.post("copy_weights", {}, status=404))["error"]
 
 
-@pytest.mark.parametrize("inside", [b"", b"\x1a\xe0\xc5\x08"], ids=["data", "parts of a datum"])
-def test_a_small_body_of_many_messages_is_refused_before_it_is_read(inside: bytes) -> None:
+def within(body: bytes, *numbers: int) -> bytes:
+    """Make a body the field of a message, that the field of another one, and so on."""
+    for number in reversed(numbers):
+        size = len(body)
+        body = bytes([number << 3 | 2, *(size >> shift & 127 | 128 for shift in (0, 7, 14)), size >> 21]) + body
+    return body
+
+
+PARTS = 300_000
+
+
+@pytest.mark.parametrize(
+    "many",
+    [
+        b"\x1a\x00" * PARTS,  # data
+        within(b"\x0a\x00" * PARTS, 3),  # chunks of a datum
+        within(b"\x0a\x00" * PARTS, 3, 3),  # spans
+        within(b"\x0a\x00" * PARTS, 3, 2, 2, 2),  # within a sparse tensor
+        within(b"\x01" * 2 * PARTS, 3, 2, 2, 4),  # the shape of a tensor
+        b"\x10\x01" * PARTS,  # numbers
+        b"\x7b\x7c" * PARTS,  # what no message has
+        b"\x22\x01m" + b"\x1a\x00" * PARTS,  # behind a text that is no message
+    ],
+)
+def test_a_small_body_of_many_fields_is_refused_before_it_is_parsed(many: bytes) -> None:
     message = pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="ppo")
     for _ in range(1024):
         datum = message.data.add()
         datum.model_input.add().encoded_text.tokens = bytes(400)
         for name in ("target_tokens", "logprobs", "advantages", "weights"):
             datum.loss_fn_inputs[name].dense = bytes(400)
-    refuse_many_parts(message.SerializeToString())
-    many = inside + (b"\x0a\x00" if inside else b"\x1a\x00") * 70_000
-    with pytest.raises(UserError, match="more than 65536 data and tensors"):
-        refuse_many_parts(many)
-    refuse_many_parts(b"\xff\xff\xff")
+    check_fields(message.SerializeToString())
+    with pytest.raises(UserError, match="more than 262144 fields"):
+        check_fields(many)
+
+
+@pytest.mark.parametrize("end", [b"\x1a\x05", b"\xff" * 700_000], ids=["cut off", "a number without end"])
+def test_a_body_that_ends_too_early_is_refused_whatever_came_before(end: bytes) -> None:
+    with pytest.raises(UserError, match="it is cut off"):
+        check_fields(within(bytes(700_000), 9) + end)
+
+
+async def test_a_large_body_is_parsed_beside_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parse waits until another request was answered, which it never is on the loop."""
+    parsing, answered = threading.Event(), threading.Event()
+
+    def waits(body: bytes) -> None:
+        parsing.set()
+        assert answered.wait(60.0), "the loop answers nothing else"
+        check_fields(body)
+
+    monkeypatch.setattr("penstock.tinker.bodies.check_fields", waits)
+    async with rig(tmp_path) as service:
+        model = await service.model()
+        message = pb.ForwardBackwardRequest(model_id=model, seq_id=1, loss_fn="ppo")
+        message.data.add().model_input.add().encoded_text.tokens = bytes(1 << 17)
+        sent = asyncio.create_task(
+            service.http.post(
+                "/api/v1/forward_backward", content=message.SerializeToString(), headers={"X-API-Key": KEY}
+            )
+        )
+        await until(parsing.is_set)
+        await service.session()
+        answered.set()
+        assert (await sent).status_code == 200
 
 
 async def test_runs_are_those_of_a_project(tmp_path: Path) -> None:
@@ -238,7 +291,7 @@ async def test_runs_are_those_of_a_project(tmp_path: Path) -> None:
 
 
 async def test_bodies_may_be_packed_and_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.tinker.api.MOST_BODY", 1 << 16)
+    monkeypatch.setattr("penstock.tinker.bodies.MOST_BODY", 1 << 16)
     async with rig(tmp_path) as service:
         model = await service.model()
         message = pb.ForwardBackwardRequest(model_id=model, seq_id=1, loss_fn="cross_entropy").SerializeToString()

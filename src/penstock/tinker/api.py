@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import orjson
-from google.protobuf.message import DecodeError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -16,12 +15,12 @@ from starlette.routing import Route
 from penstock.errors import PenstockError, StateError, UserError
 from penstock.guard import cross_site
 from penstock.tinker import requests as body
-from penstock.tinker.bodies import MOST_BODY, RefusedError, most_of_sample, read_body, refuse_many_parts
+from penstock.tinker.bodies import MOST_BODY, RefusedError, most_of_sample, read_body, training_request
 from penstock.tinker.checkpoints import MissingError, TinkerPath, as_json
 from penstock.tinker.futures import SAMPLE, GoneError, Operation
 from penstock.tinker.quotas import QuotaError
 from penstock.tinker.sampling import MOST_SAMPLES
-from penstock.tinker.schema import JSON_TYPE, pb
+from penstock.tinker.schema import JSON_TYPE
 from penstock.tinker.service_state import ServiceState
 from penstock.tinker.sessions import FinishedError, UnknownError, new_model
 from penstock.tinker.tenants import Tenant
@@ -212,15 +211,10 @@ class _Calls:
         return await self._accepted(operation, tenant, also=row)
 
     async def forward_backward(self, http: Request, tenant: Tenant) -> Response:
-        data = await read_body(http, MOST_BODY)
-        refuse_many_parts(data)
-        try:
-            message = pb.ForwardBackwardRequest.FromString(data)
-        except DecodeError as error:
-            raise UserError(f"the body is no ForwardBackwardRequest: {error}") from error
-        model = message.model_id
+        data, message = await training_request(http)
+        model, kind = message.model_id, "forward" if message.forward_only else "forward_backward"
         await self._state.sessions.own_model(tenant.name, model)
-        return await self._accepted(_on_model("forward_backward", tenant, model, message.seq_id or None, data), tenant)
+        return await self._accepted(_on_model(kind, tenant, model, message.seq_id or None, data), tenant)
 
     def operation(self, kind: str) -> Handler:
         """Make the handler of an operation on a model with a JSON body."""

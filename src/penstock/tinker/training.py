@@ -20,7 +20,6 @@ from penstock.tinker.database import Database, facts, futures, models, sessions
 from penstock.tinker.futures import Also, Futures, Operation, Outcome, settled
 from penstock.tinker.learner_client import LearnerClient
 from penstock.tinker.requests import CreateModel, LoadWeights, SaveForSampler, SaveWeights
-from penstock.tinker.schema import pb
 from penstock.tinker.sessions import SILENT_S, put_sampler
 from penstock.tinker.tenants import Tenants
 
@@ -163,6 +162,7 @@ class Training:
     async def _prepared(self, operation: Operation, row: Row[Any]) -> Prepared:
         make = {
             "create_model": self._create,
+            "forward": self._forward,
             "forward_backward": self._forward_backward,
             "optim_step": self._optim_step,
             "save_weights": self._save,
@@ -183,10 +183,10 @@ class Training:
         result = {"model_id": row.id, "type": "create_model"}
         return Prepared("create_model", orjson.dumps(body), result, _changed(row.id, live=True))
 
+    async def _forward(self, operation: Operation, _row: Row[Any]) -> Prepared:
+        return Prepared("forward", operation.body)
+
     async def _forward_backward(self, operation: Operation, row: Row[Any]) -> Prepared:
-        message = pb.ForwardBackwardRequest.FromString(operation.body)
-        if message.forward_only:
-            return Prepared("forward", operation.body)
         return Prepared("forward_backward", operation.body, also=_done(_EVALUATED, row.id))
 
     async def _optim_step(self, operation: Operation, row: Row[Any]) -> Prepared:
