@@ -119,7 +119,7 @@ class HTTPEngine(Engine):
         with ExitStack() as undo:
             undo.callback(files.close)
             timeout_s = self.control.timeout_s
-            update = await self.control.load_adapter(name, number, files, timeout_s=timeout_s, kv=kv)
+            update = await self.control.load_adapter(name, number, files.source, timeout_s=timeout_s, kv=kv)
             undo.pop_all()
         if before is not None:
             before[1].close()

@@ -12,9 +12,9 @@ from typing import Any
 PLACES = {
     "adapters": "penstock.fleet.adapters:FleetAdapters",
     "adapters.core": "penstock.plugin.adapters:CoreAdapters",
-    "adapters.load": "penstock.plugin.adapters:load_adapter",
+    "adapters.load": "penstock.plugin.adapter_worker:load_adapter",
     "adapters.served": "penstock.plugin.adapters:ServedAdapters",
-    "adapters.worker": "penstock.plugin.adapters:worker_step",
+    "adapters.worker": "penstock.plugin.adapter_worker:worker_step",
     "attach": "penstock.fleet.attach:AttachedServers",
     "attach.specs": "penstock.fleet.elastic:specs_of",
     "connect": "penstock.fleet.attach:connect",

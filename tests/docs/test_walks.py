@@ -20,7 +20,8 @@ TITLES = {REQUEST: "A request", UPDATE: "An update", DEATH: "A death"}
 OTHER_WAYS = {"plugin/direct.py"}
 """Workers on the CPU load in another way; and an update drops the KV cache unless it is told otherwise."""
 HOOKS = {
-    "engine/experts.py", "engine/layouts.py", "engine/vanilla.py", "fleet/adapters.py", "plugin/adapters.py",
+    "engine/experts.py", "engine/layouts.py", "engine/vanilla.py", "fleet/adapters.py", "plugin/adapter_worker.py",
+    "plugin/adapters.py",
     "plugin/kept_kv.py", "token_meter.py",
 }  # fmt: skip
 """Of side rooms, run on the way: what may be launched, what may be asked of the engines, which adapters an engine gets

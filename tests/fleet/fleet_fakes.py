@@ -20,7 +20,6 @@ from penstock.router.admin_client import EngineLoad, RouterState
 from penstock.router.memory import Membership
 from penstock.settings import FleetConfig
 from penstock.types import KV, EngineStats, EngineUpdate, PauseMode
-from penstock.weights.adapter_files import AdapterFiles
 from penstock.weights.manifest import WeightManifest
 
 Kind = Literal["refuse", "hang", "die", "unfit", "garbage", "wrong"]
@@ -134,14 +133,13 @@ class FakeEngine:
         await self.at("rpc")
         return [f"{self.name}.{rank}" for rank in range(self.layout[0] * self.layout[1] * self.layout[2])]
 
-    async def read_adapter(self, name: str, files: AdapterFiles, *, timeout_s: float) -> None:
+    async def read_adapter(self, name: str, source: Mapping[str, Any], *, timeout_s: float) -> None:
         await self.at("read adapter")
 
     async def load_adapter(
-        self, name: str, version: int, files: AdapterFiles, *, timeout_s: float, kv: KV = "recompute"
+        self, name: str, version: int, source: Mapping[str, Any], *, timeout_s: float, kv: KV = "recompute"
     ) -> EngineUpdate:
         await self.at("load adapter")
-        source = files.source
         content = Path(source["file"]).read_bytes() if "file" in source else b""
         self.lora[name] = (version, content)
         return EngineUpdate(self.name, {"bubble": 0.0}, preempted=0, checksum="")

@@ -25,7 +25,6 @@ from penstock.errors import (
 )
 from penstock.http import TORN, HttpTransport, UnreachableError
 from penstock.types import KV, EngineStats, EngineUpdate, PauseMode, TokenLoss
-from penstock.weights.adapter_files import AdapterFiles
 from penstock.weights.manifest import WeightManifest
 from penstock.wire import ADAPTERS, INFO
 
@@ -289,19 +288,18 @@ class ControlClient:
 
     # --- adapters ----------------------------------------------------------------------------------------------------
 
-    async def read_adapter(self, name: str, files: AdapterFiles, *, timeout_s: float) -> None:
-        """Have a version of an adapter read while the engine generates; `load_adapter` of the same files is quick."""
-        body = {"name": name, "source": dict(files.source), "key": files.key}
-        await self._at_core(f"{ADAPTERS}/read", body, timeout_s)
+    async def read_adapter(self, name: str, source: Mapping[str, Any], *, timeout_s: float) -> None:
+        """Have a version of an adapter read while the engine generates; `load_adapter` of the same source is quick."""
+        await self._at_core(f"{ADAPTERS}/read", {"name": name, "source": dict(source)}, timeout_s)
 
     async def load_adapter(
-        self, name: str, version: int, files: AdapterFiles, *, timeout_s: float, kv: KV = "recompute"
+        self, name: str, version: int, source: Mapping[str, Any], *, timeout_s: float, kv: KV = "recompute"
     ) -> EngineUpdate:
-        """Put a version of an adapter in force between two steps.
+        """Put a version of an adapter in force between two steps (`weights.adapter_files.AdapterFiles.source`).
 
         AdapterRefusedError: it does not fit; what was in force stays.
         """
-        body = {"name": name, "version": version, "source": dict(files.source), "key": files.key, "kv": kv}
+        body = {"name": name, "version": version, "source": dict(source), "kv": kv}
         try:
             return self._update_of(await self._post(f"{ADAPTERS}/load", body, timeout_s=timeout_s))
         except EngineHTTPError as error:

@@ -27,7 +27,6 @@ from penstock.engine.openai import Stream
 from penstock.errors import EngineError, EngineHTTPError, MissingCapabilityError, reading
 from penstock.http import HttpTransport, Reply
 from penstock.types import KV, EngineUpdate, SamplingParams
-from penstock.weights.adapter_files import AdapterFiles
 from penstock.wire import GENERATE, version_number
 
 NOT_FOUND, NOT_ALLOWED, REFUSED_BODY, FAILED = 404, 405, frozenset({400, 422}), 500
@@ -51,24 +50,24 @@ class VanillaControl(ControlClient):
         """Return what the core reports; without our plugin only whether it is paused."""
         return await super().state() if self._has_plugin else CoreState(await self.is_paused())
 
-    async def read_adapter(self, name: str, files: AdapterFiles, *, timeout_s: float) -> None:
+    async def read_adapter(self, name: str, source: Mapping[str, Any], *, timeout_s: float) -> None:
         """Have a version read as `ControlClient` does; without our plugin, vLLM reads it when it is loaded."""
         if self._has_plugin:
-            await super().read_adapter(name, files, timeout_s=timeout_s)
+            await super().read_adapter(name, source, timeout_s=timeout_s)
 
     async def load_adapter(
-        self, name: str, version: int, files: AdapterFiles, *, timeout_s: float, kv: KV = "recompute"
+        self, name: str, version: int, source: Mapping[str, Any], *, timeout_s: float, kv: KV = "recompute"
     ) -> EngineUpdate:
         """Load as `ControlClient` does; without our plugin by vLLM's route, in place and from a folder."""
         if self._has_plugin:
-            return await super().load_adapter(name, version, files, timeout_s=timeout_s, kv=kv)
-        if "path" not in files.source:
+            return await super().load_adapter(name, version, source, timeout_s=timeout_s, kv=kv)
+        if "path" not in source:
             raise MissingCapabilityError(
                 f"engine {self.name} runs without Penstock's plugin, so it reads adapters from folders only: set "
                 "fleet.weight_folder, which it sees too, or load a saved adapter by its path"
             )
         began = time.perf_counter()
-        data = orjson.dumps({"lora_name": name, "lora_path": files.source["path"], "load_inplace": True})
+        data = orjson.dumps({"lora_name": name, "lora_path": source["path"], "load_inplace": True})
         await self.http.call("POST", "/v1/load_lora_adapter", data, timeout_s=timeout_s)
         return EngineUpdate(self.name, {"bubble": time.perf_counter() - began}, preempted=0, checksum="")
 

@@ -225,7 +225,7 @@ class FleetAdapters:
                 await engine.pause_adapter(name)
             served = (await engine.adapters()).get(name)
             if not trusted or served is None or served.version != known.version:
-                await engine.load_adapter(name, known.version, known.files, timeout_s=self._timeout_s)
+                await engine.load_adapter(name, known.version, known.files.source, timeout_s=self._timeout_s)
 
         (await fan_out((member,), load, deadline_s=3 * self._timeout_s)).raise_first()
 
@@ -240,7 +240,9 @@ class FleetAdapters:
             async with self._order.setdefault(name, asyncio.Lock()):
                 live = self._roster.live()
                 await fan_out(
-                    live, lambda engine: engine.read_adapter(name, files, timeout_s=timeout_s), deadline_s=timeout_s
+                    live,
+                    lambda engine: engine.read_adapter(name, files.source, timeout_s=timeout_s),
+                    deadline_s=timeout_s,
                 )
                 yield read
         finally:
@@ -279,7 +281,7 @@ class FleetAdapters:
                 self._check(name, version)
             number = self._highest[name] + 1 if version is None else version
             outcome = await self._roster.command(
-                lambda engine: engine.load_adapter(name, number, files, timeout_s=timeout_s, kv=kv),
+                lambda engine: engine.load_adapter(name, number, files.source, timeout_s=timeout_s, kv=kv),
                 what=f"version {number} of adapter {name!r}",
                 deadline_s=timeout_s + MARGIN_S,
                 refusable=True,

@@ -1,4 +1,4 @@
-"""LoRA adapters in the engine core and its workers: each has a version of its own, and can be paused alone.
+"""LoRA adapters in the engine core and the API server: each has a version of its own, and can be paused alone.
 
 vLLM's route reloads an adapter's files in place, with four faults for a trainer: requests in flight change over with
 their KV and without a mark; an adapter that was loaded in place is read from its files at every step (0.26 to 0.33);
@@ -16,40 +16,33 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
-import json
 import os
 import re
 import select
-import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
-import torch
 
 from penstock.errors import EngineError, StateError, WeightsError, parse_json
 from penstock.plugin import compat
+from penstock.plugin.adapter_worker import MOST_AHEAD, PLACE, READ_S
 from penstock.plugin.core import field, settle
 from penstock.plugin.cores import on_cores
 from penstock.plugin.kept_kv import KeptKV
 from penstock.plugin.middleware import RequestHooks
-from penstock.plugin.patches import attempt
 from penstock.plugin.spec import WeightSpec
 from penstock.wire import ADAPTERS
 
-PLACE = "penstock-adapter:"
-"""Begins the path in vLLM's LoRARequest of an adapter that came by us; what it is read from, the worker knows."""
-READ_S = 60.0
-"""Deadline of a read while the engine goes on."""
-MOST_AHEAD = 16
-"""Adapters that are read and not in force yet; of more, the first are read again."""
+_READ: dict[str, type] = {"name": str, "source": dict}
+_LOAD = _READ | {"id": int, "version": int, "kv": str}
+"""Fields of calls."""
 _LAYER = re.compile(r"(.*\blayers\.\d+)\.")
 _HALF = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
 
@@ -85,6 +78,37 @@ class CoreAdapters:
         self._at_boundary = at_boundary
         self._kv = kv
 
+    def routes(self, control: Any) -> dict[str, Callable[[Any], Future[Any]]]:
+        """Calls of the core's port, by path; `control` is the core's `CoreControl`."""
+
+        def read(body: Any) -> Future[Any]:
+            order = {name: field(body, name, kind) for name, kind in _READ.items()}
+            done: Future[Any] = Future()
+            settle(done, lambda: {"seconds": {"read": self.read(order, control.known_spec(), control.in_core)}})
+            return done
+
+        def load(body: Any) -> Future[Any]:
+            order = {name: field(body, name, kind) for name, kind in _LOAD.items()}
+            # Nothing to do, unless this engine joined since, or more have been read meanwhile than are kept.
+            order["read_s"] = self.read(order, control.known_spec(), control.in_core)
+
+            def work() -> Any:
+                control.pausing.require_awake()
+                return self.load(order)
+
+            return control.in_core(work)
+
+        def named(change: Callable[[str], Any]) -> Callable[[Any], Future[Any]]:
+            def route(body: Any) -> Future[Any]:
+                name = field(body, "name", str)
+                return control.in_core(lambda: change(name))
+
+            return route
+
+        steps = {"unload": self.unload, "pause": self.pause, "resume": self.resume}
+        changes = {f"{ADAPTERS}/{step}": named(change) for step, change in steps.items()}
+        return {f"{ADAPTERS}/read": read, f"{ADAPTERS}/load": load, **changes}
+
     def load_of(self, lora_request: Any) -> int | None:
         """Load that brought a request's adapter; None: it has none, or the adapter came past us. Any thread may ask."""
         adapter = None if lora_request is None else self.loaded.get(lora_request.lora_name)
@@ -96,7 +120,7 @@ class CoreAdapters:
         """Check an adapter, and have the workers read it while the engine goes on; runs in the caller's own thread.
 
         Args:
-            order: `name`, `source`, and `key` of what is read, which `load` takes; again for one key reads nothing.
+            order: `name` and `source`; again for the `key` of one source reads nothing.
             spec: of the engine's model.
             in_core: see `CoreControl.in_core`.
 
@@ -107,13 +131,13 @@ class CoreAdapters:
             WeightsError: it does not fit the model.
         """
         mine: Future[float] = Future()
-        read = self._reads.setdefault(order["key"], mine)
+        read = self._reads.setdefault(order["source"]["key"], mine)
         if read is mine:
             while len(self._reads) > MOST_AHEAD:  # their callers went away
                 self._reads.pop(next(iter(self._reads)), None)
             settle(read, lambda: self._read(order, spec, in_core))
             if read.exception() is not None:  # for `load` to try again
-                self._reads.pop(order["key"], None)
+                self._reads.pop(order["source"]["key"], None)
         return read.result(2 * READ_S)
 
     def _read(
@@ -139,8 +163,8 @@ class CoreAdapters:
         """Put a version of an adapter in force.
 
         Args:
-            order: `name`, `id` (vLLM's), `version`, `source` (see `read_from`), `kv` of requests in flight, `key` (see
-                `read`), and `read_s`, which it returned.
+            order: `name`, `id` (vLLM's), `version`, `source` (see `read_from`), `kv` of requests in flight, and
+                `read_s`, which `read` returned.
 
         Raises:
             WeightsError: it cannot be read; the version before it stays in force.
@@ -154,7 +178,7 @@ class CoreAdapters:
 
     def _load(self, order: Mapping[str, Any], began: float) -> dict[str, Any]:
         name, version, paused = order["name"], order["version"], time.perf_counter()
-        self._reads.pop(order["key"], None)
+        self._reads.pop(order["source"]["key"], None)
         problems = self._core.collective_rpc("penstock_load_adapter", args=(dict(order),))
         if all(problems):
             raise WeightsError(problems[0])
@@ -292,152 +316,6 @@ def _shapes(file: Path) -> list[tuple[str, tuple[int, ...]]]:
             return [(name, tuple(tensors.get_slice(name).get_shape())) for name in tensors.keys()]  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise WeightsError(f"the adapter's file {file} cannot be read: {error}") from error
-
-
-# --- on a worker -----------------------------------------------------------------------------------------------------
-
-
-def load_adapter(worker: Any, order: Mapping[str, Any]) -> None:
-    """Load an adapter on a worker, in place of its older version; no step may run.
-
-    Raises:
-        WeightsError: the engine takes none, or vLLM refuses this one; the older version stays.
-    """
-    from vllm.lora.request import LoRARequest  # noqa: PLC0415 - slow, and not needed by models without
-
-    manager = getattr(worker.model_runner, "lora_manager", None)
-    if manager is None:
-        raise WeightsError("the engine takes no adapters; launch it with enable_lora=true")
-    sources, number = _sources(manager), order["id"]
-    before = sources.get(number)
-    request = LoRARequest(order["name"], number, PLACE + order["name"], load_inplace=True)
-    sources[number] = order["source"]
-    manager.penstock_next = manager.penstock_ahead.pop(order["key"], None)
-    _, error = attempt(lambda: manager.add_adapter(request), f"loading adapter {order['name']!r}")
-    if error is not None:
-        if before is None:
-            del sources[number]
-            manager.remove_adapter(number)
-        else:  # it may be gone already
-            sources[number] = before
-            manager.add_adapter(request)
-        raise WeightsError(f"adapter {order['name']!r} cannot be loaded: {error}") from error
-
-
-def worker_step(worker: Any, step: str, given: Any) -> Any:
-    """Do a step on a worker: `read` an order, or `unload` vLLM's number."""
-    return {"read": read_ahead, "unload": unload_adapter}[step](worker, given)
-
-
-def read_ahead(worker: Any, order: Mapping[str, Any]) -> bool:
-    """Begin to read an adapter in a thread, for the `load_adapter` whose order has the same `key`.
-
-    Returns:
-        Whether the end of the read is written, as one byte, to the pipe that `done` names: on the core's host alone.
-        `load_adapter` waits for other workers.
-    """
-    manager = getattr(worker.model_runner, "lora_manager", None)
-    if manager is None:
-        return False  # `load_adapter` refuses it
-    _sources(manager)
-    read: Future[Any] = Future()
-    manager.penstock_ahead[order["key"]] = read
-    while len(manager.penstock_ahead) > MOST_AHEAD:  # their callers went away
-        del manager.penstock_ahead[next(iter(manager.penstock_ahead))]
-
-    def work() -> Any:
-        if worker.device.type != "cpu":  # with many, each of hundreds of small tensors waits for all of them
-            torch.set_num_threads(1)
-        return manager.penstock_read(order["name"], order["source"])
-
-    def run() -> None:
-        settle(read, work)
-        with suppress(OSError):  # the core has stopped to wait
-            end = os.open(order["done"], os.O_WRONLY | os.O_NONBLOCK)
-            os.write(end, b"1")
-            os.close(end)
-
-    threading.Thread(target=run, name="penstock-adapter", daemon=True).start()
-    return Path(order["done"]).is_fifo()
-
-
-def unload_adapter(worker: Any, number: int) -> None:
-    """Forget an adapter on a worker."""
-    manager = worker.model_runner.lora_manager
-    manager.remove_adapter(number)
-    _sources(manager).pop(number, None)
-
-
-def _sources(manager: Any) -> dict[int, Mapping[str, Any]]:
-    """What our adapters are read from, by vLLM's number.
-
-    vLLM drops the adapters that were used least when it has more than `max_cpu_loras`, and reads one again when a
-    request needs it. It has no extension point for what it reads: `_load_adapter` is patched (0.26 to 0.33).
-    """
-    if not hasattr(manager, "penstock_sources"):
-        from vllm.lora.request import LoRARequest  # noqa: PLC0415 - slow, and not needed by models without
-
-        load, sources = manager._load_adapter, {}  # noqa: SLF001
-        for known in (manager._lora_model_cls, type(manager._adapter_manager)):  # noqa: SLF001
-            _leave_unpinned(sys.modules[known.__module__])
-
-        def read(name: str, source: Mapping[str, Any]) -> Any:
-            with read_from(source) as path:
-                adapter = load(LoRARequest(name, 1, path))  # its number is known when it is put in force
-            if not any(".experts" in module for module in adapter.loras):  # of those vLLM packs no adapter twice
-                manager._adapter_manager._create_merged_loras_inplace(adapter)  # noqa: SLF001
-            _pin(adapter)
-            return adapter
-
-        def load_from_source(request: Any) -> Any:
-            if not request.lora_path.startswith(PLACE):
-                sources.pop(request.lora_int_id, None)  # another client put its own in this one's place
-                return load(request)
-            ready, manager.penstock_next = manager.penstock_next, None
-            number = request.lora_int_id
-            adapter = read(request.lora_name, sources[number]) if ready is None else ready.result(READ_S)
-            adapter.id = number
-            return adapter
-
-        manager._load_adapter = load_from_source  # noqa: SLF001
-        manager.penstock_sources, manager.penstock_read = sources, read
-        manager.penstock_ahead, manager.penstock_next = {}, None
-    return manager.penstock_sources
-
-
-def _leave_unpinned(module: Any) -> None:
-    """Keep a module of vLLM's adapters from pinning each tensor of one."""
-    module.PIN_MEMORY = False
-
-
-def _pin(adapter: Any) -> None:
-    """Lay an adapter's tensors in one piece of memory that a GPU reads without the processor.
-
-    vLLM (0.26 to 0.33) pins each of hundreds: every one asks the driver, which other processes on the GPU hold up.
-    """
-    halves = [(part, half) for part in adapter.loras.values() for half in ("lora_a", "lora_b")]
-    lists = [each if isinstance(each := getattr(part, half), list) else [each] for part, half in halves]
-    tensors = [tensor for each in lists for tensor in each if tensor is not None]
-    if not torch.cuda.is_available() or len({tensor.dtype for tensor in tensors}) != 1:
-        return
-    flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=tensors[0].dtype, pin_memory=True)
-    torch.cat([tensor.reshape(-1) for tensor in tensors], out=flat)
-    pieces = iter(torch.split(flat, [tensor.numel() for tensor in tensors]))
-    for (part, half), each in zip(halves, lists, strict=True):
-        pinned = [None if tensor is None else next(pieces).view(tensor.shape) for tensor in each]
-        setattr(part, half, pinned if isinstance(getattr(part, half), list) else pinned[0])
-
-
-@contextmanager
-def read_from(source: Mapping[str, Any]) -> Generator[str]:
-    """Give the folder that vLLM reads an adapter from: one made of `{"file", "config"}`, or that of `{"path"}`."""
-    if "file" not in source:
-        yield source["path"]
-        return
-    with tempfile.TemporaryDirectory(prefix="penstock-adapter-") as folder:
-        Path(folder, "adapter_model.safetensors").symlink_to(source["file"])
-        Path(folder, "adapter_config.json").write_text(json.dumps(source["config"]))
-        yield folder
 
 
 # --- in the API server's process -------------------------------------------------------------------------------------

@@ -35,8 +35,6 @@ LOSS_S = 60.0
 """How long an update's loss of tokens is measured, at most, where somebody asks for it."""
 READS = frozenset({"compute_weight_checksums", "get_model_inspection", "update_max_model_len"})
 """vLLM's worker methods that are called from outside and leave the weights as they are; any other may not."""
-_ADAPTER_READ: dict[str, type] = {"name": str, "source": dict, "key": str}
-_ADAPTER_ORDER = _ADAPTER_READ | {"id": int, "version": int, "kv": str}
 _CALL = object()
 """The kind of an item in the core's input queue that is a function to call."""
 
@@ -139,11 +137,7 @@ class CoreControl:
             "/penstock/weights/load": lambda body: self.in_core(self._update(body).load),
             "/penstock/weights/commit": lambda body: self.in_core(self._update(body).commit),
             "/penstock/weights/loss": self._loss,
-            "/penstock/adapters/read": self._read_adapter,
-            "/penstock/adapters/load": self._load_adapter,
-            "/penstock/adapters/unload": self._named(self.adapters.unload),
-            "/penstock/adapters/pause": self._named(self.adapters.pause),
-            "/penstock/adapters/resume": self._named(self.adapters.resume),
+            **self.adapters.routes(self),
             "/penstock/pause": self._pause,
             "/penstock/resume": lambda _: self.in_core(self.pausing.resume),
             "/penstock/core": lambda _: self.in_core(self._state),
@@ -158,6 +152,11 @@ class CoreControl:
         done: Future[Any] = Future()
         self.core.input_queue.put_nowait((_CALL, lambda: settle(done, work)))
         return done
+
+    def known_spec(self) -> WeightSpec:
+        """The tensors of the engine's model; not for the core's own thread."""
+        # Found between two steps: to build a model without weights, transformers changes torch's default dtype.
+        return self._spec or self.in_core(self._find_spec).result(SPEC_TIMEOUT_S)
 
     # Utility methods, which the API server calls.
 
@@ -200,38 +199,8 @@ class CoreControl:
 
     def _checked(self, body: Any) -> dict[str, Any]:
         manifest = WeightManifest.from_json(field(body, "manifest"))
-        self._known_spec().check(manifest)
+        self.known_spec().check(manifest)
         return check_bytes(manifest).to_json()
-
-    def _known_spec(self) -> WeightSpec:
-        # Found between two steps: to build a model without weights, transformers changes torch's default dtype.
-        return self._spec or self.in_core(self._find_spec).result(SPEC_TIMEOUT_S)
-
-    def _named(self, change: Callable[[str], Any]) -> Route:
-        """A route that does something to the adapter that its body names."""
-
-        def route(body: Any) -> Future[Any]:
-            name = field(body, "name", str)
-            return self.in_core(lambda: change(name))
-
-        return route
-
-    def _read_adapter(self, body: Any) -> Future[Any]:
-        order = {name: field(body, name, kind) for name, kind in _ADAPTER_READ.items()}
-        read: Future[Any] = Future()
-        settle(read, lambda: {"seconds": {"read": self.adapters.read(order, self._known_spec(), self.in_core)}})
-        return read
-
-    def _load_adapter(self, body: Any) -> Future[Any]:
-        order = {name: field(body, name, kind) for name, kind in _ADAPTER_ORDER.items()}
-        # Nothing to do, unless this engine joined or refused since, or more have been read meanwhile than are kept.
-        order["read_s"] = self.adapters.read(order, self._known_spec(), self.in_core)
-
-        def work() -> Any:
-            self.pausing.require_awake()
-            return self.adapters.load(order)
-
-        return self.in_core(work)
 
     def _change(self, work: Callable[[], Any], update: Hashable = None) -> Any:
         """Call `work` between two steps, with none under way; a future if one is. `update` names what it costs."""

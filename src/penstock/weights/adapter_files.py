@@ -29,17 +29,21 @@ class AdapterFiles:
     """Where engines find a version of an adapter; `close` frees it.
 
     Attributes:
-        source: `{"file", "config"}`: the path of a safetensors file, and PEFT's settings. `{"path"}`: a folder of
+        place: `{"file", "config"}`: the path of a safetensors file, and PEFT's settings. `{"path"}`: a folder of
             PEFT's, or a name of the hub, which engines read as they see it. Both where both fit.
         nbytes: of the tensors; 0 where this process does not see them.
-        key: names these files alone, so that an engine finds what it has read of them.
     """
 
-    source: Mapping[str, Any]
+    place: Mapping[str, Any]
     nbytes: int = 0
     fd: int | None = None
     folder: Path | None = None
-    key: str = field(default_factory=lambda: secrets.token_hex(8))
+    _key: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    @property
+    def source(self) -> dict[str, Any]:
+        """`place`, and a `key` of these files alone, by which an engine finds what it has read of them."""
+        return {**self.place, "key": self._key}
 
     @classmethod
     def of_tensors(
@@ -85,7 +89,7 @@ class AdapterFiles:
             return cls({"path": path})
         config: Any = parse_json(settings, SETTINGS, WeightsError)
         files = cls._in_memory(data, _settings(config))
-        return cls({**files.source, "path": path}, files.nbytes, fd=files.fd)
+        return cls({**files.place, "path": path}, files.nbytes, fd=files.fd)
 
     @classmethod
     def adopt(cls, source: Mapping[str, Any]) -> AdapterFiles:

@@ -1,0 +1,171 @@
+"""LoRA adapters on a worker: read ahead in threads, put in force between two steps, read again if vLLM drops one."""
+# pyright: basic, reportMissingImports=false
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Generator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.errors import WeightsError
+from penstock.plugin.core import settle
+from penstock.plugin.patches import attempt
+
+PLACE = "penstock-adapter:"
+"""Begins the path in vLLM's LoRARequest of an adapter that came by us; what it is read from, the worker knows."""
+READ_S = 60.0
+"""Deadline of a read while the engine goes on."""
+MOST_AHEAD = 16
+"""Adapters that are read and not in force yet; of more, the first are read again."""
+
+
+def load_adapter(worker: Any, order: Mapping[str, Any]) -> None:
+    """Load an adapter on a worker, in place of its older version; no step may run.
+
+    Raises:
+        WeightsError: the engine takes none, or vLLM refuses this one; the older version stays.
+    """
+    from vllm.lora.request import LoRARequest  # noqa: PLC0415 - slow, and not needed by models without
+
+    manager = getattr(worker.model_runner, "lora_manager", None)
+    if manager is None:
+        raise WeightsError("the engine takes no adapters; launch it with enable_lora=true")
+    sources, number = _sources(manager), order["id"]
+    before = sources.get(number)
+    request = LoRARequest(order["name"], number, PLACE + order["name"], load_inplace=True)
+    sources[number] = order["source"]
+    manager.penstock_next = manager.penstock_ahead.pop(order["source"]["key"], None)
+    _, error = attempt(lambda: manager.add_adapter(request), f"loading adapter {order['name']!r}")
+    if error is not None:
+        if before is None:
+            del sources[number]
+            manager.remove_adapter(number)
+        else:  # it may be gone already
+            sources[number] = before
+            manager.add_adapter(request)
+        raise WeightsError(f"adapter {order['name']!r} cannot be loaded: {error}") from error
+
+
+def worker_step(worker: Any, step: str, given: Any) -> Any:
+    """Do a step on a worker: `read` an order, or `unload` vLLM's number."""
+    return {"read": read_ahead, "unload": unload_adapter}[step](worker, given)
+
+
+def read_ahead(worker: Any, order: Mapping[str, Any]) -> bool:
+    """Begin to read an adapter in a thread, for the `load_adapter` of the same source.
+
+    Returns:
+        Whether the end of the read is written, as one byte, to the pipe that `done` names: on the core's host alone.
+        `load_adapter` waits for other workers.
+    """
+    manager = getattr(worker.model_runner, "lora_manager", None)
+    if manager is None:
+        return False  # `load_adapter` refuses it
+    _sources(manager)
+    read: Future[Any] = Future()
+    manager.penstock_ahead[order["source"]["key"]] = read
+    while len(manager.penstock_ahead) > MOST_AHEAD:  # their callers went away
+        del manager.penstock_ahead[next(iter(manager.penstock_ahead))]
+
+    def work() -> Any:
+        if worker.device.type != "cpu":  # with many, each of hundreds of small tensors waits for all of them
+            torch.set_num_threads(1)
+        return manager.penstock_read(order["name"], order["source"])
+
+    def run() -> None:
+        settle(read, work)
+        with suppress(OSError):  # the core has stopped to wait
+            end = os.open(order["done"], os.O_WRONLY | os.O_NONBLOCK)
+            os.write(end, b"1")
+            os.close(end)
+
+    threading.Thread(target=run, name="penstock-adapter", daemon=True).start()
+    return Path(order["done"]).is_fifo()
+
+
+def unload_adapter(worker: Any, number: int) -> None:
+    """Forget an adapter on a worker."""
+    manager = worker.model_runner.lora_manager
+    manager.remove_adapter(number)
+    _sources(manager).pop(number, None)
+
+
+def _sources(manager: Any) -> dict[int, Mapping[str, Any]]:
+    """What our adapters are read from, by vLLM's number.
+
+    vLLM drops the adapters that were used least when it has more than `max_cpu_loras`, and reads one again when a
+    request needs it. It has no extension point for what it reads: `_load_adapter` is patched (0.26 to 0.33).
+    """
+    if not hasattr(manager, "penstock_sources"):
+        from vllm.lora.request import LoRARequest  # noqa: PLC0415 - slow, and not needed by models without
+
+        load, sources = manager._load_adapter, {}  # noqa: SLF001
+        for known in (manager._lora_model_cls, type(manager._adapter_manager)):  # noqa: SLF001
+            _leave_unpinned(sys.modules[known.__module__])
+
+        def read(name: str, source: Mapping[str, Any]) -> Any:
+            with read_from(source) as path:
+                adapter = load(LoRARequest(name, 1, path))  # its number is known when it is put in force
+            if not any(".experts" in module for module in adapter.loras):  # of those vLLM packs no adapter twice
+                manager._adapter_manager._create_merged_loras_inplace(adapter)  # noqa: SLF001
+            _pin(adapter)
+            return adapter
+
+        def load_from_source(request: Any) -> Any:
+            if not request.lora_path.startswith(PLACE):
+                sources.pop(request.lora_int_id, None)  # another client put its own in this one's place
+                return load(request)
+            ready, manager.penstock_next = manager.penstock_next, None
+            number = request.lora_int_id
+            adapter = read(request.lora_name, sources[number]) if ready is None else ready.result(READ_S)
+            adapter.id = number
+            return adapter
+
+        manager._load_adapter = load_from_source  # noqa: SLF001
+        manager.penstock_sources, manager.penstock_read = sources, read
+        manager.penstock_ahead, manager.penstock_next = {}, None
+    return manager.penstock_sources
+
+
+def _leave_unpinned(module: Any) -> None:
+    """Keep a module of vLLM's adapters from pinning each tensor of one."""
+    module.PIN_MEMORY = False
+
+
+def _pin(adapter: Any) -> None:
+    """Lay an adapter's tensors in one piece of memory that a GPU reads without the processor.
+
+    vLLM (0.26 to 0.33) pins each of hundreds: every one asks the driver, which other processes on the GPU hold up.
+    """
+    halves = [(part, half) for part in adapter.loras.values() for half in ("lora_a", "lora_b")]
+    lists = [each if isinstance(each := getattr(part, half), list) else [each] for part, half in halves]
+    tensors = [tensor for each in lists for tensor in each if tensor is not None]
+    if not torch.cuda.is_available() or len({tensor.dtype for tensor in tensors}) != 1:
+        return
+    flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=tensors[0].dtype, pin_memory=True)
+    torch.cat([tensor.reshape(-1) for tensor in tensors], out=flat)
+    pieces = iter(torch.split(flat, [tensor.numel() for tensor in tensors]))
+    for (part, half), each in zip(halves, lists, strict=True):
+        pinned = [None if tensor is None else next(pieces).view(tensor.shape) for tensor in each]
+        setattr(part, half, pinned if isinstance(getattr(part, half), list) else pinned[0])
+
+
+@contextmanager
+def read_from(source: Mapping[str, Any]) -> Generator[str]:
+    """Give the folder that vLLM reads an adapter from: one made of `{"file", "config"}`, or that of `{"path"}`."""
+    if "file" not in source:
+        yield source["path"]
+        return
+    with tempfile.TemporaryDirectory(prefix="penstock-adapter-") as folder:
+        Path(folder, "adapter_model.safetensors").symlink_to(source["file"])
+        Path(folder, "adapter_config.json").write_text(json.dumps(source["config"]))
+        yield folder
