@@ -9,8 +9,11 @@ from tinker_rig import rig
 from typer.testing import CliRunner
 
 from penstock.cli.main import app
+from penstock.config import TrainConfig
 from penstock.errors import ConfigError
-from penstock.tinker.database import open_engine
+from penstock.settings import EngineConfig, FleetConfig, RouterConfig
+from penstock.tinker.database import DATABASE, open_engine
+from penstock.tinker.service import ServiceConfig, _api
 from penstock.tinker.tenants import read_keys
 
 
@@ -48,6 +51,21 @@ def test_a_database_that_is_not_there_is_named_and_not_made(tmp_path: Path) -> N
     refused = run("--database", f"sqlite:///{tmp_path}/servce.db", "--port", "0")
     assert f"no file {tmp_path}/servce.db" in str(refused)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_url_of_a_database_may_come_by_the_environment_and_is_shown_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_TINKER_DATABASE", f"sqlite:///{tmp_path}/servce.db")
+    assert f"no file {tmp_path}/servce.db" in str(run("--port", "0"))
+    monkeypatch.setenv("PENSTOCK_TINKER_DATABASE", "nosuch://me:secret@host/x")
+    assert "secret" not in str(run("--port", "0"))
+    config = ServiceConfig(
+        EngineConfig(model="m"), FleetConfig(), RouterConfig(), TrainConfig(), tmp_path, database="x://me:secret@host/x"
+    )
+    child = _api(config, tmp_path, "http://fleet", {})
+    assert child.env[DATABASE] == config.database
+    assert "secret" not in child.options()
 
 
 def test_a_database_of_no_service_is_refused(tmp_path: Path) -> None:

@@ -56,7 +56,13 @@ def tinker(
     keys: Keys = None,
     database: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="SQLAlchemy's; default: SQLite in the data folder.", show_default=False),
+        typer.Option(
+            metavar="URL",
+            envvar="PENSTOCK_TINKER_DATABASE",
+            show_default=False,
+            help="SQLAlchemy's; default: SQLite in the data folder. With a password rather by the variable: ps shows "
+            "options.",
+        ),
     ] = None,
     stall_s: Annotated[
         float, typer.Option(help="Seconds after which a piece of training work hangs: the learner restarts.", min=1)
@@ -116,7 +122,15 @@ async def _serve(config: ServiceConfig) -> None:
 
 def tinker_api(
     *,
-    database: Annotated[str, typer.Option(metavar="URL", help="SQLAlchemy's, the service's own.", show_default=False)],
+    database: Annotated[
+        str,
+        typer.Option(
+            metavar="URL",
+            envvar="PENSTOCK_TINKER_DATABASE",
+            help="SQLAlchemy's, the service's own.",
+            show_default=False,
+        ),
+    ],
     data: Annotated[Path, typer.Option(metavar="FOLDER", help="The service's data folder.")] = Path("tinker-data"),
     host: Host = "127.0.0.1",
     port: Port = 8766,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ import orjson
 from penstock.asgi import listening, serving_app
 from penstock.tinker.api import build_app
 from penstock.tinker.children import run_child
+from penstock.tinker.database import DATABASE
 from penstock.tinker.service_state import About, Options, opened
 from penstock.tinker.tenants import read_keys, refuse_open_service
 
@@ -37,7 +39,7 @@ def options_of(values: Mapping[str, Any]) -> Options:
     """Return the options of the owner's JSON. ConfigError: the keys cannot be read."""
     return Options(
         data=Path(values["data"]),
-        database=str(values["database"]),
+        database=os.environ[DATABASE],
         tenants=read_keys(None if values["keys"] is None else Path(values["keys"])),
         learner=Path(values["learner"]),
         fleet=str(values["fleet"]),

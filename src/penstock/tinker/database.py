@@ -54,6 +54,9 @@ MOST_PAGES = 20_000
 _LOCK = 0x7_1E6
 """PostgreSQL's advisory lock of migrations; any constant that others do not use."""
 
+DATABASE = "PENSTOCK_TINKER_DATABASE"
+"""Environment variable of the URL, which may hold a password: `ps` shows arguments to all users."""
+
 metadata = MetaData()
 BIG = BigInteger().with_variant(Integer, "sqlite")
 
@@ -160,9 +163,7 @@ def open_engine(url: str, *, new: bool = True) -> Engine:
         sqlite = parsed.get_backend_name() == "sqlite"
         engine = create_engine(parsed, pool_pre_ping=not sqlite, connect_args={"timeout": BUSY_S} if sqlite else {})
     except (ArgumentError, NoSuchModuleError, ImportError) as error:
-        raise ConfigError(
-            f"--database {url!r} cannot be used: {error}; give sqlite:///FILE or postgresql+..."
-        ) from error
+        raise ConfigError(f"--database cannot be used: {error}; give sqlite:///FILE or postgresql+...") from error
     if sqlite:
         if not new and not Path(parsed.database or "").is_file():
             raise ConfigError(f"--database: there is no file {parsed.database}; give the service's own")

@@ -22,6 +22,7 @@ from penstock.guard import new_key
 from penstock.process import shortage
 from penstock.settings import EngineConfig, FleetConfig, RouterConfig
 from penstock.tinker.children import SupervisedChild
+from penstock.tinker.database import DATABASE
 from penstock.tinker.tenants import read_keys, refuse_open_service
 
 API_START_S = 300.0
@@ -201,7 +202,6 @@ def _learner(
 def _api(config: ServiceConfig, data: Path, fleet_url: str, about: dict[str, Any]) -> SupervisedChild:
     options = {
         "data": str(data),
-        "database": config.database or f"sqlite:///{data / 'service.db'}",
         "keys": None if config.keys is None else str(config.keys),
         "learner": str(data / "learner.sock"),
         "fleet": fleet_url,
@@ -219,6 +219,7 @@ def _api(config: ServiceConfig, data: Path, fleet_url: str, about: dict[str, Any
         with_port,
         data / "logs" / "api.log",
         API_START_S,
+        {DATABASE: config.database or f"sqlite:///{data / 'service.db'}"},
         health="/api/v1/healthz",
     )
     return api
