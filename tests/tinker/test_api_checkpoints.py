@@ -11,9 +11,10 @@ from starlette.responses import Response
 from tinker_rig import OTHER_KEY, Rig, rig, until
 
 from penstock.errors import UserError
-from penstock.tinker import service_state, sessions
+from penstock.tinker import futures, service_state, sessions
 from penstock.tinker.checkpoints import TinkerPath
 from penstock.tinker.database import Database, checkpoints
+from penstock.tinker.futures import Futures
 from penstock.tinker.sessions import Sessions
 
 pytestmark = pytest.mark.usefixtures("shared_fleet")
@@ -209,3 +210,39 @@ async def test_a_data_folder_that_was_moved_keeps_its_checkpoints(tmp_path: Path
 def test_a_path_names_nothing_outside_the_data_folder(path: str) -> None:
     with pytest.raises(UserError):
         TinkerPath.of(path)
+
+
+async def test_rows_of_an_ended_session_go_but_for_what_a_checkpoint_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with rig(tmp_path) as service:
+        with_files, plain, live = [await service.model() for _ in range(3)]
+        owners = [model.partition(":")[0] for model in (with_files, plain, live)]
+        drawn = [await service.sampler(session) for session in owners]
+        path = (await service.result(await service.post("save_weights", {"model_id": with_files, "seq_id": 1})))["path"]
+        for session in owners[:2]:
+            await service.post(f"sessions/{session}/finish", {}, status=204)
+        database = Database(service.options.database)
+        known, kept = Sessions(database), Futures(database, "test", lambda _: None)
+
+        async def runs() -> set[str]:
+            return {run["training_run_id"] for run in (await service.get("training_runs"))["training_runs"]}
+
+        await known.forget()
+        assert len(await runs()) == len((await service.get("sessions"))["sessions"]) == 3, "it is not a day"
+        for module, name in ((sessions, "KEEP_S"), (sessions, "UNUSED_S"), (futures, "KEEP_S"), (futures, "FORGET_S")):
+            monkeypatch.setattr(module, name, -10.0)
+        await known.forget()
+        assert await runs() == {with_files, plain, live}, "their results are kept"
+        async with asyncio.timeout(60.0):
+            while await runs() != {with_files, live}:
+                await kept.prune()
+                await known.forget()
+        await database.close()
+        assert set((await service.get("sessions"))["sessions"]) == {owners[0], owners[2]}
+        assert [c["tinker_path"] for c in (await service.get("checkpoints"))["checkpoints"]] == [path]
+        for sampler, status in zip(drawn, (404, 404, 200), strict=True):
+            await service.get(f"samplers/{sampler}", status=status)
+        assert "metrics" in await service.result(await service.step(live, 1))
+        load = {"path": path, "optimizer": True, "model_id": live, "seq_id": 2}
+        assert "error" not in await service.result(await service.post("load_weights", load))

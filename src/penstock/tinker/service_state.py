@@ -164,6 +164,7 @@ class ServiceState:
                 for folder in await self.sessions.unused_folders():
                     await delete_folder(Path(folder))
                 await self.drop_models(await self.sessions.silent())
+                await self.sessions.forget()
             except StateError as error:  # the database may be back the next time
                 logger.warning("%s", error)
 

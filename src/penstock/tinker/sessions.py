@@ -8,12 +8,12 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, Table, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, Table, delete, func, insert, select, update
 
 from penstock.errors import UserError
 from penstock.tinker.checkpoints import as_json, when
 from penstock.tinker.database import Database, checkpoints, facts, futures, models, samplers, sessions
-from penstock.tinker.futures import PENDING, Also
+from penstock.tinker.futures import KEEP_S, PENDING, Also
 from penstock.tinker.requests import CreateSession
 from penstock.tinker.sampling import Source
 from penstock.tinker.tenants import Tenant
@@ -209,6 +209,30 @@ class Sessions:
         if folders:
             self._known.clear()
         return folders
+
+    async def forget(self) -> None:
+        """Drop sessions that ended a day ago, with their samplers and models.
+
+        What a checkpoint, a future, the learner or a sample of the last hours needs stays, and so does its session.
+        """
+        now, m, s = time.time(), models.c, samplers.c
+        long_ago = select(sessions.c.id).where(sessions.c.finished.is_not(None) & (sessions.c.seen < now - KEEP_S))
+        scopes, saved = select(futures.c.scope), select(checkpoints.c.folder)
+        without_files = s.folder.is_(None) | s.folder.in_(saved)
+        dropped = (
+            delete(samplers).where(
+                s.session.in_(long_ago) & s.id.not_in(scopes) & without_files & (s.used < now - UNUSED_S)
+            ),
+            delete(models).where(
+                m.session.in_(long_ago) & m.id.not_in(scopes) & ~m.live & m.id.not_in(select(checkpoints.c.model))
+            ),
+            delete(sessions).where(
+                sessions.c.id.in_(long_ago)
+                & sessions.c.id.not_in(select(m.session))
+                & sessions.c.id.not_in(select(s.session))
+            ),
+        )
+        await self._database.run(lambda c: [c.execute(each) for each in dropped])
 
     # --- facts that processes share ----------------------------------------------------------------------------------
 
