@@ -8,11 +8,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import select, update
 from tinker_rig import BASE, Rig, learner_at, parts, rig, until
 
-from penstock.tinker import learner_client, service_state
+from penstock.tinker import futures, learner_client, service_state
 from penstock.tinker.database import Database, sessions
+from penstock.tinker.database import futures as table
+from penstock.tinker.futures import Futures
 
 pytestmark = pytest.mark.usefixtures("shared_fleet")
 
@@ -80,6 +82,47 @@ async def test_a_death_that_no_operation_saw_is_told_too(tmp_path: Path) -> None
         assert "at step 0; its state at step 1 is lost" in failed["error"]
         assert "metrics" in await service.result(await service.step(model, 4))
         assert service.learner.models[model] == 1
+
+
+async def test_a_failure_that_its_client_has_fetched_is_not_told_again_when_it_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with mortal(tmp_path) as (service, life):
+        model = await service.model()
+        await service.result(await service.post("save_weights", {"model_id": model, "seq_id": 1, "path": "a"}))
+        await service.result(await service.step(model, 2))
+        await life.aclose()
+        later = await service.step(model, 3)
+        await reborn(service, life)
+        assert "is lost" in (await service.result(later))["error"]
+        for name in ("KEEP_RETRIEVED_S", "FORGET_S"):
+            monkeypatch.setattr(futures, name, -10.0)
+        database = Database(service.options.database)
+        fetched = select(table.c.retrieved).where(table.c.id == later["request_id"])
+        async with asyncio.timeout(60.0):
+            while await database.run(lambda c: c.execute(fetched).scalar()) is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)  # it is written behind the answer
+        await Futures(database, "test", lambda _: None).prune()
+        assert await database.run(lambda c: c.execute(fetched).first()) is None
+        await database.close()
+        assert "metrics" in await service.result(await service.step(model, 4))
+
+
+async def test_a_model_whose_creation_failed_with_the_learner_does_not_stay_in_the_next_one(tmp_path: Path) -> None:
+    async with mortal(tmp_path) as (service, life):
+        kept = await service.model()
+        await service.result(await service.post("save_weights", {"model_id": kept, "seq_id": 1, "path": "a"}))
+        session, learner = kept.partition(":")[0], service.learner
+        learner.hold = asyncio.Event()
+        create = {"session_id": session, "model_seq_id": 1, "base_model": BASE, "lora_config": {"rank": 4}}
+        future = await service.post("create_model", create)
+        await until(lambda: learner.waiting)
+        await life.aclose()
+        assert "error" in await service.result(future)
+        learner.saved[f"{session}:train:1"] = 0  # it was there before the answer
+        await reborn(service, life)
+        assert "metrics" in await service.result(await service.step(kept, 2))
+        assert learner.models.keys() == {kept}
 
 
 async def test_a_restart_of_the_api_alone_loses_nothing(tmp_path: Path) -> None:

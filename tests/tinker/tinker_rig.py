@@ -46,6 +46,7 @@ class FakeLearner:
     kept: dict[str, Response] = field(default_factory=dict)
     bodies: dict[str, bytes] = field(default_factory=dict)
     hold: asyncio.Event | None = None
+    waiting: bool = False
     incarnation: int = 0
     value: float = 0.0
 
@@ -72,6 +73,7 @@ class FakeLearner:
             return self.kept[request]
         body = await http.body()
         if self.hold is not None:
+            self.waiting = True
             await self.hold.wait()
         self.done.append((kind, request))
         self.bodies[request] = body

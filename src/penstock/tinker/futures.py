@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, delete, insert, or_, select, update
+from sqlalchemy import Connection, bindparam, delete, exists, insert, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from penstock.aio import cancelled
@@ -324,7 +324,11 @@ class Futures:
         def work(connection: Connection) -> None:
             discharge(connection, dropped & (f.size > 0))
             connection.execute(update(futures).where(dropped).values(state=GONE, result=None, size=0))
-            connection.execute(delete(futures).where((f.state == GONE) & (f.finished < now - FORGET_S)))
+            forgotten = (f.state == GONE) & (f.finished < now - FORGET_S)
+            told = forgotten & f.error.is_not(None) & f.retrieved.is_not(None) & (f.finished >= models.c.lost_at)
+            heard = exists().where(told & (f.scope == models.c.id))
+            connection.execute(update(models).where(heard).values(lost=None, lost_at=None))
+            connection.execute(delete(futures).where(forgotten))
 
         await self._database.run(work)
         await self._database.shrink()

@@ -308,7 +308,10 @@ class Training:
             if self._incarnation is None:
                 incarnation = await self._learner.returned()
                 held = await self._learner.models()
-                await self._database.run(lambda connection: _compare(connection, incarnation, held))
+                known = await self._database.run(lambda connection: _compare(connection, incarnation, held))
+                for model in held.keys() - known:  # the learner died while it made one, and has restored it
+                    body = orjson.dumps({"model_id": model})
+                    await self._learner.post("drop_model", model, f"{model}:unknown", body, incarnation)
                 self._incarnation = incarnation
             return self._incarnation
 
@@ -343,15 +346,16 @@ def _done(change: Update, model: str) -> Also:
     return lambda connection: (connection.execute(change, values), None)[1]
 
 
-def _compare(connection: Connection, incarnation: str, held: Mapping[str, Mapping[str, Any]]) -> None:
-    """Mark every model that the learner holds in another state than its clients know."""
+def _compare(connection: Connection, incarnation: str, held: Mapping[str, Mapping[str, Any]]) -> set[str]:
+    """Mark every model that the learner holds in another state than its clients know; returns those that there are."""
+    there_are = set(connection.execute(select(models.c.id)).scalars())
     known = connection.execute(select(facts.c.value).where(facts.c.name == INCARNATION)).scalar()
     if known is None:
         connection.execute(insert(facts).values(name=INCARNATION, value=incarnation))
     else:
         connection.execute(update(facts).where(facts.c.name == INCARNATION).values(value=incarnation))
     if known == incarnation:
-        return
+        return there_are
     now = time.time()
     for row in connection.execute(select(models).where(models.c.live)).all():
         there = held.get(row.id)
@@ -361,7 +365,8 @@ def _compare(connection: Connection, incarnation: str, held: Mapping[str, Mappin
         elif row.lost is not None or row.gradient or int(there.get("steps", -1)) != row.steps:
             steps = int(there.get("steps", 0))
             reason = row.lost or (
-                f"the learner died. Model {row.id} is again as it was last saved, at step {steps}; "
+                f"the learner was started again. Model {row.id} is again as it was last saved, at step {steps}; "
                 f"its state at step {row.steps} is lost"
             )
             _changed(row.id, steps=steps, gradient=False, lost=reason, lost_at=row.lost_at or now)(connection)
+    return there_are
