@@ -1,6 +1,8 @@
 """A Tinker service that answers at once: what a benchmark measures against it is the SDK's own cost.
 
-python benchmarks/_tinker_stub.py TOKENS     prints its URL, and serves until it is ended.
+python benchmarks/_tinker_stub.py TOKENS DATA LENGTH     prints its URL, and serves until it is ended.
+
+A sample has TOKENS, and each `forward_backward` has so many DATA of LENGTH.
 """
 
 from __future__ import annotations
@@ -28,20 +30,45 @@ ANSWERS = {
 }
 
 
-def build_app(tokens: int) -> Starlette:
-    """Make the application; every sample has so many tokens."""
+RESULTS = {
+    "create_model": {"model_id": "stub:train:0", "type": "create_model"},
+    "optim_step": {"metrics": {"grad_norm:mean": 1.0}},
+}
+"""Of futures, in JSON."""
+
+
+def sampled(tokens: int) -> bytes:
+    """A sample's result."""
     response = pb.SampleResponse()
     sequence = response.sequences.add(stop_reason=pb.STOP_REASON_LENGTH)
     sequence.tokens, sequence.logprobs = array("i", [5] * tokens).tobytes(), array("f", [-1.0] * tokens).tobytes()
-    sample, numbers = response.SerializeToString(), itertools.count()
+    return response.SerializeToString()
+
+
+def evaluated(data: int, length: int) -> bytes:
+    """The result of a `forward_backward`."""
+    output = pb.ForwardBackwardOutput(loss_fn_output_type="TensorData")
+    record = output.loss_fn_outputs.add(num_datums=data)
+    logprobs = record.fields["logprobs"]
+    logprobs.data, logprobs.dtype = array("f", [-1.0] * data * length).tobytes(), pb.DTYPE_FLOAT32
+    logprobs.offsets = array("q", range(0, 4 * data * length + 1, 4 * length)).tobytes()
+    output.metrics["loss:sum"] = float(data * length)
+    return output.SerializeToString()
+
+
+def build_app(tokens: int, data: int, length: int) -> Starlette:
+    """Make the application; see the top of this file."""
+    results = {"asample": sampled(tokens), "forward_backward": evaluated(data, length)}
+    numbers = itertools.count()
 
     async def call(http: Request) -> Response:
         path = http.path_params["path"]
-        if path == "asample":
-            number = next(numbers)
-            return JSONResponse({"request_id": f"{number}", "sample_sequence_ids": [f"{number}:0"]})
+        if path in results or path in RESULTS:
+            number = f"{path}:{next(numbers)}"
+            return JSONResponse({"request_id": number, "model_id": "stub", "sample_sequence_ids": [f"{number}:0"]})
         if path == "retrieve_future":
-            return Response(sample, media_type=PROTO_TYPE)
+            kind = (await http.json())["request_id"].partition(":")[0]
+            return Response(results[kind], media_type=PROTO_TYPE) if kind in results else JSONResponse(RESULTS[kind])
         return JSONResponse(ANSWERS.get(path, {}))
 
     return Starlette(routes=[Route("/api/v1/{path:path}", call, methods=["GET", "POST"])])
@@ -50,7 +77,7 @@ def build_app(tokens: int) -> Starlette:
 async def main() -> None:
     """Serve."""
     listener = listening("127.0.0.1", 0, "the stub")
-    async with serving_app(build_app(int(sys.argv[1])), listener, "the stub"):
+    async with serving_app(build_app(*map(int, sys.argv[1:])), listener, "the stub"):
         print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
         await asyncio.Event().wait()
 

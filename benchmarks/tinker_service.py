@@ -5,7 +5,8 @@ python benchmarks/tinker_service.py [--model 0.6b] [--profile gpu] [--parts samp
 sampling: `asample` of `--tokens` with 1, 64 and 512 under way, against the same prompts straight to the fleet's router,
 both from this process, turn by turn. The bar is for the SDK's two requests sent by a plain HTTP client. The SDK itself
 is measured too, against the service and against a stub that answers at once (`_tinker_stub.py`), which is its own cost.
-training: `forward_backward` and `optim_step` by the SDK, against a plain peft loop in this process, turn by turn.
+training: `forward_backward` and `optim_step` by the SDK, against a plain peft loop in this process, turn by turn. The
+bar is for what is left of a step without the time of the SDK's own step, which is measured against the stub.
 sync: from `save_weights_and_get_sampling_client` to the first token under the new weights.
 
 SIGTERM, or a limit of time, ends it early; what was measured until then is printed, and stands in `--out` all along.
@@ -172,12 +173,10 @@ async def rate(one: Side, width: int, total: int) -> tuple[float, list[float]]:
 
 
 @asynccontextmanager
-async def stub(tokens: int) -> AsyncGenerator[str]:
+async def stub(tokens: int, data: int = 1, length: int = 1) -> AsyncGenerator[str]:
     """Run the stub in a process of its own; gives its URL."""
-    script = Path(__file__).with_name("_tinker_stub.py")
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, str(script), str(tokens), stdout=asyncio.subprocess.PIPE
-    )
+    script, sizes = Path(__file__).with_name("_tinker_stub.py"), map(str, (tokens, data, length))
+    process = await asyncio.create_subprocess_exec(sys.executable, str(script), *sizes, stdout=asyncio.subprocess.PIPE)
     try:
         assert process.stdout is not None  # noqa: S101
         async with asyncio.timeout(60.0):
@@ -301,39 +300,77 @@ def data_of(count: int, length: int) -> list[types.Datum]:
     ]
 
 
+async def sdk_step(client: Any, data: list[types.Datum]) -> None:
+    """A step by the SDK, whose two operations are under way together."""
+    evaluated = client.forward_backward(data, "cross_entropy")
+    stepped = client.optim_step(types.AdamParams(learning_rate=1e-4))
+    await evaluated
+    await stepped
+
+
 async def training(client: tinker.ServiceClient, service: Service, model: str, arguments: Any, found: Findings) -> None:
     """Rows of tokens a second of steps, against a plain loop over the same data, and of processor time.
 
     The processor time of learner and API says what steps cost where other work has a share of the processors.
     """
-    threads: int | None = arguments.threads
+    options: dict[str, Any] = {"rank": RANK, "train_unembed": False}
     for count, length in ((4, 64),) if arguments.quick else ((64, 256), (4, 64)):
         data = data_of(count, length)
-        mine = await client.create_lora_training_client(BASE, rank=RANK, train_unembed=False)
-        theirs = await asyncio.to_thread(plain_step, model, data, threads)
-        rates: dict[str, list[float]] = {"ours": [], "plain": []}
-        used: dict[str, float] = {"ours": 0.0, "plain": 0.0}
-        steps = 7 if count > 4 else 9 if arguments.quick else 25
-        for step in range(steps):  # turn by turn, so that what else the machine does meets both
-            for name, speeds in rates.items():
-                pids = (service.learner.pid, service.api.pid) if name == "ours" else ("self",)
-                before, began = sum(map(processor_s, pids)), time.perf_counter()
-                if name == "ours":
-                    evaluated = mine.forward_backward(data, "cross_entropy")
-                    stepped = mine.optim_step(types.AdamParams(learning_rate=1e-4))
-                    await evaluated
-                    await stepped
-                else:
-                    await asyncio.to_thread(theirs)
-                speeds.append(count * length / (time.perf_counter() - began))
-                used[name] += (sum(map(processor_s, pids)) - before) if step else 0.0
-        mid = {name: statistics.median(each[1:]) for name, each in rates.items()}
-        case = f"training tokens/s, {count} sequences of {length}"
-        row = _common.compare(case, mid["ours"], mid["plain"], bar=TRAINING_BAR, want="at least")
-        each = {name: count * length * (steps - 1) / max(seconds, 0.01) for name, seconds in used.items()}
-        busy = case.replace("tokens/s", "tokens a processor second")
-        cost = _common.compare(busy, each["ours"], each["plain"], bar=TRAINING_BAR, want="at least")
-        found.add(row, *([] if arguments.profile == "gpu" else [cost]), **{f"{case}, each step": rates})
+        mine = await client.create_lora_training_client(BASE, **options)
+        theirs = await asyncio.to_thread(plain_step, model, data, arguments.threads)
+        async with stub(1, count, length) as url:
+            against_stub = tinker.ServiceClient(base_url=url, api_key=KEY)
+            stubbed = await against_stub.create_lora_training_client(BASE, **options)
+            sides: dict[str, tuple[Side, tuple[int | str, ...]]] = {
+                "ours": (lambda mine=mine, data=data: sdk_step(mine, data), (service.learner.pid, service.api.pid)),
+                "plain": (lambda theirs=theirs: asyncio.to_thread(theirs), ("self",)),
+                "SDK alone": (lambda stubbed=stubbed, data=data: sdk_step(stubbed, data), ("self",)),
+            }
+            took, used = await steps_of(sides, 7 if count > 4 else 9 if arguments.quick else 25)
+            await against_stub.close("success")
+        add_training(found, count, length, took, used, gpu=arguments.profile == "gpu")
+
+
+async def steps_of(
+    sides: dict[str, tuple[Side, tuple[int | str, ...]]], steps: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Seconds of each side's steps, and processor seconds of its processes; the first step of each is left out."""
+    took: dict[str, list[float]] = defaultdict(list)
+    used: dict[str, list[float]] = defaultdict(list)
+    for _ in range(steps):  # turn by turn, so that what else the machine does meets all
+        for name, (one, pids) in sides.items():
+            before, began = sum(map(processor_s, pids)), time.perf_counter()
+            await one()
+            took[name].append(time.perf_counter() - began)
+            used[name].append(sum(map(processor_s, pids)) - before)
+    return {name: each[1:] for name, each in took.items()}, {name: each[1:] for name, each in used.items()}
+
+
+def add_training(
+    found: Findings, count: int, length: int, took: dict[str, list[float]], used: dict[str, list[float]], *, gpu: bool
+) -> None:
+    """Rows of one size."""
+    tokens, mid = count * length, {name: statistics.median(each) for name, each in took.items()}
+    sizes = f"{count} sequences of {length}"
+    left = max(mid["ours"] - mid["SDK alone"], 1e-9)
+    rows = [
+        _common.compare(
+            f"training tokens/s without the SDK's own time, {sizes}", tokens / left, tokens / mid["plain"],
+            bar=TRAINING_BAR, want="at least",
+        ),
+        _common.compare(
+            f"training tokens/s through the SDK, {sizes}", tokens / mid["ours"], tokens / mid["plain"], bar=0,
+            want="at least",
+        ),
+        _common.single(
+            f"training tokens/s of the SDK alone, {sizes}", tokens / mid["SDK alone"], bar=0, want="at least"
+        ),
+    ]  # fmt: skip
+    if not gpu:
+        each = {name: tokens * len(seconds) / max(sum(seconds), 0.01) for name, seconds in used.items()}
+        busy = f"training tokens a processor second, {sizes}"
+        rows.append(_common.compare(busy, each["ours"], each["plain"], bar=TRAINING_BAR, want="at least"))
+    found.add(*rows, **{f"seconds of each step, {sizes}": took})
 
 
 def plain_step(model: str, data: list[types.Datum], threads: int | None) -> Callable[[], None]:
