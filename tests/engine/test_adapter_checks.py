@@ -1,8 +1,12 @@
-"""What an engine refuses of an adapter before it loads it: vLLM compares nothing with the configuration."""
+"""How an engine reads an adapter before it loads it, and what it refuses of one."""
 
 from __future__ import annotations
 
 import json
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 from penstock.errors import WeightsError
-from penstock.plugin.adapters import check_adapter
+from penstock.plugin.adapter_worker import worker_step
+from penstock.plugin.adapters import CoreAdapters, check_adapter
 
 MODULE = "model.layers.0.self_attn.q_proj"
 SPEC: Any = SimpleNamespace(shapes={f"{MODULE}.weight": (6, 4)})
@@ -46,3 +51,53 @@ def test_a_rank_that_the_configuration_does_not_name_is_refused(tmp_path: Path, 
 def test_half_of_a_matrix_is_refused(tmp_path: Path, left_out: str) -> None:
     with pytest.raises(WeightsError, match=f"has one of lora_A and lora_B for '{MODULE}', and not both"):
         check_adapter({"file": str(saved(tmp_path, 2, left_out)), "config": {"r": 2}}, SPEC)
+
+
+class Worker:
+    """A worker of another process than the core, as far as reads need one; each read waits for its event."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.release = {name: threading.Event() for name in ("x", "y")}
+        self.begun: queue.Queue[str] = queue.Queue()
+        manager = SimpleNamespace(penstock_sources={}, penstock_ahead={}, penstock_next=None, penstock_read=self.read)
+        self.model_runner = SimpleNamespace(lora_manager=manager)
+
+    def read(self, name: str, _source: Any) -> str:
+        self.begun.put(name)
+        assert self.release[name].wait(60.0)
+        return name
+
+
+def test_reads_overlap_and_each_ends_by_its_own_event(tmp_path: Path) -> None:
+    workers = [Worker(), Worker()]
+
+    def rpc(_method: str, args: tuple[str, Any]) -> list[bool]:
+        return [worker_step(worker, *args) for worker in workers]
+
+    def in_core(work: Callable[[], Any]) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(work())
+        return done
+
+    core = CoreAdapters(SimpleNamespace(collective_rpc=rpc), None, None)  # type: ignore[arg-type]
+    source = str(saved(tmp_path)), {"r": 2}
+    orders = {name: {"name": name, "source": {"file": source[0], "config": source[1], "key": name}} for name in "xy"}
+    with ThreadPoolExecutor() as threads:
+        reads = {name: threads.submit(core.read, order, SPEC, in_core) for name, order in orders.items()}
+        for worker in workers:
+            assert {worker.begun.get(timeout=60.0) for _ in "xy"} == {"x", "y"}
+        again = threads.submit(core.read, orders["y"], SPEC, in_core)
+        workers[0].release["y"].set()
+        assert not any(read.done() for read in reads.values()), "the other worker reads on"
+        workers[1].release["y"].set()
+        assert reads["y"].result(60.0) == again.result(60.0)
+        assert not reads["x"].done()
+        for worker in workers:
+            worker.release["x"].set()
+        reads["x"].result(60.0)
+    assert all(worker.begun.empty() for worker in workers), "nothing is read twice"
+    bad = {"name": "z", "source": {"file": source[0], "config": {"r": 3}, "key": "z"}}
+    for _ in range(2):
+        with pytest.raises(WeightsError, match="says r=3"):
+            core.read(bad, SPEC, in_core)

@@ -149,7 +149,6 @@ class LocalLearner(Learner):
         return grad_norm
 
     def discard_gradient(self, adapter: str | None) -> None:
-        """See `Learner.discard_gradient`."""
         self._check_trained(adapter)
         _set_gradients(parameters := list(self._parameters(adapter).values()), [None] * len(parameters))
 

@@ -280,7 +280,9 @@ def unpack(packed: Mapping[str, Tensor]) -> list[Datum]:
 
 COMMANDS: Mapping[str, str | None] = {
     "forward": "data", "forward_backward": "data", "set_adapter": "tensors",
-    **dict.fromkeys(("optim_step", "discard_gradient", "create_adapter", "drop_adapter", "release_memory", "save", "load")),
+    **dict.fromkeys(
+        ("optim_step", "discard_gradient", "create_adapter", "drop_adapter", "release_memory", "save", "load")
+    ),
 }  # fmt: skip
 """Methods that all ranks call together, and their argument that a message's tensors hold."""
 _TYPED: Mapping[str, TypeAdapter[Any]] = {
