@@ -145,8 +145,6 @@ class Futures:
         self._hold_s = hold_s
         self._running: dict[str, _Running] = {}
         self._foreign: dict[str, _Foreign] = {}
-        self._retrieved: list[dict[str, Any]] = []
-        self._noting: asyncio.Task[None] | None = None
         self._others = self._released = False
         self._wake = asyncio.Event()
         self._follower: asyncio.Task[None] | None = None
@@ -161,8 +159,6 @@ class Futures:
         """Stop; what is pending stays so in the database, for the next process of this name."""
         if self._follower is not None:
             await cancelled(self._follower)
-        if self._noting is not None:
-            await self._noting
         await self._database.run(lambda c: c.execute(delete(processes).where(processes.c.name == self.executor)))
 
     async def release(self) -> None:
@@ -341,18 +337,8 @@ class Futures:
             self._start(operation)
 
     def _note_retrieved(self, request_id: str) -> None:
-        self._retrieved.append({"of": request_id, "at": time.time()})
-        if self._noting is None or self._noting.done():
-            self._noting = asyncio.create_task(self._write_retrieved(), name="tinker-retrieved")
-
-    async def _write_retrieved(self) -> None:
-        """Write what was retrieved, all that came while the database was busy at once."""
-        while self._retrieved:
-            rows, self._retrieved = self._retrieved, []
-            try:
-                await self._database.run(lambda c, rows=rows: c.execute(_RETRIEVED, rows))
-            except StateError as error:  # they are kept longer
-                logger.warning("%s", error)
+        values = {"of": request_id, "at": time.time()}
+        self._database.post(lambda c: c.execute(_RETRIEVED, values))
 
     async def _stored(self, tenant: str, request_id: str) -> Outcome | None:
         row = await self._database.run(lambda c: c.execute(select(futures).where(futures.c.id == request_id)).first())

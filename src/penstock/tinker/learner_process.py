@@ -37,6 +37,7 @@ from penstock.config import TrainConfig
 from penstock.errors import LearnerError, PenstockError, UserError, parse_json, reading
 from penstock.fleet.remote import FleetClient, RemoteAdapters
 from penstock.settings import Section
+from penstock.tinker.bodies import SMALL
 from penstock.tinker.children import run_child
 from penstock.tinker.learner_client import ANOTHER, INCARNATION
 from penstock.tinker.models import ALPHA, Models
@@ -112,6 +113,7 @@ class Answers:
         folder.mkdir(parents=True, exist_ok=True)
         for file in sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime_ns):
             self._sizes[file.name] = file.stat().st_size
+        self._bytes = sum(self._sizes.values())
 
     def get(self, request_id: str) -> Answer | None:
         """Return what was answered; None: nothing, or it was forgotten."""
@@ -125,6 +127,7 @@ class Answers:
     def put(self, request_id: str, answer: Answer, *, lasts: bool = True) -> None:
         """Keep an answer, of an operation whose effect `lasts` or is gone with this process."""
         name = _file_name(request_id)
+        self._bytes += len(answer.body) - self._sizes.get(name, 0)
         self._sizes[name] = len(answer.body)
         if lasts:
             part = self._folder / f"{name}.part"
@@ -132,8 +135,9 @@ class Answers:
             part.replace(self._folder / name)
         else:
             self._held[name] = answer
-        while len(self._sizes) > MOST_KEPT or sum(self._sizes.values()) > MOST_KEPT_BYTES:
-            old, _ = self._sizes.popitem(last=False)
+        while len(self._sizes) > MOST_KEPT or self._bytes > MOST_KEPT_BYTES:
+            old, size = self._sizes.popitem(last=False)
+            self._bytes -= size
             self._held.pop(old, None)
             (self._folder / old).unlink(missing_ok=True)
 
@@ -267,11 +271,16 @@ class Operations:
             raise
 
     async def _evaluate(self, model: str, body: bytes) -> Answer:
-        batch = await self._in_thread(lambda: decode(body, self.sizes))
+        # A small batch costs less here than the wait for the thread, and other models' work may be before it there.
+        here = len(body) <= SMALL
+        batch = decode(body, self.sizes) if here else await self._in_thread(lambda: decode(body, self.sizes))
         # Between two parts other models have their turns.
         parts = batch.parts(self.turn_tokens)
         found = [await self._evaluate_part(model, part) for part in parts]
-        return Answer(200, PROTO_TYPE, await self._in_thread(lambda: encode(batch, joined(found))))
+        answer = joined(found)
+        return Answer(
+            200, PROTO_TYPE, encode(batch, answer) if here else await self._in_thread(lambda: encode(batch, answer))
+        )
 
     async def _evaluate_part(self, model: str, part: Batch) -> Outputs:
         """Evaluate a part together with those of other models that wait at the same time."""
