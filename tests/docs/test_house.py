@@ -29,7 +29,7 @@ SIDE_ROOMS = tuple(
         "fleet.elastic", "fleet.native", "fleet.pausing", "fleet.ray", "fleet.remote", "fleet.service",
         "fleet.vllm_router", "gateway", "observe", "plugin.adapter_worker",
         "plugin.adapters", "plugin.cores", "plugin.kept_kv", "plugin.native",
-        "plugin.pause_routes", "plugin.quantised", "rollout", "router.figures",
+        "plugin.quantised", "rollout", "router.figures",
         "router.other_policies", "router.workers", "sim", "token_meter", "train", "weights.broadcast",
         "weights.cuda_ipc", "weights.delta", "weights.disk", "weights.group", "weights.transfer",
     )

@@ -17,7 +17,7 @@ import pytest
 
 from penstock.plugin import compat
 from penstock.plugin.compat import MARK, TokenVersions
-from penstock.plugin.middleware import RequestHooks
+from penstock.plugin.hooks import RequestHooks
 from penstock.types import SamplingParams
 from penstock.wire import FINAL_ONLY, PROGRESS_HEADER, SPANS_HEADER, UNKNOWN_VERSION, generate_body
 

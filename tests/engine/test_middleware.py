@@ -261,7 +261,7 @@ async def test_replicas_of_other_weights_do_not_go_on() -> None:
 async def test_a_sleep_waits_for_a_round_that_loads() -> None:
     cores, middleware = Cores(), PenstockMiddleware(behind)
     cores.loading, cores.may_load = asyncio.Event(), asyncio.Event()
-    middleware._hooks.pausing.install(cores)
+    middleware._cores.install(cores)
     update = asyncio.create_task(middleware._cores._apply(cores, ROUND))
     await cores.loading.wait()
     sleep = asyncio.create_task(cores.sleep_async(1, "keep"))
@@ -275,7 +275,7 @@ async def test_a_sleep_waits_for_a_round_that_loads() -> None:
 @pytest.mark.parametrize("older", [{}, {"wait_for_inflight_requests": True}])
 async def test_a_pause_is_the_cores_and_leaves_the_cache_of_processed_images_alone(older: dict[str, bool]) -> None:
     cores = Cores()  # without vLLM's renderer, which has the sending half
-    PenstockMiddleware(behind)._hooks.pausing.install(cores)
+    PenstockMiddleware(behind)._cores.install(cores)
     await cores.pause_generation(mode="keep", clear_cache=True, **older)
     assert cores.done == [f"penstock_pause {'wait' if older else 'keep'} True"]
 

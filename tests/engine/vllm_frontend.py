@@ -17,7 +17,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.outputs import LogprobsLists
 
-from penstock.plugin.middleware import RequestHooks
+from penstock.plugin.hooks import RequestHooks
 from penstock.plugin.progress import CURRENT, RequestProgress
 
 EOS = 256

@@ -2,7 +2,7 @@
 
 The engine reports what each sample has so far: token ids, logprobs, versions (`wire.PROGRESS_HEADER`). If it dies or
 releases the request, the client sends the request again with that (`wire.RESUME_ARG`). The next engine goes on where
-the other stopped (`plugin/middleware.py`). Its detokenizer, stop strings, logprobs and usage have the state that they
+the other stopped (`plugin/hooks.py`). Its detokenizer, stop strings, logprobs and usage have the state that they
 would have had if it had made those tokens itself. So the answer is whole; a pause or a sleep does not even cut it.
 
 A cut does change three things:

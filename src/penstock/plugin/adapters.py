@@ -35,8 +35,8 @@ from penstock.plugin import compat
 from penstock.plugin.adapter_worker import MOST_AHEAD, PLACE, READ_S
 from penstock.plugin.core import field, settle
 from penstock.plugin.cores import on_cores
+from penstock.plugin.hooks import RequestHooks
 from penstock.plugin.kept_kv import KeptKV
-from penstock.plugin.middleware import RequestHooks
 from penstock.plugin.spec import WeightSpec
 from penstock.wire import ADAPTERS
 

@@ -1,7 +1,9 @@
-"""Control of an engine by its API server: for several cores, which pause, load and resume together.
+"""Control calls of an engine's API server, led to its cores: ours, and vLLM's own that pause, sleep, wake and reload.
 
-Clients of an engine with one core call that core's port (`core_http.py`). These calls are for several cores, and for a
-core whose port is closed or out of reach.
+Clients of an engine with one core call that core's port (`core_http.py`). Our calls here are for several cores, which
+pause, load and resume together, and for a core whose port is closed or out of reach.
+
+vLLM (0.26 to 0.33) has no extension point for its own calls: methods of its AsyncLLM are replaced.
 """
 # pyright: basic, reportMissingImports=false
 
@@ -11,23 +13,34 @@ import asyncio
 import functools
 import time
 from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import Any
+from urllib.parse import parse_qs
 
 from penstock.errors import WeightsError, parse_json
+from penstock.plugin import compat
 from penstock.plugin.core import field
 from penstock.plugin.core_http import RefusedError
-from penstock.plugin.middleware import RequestHooks
+from penstock.plugin.hooks import RequestHooks
+from penstock.plugin.pause import mode_in_core
 from penstock.weights.manifest import kind_of
 
 _WEIGHTS = "/penstock/weights/"
 _OK = 200
+_LED = frozenset({"/pause", "/resume", "/sleep", "/wake_up", "/finish_weight_update", "/collective_rpc"})
+"""vLLM's own calls that end in `PauseState`, in the cores."""
+_release: ContextVar[bool] = ContextVar("penstock_release", default=False)
+"""The pause that this task serves asks for vLLM's own abort."""
 
 
 class CoreCalls:
-    """Control calls that every core of one engine does."""
+    """Control calls of one API server."""
 
     def __init__(self, hooks: RequestHooks) -> None:
         self._hooks = hooks
+        self._core: Any = None
+        self._changing = asyncio.Lock()
+        """Held by a sleep, which takes memory away, and by an update, which writes to it."""
         self.routes = {
             ("POST", _WEIGHTS + "group"): functools.partial(self._forward, "group"),
             ("POST", _WEIGHTS + "prepare"): functools.partial(self._forward, "prepare"),
@@ -35,7 +48,9 @@ class CoreCalls:
             ("POST", _WEIGHTS + "loss"): self._loss,
             ("POST", _WEIGHTS + "label"): self._label,
         }
-        """By method and path; each is called with vLLM's AsyncLLM and the body."""
+        """Ours by method and path; each is called with vLLM's AsyncLLM and the body."""
+
+    # Ours.
 
     async def _forward(self, step: str, engine: Any, data: bytes) -> Any:
         """Let every core do a step of an update while the engine generates."""
@@ -45,7 +60,7 @@ class CoreCalls:
     async def _apply(self, engine: Any, data: bytes) -> dict[str, Any]:
         """Update every core: all have loaded before one goes on."""
         began = time.perf_counter()
-        async with self._hooks.pausing.changing:
+        async with self._changing:
             cores = await on_cores(engine, _WEIGHTS + "load", data)
             checksum = "-".join(core["checksum"] for core in cores)
             if not engine.vllm_config.model_config.is_moe:
@@ -74,8 +89,67 @@ class CoreCalls:
         """Label tokens from here on with this version; the engine must be paused, its weights loaded."""
         version = field(parse_json(data, "the body", WeightsError), "version", int)
         await self._hooks.versions.label(engine, version)
-        await self._hooks.pausing.weights_are_in(engine)
+        self.install(engine)
+        await self._weights_are_in()
         return {"version": version}
+
+    # vLLM's own.
+
+    def lead(self, scope: dict[str, Any]) -> None:
+        """Lead the call that this is to the cores, if it is one of those."""
+        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in _LED:
+            self.install(scope["app"].state.engine_client)
+            asked = parse_qs(scope.get("query_string", b"").decode(errors="replace")).get("release", [""])
+            _release.set(asked[-1].lower() in {"true", "1"})
+
+    def install(self, engine: Any) -> None:
+        if self._core is not None:
+            return
+        self._core = core = engine.engine_core
+        core.collective_rpc_async = functools.partial(_collect_all_dp_replies, engine)
+        engine.pause_generation = self._pause
+        engine.resume_generation = functools.partial(core.call_utility_async, "penstock_resume")
+        core.sleep_async = self._sleep
+        core.wake_up_async = functools.partial(core.call_utility_async, "penstock_wake_up")
+        engine.collective_rpc = functools.partial(self._collective_rpc, engine.collective_rpc)
+        if compat.labels_weights(engine):  # others have their label later: `/penstock/weights/label`
+            engine.finish_weight_update = functools.partial(self._finish, engine.finish_weight_update)
+
+    async def _pause(
+        self,
+        *,
+        mode: str = "abort",
+        clear_cache: bool = True,
+        wait_for_inflight_requests: bool | None = None,
+    ) -> None:
+        """`AsyncLLM.pause_generation` without its 20 ms of sleep, "not required for correctness" by its comment.
+
+        It leaves the cache of processed images, whose other half stays too.
+        """
+        mode = compat.pause_mode(mode, wait_for_inflight_requests)
+        await self._core.call_utility_async("penstock_pause", _mode(mode), clear_cache)
+
+    async def _sleep(self, level: int = 1, mode: str = "abort") -> None:
+        async with self._changing:
+            await self._core.call_utility_async("penstock_sleep", level, _mode(mode))
+
+    async def _finish(self, finish: Any, *args: Any, **kwargs: Any) -> None:
+        await finish(*args, **kwargs)
+        await self._weights_are_in()
+
+    async def _collective_rpc(self, collective_rpc: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        results = await collective_rpc(method, *args, **kwargs)
+        if method == "reload_weights":
+            await self._weights_are_in()
+        return results
+
+    async def _weights_are_in(self) -> None:
+        """Let generation go on unless something else holds it: new weights are in force, and labelled."""
+        await self._core.call_utility_async("penstock_weights_are_in")
+
+
+def _mode(mode: str) -> str:
+    return mode if _release.get() else mode_in_core(mode)
 
 
 async def on_cores(engine: Any, path: str, data: bytes) -> list[Any]:
@@ -96,23 +170,20 @@ async def call_every_core(engine: Any, method: str, *args: Any) -> list[Any]:
     return await asyncio.gather(*(one(method, *args, engine=core) for core in cores))
 
 
-def collect_all_dp_replies(engine: Any) -> None:
-    """Make the engine's `collective_rpc` return what every rank answered; again is harmless.
+async def _collect_all_dp_replies(
+    engine: Any,
+    method: Any,
+    timeout: float | None = None,  # noqa: ASYNC109 - as vLLM's
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> list[Any]:
+    """`collective_rpc_async` of vLLM's client that returns what every rank answered.
 
     vLLM calls all of them too, and returns what the first data-parallel replica answered (0.26 to 0.33:
     `DPLBAsyncMPClient.call_utility_async`).
     """
-
-    async def collect(
-        method: Any,
-        timeout: float | None = None,  # noqa: ASYNC109 - as vLLM's
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> list[Any]:
-        replicas = await call_every_core(engine, "collective_rpc", method, timeout, args, kwargs)
-        return [answer for of_replica in replicas for answer in of_replica]
-
-    engine.engine_core.collective_rpc_async = collect
+    replicas = await call_every_core(engine, "collective_rpc", method, timeout, args, kwargs)
+    return [answer for of_replica in replicas for answer in of_replica]
 
 
 def check_replicas(checksums: Sequence[str], replicas: int) -> None:

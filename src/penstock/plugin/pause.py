@@ -7,7 +7,7 @@ our client go on elsewhere.
 
 vLLM's wake-up resumes the scheduler even if a client has paused it, and after a sleep of level 2 before there are
 weights; a step without memory ends the engine. `PauseState`, in the core's process, decides whether tokens are made.
-The API server's routes are led here by `pause_routes.py`.
+The API server's routes are led here by `cores.py`.
 """
 # pyright: basic, reportMissingImports=false
 

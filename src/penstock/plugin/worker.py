@@ -25,8 +25,7 @@ from penstock.plugin.patches import attempt
 from penstock.plugin.spec import checksum_of_sums, schemes_of, weights_checksum
 from penstock.rooms import plugged_as, plugged_in
 from penstock.weights.checksum import warm_up
-from penstock.weights.manifest import WeightManifest
-from penstock.weights.pack import Source
+from penstock.weights.manifest import Source, WeightManifest
 
 
 class WorkerExtension:

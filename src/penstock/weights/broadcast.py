@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from penstock.errors import StateError, TransferError, WeightsError, reading
 from penstock.guard import new_key
-from penstock.weights.manifest import Store, TensorEntry, WeightManifest
+from penstock.weights.manifest import Source, Store, TensorEntry, WeightManifest
 
 if TYPE_CHECKING:
     import torch
 
     from penstock.weights.group import Group
-    from penstock.weights.pack import Place
+    from penstock.weights.manifest import Place
 
 TRANSPORT = "broadcast"
 TRAINER_RANK = 0
@@ -219,7 +219,7 @@ class BroadcastStore(Store):
         return self._group
 
 
-class BroadcastSource:
+class BroadcastSource(Source):
     """A worker's side: the group that it joined last. Over NCCL tensors go where `place` says, without a copy.
 
     Args:

@@ -24,15 +24,18 @@ import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from penstock.errors import TransferError, WeightsError, parse_json, reading
 from penstock.weights.checksum import device_sums
-from penstock.weights.manifest import Store, TensorEntry, WeightManifest, malformed
-from penstock.weights.pack import Place, checked
+from penstock.weights.manifest import Source, Store, TensorEntry, WeightManifest, malformed
+from penstock.weights.pack import checked
 from penstock.weights.transfer import describe
+
+if TYPE_CHECKING:
+    from penstock.weights.manifest import Place
 
 HANDLE_BYTES = 64
 _LAZY_ENABLE_PEER_ACCESS = 1
@@ -289,13 +292,13 @@ def _indexed(device: torch.device) -> torch.device:
     return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
-class IpcSource:
+class IpcSource(Source):
     """Maps the trainer's allocations in `prepare`, and keeps them mapped while the trainer shows the same ones."""
 
     compares = True
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        super().__init__(device)
         self._mapped: Mapped | None = None
 
     def prepare(self, manifest: WeightManifest) -> None:

@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
 from penstock.errors import StateError, WeightsError, parse_json
 from penstock.types import TensorSpec
-from penstock.weights.manifest import ALIGNMENT, DTYPE_BYTES, SAFETENSORS, Store, TensorEntry, WeightManifest
+from penstock.weights.manifest import ALIGNMENT, DTYPE_BYTES, SAFETENSORS, Source, Store, TensorEntry, WeightManifest
 
 if TYPE_CHECKING:
     import torch
 
-    from penstock.weights.pack import Place
+    from penstock.weights.manifest import Place
 
 TRANSPORT = "disk"
 _FILE = re.compile(r"v\d+-[0-9a-f]{8}\.(safetensors|delta)")
@@ -260,13 +260,8 @@ def check_file(manifest: WeightManifest) -> WeightManifest:
     return manifest
 
 
-class DiskSource:
+class DiskSource(Source):
     """A worker's side: it reads the file, whose bytes the core has checked."""
-
-    compares = False
-
-    def __init__(self, device: torch.device) -> None:
-        del device
 
     def prepare(self, manifest: WeightManifest) -> None:
         """Open the file: a worker may be on another host than the core."""

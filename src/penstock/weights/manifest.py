@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
     from penstock.types import NamedTensors, TensorSpec
 
+    Place = Callable[["TensorEntry"], torch.Tensor | None]
+    """The tensor's contiguous memory in the model, of the entry's dtype and shape, or None."""
+
 ALIGNMENT = 256
 """Of each tensor in a buffer, in bytes; satisfies every dtype and a device copy."""
 
@@ -169,6 +172,29 @@ class Store:
         """Raise StateError once the store is closed."""
         if self._closed:
             raise StateError("the store of weights is closed: its fleet or engine was torn down")
+
+
+class Source:
+    """A transport on one worker, made with its device; it lives as long as the worker."""
+
+    compares = False
+    """Every tensor is compared with its sender's checksum, on this device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def prepare(self, manifest: WeightManifest) -> None:
+        """Map, open and check between two steps. WeightsError: it cannot be loaded, and nothing has changed."""
+
+    def tensors(self, manifest: WeightManifest, place: Place) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+        """Yield every tensor once, whole, in the manifest's order, on any device; valid until the next one.
+
+        A source that can write to memory it is given asks `place` first, and yields what it wrote there.
+
+        Raises:
+            WeightsError: the bytes did not come, or are not those that were sent. The model may be torn.
+        """
+        raise NotImplementedError
 
 
 class TensorProvider:

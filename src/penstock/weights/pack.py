@@ -1,4 +1,4 @@
-"""Tensors into a byte buffer, views of them out of it, and what every transport's engine side has. Needs torch."""
+"""Tensors into a byte buffer, views of them out of it, and checks of both. Needs torch."""
 # pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
@@ -10,38 +10,15 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from penstock.errors import WeightsError
 from penstock.types import TensorSpec
-from penstock.weights.manifest import ALIGNMENT, DTYPE_BYTES, TensorEntry, WeightManifest
+from penstock.weights.manifest import ALIGNMENT, DTYPE_BYTES, TensorEntry
 
 SUM_THREADS = 8
-Place = Callable[[TensorEntry], torch.Tensor | None]
-"""The tensor's contiguous memory in the model, of the entry's dtype and shape, or None."""
-
-
-class Source(Protocol):
-    """A transport on one worker, made with its device; it lives as long as the worker."""
-
-    compares: bool
-    """Every tensor is compared with its sender's checksum, on this device."""
-
-    def prepare(self, manifest: WeightManifest) -> None:
-        """Map, open and check between two steps. WeightsError: it cannot be loaded, and nothing has changed."""
-        ...
-
-    def tensors(self, manifest: WeightManifest, place: Place) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-        """Yield every tensor once, whole, in the manifest's order, on any device; valid until the next one.
-
-        A source that can write to memory it is given asks `place` first, and yields what it wrote there.
-
-        Raises:
-            WeightsError: the bytes did not come, or are not those that were sent. The model may be torn.
-        """
-        ...
 
 
 def checked(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import WeightsError
 from penstock.process import shortage
-from penstock.weights.manifest import Store, TensorEntry, WeightManifest
+from penstock.weights.manifest import Source, Store, TensorEntry, WeightManifest
 
 if TYPE_CHECKING:
     import torch
 
-    from penstock.weights.pack import Place
+    from penstock.weights.manifest import Place
 
 TRANSPORT = "shared_memory"
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -118,16 +118,8 @@ def check_mapped(manifest: WeightManifest) -> WeightManifest:
     return manifest
 
 
-class SharedMemorySource:
+class SharedMemorySource(Source):
     """A worker's side: views of the file, whose bytes the core has checked."""
-
-    compares = False
-
-    def __init__(self, device: torch.device) -> None:
-        del device
-
-    def prepare(self, manifest: WeightManifest) -> None:
-        """Do nothing: nothing is left to do."""
 
     def tensors(self, manifest: WeightManifest, place: Place) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
         from penstock.weights.pack import view  # noqa: PLC0415 - the core must import without torch

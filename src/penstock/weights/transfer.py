@@ -18,11 +18,12 @@ from penstock.errors import TransferError, WeightsError
 from penstock.weights.broadcast import BUCKET_BYTES
 from penstock.weights.checksum import DeviceSums
 from penstock.weights.manifest import ALIGNMENT, TensorEntry, WeightManifest
-from penstock.weights.pack import Place, checked, dtype_name, read
+from penstock.weights.pack import checked, dtype_name, read
 from penstock.weights.shared_memory import open_mapping
 
 if TYPE_CHECKING:
     from penstock.weights.group import Group
+    from penstock.weights.manifest import Place
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 InFlight = tuple[list[Callable[[], object]], list[torch.Tensor]]
