@@ -139,5 +139,5 @@ def router_process(url: str) -> psutil.Process:
 def engine_process(url: str) -> psutil.Process:
     """The process of the engine at `url`."""
     port = url.rpartition(":")[2]
-    (process,) = [p for p in children("sim") if p.cmdline()[p.cmdline().index("--port") + 1] == port]
+    (process,) = [p for p in children("sim") if f"port={port}" in p.cmdline()]
     return process

@@ -8,10 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.engine.partial import span_of
 from penstock.errors import EngineDeadError
 from penstock.sim import SimEngine
+from penstock.sim.scheduler import SimSequence
 from penstock.sim.tokens import Model, Prefix, Weights, banned_before_min, expected_logprob, expected_token
 from penstock.types import Sample, SamplingParams
+from penstock.wire import spans_of, version_of_tokens
 
 
 async def generate(engine: SimEngine, prompt_ids: Sequence[int], params: Any = None, **options: Any) -> list[Sample]:
@@ -23,9 +26,20 @@ async def generate(engine: SimEngine, prompt_ids: Sequence[int], params: Any = N
         await ended.wait()
     finally:
         engine.drop(request)
-    if request.death is not None:
-        raise EngineDeadError(request.death)
-    return [sequence.sample() for sequence in request.sequences]
+    if engine.death is not None:
+        raise EngineDeadError(engine.death)
+    return [_sample_of(sequence) for sequence in request.sequences]
+
+
+def _sample_of(sequence: SimSequence) -> Sample:
+    params = sequence.request.params
+    return Sample(
+        token_ids=tuple(sequence.output),
+        finish_reason=sequence.finish_reason or "abort",
+        logprobs=tuple(sequence.logprobs) if params.logprobs else None,
+        spans=tuple(span_of(version_of_tokens(label), *rest) for label, *rest in spans_of(sequence.versions)),
+        text=sequence.text if params.detokenize else "",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ def test_status_shows_an_engine_that_starts(tmp_path: Path) -> None:
     kept = {"PENSTOCK_RUNTIME_DIR": str(tmp_path)}
     with serving(tmp_path / "log", *SERVE, "fleet.restart_backoff_s=60", **kept) as server:
         url = json.loads(penstock("fleet", "list", "--json", **kept).stdout)["members"][1]["url"]
-        [victim] = [process for process in server.family if url.rpartition(":")[2] in process.cmdline()]
+        [victim] = [process for process in server.family if f"port={url.rpartition(':')[2]}" in process.cmdline()]
         victim.kill()
         wait_for_text(tmp_path / "log", "engine e1: serving -> dead")
         status = penstock("status", server.url, "--json", **kept)

@@ -185,7 +185,7 @@ async def test_the_weights_of_a_trainer_that_was_killed_are_those_of_engines_tha
         assert (out, trainer.returncode) == (b"2 2\n", -signal.SIGKILL)
         port = fleet._roster.members[1].url.rpartition(":")[2]
         holder = await holder_of(fleet)
-        (engine,) = [p for p in holder.children() if port in p.cmdline()]
+        (engine,) = [p for p in holder.children() if f"port={port}" in p.cmdline()]
         engine.kill()
         joined = (State.SERVING, "weight version 2 confirmed")
         back = lambda: ((m := fleet._roster.members[1]).state, m.lifecycle.reason) == joined  # noqa: E731
@@ -322,7 +322,7 @@ async def test_what_a_script_launched_is_adopted_and_stopped_by_others_without_i
         assert (out, fleet.weight_version) == (b"3 3\n", 3), "one master, one count"
         assert (await fleet.update_weights([("w", torch.zeros(1000))])).version == 4
         await check_serves(fleet, engines=2)
-        engines = {s.url.rpartition(":")[2] for s in await fleet.engines()}
+        engines = {f"port={s.url.rpartition(':')[2]}" for s in await fleet.engines()}
         async with FleetClient.to(fleet.url) as link:
             await asyncio.wait_for(link.stop(), WAIT_S)
         assert not [p for p in psutil.Process().children() if engines & set(p.cmdline())], "it has ended by itself"

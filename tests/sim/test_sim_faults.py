@@ -251,7 +251,7 @@ async def test_nonsense_faults_are_refused(text, words):
 async def sim_process(tmp_path, *options, env=None):
     """A simulated engine in a process of its own; its first line, its url."""
     log = tmp_path / "sim.log"
-    argv = [sys.executable, "-m", "penstock.sim", "--port", "0", "--name", "engine-7", *options]
+    argv = [sys.executable, "-m", "penstock.sim", "name=engine-7", *options]
     process = await ChildProcess.start(argv, name="sim", log=log, env=env)
     try:
         async with asyncio.timeout(WAIT_S):
@@ -264,7 +264,7 @@ async def sim_process(tmp_path, *options, env=None):
 
 
 async def test_process_says_when_it_is_ready_and_ends_on_sigterm(tmp_path):
-    async with sim_process(tmp_path, "--vocab-size", "64", env={"PENSTOCK_API_KEY": "k"}) as (process, line):
+    async with sim_process(tmp_path, "vocab_size=64", env={"PENSTOCK_API_KEY": "k"}) as (process, line):
         assert line.startswith("penstock-sim ready engine-7 http://127.0.0.1:")
         url = line.split()[3] + "/penstock/info"
         async with aiohttp.ClientSession() as session:
@@ -277,7 +277,7 @@ async def test_process_says_when_it_is_ready_and_ends_on_sigterm(tmp_path):
 
 
 async def test_process_dies_abruptly(tmp_path):
-    async with sim_process(tmp_path, "--fault", "exit:phase=tokens,after_tokens=10") as (process, line):
+    async with sim_process(tmp_path, "fault=exit:phase=tokens,after_tokens=10") as (process, line):
         async with aiohttp.ClientSession() as session:
             with pytest.raises(aiohttp.ClientError):
                 async with session.post(line.split()[3] + GENERATE, json=stream_body(50)) as answer:
@@ -285,8 +285,8 @@ async def test_process_dies_abruptly(tmp_path):
         assert await asyncio.wait_for(process.wait(), WAIT_S) == 1
 
 
-@pytest.mark.parametrize("option", [("--vocab-size", "-3"), ("--fault", "hang"), ("--tensor-specs", "nowhere.json")])
+@pytest.mark.parametrize("option", ["vocab_size=-3", "fault=hang", "tensor_specs=nowhere.json"])
 async def test_process_refuses_bad_options(tmp_path, option):
-    async with sim_process(tmp_path, *option) as (process, line):
+    async with sim_process(tmp_path, option) as (process, line):
         assert await asyncio.wait_for(process.wait(), WAIT_S) == 2
         assert line.startswith("error: ")

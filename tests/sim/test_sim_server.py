@@ -104,7 +104,7 @@ async def test_chat_prompt_is_what_tokenize_says(sim):
         ("/v1/completions", {"prompt": "x", "max_tokens": -1}, 400, "BadRequestError", "max_tokens"),
         ("/v1/completions", {"prompt": "x", "n": 2, "temperature": 0}, 400, "BadRequestError", "n must be 1 when"),
         ("/v1/completions", {"prompt": "x", "n": 257}, 400, "BadRequestError", "max_num_seqs"),
-        ("/v1/completions", {"prompt": "x", "temperature": "hot"}, 400, "Bad Request", "temperature"),
+        ("/v1/completions", {"prompt": "x", "temperature": "hot"}, 400, "BadRequestError", "temperature"),
         ("/v1/completions", {"prompt": "x", "model": "other"}, 404, "NotFoundError", "`other` does not exist"),
         ("/v1/completions", {}, 400, "BadRequestError", "prompt"),
         ("/v1/completions", {"prompt": [1, "x"]}, 400, "Bad Request", "valid integer"),

@@ -18,7 +18,7 @@ from penstock.types import TensorSpec
 from penstock.weights.delta import DeltaStore
 from penstock.weights.disk import DiskStore
 from penstock.weights.manifest import TensorEntry, WeightManifest
-from penstock.weights.shared_memory import SharedMemoryStore
+from penstock.weights.shared_memory import SharedMemoryStore, path_of, sealed_memory
 
 SPECS = (TensorSpec("a", "float32", (2, 2)), TensorSpec("b", "bfloat16", (3,)))
 BYTES = {"a": struct.pack("<4f", 1, -2, 3, 4), "b": struct.pack("<3H", 0x3F80, 0xBF80, 0x7F7F)}
@@ -27,20 +27,18 @@ OFFSETS = {"a": 0, "b": 256}
 
 @pytest.fixture
 def offer():
-    """Writes tensors into a memfd and describes them."""
+    """Puts tensors into sealed memory and describes them."""
     fds = []
 
-    def write(version: int, **changed: bytes) -> WeightManifest:
-        fd = os.memfd_create("test-weights")
+    def write(version: int) -> WeightManifest:
+        fd, memory = sealed_memory("test-weights", 512)
         fds.append(fd)
-        os.ftruncate(fd, 512)
         entries = []
         for spec in SPECS:
-            raw = changed.get(spec.name, BYTES[spec.name])
-            os.pwrite(fd, raw, OFFSETS[spec.name])
-            entries.append(TensorEntry(spec.name, spec.dtype, spec.shape, OFFSETS[spec.name], zlib.crc32(raw)))
-        path = f"/proc/{os.getpid()}/fd/{fd}"
-        return WeightManifest(version, "shared_memory", {"path": path}, tuple(entries))
+            raw, start = BYTES[spec.name], OFFSETS[spec.name]
+            memory[start : start + len(raw)] = raw
+            entries.append(TensorEntry(spec.name, spec.dtype, spec.shape, start, zlib.crc32(raw)))
+        return WeightManifest(version, "shared_memory", {"path": path_of(fd)}, tuple(entries))
 
     yield write
     for fd in fds:
@@ -70,15 +68,13 @@ def with_a(**change):
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda a, _: (a,), "missing tensors: ['b']"),
-        (lambda a, b: (a, b, replace(a, name="c")), "no tensors ['c']"),
-        (lambda a, b: (a, b, a), "given twice: ['a']"),
+        (lambda a, _: (a,), "1 tensors of the engine's model are missing: b"),
+        (lambda a, b: (a, b, replace(a, name="c")), "1 tensors are not in the engine's model: c"),
         (with_a(shape=(4,)), "shape (4,)"),
-        (with_a(dtype="float64"), "dtype float64"),
+        (with_a(dtype="float64"), "is float64; the engine takes float32"),
         (with_a(dtype="complex"), "unknown dtype"),
         (with_a(checksum=1), "checksum"),
-        (with_a(offset=510), "beyond"),
-        (lambda _, __: (), "no tensors"),
+        (with_a(offset=510), "they are 512 bytes, the manifest needs 526"),
     ],
 )
 async def test_what_does_not_fit_is_refused_and_changes_nothing(sim, offer, spoil, words):
@@ -90,24 +86,6 @@ async def test_what_does_not_fit_is_refused_and_changes_nothing(sim, offer, spoi
     assert words in answer["error"]
     assert await sim.get("/penstock/info") == before
     assert (await sim.call("POST", "/penstock/weights/apply", {"version": 9}))[0] == 409
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"a": struct.pack("<4f", 1, float("nan"), 3, 4)},
-        {"a": struct.pack("<4f", 1, float("inf"), float("-inf"), 4)},
-        {"b": struct.pack("<3H", 0x3F80, 0x7FC0, 0)},
-    ],
-)
-async def test_nan_is_refused(sim, offer, changed):
-    status, answer = await sim.call("POST", "/penstock/weights/prepare", {"manifest": offer(9, **changed).to_json()})
-    assert (status, "NaN" in answer["error"]) == (400, True)
-
-
-async def test_large_finite_numbers_are_not_nan(sim, offer):
-    large = struct.pack("<4f", 3e38, 3e38, 3e38, 3e38)
-    await sim.post("/penstock/weights/prepare", {"manifest": offer(3, a=large).to_json()})
 
 
 @pytest.mark.parametrize("body", [{}, {"manifest": 3}, {"manifest": {"version": 1}}])

@@ -33,7 +33,8 @@ def sim(
     from penstock.sim.__main__ import serve  # noqa: PLC0415
     from penstock.sim.config import SimConfig  # noqa: PLC0415
 
-    config = SimConfig.read(options or [], fault or [], host=host, port=port, api_key=api_key or None)
+    given = [*(options or []), *(f"fault={one}" for one in fault or [])]
+    config = SimConfig.read(given, host=host, port=port, api_key=api_key or None)
     check_port(host, port)
 
     asyncio.run(

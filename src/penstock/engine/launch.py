@@ -184,7 +184,8 @@ def _sim_command(config: EngineConfig, *, port: int, api_key: str | None, host: 
         **config.extra_args,
     }
     env = {"PENSTOCK_API_KEY": api_key or ""}
-    return ServerCommand((sys.executable, "-m", "penstock.sim", *_arguments(options)), env)
+    given = (f"{name.replace('-', '_')}={value}" for name, value in options.items() if value is not None)
+    return ServerCommand((sys.executable, "-m", "penstock.sim", *given), env)
 
 
 def _arguments(options: dict[str, Option]) -> Sequence[str]:

@@ -78,6 +78,20 @@ class SampleProgress:
     def has_updates(self) -> bool:
         return self.unreported > 0 or (self.finish is not None and not self._finish_reported)
 
+    def total(self) -> int:
+        return self.state.detokenizer.num_output_tokens()
+
+    def made(self, start: int, end: int) -> tuple[list[int], str | None]:
+        """Return ids and logprobs (`wire.SampleReport`) of these tokens; NaN and what is lower are `FLOOR`."""
+        ids = list(self.state.detokenizer.output_token_ids[start:end])
+        if (logprobs := self.state.logprobs_processor.logprobs) is None or start == end:
+            return ids, None
+        entries = [
+            [[token, max(FLOOR, entry.logprob), entry.rank, entry.decoded_token] for token, entry in position.items()]
+            for position in logprobs[start:end]
+        ]
+        return ids, orjson.dumps(entries).decode()
+
     def begin(self, versions: list[list[Any]]) -> None:
         """Start with these tokens of another engine, which the reader has."""
         self.versions = [list(part) for part in versions]
@@ -85,8 +99,7 @@ class SampleProgress:
 
     def count(self, version: int, notes: Notes | None = None) -> None:
         """Count its new tokens under this version, and what else made them."""
-        total = self.state.detokenizer.num_output_tokens()
-        if total == self._counted:
+        if (total := self.total()) == self._counted:
             return
         for parts in (self.versions, self._unreported):
             add_stretch(parts, version, total - self._counted, notes)
@@ -94,13 +107,14 @@ class SampleProgress:
 
     def take_updates(self, *, asked: bool) -> SampleReport:
         """Take what was not reported yet, as `engine.partial.Partial.add` reads it."""
-        start, self._reported = self._reported, self._counted
+        ids, logprobs = self.made(self._reported, self._counted)
+        self._reported = self._counted
         versions, self._unreported = self._unreported, []
         self._finish_reported = self.finish is not None
         return {
             "index": self.place,
-            "ids": list(self.state.detokenizer.output_token_ids[start : self._counted]),
-            "logprobs": _entries(self.state.logprobs_processor.logprobs, start, self._counted),
+            "ids": ids,
+            "logprobs": logprobs,
             "versions": versions,
             "finish": self.finish,
             "stop_reason": self.stop_reason,
@@ -175,17 +189,6 @@ class RequestProgress:
         """`[version, start, end]` parts of each sample, prompt by prompt; one without a token has none."""
         by_place = {sample.place: spans_of(sample.versions) for sample in self.samples.values()}
         return [by_place.get(place, []) for place in range(1 + max(by_place, default=-1))]
-
-
-def _entries(logprobs: Any, start: int, end: int) -> str | None:
-    """As JSON, `[[token id, logprob, rank, text], ...]` of each token; NaN and what is lower are `FLOOR`."""
-    if logprobs is None or start == end:
-        return None
-    entries = [
-        [[token, max(FLOOR, entry.logprob), entry.rank, entry.decoded_token] for token, entry in position.items()]
-        for position in logprobs[start:end]
-    ]
-    return orjson.dumps(entries).decode()
 
 
 def _prompt_number(external_request_id: str) -> int:

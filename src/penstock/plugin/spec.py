@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,40 +12,13 @@ import torch
 from penstock.errors import WeightsError
 from penstock.rooms import plugged_in
 from penstock.weights.checksum import device_sums
-from penstock.weights.manifest import SAFETENSORS, SUMS, WeightManifest, checkpoint_tensors
+from penstock.weights.manifest import SAFETENSORS, SUMS, TIED_HEAD, WeightManifest, WeightSpec, checkpoint_tensors
 from penstock.weights.pack import dtype_name
 
-TIED_HEAD = "lm_head.weight"
 FLOATS = frozenset({"float32", "bfloat16", "float16"})
 """Dtypes in which a matrix may come that is quantised on its way."""
 Entry = tuple[str, str, tuple[int, ...]]
 """Name, dtype and shape of a checkpoint's tensor."""
-
-
-@dataclass(frozen=True)
-class WeightSpec:
-    """Expected tensors, and the dtypes they may come in."""
-
-    shapes: Mapping[str, tuple[int, ...]]
-    dtypes: Mapping[str, frozenset[str]]
-    optional: frozenset[str]
-    """May be left out: the head of a model with tied embeddings."""
-
-    def check(self, manifest: WeightManifest) -> None:
-        """Raise WeightsError unless names, shapes and dtypes fit."""
-        given = {entry.name: entry for entry in manifest.tensors}
-        if extra := sorted(given.keys() - self.shapes.keys()):
-            tied = extra == [TIED_HEAD] and TIED_HEAD in self.optional
-            why = "; the embedding serves as head too: leave it out, as named_parameters() does" if tied else ""
-            raise WeightsError(f"{len(extra)} tensors are not in the engine's model: {_some(extra)}{why}")
-        if missing := sorted(self.shapes.keys() - given.keys() - self.optional):
-            raise WeightsError(f"{len(missing)} tensors of the engine's model are missing: {_some(missing)}")
-        for name, entry in given.items():
-            if entry.shape != self.shapes[name]:
-                raise WeightsError(f"tensor {name!r} has shape {entry.shape}, the engine's has {self.shapes[name]}")
-            if entry.dtype not in self.dtypes[name]:
-                allowed = " or ".join(sorted(self.dtypes[name]))
-                raise WeightsError(f"tensor {name!r} is {entry.dtype}; the engine takes {allowed}: cast before sending")
 
 
 def expected_weights(model_config: Any) -> WeightSpec:
@@ -102,11 +73,6 @@ def _config_tensors(model_config: Any) -> list[Entry]:
         model = AutoModelForCausalLM.from_config(model_config.hf_config)
     dtype = dtype_name(model_config.dtype)
     return [(name, dtype, tuple(tensor.shape)) for name, tensor in checkpoint_tensors(model).items()]
-
-
-def _some(names: list[str], most: int = 3) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 # --- The checksum of what is in force --------------------------------------------------------------------------------

@@ -9,25 +9,25 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import Any, TypeVar, cast
 from uuid import uuid4
 
 import orjson
 from aiohttp import web
 
-from penstock.engine.partial import Partial
 from penstock.errors import EngineDeadError, RequestError
-from penstock.plugin.progress import RequestProgress, serve
+from penstock.plugin.progress import RequestProgress, SampleProgress, serve
 from penstock.sim.config import Fault, FaultKind, Phase
 from penstock.sim.engine import SimEngine
 from penstock.sim.scheduler import Delta, SimRequest, SimSequence
 from penstock.sim.tokens import character_of
 from penstock.sim.update import NotFoundError
 from penstock.types import SamplingParams
-from penstock.wire import PROGRESS_HEADER, RESUME_ARG, SampleReport, check_part, parts_of, spans_of, version_of_tokens
+from penstock.wire import INITIAL_VERSION, PROGRESS_HEADER, RESUME_ARG, check_part, parts_of, version_of_tokens
 
 E = TypeVar("E", bound=StrEnum)
 
@@ -101,17 +101,6 @@ def error_answer(message: str, kind: str, status: int, param: str | None = None)
     return json_answer(_error(message, kind, status, param), status)
 
 
-def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
-    """Make the UsageInfo of vLLM."""
-    return {
-        "prompt_tokens": prompt_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "completion_tokens": completion_tokens,
-        "prompt_tokens_details": None,
-        "completion_tokens_details": None,
-    }
-
-
 def _error(message: str, kind: str, status: int, param: str | None = None) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
@@ -126,6 +115,11 @@ class Generation(ABC):
         RequestError: a grammar, without `SimConfig.ignore_grammars`.
     """
 
+    whole_name = chunk_name = ""
+    """`object` of an answer, and of an event; empty: they have none."""
+    unused: Sequence[str] = ()
+    """Fields of vLLM's answers that the simulated engine has no use for."""
+
     def __init__(self, call: Call, kind: str, *, constrained: bool) -> None:
         if constrained and not call.engine.config.ignore_grammars:
             raise RequestError(
@@ -133,39 +127,58 @@ class Generation(ABC):
                 "that forces a call, or start it with ignore_grammars, which makes any tokens"
             )
         self.call = call
-        self.whole_only = constrained
         self.model, self._lora = call.model()
         named = call.http.headers.get("X-Request-Id") or call.body.get("request_id") or uuid4().hex
         self.request_id = f"{kind}-{named}"
         self.created = int(time.time())
         self.return_ids = bool(call.body.get("return_token_ids"))
         self.requests: list[SimRequest] = []
-        self._made: asyncio.Queue[tuple[int, Delta | None]] = asyncio.Queue()
-        """What is made, each with its request's index in `requests`."""
+        wanted = call.http.headers.get(PROGRESS_HEADER, "")
+        in_lines = wanted.isdigit() and not call.engine.config.plain
+        self.progress = RequestProgress(int(wanted) if in_lines else 0, streamed=in_lines)
         self.begun: set[int] = set()
         """Choices of which an event was sent."""
         self.written: dict[int, int] = {}
         """Characters sent of each choice."""
+        self._constrained = constrained
+        self._made: asyncio.Queue[tuple[int, Delta] | None] = asyncio.Queue()
+        """What is made, each with the place of its choice; None at a request's end."""
 
     @abstractmethod
-    def answer(self, *, streamed: bool) -> Mapping[str, Any]:
-        """The whole answer; `streamed`: lines have brought the tokens."""
+    def head(self) -> dict[str, Any]:
+        """Fields of an answer, and of every event."""
 
     @abstractmethod
-    def chunk(self, index: int, sequence: SimSequence, delta: Delta) -> dict[str, Any]:
-        """The event for new tokens of choice `index`."""
+    def choice(self, place: int, sequence: SimSequence, start: int, end: int, *, whole: bool) -> dict[str, Any]:
+        """Tokens `[start, end)` of a choice, in an answer or in an event."""
+
+    def answer(self) -> dict[str, Any]:
+        """The whole answer."""
+        sequences = enumerate(s for request in self.requests for s in request.sequences)
+        choices = [self.choice(place, s, 0, len(s.output), whole=True) for place, s in sequences]
+        rest = dict.fromkeys(self.unused)
+        return {**self._named(self.whole_name), "choices": choices, "usage": self.usage(), **rest}
+
+    def event(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        return {**self._named(self.chunk_name), "choices": choices, **more}
+
+    def chunk(self, place: int, delta: Delta) -> dict[str, Any]:
+        """The event for new tokens of a choice."""
+        choice = self.choice(place, delta.sequence, delta.start, delta.end, whole=False)
+        return self.event([choice if delta.finished else {**choice, "finish_reason": None, "stop_reason": None}])
 
     def opening(self) -> Iterator[dict[str, Any]]:
         """Events before the first token."""
         return iter(())
 
-    @abstractmethod
-    def usage_chunk(self) -> dict[str, Any]:
-        """The event with the usage, for clients that ask for it."""
-
     def usage(self) -> dict[str, Any]:
         made = sum(len(s.output) for request in self.requests for s in request.sequences)
-        return usage_of(sum(len(request.prompt_ids) for request in self.requests), made)
+        given = sum(len(request.prompt_ids) for request in self.requests)
+        details = dict.fromkeys(("prompt_tokens_details", "completion_tokens_details"))
+        return {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made, **details}
+
+    def _named(self, name: str) -> dict[str, Any]:
+        return {**self.head(), "object": name} if name else self.head()
 
     async def run(
         self, prompts: Mapping[str, Sequence[int]], params: SamplingParams, extra: Any, max_tokens: int | None
@@ -173,48 +186,59 @@ class Generation(ABC):
         """Submit prompts, by request id, and answer; `extra` are vLLM's, with what another engine made."""
         engine = self.call.engine
         parts = parts_to_resume(extra, params, engine)
-        given: dict[str, Any] = {"lora": self._lora, "max_tokens": max_tokens, "parts": parts}
         try:
-            for i, (request_id, ids) in enumerate(prompts.items()):
-                self.requests.append(
-                    await engine.submit(
-                        ids,
-                        params,
-                        lambda delta, i=i: self._made.put_nowait((i, delta)),
-                        request_id=request_id,
-                        **given,
-                    )
+            for number, (request_id, ids) in enumerate(prompts.items()):
+                listener = partial(self._count, number * params.n, parts)
+                request = await engine.submit(
+                    ids, params, listener, request_id=request_id, lora=self._lora, max_tokens=max_tokens, parts=parts
                 )
+                self.requests.append(request)
             return await self._serve()
         finally:
             for request in self.requests:
                 engine.drop(request)
 
+    def _count(self, first: int, parts: Sequence[Mapping[str, Any]], delta: Delta | None) -> None:
+        """Count what is made, when it is: the next token may have another version."""
+        if delta is None:
+            self._made.put_nowait(None)
+            return
+        sequence, samples = delta.sequence, self.progress.samples
+        place = first + sequence.index
+        if (sample := samples.get(str(place))) is None:
+            sample = samples[str(place)] = _SimProgress(sequence, place, whole_only=self._constrained)
+            if sequence.index < len(parts):
+                sample.begin(parts[sequence.index]["versions"])
+        self.progress.asked |= sequence.request.asked
+        label, _, *notes = sequence.versions[-1] if sequence.versions else (INITIAL_VERSION, 0)
+        made_by = version_of_tokens(label), notes[0] if notes else None
+        self.progress.count(sample, made_by, sequence.finish_reason, sequence.stop_reason)
+        self._made.put_nowait((place, delta))
+
     async def _serve(self) -> web.StreamResponse:
         http = self.call.http
         answer = _Answer(http)
-        wanted = http.headers.get(PROGRESS_HEADER, "")
-        plain = self.call.engine.config.plain
-        progress = _Progress(self, int(wanted) if wanted.isdigit() and not plain else None)
 
         async def app(_scope: Any, _receive: Any, send: Any) -> None:
-            await (self._stream(send) if self.call.body.get("stream") else self._whole(send, progress))
+            await (self._stream(send) if self.call.body.get("stream") else self._whole(send))
 
         try:
-            if plain:
+            if self.call.engine.config.plain:
                 await app(None, None, answer.send)
             else:
-                await serve(app, {"path": http.path}, None, answer.send, progress, wanted.encode() or None)
+                wanted = http.headers.get(PROGRESS_HEADER, "").encode()
+                await serve(app, {"path": http.path}, None, answer.send, self.progress, wanted or None)
         except CutError:
             answer.cut()
         return answer.response
 
-    async def _whole(self, send: Any, progress: _Progress) -> None:
+    async def _whole(self, send: Any) -> None:
         status = 200
         try:
             async for _ in self._deltas():
-                await progress.advance()
-            data = self.answer(streamed=progress.streamed)
+                if self.progress.moved.is_set():
+                    await asyncio.sleep(0)  # a connection that is cut now has had the line
+            data = self.answer()
         except EngineDeadError as error:
             status, data = 500, _dead(error)
         body = orjson.dumps(data)
@@ -223,27 +247,27 @@ class Generation(ABC):
         await send({"type": "http.response.body", "body": body})
 
     async def _stream(self, send: Any) -> None:
-        async def event(data: bytes) -> None:
-            await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+        async def event(data: Mapping[str, Any]) -> None:
+            body = b"data: " + orjson.dumps(data) + b"\n\n"
+            await send({"type": "http.response.body", "body": body, "more_body": True})
 
         headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
             for chunk in self.opening():
-                await event(orjson.dumps(chunk))
-            async for i, delta in self._deltas():
-                request = self.requests[i]
-                index = i * request.params.n + delta.index
-                await event(orjson.dumps(self.chunk(index, request.sequences[delta.index], delta)))
+                await event(chunk)
+            async for place, delta in self._deltas():
+                await event(self.chunk(place, delta))
+                self.begun.add(place)
             options: Any = self.call.body.get("stream_options")
             if isinstance(options, dict) and cast("dict[str, Any]", options).get("include_usage"):
-                await event(orjson.dumps(self.usage_chunk()))
+                await event(self.event([], usage=self.usage()))
         except EngineDeadError as error:
-            await event(orjson.dumps(_dead(error)))
+            await event(_dead(error))
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
     async def _deltas(self) -> AsyncIterator[tuple[int, Delta]]:
-        """New tokens of all requests as they are made, each with its request's index.
+        """New tokens of all requests as they are made, each with the place of its choice.
 
         Raises:
             EngineDeadError: the engine died before all had ended, or a fault sends an error event.
@@ -254,14 +278,13 @@ class Generation(ABC):
             raise _break_of(fault)
         made, unfinished = 0, len(self.requests)
         while unfinished:
-            i, delta = await self._made.get()
-            if delta is None:
+            if (item := await self._made.get()) is None:
                 unfinished -= 1
-                if (death := self.requests[i].death) is not None:
+                if (death := self.call.engine.death) is not None:
                     raise EngineDeadError(death)
                 continue
-            yield i, delta
-            made += delta.end - delta.start
+            yield item
+            made += item[1].end - item[1].start
             if fault is not None and made >= fault.after_tokens:
                 raise _break_of(fault)
 
@@ -301,68 +324,28 @@ class _Answer:
             self._http.transport.abort()
 
 
-class _Progress(RequestProgress):
-    """What the samples of one call have; `chunk`: tokens of one sample after which lines report, 0 for never."""
+class _SimProgress(SampleProgress):
+    """What a sequence has; the plugin's own code reports it."""
 
-    def __init__(self, generation: Generation, chunk: int | None) -> None:
-        super().__init__(streamed=chunk is not None)
-        self._generation = generation
-        self._chunk = chunk
-        self._sequences = [s for request in generation.requests for s in request.sequences]
-        # The client has what it sent along, and that a sample had ended.
-        self._reported = [s.resumed_tokens for s in self._sequences]
-        self._reported_end = [s.resumed_whole for s in self._sequences]
+    def total(self) -> int:
+        return len(self.state.output)
 
-    async def advance(self) -> None:
-        """There are new tokens: let a line be written where they are enough for it."""
-        made = zip(self._sequences, self._reported, strict=True)
-        if self._chunk and max(len(s.output) - reported for s, reported in made) >= self._chunk:
-            self.moved.set()
-            await asyncio.sleep(0)  # a connection that is cut now has had the line
-
-    def take_updates(self) -> list[SampleReport]:
-        """What is new, as `Partial.add` reads it."""
-        updates: list[SampleReport] = []
-        for i, sequence in enumerate(self._sequences):
-            ended = sequence.finish_reason is not None
-            if len(sequence.output) > self._reported[i] or ended > self._reported_end[i]:
-                updates.append(self._report(i, sequence))
-                self._reported[i], self._reported_end[i] = len(sequence.output), ended
-        return updates
-
-    def spans(self) -> list[list[list[Any]]]:
-        """`[[version, start, end], ...]` of each sample."""
-        return [_spans(s) for s in self._sequences]
-
-    def _report(self, index: int, sequence: SimSequence) -> SampleReport:
-        start, end = self._reported[index], len(sequence.output)
-        spans = ((version, max(first, start), last, *notes) for version, first, last, *notes in _spans(sequence))
-        pairs = zip(sequence.output[start:end], sequence.logprobs[start:end], strict=True)
-        return {
-            "index": index,
-            "ids": sequence.output[start:end],
-            "logprobs": _entries(pairs) if sequence.request.params.logprobs and end > start else None,
-            "versions": [[version, last - first, *notes] for version, first, last, *notes in spans if last > first],
-            "finish": sequence.finish_reason,
-            "stop_reason": sequence.stop_reason,
-            "asked": sequence.request.asked,
-            "whole_only": self._generation.whole_only,
-        }
+    def made(self, start: int, end: int) -> tuple[list[int], str | None]:
+        sequence: SimSequence = self.state
+        ids = sequence.output[start:end]
+        if not sequence.request.params.logprobs or not ids:
+            return ids, None
+        pairs = zip(ids, sequence.logprobs[start:end], strict=True)
+        return ids, orjson.dumps([[[token, logprob, 1, character_of(token)]] for token, logprob in pairs]).decode()
 
 
-def _entries(pairs: Iterable[tuple[int, float]]) -> str:
-    return orjson.dumps([[[token, logprob, 1, character_of(token)]] for token, logprob in pairs]).decode()
+def parts_to_resume(extra: Any, params: SamplingParams, engine: SimEngine) -> list[dict[str, Any]]:
+    """Read what the samples of a request have already from its extra arguments, one logprob for each token.
 
-
-def _spans(sequence: SimSequence) -> list[list[Any]]:
-    return [[version_of_tokens(label), *rest] for label, *rest in spans_of(sequence.versions)]
-
-
-def parts_to_resume(extra: Any, params: SamplingParams, engine: SimEngine) -> list[Partial]:
-    """Read what the samples of a request have already from its extra arguments; RequestError if it is malformed."""
+    RequestError: it is malformed.
+    """
     config = engine.config
     given: Any = cast("dict[str, Any]", extra).get(RESUME_ARG) if isinstance(extra, dict) else None
     parts = [] if given is None or config.plain else parts_of(given, params.n)
-    for part in parts:
-        check_part(part, room=config.max_model_len, vocab_size=config.vocab_size, logprobs=params.logprobs)
-    return [Partial(**part) for part in parts]
+    check = partial(check_part, room=config.max_model_len, vocab_size=config.vocab_size, logprobs=params.logprobs)
+    return [{**part, "logprobs": [position[0][1] for position in check(part)]} for part in parts]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, Self
 
 from penstock.errors import ConfigError, EngineError
+from penstock.settings import did_you_mean
 from penstock.sim.tokens import Model
 from penstock.types import TensorSpec
 
@@ -88,29 +90,31 @@ class SimConfig:
             )
 
     @classmethod
-    def read(cls, options: Sequence[str], faults: Sequence[str], **given: Any) -> Self:
-        """Read options and faults as a command line has them, `key=value`; `given` are no text.
+    def read(cls, options: Sequence[str], **given: Any) -> Self:
+        """Read options as a command line has them, `key=value`; those called `fault` add up. `given` are no text.
 
         Raises:
             ConfigError: an unknown key, a value of another type, or values that do not go together.
         """
-        known: dict[str, Any] = {
-            f.name: f.default for f in fields(cls) if f.name not in {*given, "faults", "tensor_specs"}
-        }
+        known: dict[str, Any] = {f.name: f.default for f in fields(cls) if f.name not in {*given, "faults"}}
+        faults: list[Fault] = []
         for option in options:
             name, equals, text = option.partition("=")
             if not equals:
                 raise ConfigError(f"option {option!r} is not of the form key=value")
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
-                raise ConfigError(f"unknown sim option {name!r}; {hint}")
-            kind = type(known[name])  # pyright: ignore[reportUnknownVariableType] - of any default
-            try:
-                given[name] = _TRUTH[text.lower()] if kind is bool else kind(text)
-            except (KeyError, ValueError):
-                raise ConfigError(f"sim option {name!r} must be {_KINDS[kind]}, got {text!r}") from None
-        return cls(**given, faults=tuple(map(Fault.parse, faults)))
+            if name == "fault":
+                faults.append(Fault.parse(text))
+            elif name == "tensor_specs":
+                given[name] = _specs(Path(text))
+            elif name in known:
+                kind = type(known[name])  # pyright: ignore[reportUnknownVariableType] - of any default
+                try:
+                    given[name] = _TRUTH[text.lower()] if kind is bool else kind(text)
+                except (KeyError, ValueError):
+                    raise ConfigError(f"sim option {name!r} must be {_KINDS[kind]}, got {text!r}") from None
+            else:
+                raise ConfigError(f"unknown sim option {name!r}; {did_you_mean(name, known)}")
+        return cls(**given, faults=tuple(faults))
 
     @property
     def keeps_versions(self) -> bool:
@@ -120,6 +124,15 @@ class SimConfig:
     def model(self) -> Model:
         """The part of it that decides tokens; give it to `verify`."""
         return Model(self.vocab_size, self.eos_token_id, self.eos_share, self.seed)
+
+
+def _specs(file: Path) -> tuple[TensorSpec, ...]:
+    """Read `[["name", "dtype", [shape]], ...]`."""
+    try:
+        rows = json.loads(file.read_text())
+        return tuple(TensorSpec(str(name), str(dtype), tuple(map(int, shape))) for name, dtype, shape in rows)
+    except (OSError, TypeError, ValueError) as error:
+        raise ConfigError(f"cannot read tensor specs from {file}: {error}") from error
 
 
 class FaultKind(StrEnum):

@@ -19,7 +19,6 @@ from penstock.errors import EngineDeadError, UserError, WeightsError
 from penstock.sim.call import Call, InvalidFieldError, error_answer
 from penstock.sim.config import Fault, Phase, SimConfig
 from penstock.sim.engine import SimEngine
-from penstock.sim.update import NotFoundError
 from penstock.types import KV, PauseMode
 from penstock.weights.manifest import WeightManifest
 from penstock.wire import ADAPTERS, INFO
@@ -259,12 +258,7 @@ async def _load_lora_adapter(call: Call) -> web.Response:
 
 async def _unload_lora_adapter(call: Call) -> web.Response:
     name = str(call.body.get("lora_name") or "")
-    try:
-        call.engine.adapters.unload(name)
-    except NotFoundError:
-        raise
-    except UserError as error:
-        return error_answer(str(error), "InvalidUserInput", 400)
+    call.engine.adapters.unload(name)
     return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
 
 

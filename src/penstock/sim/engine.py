@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from penstock.engine.partial import Partial
 from penstock.errors import EngineDeadError, RequestError, StateError
 from penstock.sim.config import Died, FaultKind, FaultPlan, Phase, SimConfig
 from penstock.sim.scheduler import Listener, Scheduler, SimRequest, SimSequence, StepPlan
@@ -71,7 +70,7 @@ class SimEngine:
         request_id: str | None = None,
         lora: str | None = None,
         max_tokens: int | None = None,
-        parts: Sequence[Partial] = (),
+        parts: Sequence[Mapping[str, Any]] = (),
     ) -> SimRequest:
         """Queue a request; its caller waits for its end, and then lets `drop` forget it.
 
@@ -372,7 +371,7 @@ class SimEngine:
         if self._on_death is not None:
             self._on_death(kind)
         for request in self._requests.values():
-            request.die(self.death)
+            request.die()
 
     def close(self) -> None:
         if self._loop is not None:

@@ -10,7 +10,7 @@ from typing import Any, cast
 from aiohttp import web
 
 from penstock.errors import RequestError
-from penstock.sim.call import Call, Generation, InvalidFieldError, usage_of
+from penstock.sim.call import Call, Generation, InvalidFieldError
 from penstock.sim.scheduler import Delta, SimSequence
 from penstock.sim.tokens import character_of, chat_prompt, decode, encode
 from penstock.types import SamplingParams
@@ -19,160 +19,122 @@ from penstock.wire import as_weight_versions
 COMPLETIONS_MAX_TOKENS = 16
 """OpenAI's default for completions, which vLLM keeps; chats get what the context leaves."""
 _UNUSED = ("kv_transfer_params", "ec_transfer_params", "metrics")
-_OPENAI_UNUSED = ("service_tier", "system_fingerprint", *_UNUSED)
-_TOKENS_UNUSED = ("prompt_token_id_logprobs", "mm_placeholders", *_UNUSED)
-"""Fields of vLLM's answers that the simulated engine has no use for."""
-_INTEGERS = ("max_tokens", "n", "top_k", "seed", "min_tokens")
-_NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+_READ = (
+    "max_tokens", "n", "top_k", "seed", "min_tokens", "temperature", "top_p", "min_p", "presence_penalty",
+    "frequency_penalty", "repetition_penalty", "ignore_eos", "stop", "stop_token_ids",
+)  # fmt: skip
+"""Sampling parameters; others are ignored."""
 
 
 class _Tokens(Generation):
     """`/inference/v1/generate`."""
 
-    def answer(self, *, streamed: bool) -> dict[str, Any]:
+    unused = ("prompt_logprobs", "prompt_token_id_logprobs", "mm_placeholders", *_UNUSED)
+
+    def answer(self) -> dict[str, Any]:
         (request,) = self.requests
-        lengths = [0 if streamed else len(s.output) for s in request.sequences]
-        choices = [self._choice(s, 0, length) for s, length in zip(request.sequences, lengths, strict=True)]
-        if self.call.engine.config.keeps_versions:
-            for choice, sequence in zip(choices, request.sequences, strict=True):
-                choice["weight_versions"] = as_weight_versions(sequence.versions)
-        return {
-            "request_id": request.id,
-            "model": self.model,
-            "created": self.created,
-            "usage": usage_of(len(request.prompt_ids), sum(lengths)),
-            "prompt_logprobs": None,
-            "prompt_token_ids": request.prompt_ids if self.return_ids else None,
-            **dict.fromkeys(_TOKENS_UNUSED),
-            "output_mode": "tokens",
-            "choices": choices,
-        }
+        more = {"model": self.model, "created": self.created}
+        return {**super().answer(), **more, "prompt_token_ids": request.prompt_ids if self.return_ids else None}
 
-    def chunk(self, index: int, sequence: SimSequence, delta: Delta) -> dict[str, Any]:
-        choice = self._choice(sequence, delta.start, delta.end)
-        if not delta.finished:
-            choice |= {"finish_reason": None, "stop_reason": None}
+    def chunk(self, place: int, delta: Delta) -> dict[str, Any]:
+        chunk: dict[str, Any] = {**super().chunk(place, delta), "usage": None}
         # The spans come once, at the end, and cover the whole output.
-        if self.call.engine.config.keeps_versions:
-            choice["weight_versions"] = as_weight_versions(sequence.versions) if delta.finished else None
-        ids = {"prompt_token_ids": sequence.request.prompt_ids} if self.return_ids and not self.begun else {}
-        self.begun.add(index)
-        return {**self._head(), "usage": None, "choices": [choice], **ids}
+        if not delta.finished and "weight_versions" in chunk["choices"][0]:
+            chunk["choices"][0]["weight_versions"] = None
+        if self.return_ids and not self.begun:
+            chunk["prompt_token_ids"] = self.requests[0].prompt_ids
+        return chunk
 
-    def usage_chunk(self) -> dict[str, Any]:
-        return {**self._head(), "choices": [], "usage": self.usage()}
-
-    def _head(self) -> dict[str, Any]:
+    def head(self) -> dict[str, Any]:
         return {"request_id": self.requests[0].id, "output_mode": "tokens"}
 
-    def _choice(self, sequence: SimSequence, start: int, end: int) -> dict[str, Any]:
+    def usage(self) -> dict[str, Any]:
+        usage = super().usage()
+        # vLLM counts the tokens of its answer, and lines have brought them.
+        left_out = usage["completion_tokens"] if self.progress.streamed else 0
+        return {**usage, **{name: usage[name] - left_out for name in ("completion_tokens", "total_tokens")}}
+
+    def choice(self, place: int, sequence: SimSequence, start: int, end: int, *, whole: bool) -> dict[str, Any]:
+        if whole and self.progress.streamed:
+            end = 0
         logprobs = None
         if sequence.request.params.logprobs:
             pairs = zip(sequence.output[start:end], sequence.logprobs[start:end], strict=True)
             entries = ({"token_id": token, "logprob": logprob, "rank": 1} for token, logprob in pairs)
             # vLLM's top_logprobs always holds the sampled token; the simulated model has no other candidates.
             logprobs = {"content": [{**entry, "top_logprobs": [entry]} for entry in entries]}
+        keeps = self.call.engine.config.keeps_versions
         return {
-            "index": sequence.index,
+            "index": place,
             "logprobs": logprobs,
             "finish_reason": sequence.finish_reason,
             "stop_reason": sequence.stop_reason,
             "token_ids": sequence.output[start:end],
             "routed_experts": None,
             "sampling_mask": None,
+            **({"weight_versions": as_weight_versions(sequence.versions)} if keeps else {}),
         }
 
 
 class _OpenAI(Generation):
     """What OpenAI's two APIs have in common."""
 
-    object_name = ""
-    chunk_name = ""
+    unused = ("service_tier", "system_fingerprint", *_UNUSED)
 
-    def answer(self, *, streamed: bool) -> dict[str, Any]:
-        del streamed  # it leaves no tokens out
-        sequences = [s for request in self.requests for s in request.sequences]
-        choices = [self._choice(i, sequence) for i, sequence in enumerate(sequences)]
-        rest = dict.fromkeys(_OPENAI_UNUSED)
-        return {**self._head(), "object": self.object_name, "choices": choices, "usage": self.usage(), **rest}
-
-    def chunk(self, index: int, sequence: SimSequence, delta: Delta) -> dict[str, Any]:
-        choice = {
-            "index": index,
-            **self._content(self._new_text(index, sequence, delta), whole=False),
-            "logprobs": self._logprobs(sequence, delta.start, delta.end),
-            "finish_reason": sequence.finish_reason if delta.finished else None,
-            "stop_reason": sequence.stop_reason if delta.finished else None,
-        }
-        if self.return_ids:
-            choice["token_ids"] = sequence.output[delta.start : delta.end]
-        return self._event([choice])
-
-    def usage_chunk(self) -> dict[str, Any]:
-        return {**self._event([]), "usage": self.usage()}
-
-    def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**self._head(), "object": self.chunk_name, "choices": choices}
-
-    def _head(self) -> dict[str, Any]:
+    def head(self) -> dict[str, Any]:
         return {"id": self.request_id, "created": self.created, "model": self.model}
 
-    def _choice(self, index: int, sequence: SimSequence) -> dict[str, Any]:
+    def choice(self, place: int, sequence: SimSequence, start: int, end: int, *, whole: bool) -> dict[str, Any]:
+        text = sequence.text if whole else self._new_text(place, sequence, start, end)
+        ids = sequence.output[start:end] if self.return_ids else None
         return {
-            "index": index,
-            **self._content(sequence.text, whole=True),
-            "logprobs": self._logprobs(sequence, 0, len(sequence.output)),
+            "index": place,
+            **self._content(text, whole=whole),
+            "logprobs": self._logprobs(sequence, start, end) if sequence.request.params.logprobs else None,
             "finish_reason": sequence.finish_reason,
             "stop_reason": sequence.stop_reason,
-            "token_ids": sequence.output if self.return_ids else None,
-            "routed_experts": None,
+            **({"token_ids": ids, "routed_experts": None} if whole else {"token_ids": ids} if ids is not None else {}),
         }
 
     @abstractmethod
     def _content(self, text: str, *, whole: bool) -> dict[str, Any]: ...
 
     @abstractmethod
-    def _logprobs(self, sequence: SimSequence, start: int, end: int) -> dict[str, Any] | None: ...
+    def _logprobs(self, sequence: SimSequence, start: int, end: int) -> dict[str, Any]: ...
 
-    def _new_text(self, index: int, sequence: SimSequence, delta: Delta) -> str:
+    def _new_text(self, place: int, sequence: SimSequence, start: int, end: int) -> str:
         stops, eos = sequence.request.params.stop, self.call.engine.config.eos_token_id
+        ended = sequence.finish_reason is not None and end == len(sequence.output)
         if not stops:
-            stopped_by_token = delta.finished and isinstance(sequence.stop_reason, int)
-            return decode(sequence.output[delta.start : delta.end - stopped_by_token], eos)
-        start = self.written.get(index, 0)
-        if delta.finished:
-            whole = sequence.text
+            return decode(sequence.output[start : end - (ended and isinstance(sequence.stop_reason, int))], eos)
+        written = self.written.get(place, 0)
+        if ended:
+            text = sequence.text
         else:
             # vLLM too holds back what might be the beginning of a stop string.
-            whole = decode(sequence.output[: delta.end], eos)
-            whole = whole[: max(start, len(whole) - max(map(len, stops)) + 1)]
-        self.written[index] = len(whole)
-        return whole[start:]
+            text = decode(sequence.output[:end], eos)
+            text = text[: max(written, len(text) - max(map(len, stops)) + 1)]
+        self.written[place] = len(text)
+        return text[written:]
 
 
 class _Completion(_OpenAI):
     """`/v1/completions`."""
 
-    object_name = chunk_name = "text_completion"
+    whole_name = chunk_name = "text_completion"
 
-    def chunk(self, index: int, sequence: SimSequence, delta: Delta) -> dict[str, Any]:
-        chunk = super().chunk(index, sequence, delta)
-        if self.return_ids and index not in self.begun:
-            self.begun.add(index)
-            chunk["choices"][0]["prompt_token_ids"] = sequence.request.prompt_ids
-        return chunk
-
-    def _choice(self, index: int, sequence: SimSequence) -> dict[str, Any]:
+    def choice(self, place: int, sequence: SimSequence, start: int, end: int, *, whole: bool) -> dict[str, Any]:
+        choice = super().choice(place, sequence, start, end, whole=whole)
         prompt_ids = sequence.request.prompt_ids if self.return_ids else None
-        return {**super()._choice(index, sequence), "prompt_logprobs": None, "prompt_token_ids": prompt_ids}
+        if whole:
+            return {**choice, "prompt_logprobs": None, "prompt_token_ids": prompt_ids}
+        return {**choice, "prompt_token_ids": prompt_ids} if prompt_ids and place not in self.begun else choice
 
     def _content(self, text: str, *, whole: bool) -> dict[str, Any]:
         del whole
         return {"text": text}
 
-    def _logprobs(self, sequence: SimSequence, start: int, end: int) -> dict[str, Any] | None:
-        if not sequence.request.params.logprobs:
-            return None
+    def _logprobs(self, sequence: SimSequence, start: int, end: int) -> dict[str, Any]:
         as_ids = self.call.body.get("return_tokens_as_token_ids")
         ids, logprobs = sequence.output[start:end], sequence.logprobs[start:end]
         tokens = [f"token_id:{i}" if as_ids else character_of(i) for i in ids]
@@ -187,30 +149,28 @@ class _Completion(_OpenAI):
 class _Chat(_OpenAI):
     """`/v1/chat/completions`."""
 
-    object_name = "chat.completion"
-    chunk_name = "chat.completion.chunk"
+    whole_name, chunk_name = "chat.completion", "chat.completion.chunk"
 
-    def answer(self, *, streamed: bool) -> dict[str, Any]:
+    def answer(self) -> dict[str, Any]:
         """The prompt's ids come once, in completions in each choice."""
         prompt_ids = self.requests[0].prompt_ids if self.return_ids else None
-        return {**super().answer(streamed=streamed), "prompt_logprobs": None, "prompt_token_ids": prompt_ids}
+        return {**super().answer(), "prompt_logprobs": None, "prompt_token_ids": prompt_ids}
 
     def opening(self) -> Iterator[dict[str, Any]]:
         """Each choice's role comes first, with the prompt's ids."""
         (request,) = self.requests
+        prompt_ids = {"prompt_token_ids": request.prompt_ids} if self.return_ids else {}
         for sequence in request.sequences:
             delta = {"role": "assistant", "content": ""}
             choice = {"index": sequence.index, "delta": delta, "logprobs": None, "finish_reason": None}
-            yield {**self._event([choice]), **({"prompt_token_ids": request.prompt_ids} if self.return_ids else {})}
+            yield self.event([choice], **prompt_ids)
 
     def _content(self, text: str, *, whole: bool) -> dict[str, Any]:
         if whole:
             return {"message": {"role": "assistant", "content": text, "refusal": None, "reasoning": None}}
         return {"delta": {"content": text}}
 
-    def _logprobs(self, sequence: SimSequence, start: int, end: int) -> dict[str, Any] | None:
-        if not sequence.request.params.logprobs:
-            return None
+    def _logprobs(self, sequence: SimSequence, start: int, end: int) -> dict[str, Any]:
         content: list[dict[str, Any]] = []
         for token_id, logprob in zip(sequence.output[start:end], sequence.logprobs[start:end], strict=True):
             token = character_of(token_id)
@@ -317,20 +277,7 @@ def _sampling(given: Mapping[str, Any], *, logprobs: bool, detokenize: bool, max
         RequestError: a value of the wrong type or out of range.
     """
     values: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": logprobs, "detokenize": detokenize}
-    for name, types in (*((i, int) for i in _INTEGERS), *((f, (int, float)) for f in _NUMBERS)):
-        value = given.get(name)
-        if value is None:
-            continue
-        if not isinstance(value, types) or isinstance(value, bool):
-            raise InvalidFieldError(name, f"Input should be a valid number, got {value!r}")
-        values[name] = value
-    values["ignore_eos"] = bool(given.get("ignore_eos"))
-    for name, kind in (("stop", str), ("stop_token_ids", int)):
-        value: Any = given.get(name) or []
-        items = cast("list[Any]", value) if isinstance(value, list) else [value]
-        if any(not isinstance(item, kind) for item in items):
-            raise InvalidFieldError(name, f"Input should be a list of {kind.__name__}, got {value!r}")
-        values[name] = tuple(items)
+    values |= {name: given[name] for name in _READ if given.get(name) is not None}
     if values.get("temperature") == 0 and values.get("n", 1) > 1:
         raise RequestError(f"n must be 1 when using greedy sampling, got {values['n']}.")
     return SamplingParams.of(values)

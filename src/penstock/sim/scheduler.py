@@ -6,12 +6,11 @@ Blocks are counted as vLLM counts them. A sequence that finds no block preempts 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from penstock.engine.partial import Partial, sample_of, span_of
 from penstock.sim.config import SimConfig
 from penstock.sim.tokens import (
     Model,
@@ -22,8 +21,8 @@ from penstock.sim.tokens import (
     expected_logprob,
     expected_token,
 )
-from penstock.types import FinishReason, Sample, SamplingParams, VersionSpan
-from penstock.wire import INITIAL_VERSION, Notes, add_stretch, spans_of, version_of_tokens
+from penstock.types import FinishReason, SamplingParams
+from penstock.wire import INITIAL_VERSION, Notes, add_stretch
 
 Key = tuple[int, str, int, int]
 """Names the tokens up to the end of a block: salt, adapter, number of tokens, their CRC-32."""
@@ -105,9 +104,9 @@ class BlockPool:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Output tokens `[start, end)` of sequence `index` are new; `finished` where they are its last."""
+    """Output tokens `[start, end)` of a sequence are new; `finished` where they are its last."""
 
-    index: int
+    sequence: SimSequence
     start: int
     end: int
     finished: bool
@@ -142,10 +141,6 @@ class SimSequence:
         """Of its blocks: the scheduler's, and what decided its adapter's tokens, when it was admitted."""
         self.kv_kept = False
         """It has KV of older weights, and went on with that."""
-        self.resumed_tokens = 0
-        """Tokens of it that another engine has made."""
-        self.resumed_whole = False
-        """They are all of it."""
         self.counted = False
         """Its prompt is already in the prefix cache's counters."""
         self._model = model
@@ -154,26 +149,18 @@ class SimSequence:
         self._seed = None if params.temperature == 0 else base + index
         self._banned = banned_before_min(model, params)
 
-    def resume(self, part: Partial) -> None:
-        """Begin with what another engine has made of it, which is consistent (`progress.parts_to_resume`)."""
-        made = sample_of(part, self.request.params)
-        self.resumed_tokens, self.resumed_whole = len(part.ids), part.finish is not None
-        for token in part.ids:
+    def resume(self, part: Mapping[str, Any]) -> None:
+        """Begin with what another engine has made of it, which is consistent (`wire.check_part`)."""
+        for token in part["ids"]:
             self._append(token)
-        self.logprobs = list(made.logprobs or [0.0] * len(part.ids))
-        self.versions = [[INITIAL_VERSION if version == 0 else str(version), *rest] for version, *rest in part.versions]
-        self.stop_reason = part.stop_reason
-        if isinstance(part.stop_reason, str):
-            self.text_end = len(self.text) - len(part.stop_reason)
-        if part.finish is not None:
-            self.finish_reason = made.finish_reason
-        if part.ids or part.finish is not None:
+        self.logprobs = part["logprobs"] or [0.0] * len(self.output)
+        stretches = part["versions"]
+        self.versions = [[INITIAL_VERSION if version == 0 else str(version), *rest] for version, *rest in stretches]
+        self.finish_reason, self.stop_reason = part["finish"], part["stop_reason"]
+        if isinstance(self.stop_reason, str):
+            self.text_end = len(self.text) - len(self.stop_reason)
+        if self.output or self.finish_reason is not None:
             self.request.changed(self, 0)
-
-    @property
-    def spans(self) -> list[VersionSpan]:
-        """The version of each token, as the engine interface has it."""
-        return [span_of(version_of_tokens(label), *rest) for label, *rest in spans_of(self.versions)]
 
     @property
     def length(self) -> int:
@@ -202,16 +189,6 @@ class SimSequence:
         """End it for a reason from outside, with the tokens it has."""
         self.finish_reason = reason
         self.request.changed(self, len(self.output))
-
-    def sample(self) -> Sample:
-        params = self.request.params
-        return Sample(
-            token_ids=tuple(self.output),
-            finish_reason=self.finish_reason or "abort",
-            logprobs=tuple(self.logprobs) if params.logprobs else None,
-            spans=tuple(self.spans),
-            text=self.text if params.detokenize else "",
-        )
 
     def _append(self, token: int) -> None:
         self.output.append(token)
@@ -267,22 +244,20 @@ class SimRequest:
         self.sequences: list[SimSequence] = []
         self.asked = False
         """A client asked for its abort."""
-        self.death: str | None = None
-        """Why it will never finish."""
         self._unfinished = params.n
         self._listener = listener
 
     def changed(self, sequence: SimSequence, start: int) -> None:
         """A sequence has new tokens from `start` on, or has ended."""
         ended = sequence.finish_reason is not None
-        self._listener(Delta(sequence.index, start, len(sequence.output), ended))
+        self._listener(Delta(sequence, start, len(sequence.output), ended))
         if ended:
             self._unfinished -= 1
             if not self._unfinished:
                 self._listener(None)
 
-    def die(self, reason: str) -> None:
-        self.death = reason
+    def die(self) -> None:
+        """It will never finish: its engine is dead."""
         self._listener(None)
 
 

@@ -8,13 +8,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-import math
-import os
 import time
 import zlib
-from array import array
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,34 +18,38 @@ from typing import Any
 from penstock.errors import StateError, UserError, WeightsError
 from penstock.sim.config import SimConfig
 from penstock.types import TensorSpec
-from penstock.weights import delta, disk
+from penstock.weights import delta, disk, shared_memory
 from penstock.weights.broadcast import BroadcastSource
-from penstock.weights.manifest import TensorEntry, WeightManifest
+from penstock.weights.manifest import TensorEntry, WeightManifest, WeightSpec
 from penstock.wire import INITIAL_VERSION, UNKNOWN_VERSION, Notes, version_of_tokens
-
-_HALF_EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00}
-"""All exponent bits set: infinity, and NaN above it."""
 
 
 def check_manifest(manifest: WeightManifest, specs: Sequence[TensorSpec] | None) -> str:
-    """Check an offered version as the real engine does, with its bytes if its file exists.
+    """Check an offered version as the real engine does, with its bytes if it says where they are.
 
     Without `specs`, what the engine's model holds, any tensors will do. Returns the checksum that the weights will
     have: over the CRC-32 of every tensor in order of name.
 
-    WeightsError: a tensor is missing, extra, misshapen, of another dtype, damaged, or holds NaN.
+    WeightsError: a tensor is missing, extra, misshapen, of another dtype, or damaged.
     """
-    if not manifest.tensors:
-        raise WeightsError("the manifest holds no tensors")
-    if twice := [name for name, count in Counter(t.name for t in manifest.tensors).items() if count > 1]:
-        raise WeightsError(f"tensors given twice: {sorted(twice)}")
     if specs is not None:
-        _check_specs(manifest.tensors, {spec.name: spec for spec in specs})
-    if manifest.transport == "shared_memory" and "path" in manifest.location:
-        _check_bytes(Path(manifest.location["path"]), manifest.tensors)
+        dtypes = {spec.name: frozenset({spec.dtype}) for spec in specs}
+        WeightSpec({spec.name: spec.shape for spec in specs}, dtypes, frozenset()).check(manifest)
+    if manifest.transport == shared_memory.TRANSPORT and "path" in manifest.location:
+        memory = memoryview(shared_memory.open_mapping(manifest.location["path"], manifest.extent))
+        _check_sums(manifest, lambda entry: memory[entry.offset : entry.offset + entry.nbytes])
     elif manifest.transport in {disk.TRANSPORT, delta.TRANSPORT}:
-        _check_files(manifest)
+        changed = delta.read_delta(manifest) if manifest.transport == delta.TRANSPORT else None
+        with disk.open_version(manifest) as whole:
+            if changed is None:  # it takes numpy to see what a delta makes
+                _check_sums(manifest, lambda entry: whole.read(entry.offset, entry.nbytes))
     return checksum_of(manifest.tensors)
+
+
+def _check_sums(manifest: WeightManifest, read: Callable[[TensorEntry], memoryview]) -> None:
+    for entry in manifest.tensors:
+        if (found := zlib.crc32(read(entry))) != entry.checksum:
+            raise WeightsError(f"tensor {entry.name!r} has the checksum {found}, the manifest says {entry.checksum}")
 
 
 def checksum_of(tensors: Sequence[TensorEntry]) -> str:
@@ -58,58 +58,6 @@ def checksum_of(tensors: Sequence[TensorEntry]) -> str:
     for tensor in sorted(tensors, key=lambda t: t.name):
         digest.update(f"{tensor.name}\0{tensor.checksum}\0".encode())
     return digest.hexdigest()
-
-
-def _check_specs(tensors: Sequence[TensorEntry], specs: dict[str, TensorSpec]) -> None:
-    given = {t.name for t in tensors}
-    if missing := sorted(specs.keys() - given):
-        raise WeightsError(f"missing tensors: {missing[:5]}{' ...' if len(missing) > 5 else ''}")  # noqa: PLR2004
-    if extra := sorted(given - specs.keys()):
-        raise WeightsError(f"the model has no tensors {extra[:5]}{' ...' if len(extra) > 5 else ''}")  # noqa: PLR2004
-    for tensor in tensors:
-        spec = specs[tensor.name]
-        if tensor.shape != spec.shape:
-            raise WeightsError(f"tensor {tensor.name!r} has shape {tensor.shape}, the model's has {spec.shape}")
-        if tensor.dtype != spec.dtype:
-            raise WeightsError(f"tensor {tensor.name!r} has dtype {tensor.dtype}, the model's has {spec.dtype}")
-
-
-def _check_bytes(path: Path, tensors: Sequence[TensorEntry]) -> None:
-    try:
-        with path.open("rb", buffering=0) as file:
-            for tensor in tensors:
-                _check_tensor(os.pread(file.fileno(), tensor.nbytes, tensor.offset), tensor)
-    except FileNotFoundError:
-        # A simulated trainer need not have bytes; the manifest alone is then what is checked.
-        return
-    except (OSError, ValueError) as error:
-        raise WeightsError(f"cannot read the weights at {path}: {error}") from error
-
-
-def _check_files(manifest: WeightManifest) -> None:
-    """Every tensor of a whole file; a delta as it was sent, since it takes torch to see what it makes."""
-    changed = delta.read_delta(manifest) if manifest.transport == delta.TRANSPORT else None
-    with disk.open_version(manifest) as whole:
-        for tensor in manifest.tensors if changed is None else ():
-            _check_tensor(whole.read(tensor.offset, tensor.nbytes), tensor)
-
-
-def _check_tensor(raw: bytes | memoryview, tensor: TensorEntry) -> None:
-    if len(raw) != tensor.nbytes:
-        raise WeightsError(f"tensor {tensor.name!r} ends beyond the bytes that are there")
-    if (found := zlib.crc32(raw)) != tensor.checksum:
-        raise WeightsError(f"tensor {tensor.name!r} has the checksum {found}, the manifest says {tensor.checksum}")
-    if _has_nan(bytes(raw), tensor.dtype):
-        raise WeightsError(f"tensor {tensor.name!r} holds NaN or infinity")
-
-
-def _has_nan(raw: bytes, dtype: str) -> bool:
-    if dtype in ("float32", "float64"):
-        # A finite sum has finite parts; an infinite one may be an overflow of finite parts.
-        values = array("f" if dtype == "float32" else "d", raw)
-        return not math.isfinite(sum(values)) and not all(map(math.isfinite, values))
-    exponent = _HALF_EXPONENT.get(dtype)
-    return exponent is not None and any(half & exponent == exponent for half in array("H", raw))
 
 
 async def receive_broadcast(source: BroadcastSource, manifest: WeightManifest) -> tuple[TensorEntry, ...]:
@@ -247,10 +195,9 @@ class Adapters:
 
     def unload(self, name: str) -> None:
         """Forget one. Raises NotFoundError."""
-        if not name:
-            raise UserError("'lora_name' needs to be provided to unload a LoRA adapter.")
-        if self.loaded.pop(name, None) is None:
+        if name not in self.loaded:
             raise NotFoundError(f"The lora adapter '{name}' cannot be found.")
+        self.forget(name)
 
     def path(self, name: str | None) -> str:
         """Path of an adapter; empty for the base model and for an adapter unloaded under its requests."""

@@ -33,6 +33,7 @@ SAFETENSORS: Mapping[str, str] = {
 }  # fmt: skip
 """Dtypes by torch's name, as that format has them."""
 
+TIED_HEAD = "lm_head.weight"
 SUMS = "sums:"
 """Begins the checksum of a rank that compared what it loaded with its sender's sums. Any other checksum begins with a
 digest of the tensors that the rank holds. Ranks of one engine may differ in kind: one without memory for a plan loads
@@ -129,6 +130,37 @@ def _entry(name: Any, dtype: Any, shape: Any, offset: Any, checksum: Any) -> Ten
     if entry.dtype not in DTYPE_BYTES:
         raise malformed(f"tensor {entry.name!r} has the unknown dtype {entry.dtype!r}")
     return entry
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSpec:
+    """Expected tensors, and the dtypes they may come in."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, frozenset[str]]
+    optional: frozenset[str]
+    """May be left out: the head of a model with tied embeddings."""
+
+    def check(self, manifest: WeightManifest) -> None:
+        """Raise WeightsError unless names, shapes and dtypes fit."""
+        given = {entry.name: entry for entry in manifest.tensors}
+        if extra := sorted(given.keys() - self.shapes.keys()):
+            tied = extra == [TIED_HEAD] and TIED_HEAD in self.optional
+            why = "; the embedding serves as head too: leave it out, as named_parameters() does" if tied else ""
+            raise WeightsError(f"{len(extra)} tensors are not in the engine's model: {_some(extra)}{why}")
+        if missing := sorted(self.shapes.keys() - given.keys() - self.optional):
+            raise WeightsError(f"{len(missing)} tensors of the engine's model are missing: {_some(missing)}")
+        for name, entry in given.items():
+            if entry.shape != self.shapes[name]:
+                raise WeightsError(f"tensor {name!r} has shape {entry.shape}, the engine's has {self.shapes[name]}")
+            if entry.dtype not in self.dtypes[name]:
+                allowed = " or ".join(sorted(self.dtypes[name]))
+                raise WeightsError(f"tensor {name!r} is {entry.dtype}; the engine takes {allowed}: cast before sending")
+
+
+def _some(names: list[str], most: int = 3) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 class Store:
