@@ -196,26 +196,6 @@ def test_tensors_of_another_form_come_whole_and_nan_is_not_sent(store):
     assert published(store, 3, {**tensors, "c": torch.zeros(9)}).location["file"] == whole.location["file"]
 
 
-def test_the_trainer_starts_again(store, tmp_path):
-    tensors, engine = start(), Engine()
-    published(store, 1, tensors)
-    tensors["a"][0] += 1
-    published(store, 2, tensors)
-    store.close()
-    again = DeltaStore(tmp_path / "weights")
-    engine.update(again.current)
-    assert engine.has(tensors)
-    tensors["c"] += 1
-    manifest = published(again, 3, tensors)
-    assert manifest.location["delta"], "the whole version is in the folder still"
-    engine.update(manifest)
-    assert engine.has(tensors)
-    for file in (tmp_path / "weights").glob("v*"):
-        file.unlink()
-    assert published(again, 4, tensors).location["delta"] == ""
-    again.close()
-
-
 @settings(max_examples=40, deadline=None)
 @given(
     dtype=st.sampled_from(DTYPES),

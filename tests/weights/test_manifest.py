@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
 from penstock.errors import WeightsError, parse_json
-from penstock.weights.disk import DiskStore
 from penstock.weights.manifest import WeightManifest, differ
 
 GOOD = {"version": 1, "transport": "disk", "location": {}, "tensors": [["w", "float32", [2, 3], 0, 5]]}
@@ -28,12 +26,6 @@ def test_a_malformed_manifest_is_a_named_error(damage: Any) -> None:
         WeightManifest.from_json({**GOOD, "tensors": [["w", "float32", [2, 3], 0, checksum]]})
     with pytest.raises(WeightsError, match="malformed weight manifest"):
         WeightManifest.from_json({**GOOD, **damage} if isinstance(damage, dict) else damage)
-
-
-@pytest.mark.parametrize("text", [b"[" * 100_000, b'{"version": 1e999}', b"\xff", b"", b"7"])
-def test_a_folder_whose_note_cannot_be_read_has_no_version(tmp_path: Path, text: bytes) -> None:
-    (tmp_path / "current.json").write_bytes(text)
-    assert DiskStore(tmp_path).current is None
 
 
 def test_json_that_is_nested_without_end_is_a_named_error() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import logging
 import mmap
 import os
 import re
@@ -22,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
-from penstock.errors import StateError, WeightsError, parse_json
+from penstock.errors import StateError, WeightsError
 from penstock.types import TensorSpec
 from penstock.weights.manifest import ALIGNMENT, DTYPE_BYTES, SAFETENSORS, Source, Store, TensorEntry, WeightManifest
 
@@ -33,10 +32,9 @@ if TYPE_CHECKING:
 
 TRANSPORT = "disk"
 _FILE = re.compile(r"v\d+-[0-9a-f]{8}\.(safetensors|delta)")
-_PART = re.compile(rf"({_FILE.pattern}|current\.json)(\.[0-9a-f]{{8}})?\.part")
-_INDEX = "current.json"
+_PART = ".part"
+"""Ends the name of a file that is not whole."""
 _LOCK = "lock"
-logger = logging.getLogger(__name__)
 
 
 class DiskStore(Store):
@@ -45,18 +43,9 @@ class DiskStore(Store):
     transport = TRANSPORT
 
     def __init__(self, folder: str | Path) -> None:
-        """Open a folder; the version that an earlier store committed there is `current` again."""
         self.folder = Path(folder).absolute()
         self._lock: int | None = None
         self._before: WeightManifest | None = None
-        found = self._remembered()
-        if found is not None and found.transport == self.transport:
-            try:
-                self._check(found)
-            except WeightsError as error:
-                logger.warning("weight version %d is not taken up again: %s", found.version, error)
-            else:
-                self.current = found
 
     def publish(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
         """Write the tensors to a new file and describe them; see `Store.publish`.
@@ -91,8 +80,6 @@ class DiskStore(Store):
         """Make a published version the current one: its file stays until the one after the next is committed."""
         self._before, self.current = self.current, manifest
         if self._lock is not None:
-            with self._atomically(_INDEX) as file:
-                file.write(json.dumps(manifest.to_json()).encode())
             self.keep(self._names(self.current) | self._names(self._before))
 
     def close(self) -> None:
@@ -111,7 +98,7 @@ class DiskStore(Store):
         """
         try:
             for file in self.folder.iterdir():
-                if _PART.fullmatch(file.name) or (_FILE.fullmatch(file.name) and file.name not in names):
+                if _FILE.fullmatch(file.name.removesuffix(_PART)) and file.name not in names:
                     file.unlink(missing_ok=True)
         except OSError as error:
             raise WeightsError(
@@ -142,7 +129,10 @@ class DiskStore(Store):
 
     @contextmanager
     def _new_file(self, version: int, suffix: str, nbytes: int) -> Generator[tuple[str, BinaryIO]]:
-        """Give the name of a new file of `nbytes`, and the file; after an error nothing is left of it."""
+        """Give the name of a new file of `nbytes`, and the file, which gets the name when it is whole and on the disk.
+
+        After an error nothing is left of it.
+        """
         name = f"v{version}-{secrets.token_hex(4)}.{suffix}"
         free = os.statvfs(self.folder)
         if (space := free.f_bavail * free.f_frsize) < nbytes:
@@ -150,40 +140,23 @@ class DiskStore(Store):
                 f"weight version {version} needs {nbytes} bytes in {self.folder}, {space} are free: free space, or "
                 "give another folder"
             )
+        # Opened exclusively: another user of the folder may have put a link under a name that can be known.
+        part = self.folder / (name + _PART)
         try:
-            with self._atomically(name) as file:
+            with ExitStack() as stack:
+                file = stack.enter_context(part.open("x+b"))
+                stack.callback(part.unlink, missing_ok=True)
                 if nbytes:
                     os.posix_fallocate(file.fileno(), 0, nbytes)  # a full disk would end a process that maps the file
                 yield name, file
-        except OSError as error:
-            raise WeightsError(f"cannot write weight version {version} to {self.folder}: {error.strerror}") from error
-
-    @contextmanager
-    def _atomically(self, name: str) -> Generator[BinaryIO]:
-        """Give a file that has the name at the end of the block, durably."""
-        # A random name, opened exclusively: another user of the folder may have put a link under one that can be known.
-        part = self.folder / f"{name}.{secrets.token_hex(4)}.part"
-        try:
-            with part.open("x+b") as file:
-                yield file
                 file.flush()
                 os.fsync(file.fileno())
-            part.rename(self.folder / name)
-        finally:
-            part.unlink(missing_ok=True)
-        with ExitStack() as stack:
-            fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            stack.callback(os.close, fd)
-            os.fsync(fd)
-
-    def _remembered(self) -> WeightManifest | None:
-        """The version committed last, by whatever process; None where there is no note, or a malformed one."""
-        try:
-            data = (self.folder / _INDEX).read_bytes()
-            manifest = WeightManifest.from_json(parse_json(data, _INDEX, WeightsError))
-        except (OSError, WeightsError):
-            return None
-        return replace(manifest, location={**manifest.location, "folder": str(self.folder)})  # it may have been moved
+                part.rename(self.folder / name)
+                folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                stack.callback(os.close, folder)
+                os.fsync(folder)
+        except OSError as error:
+            raise WeightsError(f"cannot write weight version {version} to {self.folder}: {error.strerror}") from error
 
     def _check(self, manifest: WeightManifest) -> None:
         """Raise WeightsError where a file of a version is not there."""
