@@ -23,8 +23,7 @@ from penstock.plugin.core import check_bytes
 from penstock.rooms import plugged_in
 from penstock.weights.delta import DeltaStore
 from penstock.weights.disk import DiskStore
-from penstock.weights.manifest import WeightManifest
-from penstock.weights.pack import Source
+from penstock.weights.manifest import Source, WeightManifest
 
 CHANGED = (0.01, 0.05, 1.0)
 BYTES_BARS = {0.01: 0.03, 0.05: 0.10, 1.0: 0.75}

@@ -1,7 +1,6 @@
-"""What requests make in an engine's API server: each is followed through vLLM, and those that were cut are resumed.
+"""Follows requests through an engine's API server: the version of every token, progress, and resumed samples.
 
-The version of every token, progress and resumed samples need three methods of vLLM's wrapped, since it (0.26 to 0.33)
-has no extension point there (its issue 54443 asks for versions):
+Three methods are wrapped, since vLLM (0.26 to 0.33) has no extension point there (its issue 54443 asks for versions):
 
 - `OutputProcessor.add_request` adds the samples of an HTTP request, and resumes one that was cut;
 - `make_request_output` of each sample's state counts tokens: vLLM calls it with every output;

@@ -74,8 +74,7 @@ class PenstockMiddleware:
         await _answer(send, status, answer)
 
     async def _info(self, keys: list[str], engine: Any, _data: bytes) -> dict[str, Any]:
-        config = engine.vllm_config
-        parallel = config.parallel_config
+        config, parallel = engine.vllm_config, engine.vllm_config.parallel_config
         self._hooks.install(engine)
         if not self._warm:
             await engine.collective_rpc("penstock_warm_up")

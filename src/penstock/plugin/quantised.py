@@ -18,15 +18,12 @@ import torch
 
 from penstock.errors import WeightsError
 from penstock.plugin import QUANTISING_LOADER
-from penstock.plugin.spec import schemes_of
+from penstock.plugin.spec import FLOATS, Entry, schemes_of
 
-_FLOATS = {"float32", "bfloat16", "float16"}
 _LARGEST = {torch.int8: 127.5, torch.float8_e4m3fn: 448.0}
 """What the largest magnitude becomes. Of int8 it is half of the range, as llm-compressor has it."""
 _CHUNK = 16 * 2**20
 """Elements of fp32 that are held at once."""
-Entry = tuple[str, str, tuple[int, ...]]
-"""Name, dtype and shape of a checkpoint's tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +107,7 @@ def _is_target(name: str, targets: Sequence[str]) -> bool:
 def _is_more(name: str, dtype: str, found: Mapping[str, Scheme], scales: Mapping[str, str]) -> bool:
     if name in found or name in scales:
         return False
-    return dtype not in _FLOATS or name.endswith(("input_scale", "k_scale", "v_scale", "zero_point", "weight_shape"))
+    return dtype not in FLOATS or name.endswith(("input_scale", "k_scale", "v_scale", "zero_point", "weight_shape"))
 
 
 def _scheme_of(config: Any) -> tuple[Scheme, Sequence[str]]:

@@ -23,7 +23,16 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
 from penstock.errors import StateError, WeightsError
 from penstock.types import TensorSpec
-from penstock.weights.manifest import ALIGNMENT, DTYPE_BYTES, SAFETENSORS, Source, Store, TensorEntry, WeightManifest
+from penstock.weights.manifest import (
+    ALIGNMENT,
+    DTYPE_BYTES,
+    SAFETENSORS,
+    Source,
+    Store,
+    TensorEntry,
+    WeightManifest,
+    entry_of,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +67,7 @@ class DiskStore(Store):
         self._own()
         tensors, specs = in_order(named_tensors)
         head, offsets = header(specs)
-        size = len(head) + sum(TensorEntry(spec.name, spec.dtype, spec.shape, 0, 0).nbytes for spec in specs)
+        size = len(head) + sum(entry_of(spec).nbytes for spec in specs)
         self.keep(self._names(self.current))
         with self._new_file(version, "safetensors", size) as (name, file):
             mapping = mmap.mmap(file.fileno(), size)
@@ -277,7 +286,7 @@ def header(specs: Sequence[TensorSpec]) -> tuple[bytes, list[int]]:
     offsets: list[int] = []
     end = 0
     for spec in specs:
-        begin, end = end, end + TensorEntry(spec.name, spec.dtype, spec.shape, 0, 0).nbytes
+        begin, end = end, end + entry_of(spec).nbytes
         fields[spec.name] = {"dtype": SAFETENSORS[spec.dtype], "shape": list(spec.shape), "data_offsets": [begin, end]}
         offsets.append(begin)
     text = json.dumps(fields, separators=(",", ":")).encode()

@@ -72,6 +72,11 @@ class TensorEntry:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
+def entry_of(spec: TensorSpec, offset: int = 0) -> TensorEntry:
+    """Return a manifest's entry, without a checksum."""
+    return TensorEntry(spec.name, spec.dtype, spec.shape, offset, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class WeightManifest:
     """One version: which transport holds it, where, and every tensor in it.

@@ -16,7 +16,7 @@ import torch
 
 from penstock.errors import WeightsError
 from penstock.types import TensorSpec
-from penstock.weights.manifest import ALIGNMENT, DTYPE_BYTES, TensorEntry
+from penstock.weights.manifest import ALIGNMENT, DTYPE_BYTES, TensorEntry, entry_of
 
 SUM_THREADS = 8
 
@@ -118,11 +118,6 @@ def write(
     if missing := [spec.name for spec in specs if spec not in entries]:
         raise WeightsError(f"{len(missing)} tensors, {missing[0]!r} the first, were announced and not given")
     return tuple(replace(entry, checksum=checksum.result()) for entry, checksum in (entries[spec] for spec in specs))
-
-
-def entry_of(spec: TensorSpec, offset: int = 0) -> TensorEntry:
-    """Return a manifest's entry, without a checksum."""
-    return TensorEntry(spec.name, spec.dtype, spec.shape, offset, 0)
 
 
 def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
