@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
+from hold import Hold
 from http_engine import HTTPEngine
 from nano_models import History, changed, save_moe
 from penstock import Fleet
@@ -23,7 +24,7 @@ from penstock.weights.manifest import checkpoint_tensors
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(420)]
 
 GREEDY = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True, detokenize=False)
-LONG = replace(GREEDY, max_tokens=400)
+LONG = replace(GREEDY, max_tokens=150)
 
 
 @asynccontextmanager
@@ -42,19 +43,22 @@ async def launched(logs: Path, **engines: EngineConfig) -> AsyncIterator[list[En
         yield [process for process in started if isinstance(process, EngineProcess)]
 
 
-def config(model: Path, tp: int = 1, dp: int = 1) -> EngineConfig:
+def config(model: Path, hold: Hold, tp: int = 1, dp: int = 1) -> EngineConfig:
     return EngineConfig(
-        model=str(model), profile="cpu", max_model_len=512, tensor_parallel_size=tp, data_parallel_size=dp
-    )
+        model=str(model), profile="cpu", max_model_len=512, tensor_parallel_size=tp, data_parallel_size=dp,
+        extra_args=hold.extra_args,
+    )  # fmt: skip
 
 
 @pytest.mark.slow
-async def test_engines_of_differing_sizes_serve_the_same_experts_after_an_update_in_flight(tmp_path: Path) -> None:
+async def test_engines_of_differing_sizes_serve_the_same_experts_after_an_update_in_flight(
+    hold: Hold, tmp_path: Path
+) -> None:
     """TP 2 and TP 1 in one fleet, on a mixture of experts: each rank holds its share of every expert."""
     path = save_moe(tmp_path / "moe")
     history = History({0: AutoModelForCausalLM.from_pretrained(path, dtype="float32")})
     model = changed(history.latest, 1, scale=0.1)
-    async with launched(tmp_path, wide=config(path, tp=2), narrow=config(path)) as processes:
+    async with launched(tmp_path, wide=config(path, hold, tp=2), narrow=config(path, hold)) as processes:
         urls = [process.url for process in processes]
         async with Fleet.connect(urls) as fleet:
             assert [(m.tp, m.pp, m.dp) for m in (member.info for member in fleet._roster.members)] == [
@@ -63,11 +67,11 @@ async def test_engines_of_differing_sizes_serve_the_same_experts_after_an_update
             ]
             prompts = [[5, 6, 7 + i] for i in range(8)]
             before = await fleet.collective_rpc("penstock_checksum")
-            running = asyncio.create_task(fleet.generate(prompt_token_ids=prompts, sampling_params=LONG))
-            controls = [member.control for member in fleet._roster.members]
-            while any([(await control.stats()).generation_tokens < 20 for control in controls]):  # noqa: ASYNC110 - no event
-                await asyncio.sleep(0.05)  # else one of them may have no KV to clear
-            report = await fleet.update_weights(checkpoint_tensors(model).items())
+            with hold.at(20):
+                running = asyncio.create_task(fleet.generate(prompt_token_ids=prompts, sampling_params=LONG))
+                await hold.reached(8)
+                report = await fleet.update_weights(checkpoint_tensors(model).items())
+            assert all(engine.preempted for engine in report.engines), "one of them had no KV to clear"
             history.models[report.version] = model
             assert report.failures == {}
             wide, narrow = (engine.checksum for engine in report.engines)
@@ -77,7 +81,7 @@ async def test_engines_of_differing_sizes_serve_the_same_experts_after_an_update
             assert not set(before) & set(after), "a rank has the weights it had before"
             assert sorted(after) == sorted([*wide.split("-"), narrow])
             out = await running
-            assert any(len(spans) > 1 for spans in out.response_spans), "the update missed every request"
+            assert [len(spans) for spans in out.response_spans] == [2] * 8
             crossed = zip(prompts, out.response_ids, out.response_logprobs, out.response_spans, strict=True)
             _agree(history, [(p, i, lp, s) for p, i, lp, s in crossed])
         for url in urls:
@@ -92,10 +96,12 @@ async def test_engines_of_differing_sizes_serve_the_same_experts_after_an_update
 
 
 @pytest.mark.slow
-async def test_a_call_that_fails_or_is_late_on_two_ranks_costs_itself_alone(nano_path: Path, tmp_path: Path) -> None:
+async def test_a_call_that_fails_or_is_late_on_two_ranks_costs_itself_alone(
+    nano_path: Path, hold: Hold, tmp_path: Path
+) -> None:
     """VLLM would take what the second rank says for its answer to the next call, here one of an update."""
     model = AutoModelForCausalLM.from_pretrained(nano_path, dtype="float32")
-    async with launched(tmp_path, wide=config(nano_path, tp=2)) as (process,):
+    async with launched(tmp_path, wide=config(nano_path, hold, tp=2)) as (process,):
         engine = await HTTPEngine.connect(process.url, name="wide")
         try:
             with pytest.raises(EngineHTTPError, match="no attribute 'no_such'"):
@@ -111,31 +117,24 @@ async def test_a_call_that_fails_or_is_late_on_two_ranks_costs_itself_alone(nano
 
 
 @pytest.mark.slow
-async def test_every_data_parallel_replica_takes_an_update(nano_path: Path, tmp_path: Path) -> None:
+async def test_every_data_parallel_replica_takes_an_update(nano_path: Path, hold: Hold, tmp_path: Path) -> None:
     history = History({0: AutoModelForCausalLM.from_pretrained(nano_path, dtype="float32")})
     model = changed(history.latest, 2)
-    async with launched(tmp_path, replicas=config(nano_path, dp=2)) as (process,):
+    async with launched(tmp_path, replicas=config(nano_path, hold, dp=2)) as (process,):
         engine = await HTTPEngine.connect(process.url, name="replicas")
         try:
             assert engine.dp_size == 2
             prompts = [[5, 6, 7 + i] for i in range(8)]
-            updated = asyncio.Event()
-
-            async def until_updated(prompt: list[int]) -> list[Sample]:
-                made = await engine.sample(prompt, 1, LONG)
-                while not updated.is_set():  # one may end while the engine prepares
-                    made += await engine.sample(prompt, 1, LONG)
-                return made
-
-            running = [asyncio.create_task(until_updated(prompt)) for prompt in prompts]
-            report = await engine.update_weights(model.named_parameters())
-            updated.set()
+            with hold.at(20):
+                running = [asyncio.create_task(engine.sample(prompt, 1, LONG)) for prompt in prompts]
+                await hold.reached(8)
+                report = await engine.update_weights(model.named_parameters())
             history.models[report.version] = model
             first, second = report.engines[0].checksum.split("-")
             assert first == second, "replicas of one engine hold the same weights"
-            crossed = [(prompt, sample) for prompt, task in zip(prompts, running, strict=True) for sample in await task]
-            assert any(len(sample.spans) > 1 for _, sample in crossed), "the update missed every request"
-            for prompt, sample in crossed:
+            for prompt, task in zip(prompts, running, strict=True):
+                (sample,) = await task
+                assert len(sample.spans) == 2
                 assert history.worst_difference(prompt, sample) < 1e-4
             # More at once than one replica is given: whichever answers, it is the new model.
             later = await asyncio.gather(*(engine.sample(prompt, 1, GREEDY) for prompt in prompts))

@@ -8,37 +8,36 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
+from hold import Hold
 from nano_models import History, changed
 from penstock import Fleet, SamplingParams
 from penstock.fleet.member import State
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.each, pytest.mark.timeout(400)]
 
-PARAMS = SamplingParams(max_tokens=300, ignore_eos=True, detokenize=False)
+PARAMS = SamplingParams(max_tokens=100, ignore_eos=True, detokenize=False)
 
 
-async def test_an_update_in_flight_and_a_death(nano_path: Path) -> None:
+async def test_an_update_in_flight_and_a_death(nano_path: Path, hold: Hold) -> None:
     history = History({0: AutoModelForCausalLM.from_pretrained(nano_path, dtype="float32")})
-    options = {"profile": "auto", "max_model_len": 512, "dtype": "float32"}
+    options = {"profile": "auto", "max_model_len": 512, "dtype": "float32", "extra_args": hold.extra_args}
     async with Fleet.launch(nano_path, launcher="ray", **options) as fleet:
-        running = asyncio.create_task(fleet.sample([5, 6, 7], 4, PARAMS))
-        async with asyncio.timeout(60.0):
-            while (await fleet.engines())[0].stats.generation_tokens < 100:  # noqa: ASYNC110 - engines send no event
-                await asyncio.sleep(0.02)
         history.models[1] = changed(history.models[0], 1)
-        report = await fleet.update_weights(history.models[1].named_parameters())
+        with hold.at(20):
+            running = asyncio.create_task(fleet.sample([5, 6, 7], 4, PARAMS))
+            await hold.reached(4)
+            report = await fleet.update_weights(history.models[1].named_parameters())
         assert (report.version, report.failures) == (1, {})
         samples = await running
-        assert {version for sample in samples for version in sample.versions()} == {0, 1}
+        assert [[span.version for span in sample.spans] for sample in samples] == [[0, 1]] * 4
         assert all(history.worst_difference([5, 6, 7], sample) < 1e-4 for sample in samples)
 
         member = fleet._roster.members[0]
-        running = asyncio.create_task(fleet.sample([8, 9], 2, PARAMS))
-        async with asyncio.timeout(60.0):
-            while (await fleet.engines())[0].stats.running < 2:  # noqa: ASYNC110 - engines send no event
-                await asyncio.sleep(0.02)
         assert member.process is not None
-        member.process.kill()
+        with hold.at(20):
+            running = asyncio.create_task(fleet.sample([8, 9], 2, PARAMS))
+            await hold.reached(2)
+            member.process.kill()
         for sample in await asyncio.wait_for(running, 200.0):
             assert len(sample.token_ids) == PARAMS.max_tokens
             assert history.worst_difference([8, 9], sample) < 1e-4

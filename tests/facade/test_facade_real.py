@@ -25,8 +25,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=
 
 
 @pytest.fixture(scope="module")
-def service(nano_path):
-    with AsyncVLLM.from_pretrained(nano_path, profile="cpu", max_model_len=512, enable_lora=True) as service:
+def service(nano_path, hold):
+    options = {"profile": "cpu", "max_model_len": 512, "enable_lora": True, "extra_args": hold.extra_args}
+    with AsyncVLLM.from_pretrained(nano_path, **options) as service:
         yield service
 
 
@@ -93,24 +94,27 @@ def test_a_grammar_is_followed(service):
     assert {out.outputs[0].text for out in outs} <= {"12", "345"}
 
 
-def test_a_timeout_stops_the_engine(service):
-    long = SamplingParams(max_tokens=480, ignore_eos=True)
+def test_a_timeout_stops_the_engine(service, hold):
+    prompts, long = [[5 + i] for i in range(60)], SamplingParams(max_tokens=480, ignore_eos=True)
     peak = 0
-    over = threading.Event()
 
     def watch():
         nonlocal peak
         while not over.wait(0.02):
             peak = max(peak, service.get_num_unfinished_requests(0))
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    with pytest.raises(TimeoutError):
-        service.generate([[5 + i] for i in range(60)], long, timeout_seconds=0.7)
-    over.set()
-    watcher.join()
+    for timeout_s in (1, 4, 16, 64):  # so long that requests are in flight when it comes
+        over = threading.Event()
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        with hold.at(20), pytest.raises(TimeoutError):
+            service.generate(prompts, long, timeout_seconds=timeout_s)
+        over.set()
+        watcher.join()
+        if peak >= 30:
+            break
     assert peak >= 30
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while service.get_num_unfinished_requests(0):
         assert time.monotonic() < end, "requests run on"
         time.sleep(0.02)
