@@ -34,13 +34,13 @@ def server(runtime: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 
 def states(runtime: str, *args: str) -> dict[str, str]:
-    done = penstock("fleet", "list", "--json", *args, PENSTOCK_RUNTIME_DIR=runtime)
+    done = penstock("status", "--json", *args, PENSTOCK_RUNTIME_DIR=runtime)
     assert done.returncode == 0, done.stderr
-    return {engine["name"]: engine["state"] for engine in json.loads(done.stdout)["members"]}
+    return {engine["name"]: engine["state"] for engine in json.loads(done.stdout)["engines"]}
 
 
 def test_engines_are_added_drained_and_removed_without_a_key(server: Server, runtime: str, tmp_path: Path) -> None:
-    assert states(runtime, "--url", server.url) == {"e0": "serving", "e1": "serving"}
+    assert states(runtime, server.url) == {"e0": "serving", "e1": "serving"}
 
     def fleet(*args: str) -> str:
         done = penstock("fleet", *args, PENSTOCK_RUNTIME_DIR=runtime)
@@ -54,11 +54,9 @@ def test_engines_are_added_drained_and_removed_without_a_key(server: Server, run
     assert fleet("remove", "e0") == "e0 has left"
     assert fleet("add") == "serving: e3"
     assert fleet("remove", "e1") == "e1 has left"
-    table = fleet("list", "--url", f"{server.url}/v1")
+    table = penstock("status", f"{server.url}/v1", PENSTOCK_RUNTIME_DIR=runtime).stdout.strip()
     assert "weight version 0, owned by process" in table
-    assert [line.split()[:2] for line in table.splitlines()[2:]] == [
-        ["e0", "stopped"], ["e1", "stopped"], ["e2", "serving"], ["e3", "serving"],
-    ]  # fmt: skip
+    assert [line.split()[:2] for line in table.splitlines()[2:]] == [["e2", "serving"], ["e3", "serving"]]
     with serving(tmp_path / "log", "sim", "--port", "0", PENSTOCK_API_KEY="secret") as other:
         added = penstock("fleet", "add", "--attach", f"{other.url}#dp=1", PENSTOCK_RUNTIME_DIR=runtime)
         assert (added.returncode, added.stdout) == (0, "serving: e4\n"), added.stderr
@@ -89,7 +87,7 @@ def test_an_interrupted_order_is_said_to_go_on(tmp_path: Path) -> None:
 def test_status_shows_an_engine_that_starts(tmp_path: Path) -> None:
     kept = {"PENSTOCK_RUNTIME_DIR": str(tmp_path)}
     with serving(tmp_path / "log", *SERVE, "fleet.restart_backoff_s=60", **kept) as server:
-        url = json.loads(penstock("fleet", "list", "--json", **kept).stdout)["members"][1]["url"]
+        url = json.loads(penstock("status", "--json", **kept).stdout)["engines"][1]["url"]
         [victim] = [process for process in server.family if f"port={url.rpartition(':')[2]}" in process.cmdline()]
         victim.kill()
         wait_for_text(tmp_path / "log", "engine e1: serving -> dead")
@@ -97,7 +95,7 @@ def test_status_shows_an_engine_that_starts(tmp_path: Path) -> None:
         shown = {engine["name"]: engine["state"] for engine in json.loads(status.stdout)["engines"]}
         assert shown.keys() == {"e0", "e1"}
         assert shown["e1"] != "serving"
-        assert "e1" in penstock("status", server.url, **kept).stdout
+        assert f"e1 {shown['e1']}: " in penstock("status", server.url, **kept).stdout, "and why"
         client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
         assert client.completions.create(model="m", prompt="Hello", max_tokens=3).usage, "the other one serves"
 
@@ -105,7 +103,7 @@ def test_status_shows_an_engine_that_starts(tmp_path: Path) -> None:
 def test_what_cannot_be_done_is_one_line(server: Server, runtime: str, tmp_path: Path) -> None:
     for args, says in (
         (("drain", "e9"), "there is no engine 'e9'; the fleet has e0, e1"),
-        (("list", "--url", "http://127.0.0.1:1"), f"known here: {server.url}"),
+        (("drain", "e0", "--url", "http://127.0.0.1:1"), f"known here: {server.url}"),
         (("add", "0"), "'N'"),
         (("add", "2", "--attach", "http://127.0.0.1:9"), "2 to start and servers to --attach are two calls"),
         (("dance",), "No such command 'dance'"),
@@ -116,16 +114,17 @@ def test_what_cannot_be_done_is_one_line(server: Server, runtime: str, tmp_path:
         assert done.stderr.count("\n") == 1
     elsewhere = tmp_path / "r"
     elsewhere.mkdir()
-    done = penstock("fleet", "list", PENSTOCK_RUNTIME_DIR=str(elsewhere))
-    assert done.returncode == 2
-    assert "no process of yours on this machine owns a fleet" in done.stderr
+    for command in (["status"], ["fleet", "stop"]):
+        done = penstock(*command, PENSTOCK_RUNTIME_DIR=str(elsewhere))
+        assert done.returncode == 2
+        assert "no process of yours on this machine owns a fleet; known here: none" in done.stderr
 
 
-@pytest.mark.parametrize("args", [("list",), ("stop",), ("remove", "e0"), ("drain", "e0"), ("add",)])
-def test_of_several_fleets_none_is_guessed(args: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("args", ["status", "fleet stop", "fleet remove e0", "fleet drain e0", "fleet add"])
+def test_of_several_fleets_none_is_guessed(args: str, tmp_path: Path) -> None:
     """Not even the one at the port that `penstock serve` takes by default."""
     with several(tmp_path, 8000, 9000) as asked:
-        done = penstock("fleet", *args, PENSTOCK_RUNTIME_DIR=str(tmp_path))
+        done = penstock(*args.split(), PENSTOCK_RUNTIME_DIR=str(tmp_path))
         assert done.returncode == 2
         assert done.stderr == (
             "penstock: several fleets are here: http://127.0.0.1:8000, http://127.0.0.1:9000; say which with --url\n"
@@ -173,7 +172,7 @@ def test_detached_it_outlives_the_command_until_it_is_stopped(tmp_path: Path) ->
     done = penstock(*SERVE, "--detach", **kept)
     assert done.returncode == 0, done.stderr
     url = done.stdout.split("/v1")[0].split()[-1]
-    state = json.loads(penstock("fleet", "list", "--json", **kept).stdout)
+    state = json.loads(penstock("status", "--json", **kept).stdout)
     assert state["url"] == url
     holder = psutil.Process(state["pid"])
     assert os.getsid(holder.pid) == holder.pid

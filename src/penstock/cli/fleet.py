@@ -1,4 +1,4 @@
-"""`penstock fleet`: engines of a running fleet, looked at, added, drained, removed; and its end."""
+"""`penstock fleet`: engines of a running fleet, added, drained, removed; and its end."""
 
 from __future__ import annotations
 
@@ -7,17 +7,13 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from penstock.cli.common import AsJson, Interrupted, callable_url, run_until_signal, table_of, waiting
+from penstock.cli.common import Interrupted, run_until_signal, waiting
 from penstock.errors import UserError
 
 if TYPE_CHECKING:
     from penstock.fleet.remote import FleetClient
-    from penstock.fleet.service import FleetState
 
 T = TypeVar("T")
-
-ASKING = "asking"
-"""What changes nothing."""
 
 Url = Annotated[
     str | None,
@@ -25,7 +21,7 @@ Url = Annotated[
         "--url", help="Address that `penstock serve` printed; default: your only fleet here.", show_default=False
     ),
 ]
-Name = Annotated[str, typer.Argument(metavar="ENGINE", help="Its name, as `list` shows it.", show_default=False)]
+Name = Annotated[str, typer.Argument(metavar="ENGINE", help="Its name, as `status` shows it.", show_default=False)]
 Timeout = Annotated[
     float | None,
     typer.Option("--timeout", help="Seconds it may go on with what it has; default: fleet.drain_timeout_s.", min=0.0),
@@ -36,26 +32,6 @@ fleet = typer.Typer(
     help="Change the engines of a fleet of `penstock serve`, `penstock train` or a program, while it serves.",
     invoke_without_command=True,
 )
-
-
-@fleet.command("list")
-def list_engines(url: Url = None, *, as_json: AsJson = False) -> None:
-    """Show every engine that ever joined: its state and why, its weight version, its GPUs.
-
-    **Examples**
-
-    - `penstock fleet list`
-    - `penstock fleet list --url http://127.0.0.1:9000 --json`
-    """
-    state = _run(url, lambda client: client.state())
-    if as_json:
-        import json  # noqa: PLC0415
-
-        from penstock.fleet.service import shown  # noqa: PLC0415
-
-        typer.echo(json.dumps(shown(state), indent=2))
-    else:
-        _print(state)
 
 
 @fleet.command()
@@ -140,15 +116,14 @@ def stop(url: Url = None) -> None:
     typer.echo("stopped")
 
 
-def _run(url: str | None, call: Callable[[FleetClient], Awaitable[T]], what: str = ASKING) -> T:
+def _run(url: str | None, call: Callable[[FleetClient], Awaitable[T]], what: str) -> T:
     """What the fleet answers; `what`: is under way meanwhile, as a terminal shows it."""
     from rich.console import Console  # noqa: PLC0415
 
     from penstock.fleet.remote import FleetClient  # noqa: PLC0415
-    from penstock.fleet.service import router_address  # noqa: PLC0415
 
     async def run() -> T:
-        async with FleetClient.to(router_address(url) if url else _only()) as client:
+        async with FleetClient.to(url) as client:
             await client.state()  # a process that hangs is found before the call, which has no such deadline
             with waiting(what, Console(stderr=True)):
                 return await call(client)
@@ -156,45 +131,5 @@ def _run(url: str | None, call: Callable[[FleetClient], Awaitable[T]], what: str
     try:
         return run_until_signal(run())
     except Interrupted:
-        if what != ASKING:
-            typer.echo(f"{what} goes on in the fleet; `penstock fleet list` shows what comes of it", err=True)
+        typer.echo(f"{what} goes on in the fleet; `penstock status` shows what comes of it", err=True)
         raise
-
-
-def _only() -> str:
-    """The address of the only fleet whose socket lies here.
-
-    Raises:
-        UserError: there is none, or several: which one is meant is not guessed, since `stop` ends it.
-    """
-    from penstock.fleet.service import FOLDER_ENV, present  # noqa: PLC0415
-
-    urls = [f"http://127.0.0.1:{port}" for port in sorted(present())]
-    if not urls:
-        raise UserError(
-            "no process of yours on this machine owns a fleet; `penstock serve` starts one (where that was given "
-            f"{FOLDER_ENV}, give it here too)"
-        )
-    if len(urls) > 1:
-        raise UserError(f"several fleets are here: {', '.join(urls)}; say which with --url")
-    return urls[0]
-
-
-def _print(state: FleetState) -> None:
-    from rich.console import Console  # noqa: PLC0415
-
-    title = f"{callable_url(state.url)[0]}: weight version {state.version}, owned by process {state.pid}"
-    table = table_of(title, ("engine", "state", "version", "GPUs", "address", "why"), right={"version"}, wraps="why")
-    for name in state.starting:
-        table.add_row(name, "[yellow]launching[/]", "-", "-", "-", "starts for the first time")
-    for member in state.members:
-        color = {"serving": "green", "dead": "red"}.get(member.state, "yellow")
-        table.add_row(
-            member.name,
-            f"[{color}]{member.state}[/]",
-            str(member.weight_version),
-            ",".join(member.gpus) or "-",
-            member.url.removeprefix("http://"),
-            member.reason.replace("[", "\\["),
-        )
-    Console().print(table)

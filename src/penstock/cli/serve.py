@@ -218,9 +218,8 @@ def _usage(url: str, config: RunConfig, *, with_key: bool, ordered: bool) -> str
     """What can be done with it now; `ordered`: `penstock fleet` finds it."""
     body = {"model": config.engine.served_model_name or config.engine.model, "prompt": "Hello", "max_tokens": 16}
     key = ' -H "Authorization: Bearer $PENSTOCK_API_KEY"' if with_key else ""
-    status = f"  penstock status {url}\n" if config.router.kind == "penstock" else ""  # it asks our router
-    engines = f"  penstock fleet list --url {url}\n" if ordered else ""
+    status = f"  penstock status {url}\n" if ordered or config.router.kind == "penstock" else ""
     return (
         f"\n  curl {url}/v1/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}\n"
-        f"{status}{engines}\n"
+        f"{status}\n"
     )

@@ -111,7 +111,7 @@ async def _serve(config: ServiceConfig) -> None:
             service = await stack.enter_async_context(serving(config))
         typer.echo(
             f"ready: {config.base_model} at {service.url}\n\n  export TINKER_BASE_URL={service.url}\n"
-            f"  penstock fleet list --url {service.fleet.url}\n\n"
+            f"  penstock status {service.fleet.url}\n\n"
             f"Ctrl-C stops everything; {config.data} keeps what was saved."
         )
         assert service.fleet.endpoint is not None  # noqa: S101 - this process launched it

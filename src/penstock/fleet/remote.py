@@ -36,6 +36,7 @@ from penstock.fleet.pausing import AllOperations
 from penstock.fleet.roster import Roster
 from penstock.fleet.service import (
     CALLS,
+    FOLDER_ENV,
     PREFIX,
     QUIET_S,
     FleetState,
@@ -74,12 +75,21 @@ class FleetClient(CallClient):
         super().__init__(path, PREFIX, "the process that owns the fleet")
 
     @classmethod
-    def to(cls, url: str) -> Self:
-        """Return a client of the fleet behind the router at `url`. Raises UserError if it has no socket here."""
-        path, known = socket_of(url), present()
+    def to(cls, url: str | None) -> Self:
+        """Return a client of the fleet behind the router at `url`; None: of the only fleet here.
+
+        UserError: it has no socket here; or there are several, since none is guessed.
+        """
+        known = present()
+        path = socket_of(url) if url is not None else next(iter(known.values()), None)
+        urls = ", ".join(f"http://127.0.0.1:{port}" for port in sorted(known)) or "none"
+        if url is None and len(known) > 1:
+            raise UserError(f"several fleets are here: {urls}; say which with --url")
         if path is None or path not in known.values():
-            others = ", ".join(f"http://127.0.0.1:{port}" for port in sorted(known)) or "none"
-            raise UserError(f"no process of yours on this machine owns a fleet at {url}; known here: {others}")
+            raise UserError(
+                f"no process of yours on this machine owns a fleet{f' at {url}' if url else ''}; known here: {urls} "
+                f"(where `penstock serve` was given {FOLDER_ENV}, give it here too)"
+            )
         return cls(path)
 
     async def state(self, seen: int = -1) -> FleetState:
