@@ -34,6 +34,7 @@ CANNOT_RUN = {
     ".venv/bin/pre-commit install": "changes the checkout",
     "pip install": "changes the machine",
     "source .venv/bin/activate": "changes the shell",
+    "nohup penstock serve": "outlives this test; tests/cli/test_cli_fleet.py runs it",
     "penstock serve": "serves until Ctrl-C; the fixture `served_url` runs it, tests/cli the rest",
     "penstock fleet": "changes a fleet that somebody serves; tests/cli/test_cli_fleet.py runs each",
     "penstock train": "takes minutes and real engines; tests of the demo run it",

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
-import os
 import shlex
-import subprocess
-import sys
-import tempfile
-from contextlib import ExitStack, suppress
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -31,7 +25,7 @@ from penstock.cli.common import (
     run_until_signal,
     waiting,
 )
-from penstock.errors import ConfigError, UserError
+from penstock.errors import UserError
 
 if TYPE_CHECKING:
     from penstock.config import RunConfig
@@ -39,10 +33,6 @@ if TYPE_CHECKING:
 SECTIONS = ("engine", "fleet", "router")
 OF_TRAIN = ("train", "rollout", "environment", "eval")
 """Sections of a run that mean nothing to a server."""
-READY_FD_ENV = "PENSTOCK_SERVE_READY_FD"
-"""Number of the pipe on which a detached server says once, in a line of JSON, that it serves."""
-LONGEST_LOG = 4000
-"""Bytes of the log of a detached server that does not start, as they are shown."""
 
 
 def serve(
@@ -80,9 +70,6 @@ def serve(
     cpu: Cpu = False,
     gpu: Gpu = False,
     sim: Annotated[bool, typer.Option("--sim", help="The simulated engine; no model is loaded.")] = False,
-    detach: Annotated[
-        bool, typer.Option("--detach", help="Return when it serves; `penstock fleet stop` ends it.")
-    ] = False,
 ) -> None:
     """Serve a model by several engines behind one OpenAI endpoint, until Ctrl-C or `penstock fleet stop`.
 
@@ -94,7 +81,7 @@ def serve(
     - `penstock serve ./checkpoint --engines 2 --cpu max_model_len=512`
     - `penstock serve Qwen/Qwen3-8B --engines 4 tensor_parallel_size=2 router.policy=round-robin`
     - `penstock serve Qwen/Qwen3-8B --attach http://10.0.0.5:8000 --attach 'http://10.0.0.6:8000#dp=2'`
-    - `penstock serve Qwen/Qwen3-8B --engines 4 --detach` (it outlives the shell)
+    - `nohup penstock serve Qwen/Qwen3-8B --engines 4 >serve.log 2>&1 &` (it outlives the shell)
     - `penstock serve Qwen/Qwen3-8B --engines 4 --launcher ray fleet.ray_address=auto` (on the nodes of a Ray cluster)
 
     Keys and their meaning: docs/reference/configuration.md; `extra_args.NAME=VALUE` passes any other option on to vLLM.
@@ -103,7 +90,8 @@ def serve(
     fleet = {"fleet.engines": count, "fleet.launcher": launcher, "fleet.attach": attach or []}
     router_flags = {"router.kind": router, "router.host": host, "router.port": port}
     config = _config(options or [], {"engine.model": model, "engine.profile": profile, **fleet, **router_flags})
-    (_serve_detached if detach else _serve_here)(config, api_key or None)
+    _check(config, api_key or None)
+    run_until_signal(_serve(config, api_key or None))
 
 
 def _config(options: list[str], flags: dict[str, Any]) -> RunConfig:
@@ -130,53 +118,6 @@ def _check(config: RunConfig, api_key: str | None) -> None:
         check_engine(config.engine)
 
 
-def _serve_here(config: RunConfig, api_key: str | None) -> None:
-    _check(config, api_key)
-    run_until_signal(_serve(config, api_key))
-
-
-def _serve_detached(config: RunConfig, _: str | None) -> None:
-    """Have this command run without `--detach` in a session of its own; return when it serves, or end as it does."""
-    from penstock.fleet.service import names_this_machine, socket_of  # noqa: PLC0415
-
-    url, host = config.router.url, config.router.host
-    if (socket_of(url) is None) if url else not names_this_machine(host):
-        raise UserError(
-            "a detached fleet is found by its control socket, which needs router.host 127.0.0.1, localhost or "
-            f"0.0.0.0, got {url or host!r}; take one of them, or leave --detach off"
-        )
-    argv = [sys.executable, "-m", "penstock", *(word for word in sys.argv[1:] if word != "--detach")]
-    with _log_of(config.fleet.log_dir) as log, ExitStack() as undo:
-        read_fd, write_fd = os.pipe()
-        pipe = undo.enter_context(os.fdopen(read_fd))
-        with os.fdopen(write_fd, "wb"):
-            server = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                env={**os.environ, READY_FD_ENV: str(write_fd)}, pass_fds=(write_fd,),
-            )  # fmt: skip
-        undo.callback(server.terminate)
-        if line := pipe.readline():
-            undo.pop_all()
-            ready = json.loads(line)
-            typer.echo(f"{ready['usage']}penstock fleet stop --url {ready['url']} stops everything.")
-            return
-        log.seek(0)
-        typer.echo(log.read().decode(errors="replace")[-LONGEST_LOG:], err=True)
-        raise typer.Exit(server.wait())
-
-
-def _log_of(log_dir: Path | None) -> IO[bytes]:
-    from penstock.fleet.launch import made  # noqa: PLC0415
-
-    if log_dir is None:
-        return tempfile.TemporaryFile()
-    log = made(log_dir) / "fleet.log"
-    try:
-        return log.open("ab+")
-    except OSError as error:
-        raise ConfigError(f"{log} cannot be written: {error.strerror}; choose another fleet.log_dir") from error
-
-
 async def _serve(config: RunConfig, api_key: str | None) -> None:
     from rich.console import Console  # noqa: PLC0415
 
@@ -184,8 +125,7 @@ async def _serve(config: RunConfig, api_key: str | None) -> None:
     from penstock.fleet.service import socket_of  # noqa: PLC0415
 
     console = Console(stderr=True)
-    log = log_to(console)
-    logging.getLogger("penstock.fleet.service").setLevel(logging.WARNING)  # no control socket: that is said below
+    log_to(console)
     count = config.fleet.engines + len(config.fleet.attach)
     what = f"{count} engine{'' if count == 1 else 's'} of {config.engine.model}"
     opening = Fleet.launch(config.engine, fleet=config.fleet, router=config.router, api_key=api_key)
@@ -196,18 +136,8 @@ async def _serve(config: RunConfig, api_key: str | None) -> None:
         url, everywhere = callable_url(fleet.url)
         usage = _usage(url, config, with_key=api_key is not None, ordered=ordered)
         listens = "listening on all addresses of this machine\n" if everywhere else ""
-        usage = f"ready: {what} at {url}/v1\n{listens}{usage}"
-        if (fd := os.environ.pop(READY_FD_ENV, None)) is not None:
-            with os.fdopen(int(fd), "w") as pipe:
-                pipe.write(json.dumps({"url": url, "usage": usage}) + "\n")
-        else:
-            typer.echo(f"{usage}Ctrl-C stops everything.")
-        if not ordered:
-            log.warning(
-                "there is no control socket for %s, which may be another machine's address: `penstock fleet` does not "
-                "find this fleet, and no other process can adopt it; with --host 127.0.0.1 or 0.0.0.0 they do",
-                fleet.url,
-            )
+        stops = f"Ctrl-C{f' or penstock fleet stop --url {url}' if ordered else ''} stops everything."
+        typer.echo(f"ready: {what} at {url}/v1\n{listens}{usage}{stops}")
         # A signal is the way in which serving ends, and so is `penstock fleet stop`.
         with suppress(asyncio.CancelledError):
             await fleet.endpoint.stopping.wait()

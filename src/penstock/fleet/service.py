@@ -262,7 +262,10 @@ class Endpoint:
         self._end = end
         path = socket_of(self._url)
         if path is None:
-            logger.info("a fleet at %s has no control socket: that may be another machine", self._url)
+            logger.warning(
+                "there is no control socket for %s, which may be another machine's address: no other process finds or "
+                "adopts this fleet; with router.host 127.0.0.1 or 0.0.0.0 they do", self._url,
+            )  # fmt: skip
             return
         refuse_second(self._url)
         lora = LoraPaths(self._operations.adapters)
