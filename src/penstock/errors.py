@@ -102,6 +102,9 @@ class CheckpointError(PenstockError):
 def error_to_json(error: PenstockError) -> dict[str, Any]:
     """Return what another process needs to raise the same error."""
     more = {name: getattr(error, name) for name in ("status", "error_type", "seconds") if hasattr(error, name)}
+    if isinstance(error, FanOutError):
+        failures = {engine: error_to_json(failure) for engine, failure in error.failures.items()}
+        more = {"failures": failures, "results": dict(error.results)}
     return {"type": type(error).__name__, "message": str(error), **more}
 
 
@@ -112,7 +115,10 @@ def error_from_json(data: Mapping[str, Any]) -> PenstockError:
         return EngineHTTPError(message, status=int(data["status"]), error_type=str(data["error_type"]))
     if kind is DeadlineError:
         return DeadlineError(message, seconds=float(data["seconds"]))
-    if isinstance(kind, type) and issubclass(kind, PenstockError) and kind is not FanOutError:
+    if kind is FanOutError:
+        failures = {str(engine): error_from_json(failure) for engine, failure in data["failures"].items()}
+        return FanOutError(message, failures=failures, results=data["results"])
+    if isinstance(kind, type) and issubclass(kind, PenstockError):
         return kind(message)
     return PenstockError(message)
 
@@ -159,3 +165,10 @@ def whole_number(value: Any, what: str, *, least: int = 0, most: int = LARGEST, 
     if type(value) is not int or not least <= value <= most:
         raise error(f"{what} is a whole number from {least} to {most}, got {repr(value)[:_SHOWN]}")
     return value
+
+
+def seconds(given: Any) -> float | None:
+    """A `timeout_s` that a caller gave, checked before anything is done by it. Raises UserError where it is none."""
+    if given is not None and not (isinstance(given, (int, float)) and 0 <= given <= LARGEST):
+        raise UserError(f"timeout_s is a number of seconds, 0 or more, got {given!r}; leave it out for the default")
+    return given

@@ -104,7 +104,7 @@ async def detached(**options: object) -> AsyncIterator[Fleet]:
         await fleet.teardown()
         if holder.is_running():
             async with FleetClient.to(fleet.url) as link:
-                await link.stop()
+                await link.call("stop")
         _, left = await asyncio.to_thread(psutil.wait_procs, family, timeout=WAIT_S)
         assert left == []
         assert list(folder().iterdir()) == []
@@ -246,7 +246,7 @@ async def test_whoever_adopted_a_fleet_that_is_stopped_is_told_so() -> None:
     async with detached() as fleet:
         holder = await holder_of(fleet)
         async with FleetClient.to(fleet.url) as link:
-            await link.stop()
+            await link.call("stop")
         await asyncio.to_thread(holder.wait, WAIT_S)
         assert await fleet._roster.until(lambda: fleet._roster.lost is not None, deadline_s=WAIT_S)
         with pytest.raises(EngineDeadError, match="this fleet was stopped"):
@@ -281,27 +281,25 @@ async def test_a_socket_of_a_fleet_that_was_killed_is_in_nobodys_way(fleet: Flee
 
 
 async def test_bad_calls_are_answered(fleet: Fleet) -> None:
-    assert fleet.endpoint is not None
-    assert fleet.endpoint._path is not None
-    async with FleetClient(fleet.endpoint._path) as link:
+    async with FleetClient.to(fleet.url) as link:
         with pytest.raises(UserError, match="there is no call 'dance'; known: pause, "):
-            await link.order("dance")
+            await link.call("dance")
         with pytest.raises(UserError, match="malformed arguments of the call 'pause': TypeError"):
-            await link.order("pause")
+            await link.call("pause")
         with pytest.raises(UserError, match="unknown pause mode 'quickly'; known: keep, wait, abort"):
-            await link.order("pause", mode="quickly", clear_cache=True, timeout_s=None)
+            await link.call("pause", mode="quickly", clear_cache=True, timeout_s=None)
         with pytest.raises(WeightsError, match="malformed weight manifest"):
-            await link.order("update", manifest={})
+            await link.call("update_from", manifest={})
         manifest = {"version": 99, "transport": "shared_memory", "location": {"path": "/etc/passwd"}, "tensors": []}
         with pytest.raises(WeightsError, match="it is no store's file"):
-            await link.order("update", manifest=manifest)
+            await link.call("update_from", manifest=manifest)
         before = fleet._roster.members
         for count in (1e30, 1e6, 2**62, -1, True, 1.5, "2", None, []):
             with pytest.raises(UserError, match="the number of engines to add is a whole number from 1 to 40"):
-                await link.order("add", count=count)
+                await link.call("add", count=count)
         for seconds in (-1, "nan", 1e30, [], None):
             with pytest.raises(UserError, match=r"timeout_s|NoneType"):
-                await link.order("collective_rpc", method="m", args=[], kwargs={}, timeout_s=seconds)
+                await link.call("collective_rpc", method="m", args=[], kwargs={}, timeout_s=seconds)
         assert fleet._roster.members == before
         for body in (b"[" * 100_000, b"7", b"\xff", b'{"count": 1e999}'):
             answer = await link._http.call("POST", "/control/add", body, timeout_s=WAIT_S)
@@ -324,7 +322,7 @@ async def test_what_a_script_launched_is_adopted_and_stopped_by_others_without_i
         await check_serves(fleet, engines=2)
         engines = {f"port={s.url.rpartition(':')[2]}" for s in await fleet.engines()}
         async with FleetClient.to(fleet.url) as link:
-            await asyncio.wait_for(link.stop(), WAIT_S)
+            await asyncio.wait_for(link.call("stop"), WAIT_S)
         assert not [p for p in psutil.Process().children() if engines & set(p.cmdline())], "it has ended by itself"
         assert list(folder().iterdir()) == []
         with pytest.raises(StateError, match="the fleet was told to stop, by `penstock fleet stop`"):

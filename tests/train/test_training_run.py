@@ -201,7 +201,7 @@ async def test_a_run_is_found_by_penstock_fleet_which_can_stop_it(
         state = await link.state()
         assert [member.name for member in state.members] == ["e0", "e1"]
         assert state.version >= 1
-        await asyncio.wait_for(link.stop(), WAIT_S)
+        await asyncio.wait_for(link.call("stop"), WAIT_S)
     with pytest.raises(StateError, match="was told to stop"):
         await asyncio.wait_for(running, WAIT_S)
     assert set(psutil.Process().children(recursive=True)) <= before

@@ -12,6 +12,7 @@ from penstock.errors import UserError
 
 if TYPE_CHECKING:
     from penstock.fleet.remote import FleetClient
+    from penstock.fleet.service import FleetState
 
 T = TypeVar("T")
 
@@ -60,13 +61,12 @@ def add(
     """
     if attach and count is not None:
         raise UserError(f"{count} to start and servers to --attach are two calls; give one of them")
-    if attach:
-        servers = [{"url": address} for address in attach]
-        names, state = _run(
-            url, lambda client: client.order("attach", servers=servers), f"attaching {', '.join(attach)}"
-        )
-    else:
-        names, state = _run(url, lambda client: client.order("add", count=count or 1), f"starting {count or 1} more")
+
+    async def join(client: FleetClient) -> tuple[list[str], FleetState]:
+        names = await (client.call("attach", servers=attach) if attach else client.call("add", count=count or 1))
+        return names, await client.state()
+
+    names, state = _run(url, join, f"attaching {', '.join(attach)}" if attach else f"starting {count or 1} more")
     waiting = [m.name for m in state.members if m.name in names and m.state == "syncing"]
     if serving := [name for name in names if name not in waiting]:
         typer.echo(f"serving: {', '.join(serving)}")
@@ -85,7 +85,7 @@ def drain(engine: Name, *, timeout: Timeout = None, url: Url = None) -> None:
     - `penstock fleet drain e1`
     - `penstock fleet drain e1 --timeout 60`
     """
-    done, _ = _run(url, lambda client: client.order("drain", engine=engine, timeout_s=timeout), f"draining {engine}")
+    done = _run(url, lambda client: client.call("drain", engine=engine, timeout_s=timeout), f"draining {engine}")
     typer.echo(f"{engine} is drained" if done else f"{engine} still has requests or sessions", err=not done)
     if not done:
         raise typer.Exit(1)
@@ -99,7 +99,7 @@ def remove(engine: Name, *, timeout: Timeout = None, url: Url = None) -> None:
 
     - `penstock fleet remove e1`
     """
-    _run(url, lambda client: client.order("remove", engine=engine, timeout_s=timeout), f"removing {engine}")
+    _run(url, lambda client: client.call("remove", engine=engine, timeout_s=timeout), f"removing {engine}")
     typer.echo(f"{engine} has left")
 
 
@@ -112,7 +112,7 @@ def stop(url: Url = None) -> None:
     - `penstock fleet stop`
     - `penstock fleet stop --url http://127.0.0.1:9000`
     """
-    _run(url, lambda client: client.stop(), "stopping")
+    _run(url, lambda client: client.call("stop"), "stopping")
     typer.echo("stopped")
 
 

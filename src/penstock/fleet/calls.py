@@ -23,19 +23,21 @@ MAX_BODY = 64 * 2**20
 Call = Callable[..., Awaitable[Any]]
 
 
+CALL_S = 24 * 3600.0
+"""Deadline of a call that ends with an operation; each step of that has its own deadline in the other process."""
+
+
 class CallServer:
-    """Serves `calls`, which take their arguments by keyword, on a Unix socket; adds `more` to every answer."""
+    """Serves `calls`, which take their arguments by keyword, on a Unix socket."""
 
     def __init__(
         self,
         prefix: str,
         calls: Mapping[str, Call],
-        more: Callable[[], dict[str, Any]] = dict,
         *,
         routes: Callable[[web.Application], None] = lambda _: None,
     ) -> None:
         self._calls = calls
-        self._more = more
         app = web.Application(client_max_size=MAX_BODY)
         app.router.add_post(prefix + "/{call}", self._answer)
         routes(app)
@@ -54,9 +56,8 @@ class CallServer:
         try:
             answer = {"result": await self._run(http.match_info["call"], await http.read())}
         except PenstockError as error:
-            answer = {"error": error}
-        body = orjson.dumps(answer | self._more(), default=_plain)
-        return web.Response(body=body, content_type="application/json")
+            answer = {"error": error_to_json(error)}
+        return web.Response(body=orjson.dumps(answer), content_type="application/json")
 
     async def _run(self, name: str, body: bytes) -> Any:
         call = self._calls.get(name)
@@ -69,12 +70,6 @@ class CallServer:
             return await call(**cast("dict[str, Any]", arguments))
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, PenstockError):
-        return error_to_json(value)
-    raise TypeError(f"{type(value).__name__} is not JSON")
-
-
 class CallClient:
     """Calls to the process that listens at a Unix socket; errors call it `server`."""
 
@@ -82,8 +77,8 @@ class CallClient:
         self._http = HttpTransport("http://localhost", server=server, unix_socket=path)
         self._prefix = prefix
 
-    async def call(self, name: str, /, *, deadline_s: float, **arguments: Any) -> dict[str, Any]:
-        """Make a call; returns its whole answer.
+    async def call(self, name: str, /, *, deadline_s: float = CALL_S, **arguments: Any) -> Any:
+        """Make a call; returns its result, as JSON has it.
 
         Raises:
             UnreachableError: nothing listens there; `EngineDeadError`: the process ended during the call.
@@ -93,7 +88,7 @@ class CallClient:
         answer: Any = await self._http.post(f"{self._prefix}/{name}", arguments, timeout_s=deadline_s)
         with reading(f"answer to {name}", EngineError):
             if "error" not in answer:
-                return answer
+                return answer["result"]
             error = error_from_json(answer["error"])
         raise error
 

@@ -11,13 +11,13 @@ from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from penstock.errors import (
-    LARGEST,
     DeadlineError,
     EngineDeadError,
     EngineStartError,
     PenstockError,
     StateError,
     UserError,
+    seconds,
     whole_number,
 )
 from penstock.fleet.engines import LaunchedEngines
@@ -335,13 +335,6 @@ class Elastic:
         ours = (m for m in self._roster.members if m.spec is None)  # others have nothing of what we share out
         there = (m for m in ours if m.state is not State.STOPPED or m in self._departures)
         return await engines.place([*(m.gpus for m in there), *self._placed.values()])
-
-
-def seconds(given: Any) -> float | None:
-    """A `timeout_s` that a caller gave, checked before anything is done by it. Raises UserError where it is none."""
-    if given is not None and not (isinstance(given, (int, float)) and 0 <= given <= LARGEST):
-        raise UserError(f"timeout_s is a number of seconds, 0 or more, got {given!r}; leave it out for the default")
-    return given
 
 
 def place_of(url: str) -> str:

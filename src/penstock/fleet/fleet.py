@@ -235,7 +235,7 @@ class Fleet(Engine):
         if adapter is not None:
             await self._operations.adapters.pause(adapter)
             return
-        await self._operations.pause(PauseMode(mode), clear_cache=clear_cache, timeout_s=timeout_s)
+        await self._operations.pause(mode, clear_cache=clear_cache, timeout_s=timeout_s)
 
     async def resume_generation(self, *, adapter: str | None = None) -> None:
         """Resume after `pause_generation` with the same `adapter`, then open the gate. StateError: not paused."""
@@ -349,7 +349,7 @@ class Fleet(Engine):
             EngineDeadError, EngineHTTPError: no program answers there, or one that is no engine.
         """
         self._check_open()
-        return await self._elastic.attach(servers)
+        return await self._elastic.attach([spec.model_dump() for spec in plugged_in("attach.specs")(servers)])
 
     async def drain(self, engine: str | int, *, timeout_s: float | None = None) -> bool:
         """Send an engine (by name or index) no new session; returns whether it has ended all it had in time.
@@ -392,9 +392,7 @@ class Fleet(Engine):
             FanOutError: it failed on some engines; it holds their errors, and the others' answers. Of one: its own.
         """
         self._check_open()
-        outcome = await self._operations.collective_rpc(method, timeout_s, args, kwargs)
-        outcome.raise_for(f"collective_rpc {method!r}")
-        return [result for results in outcome.results.values() for result in results]
+        return await self._operations.collective_rpc(method, timeout_s, args, kwargs)
 
     async def update_adapter(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
 from contextlib import ExitStack, asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -187,9 +187,10 @@ class Operations:
         """
         return await self._update(lambda number: self._store.publish(number, named_tensors), version, kv)
 
-    async def update_from(self, manifest: WeightManifest, *, kv: KV = "recompute") -> UpdateReport:
+    async def update_from(self, manifest: Mapping[str, Any], *, kv: KV = "recompute") -> UpdateReport:
         """Update to weights that another process of this user has published; it need not live on."""
-        return await self._update(lambda _: self._store.adopt(manifest), manifest.version, kv)
+        given = WeightManifest.from_json(manifest)
+        return await self._update(lambda _: self._store.adopt(given), given.version, kv)
 
     async def _update(self, publish: Callable[[int], WeightManifest], version: int | None, kv: KV) -> UpdateReport:
         self.queue.check_open()

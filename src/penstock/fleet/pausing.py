@@ -11,8 +11,8 @@ from typing import Any
 from penstock.aio import settled
 from penstock.engine.capabilities import Capability
 from penstock.engine.control import ControlClient, CoreState
-from penstock.errors import DeadlineError, EngineDeadError, PenstockError, StateError, UserError
-from penstock.fleet.member import SERVABLE, Call, FanOut, Member, State, ask, fan_out, foreign_to, why
+from penstock.errors import DeadlineError, EngineDeadError, PenstockError, StateError, UserError, seconds
+from penstock.fleet.member import SERVABLE, Call, Member, State, ask, fan_out, foreign_to, why
 from penstock.fleet.operations import Operations
 from penstock.fleet.roster import Roster
 from penstock.fleet.update import MEMORY_TAGS
@@ -29,7 +29,7 @@ class AllOperations(Operations):
 
     _waiting_pause: _WaitingPause | None = None
 
-    async def pause(self, mode: PauseMode, *, clear_cache: bool, timeout_s: float | None = None) -> None:
+    async def pause(self, mode: PauseMode | str, *, clear_cache: bool, timeout_s: float | None = None) -> None:
         """Close the gate, then pause every engine.
 
         While one of mode `wait` waits for requests, `abort` and `resume` need no turn. `resume` ends it, and so does
@@ -40,7 +40,8 @@ class AllOperations(Operations):
                 dead after the deadline of a request, for a pause that waits, or of a control call.
             StateError: generation is paused already, or the pause was ended while it waited.
         """
-        if timeout_s is not None and timeout_s <= 0:
+        mode, timeout_s = PauseMode(mode), seconds(timeout_s)
+        if timeout_s == 0:
             raise UserError(f"timeout_s of a pause must be positive, got {timeout_s:g}")
         waiting = _WaitingPause()
 
@@ -151,23 +152,27 @@ class AllOperations(Operations):
 
     async def collective_rpc(
         self, method: str, timeout_s: float, args: Sequence[Any], kwargs: Mapping[str, Any] | None
-    ) -> FanOut[list[Any]]:
+    ) -> list[Any]:
         """Call a worker method on every engine, outside the queue. What it does is unknown, so a failure kills none.
 
         Raises:
             EngineDeadError: no engine is left.
+            FanOutError: it failed on some engines; of one, its own error.
             MissingCapabilityError: one of them has no such call.
         """
         self._require("rpc", "collective_rpc")
+        seconds(timeout_s)
         if not (members := self._roster.live()):
             raise EngineDeadError(f"no engine is left now ({why(self._roster.members)})")
         with self._roster.occupation.going_on(), foreign_to(members):
-            return await fan_out(
+            outcome = await fan_out(
                 members,
                 lambda engine: engine.collective_rpc(method, timeout_s, args, kwargs),
                 # Longer than the client's own deadline, so that its message arrives.
                 deadline_s=timeout_s + 2.0,
             )
+        outcome.raise_for(f"collective_rpc {method!r}")
+        return [result for results in outcome.results.values() for result in results]
 
     async def mend(self, member: Member, said: CoreState, deadline_s: float) -> None:
         """Put right what another process did to an engine, as its core `said`; see `put_right`.

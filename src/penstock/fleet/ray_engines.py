@@ -70,7 +70,7 @@ class Driver(CallClient):
     async def ask(self, name: str, /, *, deadline_s: float, **arguments: Any) -> Any:
         """Call a method of `RayDriver`; raises as it does, or EngineDeadError where the process ended or failed."""
         try:
-            return (await self.call(name, deadline_s=deadline_s, **arguments))["result"]
+            return await self.call(name, deadline_s=deadline_s, **arguments)
         except (EngineDeadError, EngineHTTPError) as error:
             said = " ".join(self.child.said().splitlines()[-3:])
             raise EngineDeadError(f"the process that drives Ray failed: {said or error}") from error

@@ -8,8 +8,9 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, get_type_hints
 
 from pydantic import TypeAdapter
 
@@ -22,7 +23,6 @@ from penstock.errors import (
     PenstockError,
     StateError,
     UserError,
-    error_from_json,
     reading,
 )
 from penstock.fleet.adapters import FleetAdapters
@@ -30,7 +30,7 @@ from penstock.fleet.calls import CallClient
 from penstock.fleet.elastic import Elastic
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.launch import Terms, data_client
-from penstock.fleet.member import FanOut, Lifecycle, Member, State
+from penstock.fleet.member import Lifecycle, Member, State
 from penstock.fleet.native import NativeCalls
 from penstock.fleet.pausing import AllOperations
 from penstock.fleet.roster import Roster
@@ -46,8 +46,7 @@ from penstock.fleet.service import (
     state_of,
 )
 from penstock.router.admin_client import RouterAdmin
-from penstock.settings import ServerSpec
-from penstock.types import KV, AdapterStatus, UpdateReport
+from penstock.types import KV, UpdateReport
 from penstock.weights.adapter_files import AdapterFiles
 from penstock.weights.shared_memory import SharedMemoryStore
 
@@ -56,16 +55,6 @@ if TYPE_CHECKING:
 
 ANSWER_S = 10.0
 """Deadline of what is answered at once."""
-CALL_S = 24 * 3600.0
-"""Of a call that ends with an operation; each step of that has its own deadline in the other process."""
-
-RESULTS: Mapping[str, TypeAdapter[Any]] = {
-    "update": TypeAdapter(UpdateReport),
-    "adapter_update_from": TypeAdapter(UpdateReport),
-    "adapter_load": TypeAdapter(UpdateReport | None),
-    "adapter_statuses": TypeAdapter(dict[str, AdapterStatus]),
-}
-"""By call: what its result is read as. Others are plain JSON."""
 
 
 class FleetClient(CallClient):
@@ -94,18 +83,7 @@ class FleetClient(CallClient):
 
     async def state(self, seen: int = -1) -> FleetState:
         """Return the fleet's state, as soon as it is another than that of change `seen`, or after `QUIET_S`."""
-        return state_of((await self.call("engines", deadline_s=QUIET_S + ANSWER_S, seen=seen))["state"])
-
-    async def order(self, name: str, /, **arguments: Any) -> tuple[Any, FleetState]:
-        """Make a call of `Operations` or `Elastic`; returns its result, and the state after it."""
-        answer = await self.call(name, deadline_s=CALL_S, **arguments)
-        with reading("answer of a fleet", EngineError):
-            result = answer["result"]
-            result = RESULTS[name].validate_python(result) if name in RESULTS else result
-            return result, state_of(answer["state"])
-
-    async def stop(self) -> None:
-        await self.call("stop", deadline_s=CALL_S)
+        return state_of(await self.call("state", deadline_s=QUIET_S + ANSWER_S, seen=seen))
 
 
 async def adopt(client: FleetClient, url: str, terms: Terms) -> Fleet:
@@ -127,7 +105,7 @@ async def adopt(client: FleetClient, url: str, terms: Terms) -> Fleet:
         roster.raise_if_lost()
         store = SharedMemoryStore()
         owned.callback(store.close)
-        elastic = RemoteElastic(roster)
+        elastic = Remote(Elastic, roster.call)
         data = data_client(url, terms.api_key or state.admin_key, roster, owned, terms)
         data.unreported = VanillaReplies(roster.asked)
         follower = asyncio.create_task(roster.follow(client), name="follow-fleet")
@@ -167,18 +145,18 @@ class AdoptedRoster(Roster):
         if self.lost is not None:
             raise EngineDeadError(self.lost)
 
-    async def order(self, call: str, /, **arguments: Any) -> Any:
+    async def call(self, name: str, /, **arguments: Any) -> Any:
         """Have the owner do it, and take the state after it."""
         self.check_reachable()
         try:
-            result, state = await self._client.order(call, **arguments)
+            result = await self._client.call(name, **arguments)
+            await self.take(await self._client.state())
         except EngineDeadError as error:
             raise EngineDeadError(self.lost or str(error)) from error
-        await self.take(state)
         return result
 
     async def set_policy(self, changes: Mapping[str, Any]) -> None:
-        await self.order("set_policy", changes=dict(changes))
+        await self.call("set_policy", changes=changes)
 
     async def follow(self, client: FleetClient) -> None:
         """Take every state that comes, until the owner is gone; calls under way fail then."""
@@ -216,6 +194,11 @@ class AdoptedRoster(Roster):
         return member
 
 
+@cache
+def _signature(method: Callable[..., Any]) -> tuple[inspect.Signature, TypeAdapter[Any]]:
+    return inspect.signature(method), TypeAdapter(get_type_hints(method)["return"])
+
+
 class Remote:
     """What the owner of a fleet has of a `kind` in `CALLS`: each method is a call, arguments by name."""
 
@@ -227,12 +210,14 @@ class Remote:
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
         if name not in self._names:
             raise AttributeError(name)
-        signature = inspect.signature(getattr(self._kind, name))
 
-        def forward(*args: Any, **options: Any) -> Awaitable[Any]:
+        async def forward(*args: Any, **options: Any) -> Any:
+            signature, result = _signature(getattr(self._kind, name))
             arguments = signature.bind(None, *args, **options).arguments
             del arguments["self"]
-            return self._call(f"{self._prefix}{name}", **arguments)
+            answer = await self._call(f"{self._prefix}{name}", **arguments)
+            with reading(f"answer of a fleet to {name}", EngineError):
+                return result.validate_python(answer)
 
         return forward
 
@@ -253,38 +238,21 @@ class RemoteAdapters(Remote):
     ) -> UpdateReport:
         files = await in_thread(lambda: AdapterFiles.of_tensors(tensors, config))
         try:
-            given = {"name": name, "source": files.source, "version": version, "kv": kv}
-            return await self._call("adapter_update_from", **given)
+            return await self.update_from(name, files.source, version, kv)
         finally:
             files.close()
-
-
-class RemoteElastic(Remote):
-    """`Elastic` of a fleet that another process owns."""
-
-    def __init__(self, roster: AdoptedRoster) -> None:
-        super().__init__(Elastic, roster.order)
-
-    async def attach(self, servers: Iterable[str | ServerSpec]) -> tuple[str, ...]:
-        given = [spec.model_dump() if isinstance(spec, ServerSpec) else spec for spec in servers]
-        return tuple(await self._call("attach", servers=given))
 
 
 class RemoteOperations(Remote):
     """`Operations` of a fleet that another process owns."""
 
     def __init__(self, roster: AdoptedRoster, store: SharedMemoryStore) -> None:
-        super().__init__(AllOperations, roster.order)
+        super().__init__(AllOperations, roster.call)
         self._roster = roster
         self._store = store
-        self.adapters = RemoteAdapters(roster.order)
-        self.native = Remote(NativeCalls, roster.order)
+        self.adapters = RemoteAdapters(roster.call)
+        self.native = Remote(NativeCalls, roster.call)
         self._update: asyncio.Task[UpdateReport] | None = None
-
-    async def collective_rpc(self, *args: Any) -> FanOut[list[Any]]:
-        outcome = await self.__getattr__("collective_rpc")(*args)
-        failures = {name: error_from_json(error) for name, error in outcome["failures"].items()}
-        return FanOut(outcome["results"], failures)
 
     async def update(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int | None, *, kv: KV = "recompute"
@@ -310,7 +278,7 @@ class RemoteOperations(Remote):
         manifest = await in_thread(lambda: self._store.publish(version, named_tensors))
         published = time.monotonic() - began
         try:
-            report = await self._call("update", manifest=manifest.to_json(), kv=kv)
+            report: UpdateReport = await self.update_from(manifest.to_json(), kv=kv)
         finally:
             if self._roster.version == version:
                 self._store.commit(manifest)  # these bytes stay until the one after the next

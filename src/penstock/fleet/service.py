@@ -1,7 +1,7 @@
 """The control API of a fleet: calls (see `calls.py`) that its owner serves on a Unix socket, as `/control/CALL`.
 
 Only the owner's user can reach the socket, so it asks for no key: it gives that user the keys of router and engines.
-The router's port names it, and it exists as long as the fleet has an owner. Every answer has the fleet's `state`.
+The router's port names it, and it exists as long as the fleet has an owner.
 """
 
 from __future__ import annotations
@@ -10,30 +10,28 @@ import asyncio
 import ipaddress
 import logging
 import os
-import re
 import socket
 import stat
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from contextlib import suppress
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import HttpUrl, TypeAdapter, ValidationError
 
 from penstock.aio import settled
 from penstock.engine.control import EngineInfo
 from penstock.errors import EngineError, StateError, UserError
 from penstock.fleet.adapters import FleetAdapters, LoraPaths
 from penstock.fleet.calls import Call, CallServer
-from penstock.fleet.elastic import Elastic, seconds
+from penstock.fleet.elastic import Elastic
 from penstock.fleet.member import State
 from penstock.fleet.native import NativeCalls
 from penstock.fleet.pausing import AllOperations
 from penstock.fleet.roster import Roster
-from penstock.types import PauseMode
-from penstock.weights.manifest import WeightManifest
 
 FOLDER_ENV = "PENSTOCK_RUNTIME_DIR"
 """Names a folder other than /tmp. XDG_RUNTIME_DIR and TMPDIR are not read: a login and a Slurm job of one user differ
@@ -44,10 +42,10 @@ LONGEST = 107
 """Bytes in the name of a Unix socket, on Linux."""
 PREFIX = "/control"
 QUIET_S = 5.0
-"""`engines` is answered after so long without a change; its caller learns from the answer that we live."""
+"""`state` is answered after so long without a change; its caller learns from the answer that we live."""
 ASK_THERE = "as the user who owns the fleet, on the router's machine: its control socket gives what is needed"
 """How to reach engines that must not be asked from here."""
-_NAME = re.compile(r"fleet-(\d+)\.sock")
+_ADDRESS = TypeAdapter(HttpUrl)
 
 logger = logging.getLogger(__name__)
 
@@ -77,35 +75,26 @@ def folder() -> Path:
 
 
 def router_address(url: str) -> str:
-    """Return a router's address without a slash or the `/v1` of OpenAI clients at its end.
-
-    Raises:
-        UserError: it is none.
-    """
+    """Return a router's address without a slash or the `/v1` of OpenAI clients at its end. UserError: it is none."""
     try:
-        parts = urlsplit(url)
-        complete = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of the port
-        complete = False
-    if not complete:
-        raise UserError(f"{url!r} is not an address; give one such as http://127.0.0.1:8000")
+        _ADDRESS.validate_python(url)
+    except ValidationError:
+        raise UserError(f"{url!r} is not an address; give one such as http://127.0.0.1:8000") from None
     return url.rstrip("/").removesuffix("/v1")
 
 
 def socket_of(url: str) -> Path | None:
     """Return the control socket of a fleet behind the router at `url`; None if that may be another machine."""
     parts = urlsplit(router_address(url))
-    return folder() / f"fleet-{parts.port}.sock" if names_this_machine(parts.hostname) and parts.port else None
+    return folder() / f"fleet-{parts.port}.sock" if _is_this_machine(parts.hostname) and parts.port else None
 
 
-def names_this_machine(host: str | None) -> bool:
+def _is_this_machine(host: str | None) -> bool:
     """Whether an address can only be this machine's; a name but localhost may be any machine's."""
-    host = (host or "").rstrip(".")
     try:
-        address = ipaddress.ip_address(host if ":" in host else socket.inet_aton(host))  # 127.1 is 127.0.0.1
-    except (ValueError, OSError):
+        address = ipaddress.ip_address(host or "")
+    except ValueError:
         return host == "localhost"
-    address = getattr(address, "ipv4_mapped", None) or address
     return address.is_loopback or address.is_unspecified
 
 
@@ -126,8 +115,7 @@ def refuse_second(url: str | None) -> None:
 
 def present() -> dict[int, Path]:
     """Return router port to control socket of every live fleet; sockets of killed ones are removed."""
-    named = ((_NAME.fullmatch(path.name), path) for path in folder().iterdir())
-    return {int(match[1]): path for match, path in named if match is not None and alive(path)}
+    return {int(path.stem.removeprefix("fleet-")): path for path in folder().glob("fleet-*.sock") if alive(path)}
 
 
 def alive(path: Path) -> bool:
@@ -211,21 +199,19 @@ def shown(state: FleetState) -> dict[str, Any]:
 
 
 CALLS: Mapping[type, tuple[str, tuple[str, ...]]] = {
-    AllOperations: ("", ("pause", "resume", "abort", "reset_prefix_cache", "sleep", "wake_up", "collective_rpc")),
+    AllOperations: (
+        "",
+        ("pause", "resume", "abort", "reset_prefix_cache", "sleep", "wake_up", "collective_rpc", "update_from"),
+    ),
     NativeCalls: ("native_", ("init", "update")),
     FleetAdapters: ("adapter_", ("update_from", "load", "unload", "pause", "resume", "wait", "pin", "statuses")),
     Roster: ("", ("set_policy",)),
     Elastic: ("", ("add", "attach", "drain", "remove")),
 }
-"""Methods that other processes can call, and the first letters of these calls."""
-READ: Mapping[str, Callable[[Any], Any]] = {
-    "mode": PauseMode,
-    "timeout_s": seconds,
-    "manifest": WeightManifest.from_json,
-}
-"""By name of an argument: its value from JSON. Others are what they are."""
-COPIED = ("name", "url", "state", "weight_version", "is_restarting", "gpus", "info", "api_key")
-"""What a `MemberState` has of its `Member`."""
+"""Methods that other processes can call, and the first letters of these calls.
+
+Each takes what JSON has and checks it. What it returns is read by its annotation (`remote.Remote`).
+"""
 
 
 class Endpoint:
@@ -246,11 +232,9 @@ class Endpoint:
         self._roster = roster
         self._operations = operations
         self._elastic = elastic
-        self._end: Callable[[], Awaitable[None]] | None = None
         self._ending: asyncio.Future[None] | None = None
         self._ended = asyncio.Event()
-        self._server: CallServer | None = None
-        self._path: Path | None = None
+        self._opened = AsyncExitStack()
 
     async def open(self, end: Callable[[], Awaitable[None]]) -> None:
         """Listen, and let the call `stop` do `end`. A router address that may be another machine's has no socket.
@@ -259,7 +243,6 @@ class Endpoint:
             StateError: another process owns the fleet behind this router.
             UserError: the folder of sockets is not safe.
         """
-        self._end = end
         path = socket_of(self._url)
         if path is None:
             logger.warning(
@@ -268,24 +251,24 @@ class Endpoint:
             )  # fmt: skip
             return
         refuse_second(self._url)
-        lora = LoraPaths(self._operations.adapters)
-        self._server = CallServer(PREFIX, self._calls(), lambda: {"state": self._state()}, routes=lora.add_to)
+        operations, calls = self._operations, dict[str, Call]()
+        for part in (operations, operations.native, operations.adapters, self._roster, self._elastic):
+            prefix, names = CALLS[type(part)]
+            calls |= {f"{prefix}{name}": getattr(part, name) for name in names}
+        calls |= {"state": self._state, "stop": partial(self._stop, end)}
+        server = CallServer(PREFIX, calls, routes=LoraPaths(operations.adapters).add_to)
         listening = socket.socket(socket.AF_UNIX)
         listening.bind(str(path))
         os.chmod(path, SOCKET_MODE)  # noqa: PTH101 - in a coroutine; it takes microseconds
-        self._path = path
-        await self._server.start(listening)
+        self._opened.push_async_callback(server.close)
+        self._opened.callback(path.unlink, missing_ok=True)
+        await server.start(listening)
 
     async def close(self) -> None:
-        """The fleet has ended: answer `stop` and `engines`, and take the socket away."""
+        """The fleet has ended: answer `stop` and `state`, and take the socket away."""
         self._ended.set()
-        self._roster.announce()  # `engines` waits for it
-        if self._path is not None:
-            with suppress(FileNotFoundError):
-                os.unlink(self._path)  # noqa: PTH108 - in a coroutine; it takes microseconds
-            self._path = None
-        if self._server is not None:
-            await self._server.close()
+        self._roster.announce()  # `state` waits for it
+        await self._opened.aclose()
 
     async def during(self, work: Coroutine[Any, Any, T]) -> T:
         """Return what `work` returns. Raises StateError if the fleet is told to end; `work` is cancelled then."""
@@ -294,40 +277,18 @@ class Endpoint:
             raise StateError(self.STOPPED)
         return done.result()
 
-    def _calls(self) -> dict[str, Call]:
-        """Name the calls; some arguments are read from JSON before."""
-        operations = self._operations
-        calls: dict[str, Call] = {}
-        for part in (operations, operations.native, operations.adapters, self._roster, self._elastic):
-            prefix, names = CALLS[type(part)]
-            calls |= {f"{prefix}{name}": getattr(part, name) for name in names}
-        calls["update"] = operations.update_from
-        return {name: self._read(call) for name, call in calls.items()} | {"engines": self._wait, "stop": self._stop}
-
-    def _read(self, call: Call) -> Call:
-        """Make a call with what its JSON arguments mean, unless the fleet is being stopped."""
-
-        def made(**arguments: Any) -> Awaitable[Any]:
-            if self.stopping.is_set():
-                raise StateError("this fleet is being stopped")
-            return call(**{name: READ[name](value) if name in READ else value for name, value in arguments.items()})
-
-        return made
-
-    async def _wait(self, seen: int = -1) -> None:
-        """Return as soon as the state is another than that of change `seen`, or after `QUIET_S`."""
-        await self._roster.until(lambda: self._roster.changes != seen or self._ended.is_set(), deadline_s=QUIET_S)
-        if self._ended.is_set():
-            raise StateError("this fleet was stopped")
-
-    async def _stop(self) -> None:
-        self.stopping.set()
-        if self._end is not None and self._ending is None:
-            self._ending = asyncio.ensure_future(self._end())
+    async def _stop(self, end: Callable[[], Awaitable[None]]) -> None:
+        if self._ending is None:
+            self.stopping.set()
+            self._ending = asyncio.ensure_future(end())
         await self._ended.wait()
 
-    def _state(self) -> FleetState:
+    async def _state(self, seen: int = -1) -> FleetState:
+        """Return the state as soon as it is another than that of change `seen`, or after `QUIET_S`."""
         roster = self._roster
+        await roster.until(lambda: roster.changes != seen or self._ended.is_set(), deadline_s=QUIET_S)
+        if self._ended.is_set():
+            raise StateError("this fleet was stopped")
         return FleetState(
             url=self._url,
             pid=os.getpid(),
@@ -335,10 +296,13 @@ class Endpoint:
             used=roster.highest_version,
             change=roster.changes,
             members=tuple(
-                MemberState(**{name: getattr(m, name) for name in COPIED}, reason=m.lifecycle.reason)
+                MemberState(
+                    m.name, m.url, m.state, m.lifecycle.reason, m.weight_version, m.is_restarting, m.gpus, m.info,
+                    m.api_key,
+                )
                 for m in roster.members
             ),
             starting=self._elastic.starting,
             kept=tuple(sorted(roster.kv_kept_versions)),
             admin_key=self._admin_key,
-        )
+        )  # fmt: skip

@@ -442,13 +442,9 @@ async def _serve(given: str) -> AsyncGenerator[str]:
         models = Models(await _learner(options, ranks), options.folder / "models", options.name, options.max_rank)
         await asyncio.get_running_loop().run_in_executor(thread, models.restore)
         client = await stack.enter_async_context(FleetClient.to(options.fleet))
-
-        async def call(name: str, /, **arguments: Any) -> Any:
-            return (await client.order(name, **arguments))[0]
-
         sizes, kept = Sizes(options.vocabulary, options.max_tokens), Answers(options.folder / "answers")
         turn = TURN * micro_batch_tokens(options.train, default_device())
-        app = build_app(Operations(models, RemoteAdapters(call), kept, sizes, thread, turn, options.stall_s))
+        app = build_app(Operations(models, RemoteAdapters(client.call), kept, sizes, thread, turn, options.stall_s))
         watch = asyncio.create_task(_end_with(ranks), name="watch-ranks")
         stack.push_async_callback(cancelled, watch)
         await stack.enter_async_context(serving_app(app, listening_at(options.socket, "the learner"), "the learner"))
