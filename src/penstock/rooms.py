@@ -43,6 +43,7 @@ PLACES = {
     "quantise.options": "penstock.engine.layouts:quantised_options",
     "quantise.schemes": "penstock.plugin.quantised:find_schemes",
     "quantise.tensors": "penstock.plugin.quantised:load",
+    "replies.vanilla": "penstock.engine.vanilla:VanillaReplies",
     "router.vllm-router": "penstock.fleet.vllm_router:VllmRouterAdmin",
     "router.workers": "penstock.router.workers:of_arguments",
     "token_meter": "penstock.token_meter:TokenMeter",

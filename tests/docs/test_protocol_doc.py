@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from penstock import wire
+from penstock.fleet.adapters import SKYRL
+from penstock.fleet.service import CALLS
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "penstock"
@@ -32,8 +34,10 @@ def missing(names: set[str], page: str = PAGE) -> set[str]:
         {value for name, value in vars(wire).items() if name.endswith(("_HEADER", "_ARG")) and isinstance(value, str)},
         found(CODE_OF_REFUSAL, "router"),
         found(ROUTE, "."),
+        {f"{prefix}{name}" for prefix, names in CALLS.values() for name in names},
+        {f"/skyrl/v1/{name}" for name in SKYRL},
     ],
-    ids=["headers", "error codes", "routes"],
+    ids=["headers", "error codes", "routes", "calls of the owner", "SkyRL's paths"],
 )
 def test_every_name_is_there(names: set[str]) -> None:
     assert names

@@ -19,6 +19,7 @@ from virtual_http import Call, Exchange, Session, refused
 
 from penstock import Fleet
 from penstock.errors import EngineHTTPError, EngineStartError
+from penstock.fleet.attach import AttachedServers
 from penstock.fleet.launch import Terms, assemble
 from penstock.fleet.member import Lifecycle, Member, State, connect_engine
 from penstock.fleet.router_process import OpenRouter
@@ -301,6 +302,7 @@ async def open_fleet(network: Network, engines: VirtualEngines, count: int, **op
             members,
             owned,
             Terms(FleetConfig(engines=count, **options), None, DEADLINE_S, 3600.0),
+            join=AttachedServers(api_key=None, control_timeout_s=DEADLINE_S).join,
             engines=engines,  # type: ignore[arg-type]
         )
 

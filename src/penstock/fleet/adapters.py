@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mappi
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -23,6 +23,8 @@ from penstock.errors import (
     UserError,
     WeightsError,
     parse_json,
+    reading,
+    seconds,
 )
 from penstock.fleet.member import Member, fan_out
 from penstock.fleet.operations import OperationQueue
@@ -391,55 +393,45 @@ def stamp_of(path: str) -> list[tuple[str, int, int, int]]:
 # Here they wait in the engines, so `aborted` is empty and `count` says how many wait. The gate closes before any is
 # stopped, with no grace period: engines hold what arrives later.
 
-SKYRL = "/skyrl/v1"
 POLL_S = 30.0
 """Of a long poll that names no `timeout_s`."""
 
 
-class LoraPaths:
-    """Answers `POST /skyrl/v1/{abort_lora_requests,resume_lora_requests,wait_lora_unpaused}` with `{"lora_name"}`."""
+async def _abort(adapters: FleetAdapters, name: str, _timeout_s: float) -> dict[str, Any]:
+    if not (await adapters.status(name)).paused:
+        await adapters.pause(name)
+    return {"aborted": [], "count": (await adapters.status(name)).in_flight}
 
-    def __init__(self, adapters: FleetAdapters) -> None:
-        self._adapters = adapters
 
-    def add_to(self, app: web.Application) -> None:
-        for call in (self.abort_lora_requests, self.resume_lora_requests, self.wait_lora_unpaused):
-            app.router.add_post(f"{SKYRL}/{call.__name__}", self._handler(call))
+async def _resume(adapters: FleetAdapters, name: str, _timeout_s: float) -> dict[str, Any]:
+    if (await adapters.status(name)).paused:
+        await adapters.resume(name)
+    return {}
 
-    async def abort_lora_requests(self, name: str, _body: dict[str, Any]) -> dict[str, Any]:
-        """Pause an adapter; harmless if it is paused."""
-        if not (await self._adapters.status(name)).paused:
-            await self._adapters.pause(name)
-        return {"status": "ok", "aborted": [], "count": (await self._adapters.status(name)).in_flight}
 
-    async def resume_lora_requests(self, name: str, _body: dict[str, Any]) -> dict[str, Any]:
-        """Resume an adapter; harmless if it is not paused."""
-        if (await self._adapters.status(name)).paused:
-            await self._adapters.resume(name)
-        return {"status": "ok"}
+async def _wait(adapters: FleetAdapters, name: str, timeout_s: float) -> dict[str, Any]:
+    with suppress(DeadlineError):
+        await adapters.wait(name, timeout_s)
+        return {"paused": False}
+    return {"paused": True}
 
-    async def wait_lora_unpaused(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Return when an adapter is not paused, or with `paused` true after `timeout_s` seconds."""
-        timeout_s = body.get("timeout_s", POLL_S)
-        if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 <= timeout_s < 86400:  # noqa: PLR2004 - a day
-            raise UserError(f"timeout_s must be seconds, at most a day, got {timeout_s!r}")
+
+SKYRL = {"abort_lora_requests": _abort, "resume_lora_requests": _resume, "wait_lora_unpaused": _wait}
+"""By name: what `POST /skyrl/v1/NAME` with `{"lora_name"}` does; to pause or resume twice is harmless."""
+
+
+def add_skyrl_paths(app: web.Application, adapters: FleetAdapters) -> None:
+    """Let an application answer SkyRL's calls."""
+
+    async def answer(http: web.Request) -> web.Response:
         try:
-            await self._adapters.wait(name, timeout_s)
-        except DeadlineError:
-            return {"status": "ok", "paused": True}
-        return {"status": "ok", "paused": False}
+            given: Any = parse_json(await http.read(), "the body")
+            with reading("body"):
+                name, timeout_s = str(given["lora_name"]), seconds(given.get("timeout_s", POLL_S))
+                done = await SKYRL[http.match_info["call"]](adapters, name, timeout_s or 0.0)
+            return web.json_response({"status": "ok", **done})
+        except PenstockError as error:
+            status = 400 if isinstance(error, UserError) else 409 if isinstance(error, StateError) else 500
+            return web.json_response({"detail": str(error)}, status=status)
 
-    def _handler(self, call: Any) -> Any:
-        async def answer(http: web.Request) -> web.Response:
-            try:
-                given = parse_json(await http.read() or b"{}", "the body")
-                body = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
-                name = body.get("lora_name")
-                if not isinstance(name, str) or not name:
-                    raise UserError("'lora_name' required")
-                return web.json_response(await call(name, body))
-            except PenstockError as error:
-                status = 400 if isinstance(error, UserError) else 409 if isinstance(error, StateError) else 500
-                return web.json_response({"detail": str(error)}, status=status)
-
-        return answer
+    app.router.add_post(f"/skyrl/v1/{{call:{'|'.join(SKYRL)}}}", answer)

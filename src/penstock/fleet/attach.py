@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
-from penstock.engine.client import DataClient
-from penstock.engine.vanilla import VanillaControl, VanillaReplies
+from penstock.engine.vanilla import VanillaControl
 from penstock.errors import (
     ConfigError,
     EngineDeadError,
@@ -27,7 +26,6 @@ from penstock.fleet.fleet import Fleet
 from penstock.fleet.launch import LogFolder, PendingFleet, Terms, assemble, reachable
 from penstock.fleet.member import CONNECT_S, Lifecycle, Member, State, connect_engine
 from penstock.fleet.remote import FleetClient, adopt
-from penstock.fleet.roster import Roster
 from penstock.fleet.router_process import check_router, open_router
 from penstock.fleet.service import ASK_THERE, refuse_second, router_address, socket_of
 from penstock.guard import new_key
@@ -55,18 +53,6 @@ class AttachedServers:
         self._api_key = api_key
         self._control_s = control_timeout_s
         self._served_as = served_as
-        self._any_joined = False
-        self._plug: Callable[[], None] = lambda: None
-
-    def serve(self, client: DataClient, roster: Roster) -> None:
-        """Let a client's requests reach servers that join, those without our plugin too (`engine/vanilla.py`)."""
-
-        def plug() -> None:
-            client.unreported = VanillaReplies(roster.asked)
-
-        self._plug = plug
-        if self._any_joined:
-            plug()
 
     async def join(self, lifecycle: Lifecycle, spec: ServerSpec, beside: Sequence[Member] = ()) -> Member:
         """Ask a server what it is; it is SYNCING then. The engines `beside` it serve the model that it has to serve.
@@ -90,8 +76,6 @@ class AttachedServers:
                 raise
             failed.pop_all()
         member.spec = spec
-        self._any_joined = True
-        self._plug()
         return member
 
     async def close(self) -> None:
@@ -108,18 +92,11 @@ class AttachedServers:
                 control_timeout_s=self._control_s,
                 client=VanillaControl,
             )
-        except EngineHTTPError:
-            await _refuse_router(http)
-            raise
-
-
-async def _refuse_router(http: HttpTransport) -> None:
-    """Say that a router is none of the engines: its own refusal does not."""
-    try:
-        await http.get_text("/router/health", timeout_s=CONNECT_S)
-    except EngineHTTPError:
-        return
-    raise UserError(f"{http.url} is a router of Penstock, not an engine; give the addresses of its engines")
+        except EngineHTTPError as error:
+            if error.error_type != "permission_error":  # with which our router refuses control
+                raise
+            what = f"{http.url} is a router of Penstock, not an engine; give the addresses of its engines"
+            raise UserError(what) from error
 
 
 async def _warn_of_other_name(http: HttpTransport, name: str) -> None:
@@ -216,4 +193,4 @@ async def _of_servers(specs: Sequence[ServerSpec], config: RouterConfig, terms: 
         unexpected = [error for error in failures if not isinstance(error, PenstockError)]
         if unexpected or (failures and len(members) < terms.fleet.min_engines):
             raise (unexpected or failures)[0]
-        return await reachable(await assemble(router, members, owned, terms, attached=attached))
+        return await reachable(await assemble(router, members, owned, terms, join=attached.join))

@@ -64,7 +64,7 @@ def _until_closed(
 class Elastic:
     """Changes the number of engines. No other engine, no request and no update is disturbed by it.
 
-    `engines` starts new ones (None: someone else started these); `join` joins servers of others (None: it cannot).
+    `engines` starts new ones (None: someone else started these); `join` joins servers of others.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Elastic:
         fleet: FleetConfig,
         *,
         engines: LaunchedEngines | None,
-        join: Join | None = None,
+        join: Join,
     ) -> None:
         self._roster = roster
         self._operations = operations
@@ -168,25 +168,21 @@ class Elastic:
     @_until_closed
     async def attach(self, servers: Iterable[str | ServerSpec]) -> tuple[str, ...]:
         """Let servers of others serve too; see `Fleet.attach`. Those that have answered join even if cancelled then."""
-        if self._join is None:
-            raise StateError("this fleet takes no servers of others")
         specs = specs_of(servers)
         here = {place_of(member.url) for member in self._roster.members if member.state is not State.STOPPED}
         if known := [spec.url for spec in specs if place_of(spec.url) in here | self._attaching]:
             raise UserError(f"the server {known[0]} belongs to this fleet already; remove it first")
         urls = {place_of(spec.url) for spec in specs}
         self._attaching |= urls
-        joins = [asyncio.create_task(self._attach(self._join, spec)) for spec in specs]
+        joins = [asyncio.create_task(self._attach(spec)) for spec in specs]
         try:
             await asyncio.gather(*joins, return_exceptions=True)  # cancelled, it cancels them
         finally:
             self._attaching -= urls
         return tuple(task.result() for task in joins)
 
-    async def _attach(self, join: Join, spec: ServerSpec) -> str:
-        member = await join(Lifecycle(f"e{next(self._numbers)}"), spec, self._roster.members)
-        if not self._roster.by_rank:
-            member.ranks = 1
+    async def _attach(self, spec: ServerSpec) -> str:
+        member = await self._join(Lifecycle(f"e{next(self._numbers)}"), spec, self._roster.members)
         self._watch(member)
         await self._roster.until(lambda: member.awaiting_weights or member.state is not State.SYNCING)
         return self._joined(member)

@@ -24,7 +24,7 @@ from penstock.fleet.member import Lifecycle, Member, State
 from penstock.fleet.roster import Roster
 from penstock.fleet.router_process import OpenRouter, check_router, open_router, settle
 from penstock.fleet.stores import Stores
-from penstock.fleet.supervise import Supervisor
+from penstock.fleet.supervise import Join, Supervisor
 from penstock.guard import new_key
 from penstock.rooms import plugged_in
 from penstock.settings import EngineConfig, FleetConfig, RouterConfig, check_key, refuse_unknown, section
@@ -56,12 +56,6 @@ class PendingFleet:
     def __getattr__(self, name: str) -> NoReturn:
         """Explain to a caller who forgot to open it why it has no method of a fleet."""
         raise AttributeError(f"this fleet is not open yet, so it has no {name!r}; {_HOW}")
-
-    def __enter__(self) -> NoReturn:
-        raise StateError(f"a fleet is opened by a coroutine; {_HOW}")
-
-    def __exit__(self, *_: object) -> None:
-        """There as Python looks for it before it enters."""
 
     async def _open(self) -> Fleet:
         if self._begun:
@@ -160,17 +154,8 @@ async def _launched(
         )
         members = await all_or_first_error(engines.start(Lifecycle(f"e{i}"), its) for i, its in enumerate(gpus))
         return await reachable(
-            await assemble(router, [*members, *others], owned, terms, engines=engines, attached=attached)
+            await assemble(router, [*members, *others], owned, terms, join=attached.join, engines=engines)
         )
-
-
-def made(log_dir: Path) -> Path:
-    """`fleet.log_dir`, which need not be there yet. Raises ConfigError where it cannot be made."""
-    try:
-        log_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"fleet.log_dir {log_dir} cannot be made: {error.strerror}; choose another folder") from error
-    return log_dir
 
 
 class LogFolder:
@@ -178,11 +163,14 @@ class LogFolder:
 
     def __init__(self, given: Path | None, owned: AsyncExitStack) -> None:
         self.engines: LaunchedEngines | None = None
-        if given is not None:
-            self.path = made(given)
-        else:
-            self.path = Path(tempfile.mkdtemp(prefix="penstock-"))
+        self.path = given or Path(tempfile.mkdtemp(prefix="penstock-"))
+        if given is None:
             owned.push(self._clean)
+            return
+        try:
+            given.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"fleet.log_dir {given} cannot be made: {error.strerror}; choose another") from error
 
     def _clean(
         self, _type: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
@@ -199,13 +187,12 @@ async def assemble(
     owned: AsyncExitStack,
     terms: Terms,
     *,
+    join: Join,
     engines: LaunchedEngines | None = None,
-    attached: Any = None,
 ) -> Fleet:
     """Admit engines that are SYNCING, in the order of their index, send them to the router, and watch them.
 
-    Without `engines`, someone else started them; without `attached` (`attach.AttachedServers`), servers of others that
-    died stay dead.
+    `join` joins servers of others. Without `engines`, all were started by others.
 
     Raises:
         StateError: the engines serve different models or weight versions, or some are paused and some not.
@@ -218,8 +205,6 @@ async def assemble(
     store = Stores(fleet, roster.updatable, terms.control_timeout_s)
     owned.callback(store.close)
     data = data_client(router.url, terms.api_key, roster, owned, terms)
-    if attached is not None:
-        attached.serve(data, roster)
     operations = plugged_in("operations")(
         roster,
         store,
@@ -229,7 +214,6 @@ async def assemble(
         recovery_timeout_s=engines.config.start_timeout_s if engines is not None else 0.0,
         paused=roster.members[0].info.paused,
     )
-    join = attached.join if attached is not None else None
     supervisor = Supervisor(
         roster, admit=operations.admit, mend=operations.mend, fleet=fleet, engines=engines, join=join
     )
@@ -274,6 +258,7 @@ def data_client(url: str, api_key: str | None, roster: Roster, owned: AsyncExitS
         stream_chunk_tokens=terms.fleet.stream_chunk_tokens,
     )
     data.http.back = roster.router_back
+    data.unreported = plugged_in("replies.vanilla")(roster.asked)  # servers of others may join at any time
     owned.push_async_callback(data.close)
     return data
 
@@ -287,8 +272,6 @@ async def _roster(router: OpenRouter, members: Sequence[Member]) -> Roster:
     paused = members[0].info.paused
     roster = Roster(router.admin, version=members[0].weight_version, closed=paused, by_rank=router.ours)
     for member in members:
-        if not roster.by_rank:
-            member.ranks = 1
         roster.admit(member)
         if paused:
             member.lifecycle.to(State.PAUSED, "was paused when it was found")

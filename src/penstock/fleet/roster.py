@@ -234,8 +234,9 @@ class Roster(Changes):
         self.announce()
 
     def add(self, member: Member) -> None:
-        """Give an engine the next index of the fleet, if it has none yet."""
+        """Give an engine the next index of the fleet, if it has none yet. Another's router sees it as one engine."""
         if member not in self.members:
+            member.ranks = member.ranks if self.by_rank else 1
             self.members = (*self.members, member)
 
     def check_version(self, version: int) -> None:

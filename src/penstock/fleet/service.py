@@ -25,7 +25,7 @@ from pydantic import HttpUrl, TypeAdapter, ValidationError
 from penstock.aio import settled
 from penstock.engine.control import EngineInfo
 from penstock.errors import EngineError, StateError, UserError
-from penstock.fleet.adapters import FleetAdapters, LoraPaths
+from penstock.fleet.adapters import FleetAdapters, add_skyrl_paths
 from penstock.fleet.calls import Call, CallServer
 from penstock.fleet.elastic import Elastic
 from penstock.fleet.member import State
@@ -256,7 +256,8 @@ class Endpoint:
             prefix, names = CALLS[type(part)]
             calls |= {f"{prefix}{name}": getattr(part, name) for name in names}
         calls |= {"state": self._state, "stop": partial(self._stop, end)}
-        server = CallServer(PREFIX, calls, routes=LoraPaths(operations.adapters).add_to)
+        server = CallServer(PREFIX, calls)
+        add_skyrl_paths(server.app, operations.adapters)
         listening = socket.socket(socket.AF_UNIX)
         listening.bind(str(path))
         os.chmod(path, SOCKET_MODE)  # noqa: PTH101 - in a coroutine; it takes microseconds
