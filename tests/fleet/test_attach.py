@@ -17,7 +17,6 @@ from penstock.aio import all_or_first_error
 from penstock.errors import (
     ConfigError,
     EngineDeadError,
-    EngineError,
     MissingCapabilityError,
     StateError,
     UpdateError,
@@ -26,7 +25,6 @@ from penstock.errors import (
 from penstock.fleet import operations, pausing
 from penstock.fleet.attach import AttachedServers
 from penstock.fleet.member import Lifecycle, State
-from penstock.http import HttpTransport
 from penstock.router.admin_client import RouterAdmin
 from penstock.settings import ServerSpec
 from penstock.sim.config import Fault, FaultKind, Phase, SimConfig
@@ -101,32 +99,6 @@ async def test_launched_and_attached_with_and_without_plugin_in_one_fleet() -> N
         assert plain.engine.weights.version == 0
         assert not plain.gone.is_set()
         assert len(await generate(plain.engine, [1], {"max_tokens": 2})) == 1, "it runs on"
-
-
-async def test_a_server_that_knows_the_model_by_another_name_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    """The router passes on the name that a request has."""
-    async with server(served_model_name="mine") as same, server(served_model_name="theirs") as other:
-        async with Fleet.launch("any", engines=1, served_model_name="mine", attach=[same.url], **SIM) as fleet:
-            assert "answers 404" not in caplog.text
-            await fleet.attach(other.url)
-        assert f"{other.url} serves theirs and knows no model mine: it answers 404 to OpenAI requests" in caplog.text
-
-
-@pytest.mark.parametrize("answer", [{"object": "error"}, {"data": []}, {"data": [{}]}, ["m"]])
-async def test_a_server_that_does_not_say_its_models_does_not_join(
-    answer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    get, lifecycle = HttpTransport.get, Lifecycle("e0")
-
-    async def said(http: HttpTransport, path: str, **options: Any) -> Any:
-        return answer if path == "/v1/models" else await get(http, path, **options)
-
-    monkeypatch.setattr(HttpTransport, "get", said)
-    servers = AttachedServers(api_key=None, control_timeout_s=WAIT_S, served_as="mine")
-    async with server() as other:
-        with pytest.raises(EngineError, match=f"malformed answer of {other.url} to /v1/models"):
-            await servers.join(lifecycle, ServerSpec(url=other.url))
-    assert lifecycle.state is State.DEAD
 
 
 async def test_native_updates_of_plain_servers_lose_and_mislabel_nothing() -> None:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from typing import Any
@@ -15,24 +14,20 @@ from penstock.engine.vanilla import VanillaControl
 from penstock.errors import (
     ConfigError,
     EngineDeadError,
-    EngineError,
     EngineHTTPError,
     PenstockError,
     UserError,
-    reading,
 )
 from penstock.fleet.elastic import specs_of
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.launch import LogFolder, PendingFleet, Terms, assemble, reachable
-from penstock.fleet.member import CONNECT_S, Lifecycle, Member, State, connect_engine
+from penstock.fleet.member import Lifecycle, Member, State, connect_engine
 from penstock.fleet.remote import FleetClient, adopt
 from penstock.fleet.router_process import check_router, open_router
 from penstock.fleet.service import ASK_THERE, refuse_second, router_address, socket_of
 from penstock.guard import new_key
-from penstock.http import HttpTransport, UnreachableError
+from penstock.http import UnreachableError
 from penstock.settings import FleetConfig, RouterConfig, ServerSpec, check_key, refuse_unknown, section
-
-logger = logging.getLogger(__name__)
 
 OF_A_CLIENT = frozenset({"stream_chunk_tokens"})
 """Options of `FleetConfig` that each client of a fleet chooses; the others are its owner's."""
@@ -45,14 +40,13 @@ OF_STARTS = frozenset({"engines", "attach", "launcher", "stop_timeout_s"}) | {
 class AttachedServers:
     """Joins servers of others to one fleet.
 
-    `api_key` is what they were started with and the router asks of clients. `served_as`: what clients call the model.
+    `api_key` is what they were started with and the router asks of clients.
     """
 
-    def __init__(self, *, api_key: str | None, control_timeout_s: float, served_as: str | None = None) -> None:
+    def __init__(self, *, api_key: str | None, control_timeout_s: float) -> None:
         self._connections = AsyncExitStack()
         self._api_key = api_key
         self._control_s = control_timeout_s
-        self._served_as = served_as
 
     async def join(self, lifecycle: Lifecycle, spec: ServerSpec, beside: Sequence[Member] = ()) -> Member:
         """Ask a server what it is; it is SYNCING then. The engines `beside` it serve the model that it has to serve.
@@ -61,14 +55,10 @@ class AttachedServers:
             PenstockError: it does not answer, or is no engine; it is DEAD.
             UserError: it is a router, serves another model, or has fewer ranks than are to be addressed.
         """
-        http = HttpTransport(spec.url, api_key=self._api_key)
-        async with AsyncExitStack() as asked, AsyncExitStack() as failed:
-            asked.push_async_callback(http.close)
+        async with AsyncExitStack() as failed:
             try:
-                member = await self._joined(lifecycle, http)
+                member = await self._joined(lifecycle, spec.url)
                 failed.push_async_callback(member.control.close)
-                if self._served_as is not None:
-                    await _warn_of_other_name(http, self._served_as)
                 _refuse_other_model(member, beside)
                 member.ranks = _ranks(member, spec)
             except PenstockError as error:
@@ -82,11 +72,11 @@ class AttachedServers:
         """Close the connections to them; they run on."""
         await self._connections.aclose()
 
-    async def _joined(self, lifecycle: Lifecycle, http: HttpTransport) -> Member:
+    async def _joined(self, lifecycle: Lifecycle, url: str) -> Member:
         try:
             return await connect_engine(
                 lifecycle,
-                http.url,
+                url,
                 self._connections,
                 api_key=self._api_key,
                 control_timeout_s=self._control_s,
@@ -95,22 +85,8 @@ class AttachedServers:
         except EngineHTTPError as error:
             if error.error_type != "permission_error":  # with which our router refuses control
                 raise
-            what = f"{http.url} is a router of Penstock, not an engine; give the addresses of its engines"
+            what = f"{url} is a router of Penstock, not an engine; give the addresses of its engines"
             raise UserError(what) from error
-
-
-async def _warn_of_other_name(http: HttpTransport, name: str) -> None:
-    """OpenAI requests name the model, and are passed on as they came; those by token ids do not."""
-    models: Any = await http.get("/v1/models", timeout_s=CONNECT_S)
-    with reading(f"answer of {http.url} to /v1/models", EngineError):
-        names = [str(model["id"]) for model in models["data"]]
-        first = names[0]
-    if name not in names:
-        logger.warning(
-            "%s serves %s and knows no model %s: it answers 404 to OpenAI requests that name that one; start it with "
-            "--served-model-name %s, or give the fleet served_model_name=%s", http.url, ", ".join(names), name, name,
-            first,
-        )  # fmt: skip
 
 
 def _refuse_other_model(member: Member, beside: Sequence[Member]) -> None:

@@ -141,11 +141,7 @@ async def _launched(
             stop_timeout_s=fleet.stop_timeout_s,
         )
         owned.push_async_callback(engines.end_all)
-        attached = plugged_in("attach")(
-            api_key=api_key,
-            control_timeout_s=terms.control_timeout_s,
-            served_as=engine.served_model_name or engine.model,
-        )
+        attached = plugged_in("attach")(api_key=api_key, control_timeout_s=terms.control_timeout_s)
         owned.push_async_callback(attached.close)
         first = fleet.engines
         # Those of others first: what is wrong with them is known in no time.
