@@ -24,7 +24,7 @@ from penstock.fleet.launch import LogFolder, PendingFleet, Terms, assemble, reac
 from penstock.fleet.member import Lifecycle, Member, State, connect_engine
 from penstock.fleet.remote import FleetClient, adopt
 from penstock.fleet.router_process import check_router, open_router
-from penstock.fleet.service import ASK_THERE, refuse_second, router_address, socket_of
+from penstock.fleet.service import refuse_second, router_address, socket_of
 from penstock.guard import new_key
 from penstock.http import UnreachableError
 from penstock.settings import FleetConfig, RouterConfig, ServerSpec, check_key, refuse_unknown, section
@@ -55,38 +55,32 @@ class AttachedServers:
             PenstockError: it does not answer, or is no engine; it is DEAD.
             UserError: it is a router, serves another model, or has fewer ranks than are to be addressed.
         """
-        async with AsyncExitStack() as failed:
+        async with AsyncExitStack() as owned:
             try:
-                member = await self._joined(lifecycle, spec.url)
-                failed.push_async_callback(member.control.close)
+                member = await connect_engine(
+                    lifecycle,
+                    spec.url,
+                    owned,
+                    api_key=self._api_key,
+                    control_timeout_s=self._control_s,
+                    client=VanillaControl,
+                )
                 _refuse_other_model(member, beside)
                 member.ranks = _ranks(member, spec)
             except PenstockError as error:
-                lifecycle.to(State.DEAD, f"does not join: {error}")
+                is_router = isinstance(error, EngineHTTPError) and error.error_type == "permission_error"
+                why = "is a router of Penstock, not an engine; give the addresses of its engines"
+                lifecycle.to(State.DEAD, f"does not join: {why if is_router else error}")
+                if is_router:  # it refuses control
+                    raise UserError(f"{spec.url} {why}") from error
                 raise
-            failed.pop_all()
+            self._connections.push_async_callback(owned.pop_all().aclose)
         member.spec = spec
         return member
 
     async def close(self) -> None:
         """Close the connections to them; they run on."""
         await self._connections.aclose()
-
-    async def _joined(self, lifecycle: Lifecycle, url: str) -> Member:
-        try:
-            return await connect_engine(
-                lifecycle,
-                url,
-                self._connections,
-                api_key=self._api_key,
-                control_timeout_s=self._control_s,
-                client=VanillaControl,
-            )
-        except EngineHTTPError as error:
-            if error.error_type != "permission_error":  # with which our router refuses control
-                raise
-            what = f"{url} is a router of Penstock, not an engine; give the addresses of its engines"
-            raise UserError(what) from error
 
 
 def _refuse_other_model(member: Member, beside: Sequence[Member]) -> None:
@@ -149,7 +143,8 @@ async def _adopted(url: str, terms: Terms) -> Fleet:
             return await adopt(FleetClient(path), url, terms)
     raise EngineDeadError(
         f"no process of yours on this machine owns a fleet at {url}. Give the addresses of its engines as a list, with "
-        f"router.url for that router, to own them; call Fleet.connect {ASK_THERE}; or use an OpenAI client"
+        "router.url for that router, to own them; call Fleet.connect as the user who owns the fleet, on the router's "
+        "machine; or use an OpenAI client"
     )
 
 

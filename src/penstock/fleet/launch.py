@@ -27,7 +27,7 @@ from penstock.fleet.stores import Stores
 from penstock.fleet.supervise import Join, Supervisor
 from penstock.guard import new_key
 from penstock.rooms import plugged_in
-from penstock.settings import EngineConfig, FleetConfig, RouterConfig, check_key, refuse_unknown, section
+from penstock.settings import EngineConfig, FleetConfig, RouterConfig, ServerSpec, check_key, refuse_unknown, section
 
 logger = logging.getLogger(__name__)
 
@@ -201,6 +201,14 @@ async def assemble(
     store = Stores(fleet, roster.updatable, terms.control_timeout_s)
     owned.callback(store.close)
     data = data_client(router.url, terms.api_key, roster, owned, terms)
+
+    async def join_and_read(lifecycle: Lifecycle, spec: ServerSpec, beside: Sequence[Member] = ()) -> Member:
+        member = await join(lifecycle, spec, beside)
+        data.unreported = plugged_in("replies.vanilla")(roster.asked)
+        return member
+
+    if any(member.spec is not None for member in members):
+        data.unreported = plugged_in("replies.vanilla")(roster.asked)
     operations = plugged_in("operations")(
         roster,
         store,
@@ -211,11 +219,11 @@ async def assemble(
         paused=roster.members[0].info.paused,
     )
     supervisor = Supervisor(
-        roster, admit=operations.admit, mend=operations.mend, fleet=fleet, engines=engines, join=join
+        roster, admit=operations.admit, mend=operations.mend, fleet=fleet, engines=engines, join=join_and_read
     )
     _watch(router, roster, supervisor, owned, fleet)
     data.http.suspect = supervisor.probe_all
-    elastic = plugged_in("elastic")(roster, operations, supervisor, fleet, engines=engines, join=join)
+    elastic = plugged_in("elastic")(roster, operations, supervisor, fleet, engines=engines, join=join_and_read)
     owned.push_async_callback(elastic.close)
     endpoint = plugged_in("control_socket")(router.url, roster, operations, elastic, admin_key=router.key)
     return Fleet(router.url, roster, operations, elastic, data, owned.pop_all(), endpoint)
@@ -254,7 +262,6 @@ def data_client(url: str, api_key: str | None, roster: Roster, owned: AsyncExitS
         stream_chunk_tokens=terms.fleet.stream_chunk_tokens,
     )
     data.http.back = roster.router_back
-    data.unreported = plugged_in("replies.vanilla")(roster.asked)  # servers of others may join at any time
     owned.push_async_callback(data.close)
     return data
 

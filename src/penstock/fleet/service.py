@@ -43,8 +43,6 @@ LONGEST = 107
 PREFIX = "/control"
 QUIET_S = 5.0
 """`state` is answered after so long without a change; its caller learns from the answer that we live."""
-ASK_THERE = "as the user who owns the fleet, on the router's machine: its control socket gives what is needed"
-"""How to reach engines that must not be asked from here."""
 _ADDRESS = TypeAdapter(HttpUrl)
 
 logger = logging.getLogger(__name__)
