@@ -36,7 +36,7 @@ SIDE_ROOMS = tuple(
 )  # fmt: skip
 SPINE_FILES, SPINE_LINES = 54, 14_904
 """The most that the spine has now; the target is 60 files and 10,000 lines."""
-SOURCE_FILES, SOURCE_LINES = 222, 46_878
+SOURCE_FILES, SOURCE_LINES = 222, 46_603
 """The most that `src` has now; the target is 230 files and 38,000 lines."""
 
 
