@@ -9,7 +9,6 @@ from collections.abc import Iterable
 
 import pytest
 
-from patience import WAIT_S
 from penstock.errors import StateError
 from penstock.rooms import plugged_as
 from penstock.router.memory import EngineEntry
@@ -300,7 +299,7 @@ def test_every_process_places_alike() -> None:
             env={"PYTHONHASHSEED": seed, "PYTHONPATH": __file__.rpartition("/")[0]},
             capture_output=True,
             check=True,
-            timeout=WAIT_S,
+            timeout=60,
         ).stdout
         for seed in ("1", "2")
     }

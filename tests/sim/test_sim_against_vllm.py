@@ -75,7 +75,7 @@ async def test_vllms_own_models_read_every_answer():
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(400):
             out, err = await process.communicate(json.dumps(given).encode())
     finally:
         if process.returncode is None:
