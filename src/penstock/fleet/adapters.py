@@ -103,11 +103,7 @@ class FleetAdapters:
         check_kv(kv)
         began, shared = time.perf_counter(), self._shared_folder()
         files = await in_thread(lambda: AdapterFiles.of_tensors(tensors, config, shared=shared))
-        async with self._read_ahead(name, files, self._timeout_s) as read:
-            took = time.perf_counter() - began
-            return await self._turn(
-                "update_adapter", lambda: self._put(name, read.pop(), version, self._timeout_s, took, kv)
-            )
+        return await self._update(name, files, version, kv, time.perf_counter() - began)
 
     async def update_from(
         self, name: str, source: Mapping[str, Any], version: int | None = None, kv: KV = "recompute"
@@ -115,10 +111,7 @@ class FleetAdapters:
         """Put a version in force that another process of this user has written; it need not live on."""
         self._check(name, version)
         check_kv(kv)
-        async with self._read_ahead(name, AdapterFiles.adopt(source), self._timeout_s) as read:
-            return await self._turn(
-                "update_adapter", lambda: self._put(name, read.pop(), version, self._timeout_s, kv=kv)
-            )
+        return await self._update(name, AdapterFiles.adopt(source), version, kv, 0.0)
 
     async def load(self, name: str, path: str, timeout_s: float) -> UpdateReport | None:
         """Load what is saved at a path, as a new version if it is not what was loaded last.
@@ -230,6 +223,15 @@ class FleetAdapters:
                 await engine.load_adapter(name, known.version, known.files.source, timeout_s=self._timeout_s)
 
         (await fan_out((member,), load, deadline_s=3 * self._timeout_s)).raise_first()
+
+    async def _update(
+        self, name: str, files: AdapterFiles, version: int | None, kv: KV, published_s: float
+    ) -> UpdateReport:
+        deadline_s = self._timeout_s
+        async with self._read_ahead(name, files, deadline_s) as read:
+            return await self._turn(
+                "update_adapter", lambda: self._put(name, read.pop(), version, deadline_s, published_s, kv)
+            )
 
     @asynccontextmanager
     async def _read_ahead(self, name: str, files: AdapterFiles, timeout_s: float) -> AsyncGenerator[list[AdapterFiles]]:

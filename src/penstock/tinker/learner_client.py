@@ -12,7 +12,6 @@ import orjson
 
 from penstock.errors import EngineDeadError, EngineError, reading
 from penstock.tinker.futures import Outcome
-from penstock.tinker.schema import JSON_TYPE, PROTO_TYPE
 
 OPERATION_S = 6 * 3600.0
 """Deadline of one operation, with the time that it waits for those of others."""
@@ -23,7 +22,6 @@ AGAIN_S = 0.25
 OK, ANOTHER, REFUSED, BROKEN = 200, 412, 422, 500
 INCARNATION = "X-Incarnation"
 """Header of an operation: the start of the learner that it is meant for."""
-PROTO_KINDS = frozenset({"forward_backward", "forward"})
 
 
 class LearnerClient:
@@ -46,12 +44,7 @@ class LearnerClient:
         Raises:
             EngineDeadError: the learner died, so nobody knows what it did.
         """
-        headers = {
-            "X-Operation": kind,
-            "X-Model": model,
-            INCARNATION: incarnation,
-            "Content-Type": PROTO_TYPE if kind in PROTO_KINDS else JSON_TYPE,
-        }
+        headers = {"X-Operation": kind, "X-Model": model, INCARNATION: incarnation}
         try:
             status, content_type, data = await self._call(
                 "POST", f"/operations/{request_id}", OPERATION_S, data=body, headers=headers

@@ -162,18 +162,20 @@ class Training:
     async def _prepared(self, operation: Operation, row: Row[Any]) -> Prepared:
         make = {
             "create_model": self._create,
-            "forward": self._forward,
-            "forward_backward": self._forward_backward,
-            "optim_step": self._optim_step,
             "save_weights": self._save,
             "save_weights_for_sampler": self._save_for_sampler,
             "load_weights": self._load,
-            "drop_model": self._drop,
-        }[operation.kind]
+        }
+        passed_on = {"forward": None, "forward_backward": _EVALUATED, "optim_step": _STEPPED}
         makes = operation.kind in {"create_model", "load_weights"} and row.finished is None
         if not (row.live or makes or operation.kind == "drop_model"):
             raise _missing(row.id)
-        return await make(operation, row)
+        if operation.kind == "drop_model":
+            return Prepared("drop_model", orjson.dumps({"model_id": row.id}), {}, _changed(row.id, live=False))
+        if operation.kind in passed_on:
+            change = passed_on[operation.kind]
+            return Prepared(operation.kind, operation.body, also=None if change is None else _done(change, row.id))
+        return await make[operation.kind](operation, row)
 
     async def _create(self, operation: Operation, row: Row[Any]) -> Prepared:
         given = CreateModel.of(operation.body)
@@ -182,15 +184,6 @@ class Training:
         body = given.model_dump() | {"model_id": row.id}
         result = {"model_id": row.id, "type": "create_model"}
         return Prepared("create_model", orjson.dumps(body), result, _changed(row.id, live=True))
-
-    async def _forward(self, operation: Operation, _row: Row[Any]) -> Prepared:
-        return Prepared("forward", operation.body)
-
-    async def _forward_backward(self, operation: Operation, row: Row[Any]) -> Prepared:
-        return Prepared("forward_backward", operation.body, also=_done(_EVALUATED, row.id))
-
-    async def _optim_step(self, operation: Operation, row: Row[Any]) -> Prepared:
-        return Prepared("optim_step", operation.body, also=_done(_STEPPED, row.id))
 
     async def _save(self, operation: Operation, row: Row[Any]) -> Prepared:
         given = SaveWeights.of(operation.body)
@@ -234,9 +227,6 @@ class Training:
         result = {"path": given.path, "model_id": row.id, "type": "load_weights"}
         also = _changed(row.id, live=True, gradient=False, lora=saved.lora)
         return Prepared("load_weights", orjson.dumps(body), result, also)
-
-    async def _drop(self, _operation: Operation, row: Row[Any]) -> Prepared:
-        return Prepared("drop_model", orjson.dumps({"model_id": row.id}), {}, _changed(row.id, live=False))
 
     async def _saved(self, operation: Operation, prepared: Prepared, run: _Run) -> None:
         """Have a save recorded: a checkpoint's row, or a sampler's."""
