@@ -26,6 +26,14 @@ ANSWERS = {
     "create_session": {"session_id": "stub"},
     "session_heartbeat": {"type": "session_heartbeat"},
     "telemetry": {"status": "accepted"},
+    "get_info": {
+        "type": "get_info",
+        "model_id": "stub:train:0",
+        "model_name": "base",
+        "model_data": {"arch": "stub", "model_name": "base", "tokenizer_id": "stub"},
+        "is_lora": True,
+        "lora_rank": 16,
+    },
     "create_sampling_session": {"sampling_session_id": "stub:sample:0"},
 }
 
