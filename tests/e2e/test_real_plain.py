@@ -14,23 +14,23 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
+from hold import Hold
 from nano_models import History, changed
-from penstock import Fleet, Sample, SamplingParams
+from penstock import Fleet, SamplingParams
 from penstock.errors import MissingCapabilityError
 from penstock.fleet.member import State
 from penstock.router.admin_client import RouterAdmin
 from penstock.types import PauseMode
 from penstock.weights.shared_memory import SharedMemoryStore
 from plain_server import plain_server
-from sim_fleets import generated
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
 
-LONG = SamplingParams(max_tokens=300, ignore_eos=True, detokenize=False)
+LONG = SamplingParams(max_tokens=200, ignore_eos=True, detokenize=False)
 PROMPTS = [[5 + i, 6, 7] for i in range(12)]
 
 
-def plain_vllm(model: Path, log: Path, ranks: int) -> AbstractAsyncContextManager[str]:
+def plain_vllm(model: Path, log: Path, ranks: int, hold: Hold) -> AbstractAsyncContextManager[str]:
     """The address of plain vLLM, started as docs/how-to/other-servers.md says (but for what its CPU build needs)."""
     env = {
         "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -41,20 +41,20 @@ def plain_vllm(model: Path, log: Path, ranks: int) -> AbstractAsyncContextManage
     options = {
         "model": model, "max-model-len": 512, "dtype": "float32", "block-size": 32,
         "kv-cache-memory-bytes": 64 << 20, "data-parallel-size": ranks, "logprobs-mode": "processed_logprobs",
-        "weight-transfer-config": '{"backend": "penstock_shm"}',
+        "weight-transfer-config": '{"backend": "penstock_shm"}', **hold.extra_args,
     }  # fmt: skip
     return plain_server(options, ["--enable-scale-out", "--enforce-eager", "--no-enable-chunked-prefill"], env, log)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 async def test_plain_vllm_serves_in_a_fleet_and_takes_weights_in_flight(
-    nano_path: Path, tmp_path: Path, ranks: int
+    nano_path: Path, hold: Hold, tmp_path: Path, ranks: int
 ) -> None:
-    async with plain_vllm(nano_path, tmp_path / "log", ranks) as url:
-        await _serves_through_updates(url, nano_path, ranks)
+    async with plain_vllm(nano_path, tmp_path / "log", ranks, hold) as url:
+        await _serves_through_updates(url, nano_path, ranks, hold)
 
 
-async def _serves_through_updates(url: str, nano_path: Path, ranks: int) -> None:
+async def _serves_through_updates(url: str, nano_path: Path, ranks: int, hold: Hold) -> None:
     history = History({0: AutoModelForCausalLM.from_pretrained(nano_path, dtype="float32")})
     store = SharedMemoryStore()
     async with Fleet.connect([url], control_timeout_s=60.0, request_timeout_s=200.0) as fleet:
@@ -64,26 +64,24 @@ async def _serves_through_updates(url: str, nano_path: Path, ranks: int) -> None
         with pytest.raises(MissingCapabilityError, match="update_weights: engine e0 lacks Penstock's plugin"):
             await fleet.update_weights(history.latest.named_parameters())
         await fleet.init_weight_update_communicator({})
-        told: list[tuple[list[int], Sample]] = []
-        over = asyncio.Event()
         asked = [(prompt, 1) for prompt in PROMPTS] + [([40, 41], 3)]
-        asking = asyncio.gather(*(ask(fleet, prompt, n, over, told) for prompt, n in asked))
-        for version, mode in ((1, PauseMode.ABORT), (2, PauseMode.KEEP)):
-            await generated(fleet, 600)
-            await fleet.pause_generation(mode)
-            model = changed(history.latest, version)
-            manifest = store.publish(version, model.named_parameters())
-            await fleet.update_named_weights({"manifest": manifest.to_json()}, version=version)
-            store.commit(manifest)
-            history.models[version] = model
-            await fleet.resume_generation()
-        over.set()
-        await asking
-        for prompt, sample in told:
-            assert len(sample.token_ids) == 300
-            assert history.worst_difference(prompt, sample) < 1e-4
-        assert {v for _, sample in told for v in sample.versions()} >= {0, 1, 2}
-        assert any(len(sample.spans) > 1 for _, sample in told)
+        with hold.at(20):
+            tasks = [asyncio.create_task(fleet.sample(prompt, n, LONG)) for prompt, n in asked]
+            for version, mode in ((1, PauseMode.ABORT), (2, PauseMode.KEEP)):
+                await hold.reached(15)
+                await fleet.pause_generation(mode)
+                model = changed(history.latest, version)
+                manifest = store.publish(version, model.named_parameters())
+                await fleet.update_named_weights({"manifest": manifest.to_json()}, version=version)
+                store.commit(manifest)
+                history.models[version] = model
+                hold.move(60)
+                await fleet.resume_generation()
+        for (prompt, _), task in zip(asked, tasks, strict=True):
+            for sample in await task:
+                assert len(sample.token_ids) == 200
+                assert [span.version for span in sample.spans] == [0, 1, 2]
+                assert history.worst_difference(prompt, sample) < 1e-4
         assert fleet.counters.continued >= 1
         assert fleet.counters.wasted_tokens == 0
         admin = RouterAdmin(fleet.url)
@@ -97,13 +95,3 @@ async def _serves_through_updates(url: str, nano_path: Path, ranks: int) -> None
         chat = await fleet.completion({"prompt": [5, 6], "max_tokens": 4, "ignore_eos": True})
         assert chat["choices"][0]["weight_versions"] is None
     store.close()
-
-
-async def ask(
-    fleet: Fleet, prompt: list[int], n: int, over: asyncio.Event, told: list[tuple[list[int], Sample]]
-) -> None:
-    """Until it is over, so that something is in flight at every update; one request at least is answered after it."""
-    last = False
-    while not last:
-        last = over.is_set()
-        told += [(prompt, sample) for sample in await fleet.sample(prompt, n, LONG)]
