@@ -17,7 +17,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -147,6 +147,9 @@ logger = logging.getLogger(__name__)
 GONE_S = 10.0
 """Wait for a group's end after its SIGKILL; a device's driver may hold a process for seconds."""
 
+STOP_S = 10.0
+"""Between SIGTERM and SIGKILL."""
+
 OPEN_FILES = 1 << 20
 """More than any router or client here has at once."""
 
@@ -189,8 +192,25 @@ def full_disk(log: Path) -> str:
     return "" if free.f_bavail and free.f_favail != 0 else f"the disk is full: {log.parent}\n"
 
 
+TELLING = re.compile(r"(^[\w.]*(Error|Exception)\b: .)|\berror: |^Value error, |out of memory|No space left|Killed")
+"""An error's own line, not the traceback above it; of a config that vLLM's pydantic refuses, the line that says why."""
+
+LOG_PREFIX = re.compile(r"^(\([\w-]+ pid=\d+\) )?(ERROR|WARNING|INFO) \S+ \S+ \[[^]]*\] ")
+"""What vLLM puts before each line of a traceback that it logs."""
+
+
+def telling_lines(log: str, most: int = 6) -> str:
+    """Return the lines of a log that say what went wrong: the last that name an error, else the last."""
+    lines = [LOG_PREFIX.sub("", line).strip() for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if TELLING.search(line)]
+    return "\n".join(dict.fromkeys((errors or lines)[-most:]))
+
+
 class ChildProcess:
-    """A running child. Build it with `start`; `stop` it, or let the lifeline end it with us."""
+    """A running child. Build it with `start` or `serving`; `stop` it, or let the lifeline end it with us."""
+
+    url = ""
+    """Where it serves, if it does."""
 
     def __init__(
         self,
@@ -247,6 +267,48 @@ class ChildProcess:
             kept.pop_all()
         return cls(name, process, log, write_fd, earlier, scratch)
 
+    @classmethod
+    async def serving(
+        cls,
+        argv: Callable[[int], Sequence[str]],
+        *,
+        name: str,
+        log: Path,
+        start_s: float,
+        env: Mapping[str, str] | None = None,
+    ) -> Self:
+        """Start a child and return when it serves: it reports `url` on a pipe, whose number `argv` is given.
+
+        Raises:
+            PenstockError: what it reported.
+            EngineStartError: it ended, was not ready in `start_s` seconds, or cannot be started. It is gone, and the
+                message holds the telling lines of its log.
+        """
+        async with AsyncExitStack() as failed:
+            try:
+                read_fd, write_fd = os.pipe()
+                failed.callback(os.close, read_fd)
+                try:
+                    child = await cls.start(argv(write_fd), name=name, log=log, env=env, pass_fds=(write_fd,))
+                finally:
+                    os.close(write_fd)
+            except OSError as error:  # no memory, descriptor or room on a disk is left, or its log's folder is gone
+                raise EngineStartError(f"the {name} cannot be started: {shortage(error)}") from error
+            failed.pop_all()  # the pipe is closed by the function that reads it
+            failed.push_async_callback(child.wait)
+            failed.callback(child.kill)
+            try:
+                report = await read_report(read_fd, start_s)
+            except EngineStartError as error:
+                raise EngineStartError(f"the {name} {error}; {child.says()}") from error
+            if "error" in report:
+                raise error_from_json(report["error"])
+            if not report:
+                raise EngineStartError(f"the {name} ended as it started; {child.says()}")
+            child.url = str(report["url"])
+            failed.pop_all()
+        return child
+
     @property
     def pid(self) -> int:
         return self._process.pid
@@ -260,7 +322,7 @@ class ChildProcess:
         """Wait until its group is gone; return its exit status. Cancelling the wait leaves the child alone."""
         return await asyncio.shield(self._reaper)
 
-    async def stop(self, timeout_s: float) -> None:
+    async def stop(self, timeout_s: float = STOP_S) -> None:
         """End the group: SIGTERM, then SIGKILL after `timeout_s` seconds; return when it has ended."""
         if not self._reaper.done():
             with suppress(ProcessLookupError):  # it ended on its own in between
@@ -293,6 +355,14 @@ class ChildProcess:
         with self.log.open("rb") as log:
             log.seek(max(self._earlier, log.seek(0, os.SEEK_END) - most))
             return log.read().decode(errors="replace")
+
+    def says(self) -> str:
+        """Quote what its log tells of its end."""
+        try:
+            said = telling_lines(self.said())
+        except OSError as error:  # its folder may be gone
+            said = f"nothing, since it cannot be read: {error.strerror}"
+        return f"its log ({self.log}) says:\n{said}"
 
     async def _reap(self) -> int:
         status = await self._process.wait()
@@ -350,23 +420,3 @@ async def read_report(fd: int, deadline_s: float) -> dict[str, Any]:
     if not isinstance(report, dict) or (report and not report.keys() & {"url", "error"}):
         raise EngineStartError(f"ended inside the report of its start, {line[:200]!r}")
     return report  # pyright: ignore[reportUnknownVariableType] - a JSON object
-
-
-async def read_start(fd: int, deadline_s: float, name: str, says: Callable[[], str]) -> str:
-    """Return where a child serves, of the report that it writes as in `read_report`; the pipe is closed.
-
-    `says` returns what the child has written to its log.
-
-    Raises:
-        PenstockError: what it reported.
-        EngineStartError: it ended, or was not ready in time.
-    """
-    try:
-        report = await read_report(fd, deadline_s)
-    except EngineStartError as error:
-        raise EngineStartError(f"{name} {error}; {says()}") from error
-    if "error" in report:
-        raise error_from_json(report["error"])
-    if not report:
-        raise EngineStartError(f"{name} ended as it started; {says()}")
-    return str(report["url"])

@@ -7,8 +7,9 @@ import os
 import psutil
 import pytest
 
-from penstock.engine.launch import EngineProcess, server_command, telling_lines
+from penstock.engine.launch import EngineProcess, server_command
 from penstock.errors import ConfigError, EngineStartError
+from penstock.process import telling_lines
 from penstock.settings import EngineConfig, validate
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import socket
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from penstock.aio import settled
 from penstock.errors import ConfigError, EngineStartError, PenstockError
 from penstock.http import HttpTransport
 from penstock.plugin import BACKEND, LOADER_VARIABLE, QUANTISING_LOADER
-from penstock.process import ChildProcess, full_disk, remove_leftovers
+from penstock.process import ChildProcess, full_disk, remove_leftovers, telling_lines
 from penstock.rooms import plugged_in
 from penstock.settings import EngineConfig
 
@@ -214,20 +213,9 @@ def check_model(model: str) -> None:
 PROBE_S = 0.2
 """Between two readiness probes. vLLM announces readiness only on its port, so there is no event to wait for."""
 
-TELLING = re.compile(r"(^[\w.]*(Error|Exception)\b: .)|\berror: |^Value error, |out of memory|No space left|Killed")
-"""An error's own line, not the traceback above it; of a config that vLLM's pydantic refuses, the line that says why."""
 
-LOG_PREFIX = re.compile(r"^(\([\w-]+ pid=\d+\) )?(ERROR|WARNING|INFO) \S+ \S+ \[[^]]*\] ")
-"""What vLLM puts before each line of a traceback that it logs."""
-
-
-class EngineProcess:
+class EngineProcess(ChildProcess):
     """A launched engine server."""
-
-    def __init__(self, name: str, url: str, child: ChildProcess) -> None:
-        self.name = name
-        self.url = url
-        self._child = child
 
     @classmethod
     async def launch(
@@ -256,36 +244,18 @@ class EngineProcess:
             log = log_dir / f"{name}.log"
             async with AsyncExitStack() as undo:
                 undo.callback(remove_leftovers, (), scratch)
-                child = await ChildProcess.start(command.argv, name=name, log=log, env=env, scratch=scratch)
+                engine = await cls.start(command.argv, name=name, log=log, env=env, scratch=scratch)
                 undo.pop_all()  # the child removes its folder
-                undo.push_async_callback(child.wait)
-                undo.callback(child.kill)
-                engine = cls(name, f"http://{f'[{host}]' if ':' in host else host}:{port}", child)
-                await engine._ready(config, api_key)
+                undo.push_async_callback(engine.wait)
+                undo.callback(engine.kill)
+                engine.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+                await engine.ready(config, api_key)
                 undo.pop_all()
-            child.remember()
+            engine.remember()
             return engine
 
-    @property
-    def pid(self) -> int:
-        return self._child.pid
-
-    @property
-    def log(self) -> Path:
-        return self._child.log
-
-    async def wait(self) -> int:
-        """Wait until it has ended; return its exit status."""
-        return await self._child.wait()
-
-    async def stop(self, timeout_s: float = 10.0) -> None:
-        """End its whole process group: SIGTERM, then SIGKILL after `timeout_s` seconds."""
-        await self._child.stop(timeout_s)
-
-    def kill(self) -> None:
-        self._child.kill()
-
-    async def _ready(self, config: EngineConfig, api_key: str | None) -> None:
+    async def ready(self, config: EngineConfig, api_key: str | None) -> None:
+        """Return when it answers. EngineStartError: it ended, or takes too long; with the telling lines of its log."""
         begin = time.monotonic()
         try:
             async with asyncio.timeout(config.start_timeout_s):
@@ -298,7 +268,7 @@ class EngineProcess:
         raise EngineStartError(
             f"the {resolve_profile(config)} server for model {config.model} {what}; its log ({self.log}) says:\n"
             + full_disk(self.log)
-            + telling_lines(self._child.said()),
+            + telling_lines(self.said()),
             engine=self.name,
         )
 
@@ -325,10 +295,3 @@ def reserved_port(host: str = "127.0.0.1", port: int = 0) -> Generator[int]:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind((host, port))
         yield int(holder.getsockname()[1])
-
-
-def telling_lines(log: str, most: int = 6) -> str:
-    """Return the lines of a log that say what went wrong: the last that name an error, else the last."""
-    lines = [LOG_PREFIX.sub("", line).strip() for line in log.splitlines() if line.strip()]
-    errors = [line for line in lines if TELLING.search(line)]
-    return "\n".join(dict.fromkeys((errors or lines)[-most:]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
@@ -15,11 +14,10 @@ from typing import Self
 from urllib.parse import urlsplit
 
 from penstock.aio import cancelled
-from penstock.engine.launch import telling_lines
-from penstock.errors import ConfigError, DeadlineError, EngineStartError, PenstockError
+from penstock.errors import ConfigError, DeadlineError, PenstockError
 from penstock.fleet.roster import Admin, Roster
 from penstock.fleet.supervise import RestartBudget, keep_running
-from penstock.process import ChildProcess, read_start
+from penstock.process import ChildProcess
 from penstock.rooms import plugged_in
 from penstock.router.admin_client import RouterAdmin
 from penstock.router.memory import ADMIN_KEY_ENV, KEY_ENV, Membership
@@ -29,58 +27,27 @@ logger = logging.getLogger(__name__)
 
 START_S = 30.0
 """Deadline of its start, which takes a fraction of a second on an idle machine."""
-STOP_S = 5.0
-"""Between SIGTERM and SIGKILL."""
 
 
-class RouterProcess:
+class RouterProcess(ChildProcess):
     """A running router."""
-
-    def __init__(self, url: str, child: ChildProcess) -> None:
-        self.url = url
-        self.wait = child.wait
-        self.kill = child.kill
-        self.stop = partial(child.stop, STOP_S)
 
     @classmethod
     async def launch(
         cls, config: RouterConfig, *, log_dir: Path, api_key: str | None, admin_key: str | None = None
     ) -> Self:
-        """Start a router and return when it listens.
+        """Start a router and return when it listens; raises as `ChildProcess.serving`, and ConfigError for its options.
 
         Clients must send `api_key` (None: nothing); calls that change the router `admin_key` (None: `api_key`).
-
-        Raises:
-            ConfigError: it refused its options, such as a port that is taken.
-            EngineStartError: it ended or was not ready within `START_S` seconds; it is gone, and the message holds the
-                telling lines of its log.
         """
         options = config.model_dump_json(exclude={"kind", "url"})
-        env = {KEY_ENV: api_key or "", ADMIN_KEY_ENV: admin_key or ""}
-        read_fd, write_fd = os.pipe()
-        async with AsyncExitStack() as failed:
-            failed.callback(os.close, read_fd)
-            try:
-                argv = [sys.executable, "-m", "penstock.router", options, "--ready-fd", str(write_fd)]
-                child = await ChildProcess.start(
-                    argv, name="router", log=log_dir / "router.log", env=env, pass_fds=(write_fd,)
-                )
-            finally:
-                os.close(write_fd)
-            failed.pop_all()  # the pipe is closed by the function that reads it
-            failed.push_async_callback(child.wait)
-            failed.callback(child.kill)
-            url = await read_start(read_fd, START_S, "the router", lambda: _log_of(child))
-            failed.pop_all()
-        return cls(url, child)
-
-
-def _log_of(child: ChildProcess) -> str:
-    try:
-        said = telling_lines(child.said())
-    except OSError as error:  # its folder may be gone
-        said = f"nothing, since it cannot be read: {error.strerror}"
-    return f"its log ({child.log}) says:\n{said}"
+        return await cls.serving(
+            lambda fd: [sys.executable, "-m", "penstock.router", options, "--ready-fd", str(fd)],
+            name="router",
+            log=log_dir / "router.log",
+            env={KEY_ENV: api_key or "", ADMIN_KEY_ENV: admin_key or ""},
+            start_s=START_S,
+        )
 
 
 BACKOFF_S = 0.1
@@ -226,10 +193,11 @@ async def open_router(
     url, guard, key = config.url, None, api_key
     if url is None:
         key = admin_key or api_key
-        router = await _launch(config, log_dir, api_key, key)
+        start = partial(RouterProcess.launch, log_dir=log_dir, api_key=api_key, admin_key=key)
+        router = await start(config)
         url = router.url
         again = config.model_copy(update={"port": urlsplit(url).port})
-        guard = RouterGuard(router, lambda: _launch(again, log_dir, api_key, key))
+        guard = RouterGuard(router, lambda: start(again))
     ours = config.kind == "penstock"
     admin = RouterAdmin(url, key) if ours else plugged_in(f"router.{config.kind}")(url)
     owned.push_async_callback(admin.close)
@@ -239,14 +207,6 @@ async def open_router(
         await admin.engines()
         owned.push_async_callback(_withdraw, admin)
     return OpenRouter(url, admin, guard, key, ours=ours)
-
-
-async def _launch(config: RouterConfig, log_dir: Path, api_key: str | None, admin_key: str | None) -> RouterProcess:
-    try:
-        return await RouterProcess.launch(config, log_dir=log_dir, api_key=api_key, admin_key=admin_key)
-    except OSError as error:  # no memory, descriptor or room on a disk is left, or its log's folder is gone
-        what = f"open the router's log {error.filename}" if error.filename else "start a process for the router"
-        raise EngineStartError(f"this system cannot {what}: {error.strerror or error}") from error
 
 
 async def _withdraw(admin: Admin) -> None:

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
@@ -20,10 +20,9 @@ import orjson
 import uvloop
 
 from penstock.aio import cancelled
-from penstock.engine.launch import telling_lines
-from penstock.errors import EngineStartError, PenstockError, error_to_json
+from penstock.errors import PenstockError, error_to_json
 from penstock.fleet.supervise import RestartBudget, keep_running
-from penstock.process import ChildProcess, raise_file_limit, read_start, shortage, watch_lifeline
+from penstock.process import ChildProcess, raise_file_limit, watch_lifeline
 
 logger = logging.getLogger(__name__)
 
@@ -175,22 +174,12 @@ class SupervisedChild:
         return True
 
     async def _launch(self) -> ChildProcess:
-        read_fd, write_fd = os.pipe()
-        async with AsyncExitStack() as failed:
-            failed.callback(os.close, read_fd)
-            argv = [sys.executable, "-m", self.module, str(write_fd), self.options()]
-            try:
-                child = await ChildProcess.start(argv, name=self.name, log=self.log, env=self.env, pass_fds=(write_fd,))
-            except OSError as error:
-                raise EngineStartError(f"the {self.name} cannot be started: {shortage(error)}") from error
-            finally:
-                os.close(write_fd)
-            failed.pop_all()  # whoever reads the pipe closes it
-            failed.push_async_callback(child.wait)
-            failed.callback(child.kill)
-            self.url = await read_start(read_fd, self.start_s, f"the {self.name}", lambda: self._says(child))
-            failed.pop_all()
+        child = await ChildProcess.serving(
+            lambda fd: [sys.executable, "-m", self.module, str(fd), self.options()],
+            name=self.name,
+            log=self.log,
+            env=self.env,
+            start_s=self.start_s,
+        )
+        self.url = child.url
         return child
-
-    def _says(self, child: ChildProcess) -> str:
-        return f"its log ({self.log}) says:\n{telling_lines(child.said())}"
