@@ -113,7 +113,6 @@ async def test_one_that_answers_now_and_then_does_not_hang() -> None:
     assert len(made) == 1
 
 
-@virtual
 async def test_a_router_for_which_the_system_has_no_room_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ import asyncio
 import operator
 import secrets
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -80,25 +80,6 @@ class Answer(NamedTuple):
     """For each of its choices `[[version, start, end], ...]`; None where the engine does not say."""
 
 
-class UnreportedReplies:
-    """Refuses the replies of engines that report no progress, since they run without our plugin.
-
-    `engine/vanilla.py` reads them; it plugs in at `DataClient.unreported`.
-    """
-
-    def check(self, params: SamplingParams) -> None:
-        """Raise MissingCapabilityError if an engine cannot do what a token request asks for."""
-
-    async def answer(self, request: Continuation, reply: Reply) -> Answer:
-        """Return the whole answer; a sample left cut makes the client send the request again."""
-        request.client.http.decode(await reply.read())  # what is not JSON, such as a proxy's page, is shown
-        raise EngineError(NO_REPORTS, engine=request.client.http.name)
-
-    def events(self, request: Any, reply: Reply) -> AsyncGenerator[dict[str, Any]]:  # noqa: ARG002
-        """Yield the events of a stream (`openai.Stream`)."""
-        raise EngineError(NO_REPORTS, engine=request.client.http.name)
-
-
 class DataClient:
     """Client of the generation endpoints. It sends each prompt as a request of its own, so a router can spread them.
 
@@ -118,7 +99,7 @@ class DataClient:
     Attributes:
         counters: what it did so that no token was lost.
         kept: returns the weight versions whose update kept the KV cache.
-        unreported: reads the replies of engines without our plugin.
+        unreported: reads the replies of engines without our plugin (`vanilla.VanillaReplies`); None: they are refused.
         aborted_at: when the caller last asked to end all requests, by the loop's clock.
     """
 
@@ -140,13 +121,19 @@ class DataClient:
         self.routed = routed
         self.counters = Counters()
         self.kept: Callable[[], Collection[int]] = tuple
-        self.unreported = UnreportedReplies()
+        self.unreported: Any = None
         self.aborted_at = float("-inf")
 
     @cached_property
     def openai(self) -> Any:
         """OpenAI's calls, `openai.OpenAICalls`."""
         return plugged_in("openai")(self)
+
+    def replies_unreported(self) -> Any:
+        """Return `unreported`. EngineError: it is None."""
+        if self.unreported is None:
+            raise EngineError(NO_REPORTS, engine=self.http.name)
+        return self.unreported
 
     def expect_aborts(self) -> None:
         """Accept that requests sent so far end early: the caller is about to abort them."""
@@ -214,7 +201,8 @@ class DataClient:
         group_id: str | None = None,
         adapter: str | None = None,
     ) -> list[Sample]:
-        self.unreported.check(params)
+        if self.unreported is not None:
+            self.unreported.check(params)
         end = self._end()
         hashes = prefix_hashes(token_ids) if self.routed and len(token_ids) >= LEAST_HASHED else None
         headers = wire.request_headers(len(token_ids), params, session_id, group_id=group_id, prefix_hashes=hashes)
@@ -253,7 +241,7 @@ class DataClient:
         """Return the answer to what changes nothing, asked again as often as a request where its server dies."""
         if (left := end - asyncio.get_running_loop().time()) <= 0:
             raise DeadlineError(f"no time is left for {path}: request_timeout_s is over", seconds=0.0)
-        return await Continuation(self, path, body, headers={}, timeout_s=left).plain_answer()
+        return (await _Question(self, path, body, headers={}, timeout_s=left).answer()).body
 
     def _checked_ids(self, given: Sequence[int], where: str) -> list[int]:
         """Return Python's ints, since those of numpy and torch cannot be sent."""
@@ -336,15 +324,6 @@ class Continuation:
                 return answer
             await self.after_abort()
 
-    async def plain_answer(self) -> Any:
-        """Return the JSON of an answer without samples; raises as `answer`."""
-        while True:
-            try:
-                async with self.sent(self.headers) as reply:
-                    return self.client.http.decode(await reply.read())
-            except EngineError as error:
-                await self.after_death(error)
-
     def left_s(self) -> float:
         """Return the seconds that are left for it. DeadlineError: none."""
         left = self._end - asyncio.get_running_loop().time()
@@ -375,7 +354,9 @@ class Continuation:
 
     async def _read(self, reply: Reply) -> Answer:
         if reply.content_type != wire.LINES_TYPE:
-            return await self.client.unreported.answer(self, reply)
+            if self.client.unreported is None:
+                self.client.http.decode(await reply.read())  # what is not JSON, such as a proxy's page, is shown
+            return await self.client.replies_unreported().answer(self, reply)
         async with aclosing(reply.lines()) as lines:  # one that is left to the collector costs a task more
             async for line in lines:
                 report: dict[str, Any] = self.client.http.decode(line)
@@ -428,3 +409,10 @@ class Continuation:
                     )
                 self.client.counters.wasted_tokens += sample.forget()
             self.client.counters.requeued_tokens += len(sample.ids)
+
+
+class _Question(Continuation):
+    """A call whose answer has no samples."""
+
+    async def _read(self, reply: Reply) -> Answer:
+        return Answer(self.client.http.decode(await reply.read()), None)

@@ -215,7 +215,7 @@ class Stream(Continuation):
     async def _events(self, reply: Reply) -> AsyncGenerator[dict[str, Any]]:
         """Yield a stream's events, with the versions of each choice that ends in them."""
         if wire.PROGRESS_HEADER not in reply.headers:
-            async for event in self.client.unreported.events(self, reply):
+            async for event in self.client.replies_unreported().events(self, reply):
                 yield event
             return
         async for event in self.events_of(reply):

@@ -21,7 +21,7 @@ import orjson
 from penstock import wire
 from penstock.aio import all_or_first_error
 from penstock.engine.capabilities import SAMPLED_FROM, Capabilities, EngineInfo, require
-from penstock.engine.client import Answer, Continuation, UnreportedReplies
+from penstock.engine.client import Answer, Continuation
 from penstock.engine.control import AdapterLoad, ControlClient, CoreState
 from penstock.engine.openai import Stream
 from penstock.errors import EngineError, EngineHTTPError, MissingCapabilityError, reading
@@ -214,7 +214,7 @@ NO_VERSIONS = (
 )
 
 
-class VanillaReplies(UnreportedReplies):
+class VanillaReplies:
     """Reads the replies of vLLM without our plugin, and sends again what a pause has cut.
 
     `engines` returns name and capabilities of each engine that may get a request.
