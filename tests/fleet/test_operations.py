@@ -19,7 +19,7 @@ from penstock.errors import (
     UpdateError,
     UserError,
 )
-from penstock.fleet.member import State, fan_out
+from penstock.fleet.member import State, Substate, fan_out, why
 from penstock.router.memory import Membership
 from penstock.types import PauseMode
 from virtual_time import virtual
@@ -449,6 +449,19 @@ async def test_an_engine_of_another_version_is_not_admitted() -> None:
     with pytest.raises(StateError, match="engine b has weight version 0, the fleet serves 3"):
         bench.roster.admit(member)
     assert member.state is State.SYNCING
+
+
+@virtual
+async def test_an_engine_that_starts_again_is_told_of_with_the_reason_of_its_death() -> None:
+    bench = await Bench("a").started()
+    (member,) = bench.roster.members
+    await bench.roster.mark_dead(member, "gone")
+    member.lifecycle.to(State.LAUNCHING, "restarted")
+    assert why([member]) == "a launching: gone"
+    member.lifecycle.to(State.SYNCING, "answers")
+    assert why([member]) == "a syncing: gone"
+    member.lifecycle.stay(Substate.AWAITING_WEIGHTS, "waits for the next update")
+    assert why([member]) == "a syncing: waits for the next update"
 
 
 @virtual

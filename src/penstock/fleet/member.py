@@ -313,11 +313,18 @@ def foreign_to(members: Iterable[Member]) -> Generator[None]:
 
 
 def why(members: Iterable[Member]) -> str:
-    """Say how and why each stands where it does, but for those that left: `e0, e1 dead: REASON; e2 ...`."""
+    """Say how and why each stands where it does, but for those that left: `e0, e1 dead: REASON; e2 ...`.
+
+    Of an engine that starts again, it is the reason of its death.
+    """
     names: dict[tuple[State, str], list[str]] = {}
     for member in members:
+        life = member.lifecycle
+        deaths = [change.reason for change in life.history if change.new is State.DEAD]
+        returns = member.state in {State.LAUNCHING, State.SYNCING} and not member.awaiting_weights
+        reason = deaths[-1] if returns and deaths else life.reason
         if member.state is not State.STOPPED:
-            names.setdefault((member.state, member.lifecycle.reason), []).append(member.name)
+            names.setdefault((member.state, reason), []).append(member.name)
     return "; ".join(f"{', '.join(its)} {state}: {reason}" for (state, reason), its in names.items())
 
 
