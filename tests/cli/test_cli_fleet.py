@@ -189,5 +189,5 @@ def test_what_does_not_start_is_an_error_of_status_1(tmp_path: Path) -> None:
     options = ("extra_args.no-such-option=1", f"fleet.log_dir={tmp_path}")
     done = penstock(*SERVE, *options, PENSTOCK_RUNTIME_DIR=str(tmp_path))
     assert done.returncode == 1
-    assert "no-such-option" in done.stderr
+    assert "no_such_option" in done.stderr
     assert "Traceback" not in done.stderr

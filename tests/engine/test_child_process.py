@@ -237,7 +237,7 @@ def test_killing_a_group_does_not_wait_for_its_end() -> None:
 async def test_an_earlier_runs_errors_are_not_this_ones(tmp_path: Path) -> None:
     (tmp_path / "e0.log").write_text("RuntimeError: of yesterday\n")
     config = EngineConfig(model="sim", profile="sim", extra_args={"no-such-option": 1})
-    with pytest.raises(EngineStartError, match="no-such-option") as caught:
+    with pytest.raises(EngineStartError, match="no_such_option") as caught:
         await EngineProcess.launch(config, name="e0", log_dir=tmp_path)
     assert "yesterday" not in str(caught.value)
     assert "yesterday" in (tmp_path / "e0.log").read_text(), "appended to"

@@ -151,7 +151,7 @@ async def test_a_killed_launcher_leaves_no_engine_and_no_placement_group(nodes: 
 @pytest.mark.parametrize(
     ("more", "error", "says"),
     [
-        ({"extra_args": {"no-such-option": 1}}, EngineStartError, "no-such-option"),
+        ({"extra_args": {"no-such-option": 1}}, EngineStartError, "no_such_option"),
         ({"ray_cpus": 0}, ConfigError, r"fleet\.ray_cpus is 0"),
         (
             {"engines": 2, "tensor_parallel_size": 3},

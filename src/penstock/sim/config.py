@@ -113,7 +113,8 @@ class SimConfig:
                 except (KeyError, ValueError):
                     raise ConfigError(f"sim option {name!r} must be {_KINDS[kind]}, got {text!r}") from None
             else:
-                raise ConfigError(f"unknown sim option {name!r}; {did_you_mean(name, known)}")
+                # A launcher shows the tail of a log, so the name comes last.
+                raise ConfigError(f"{did_you_mean(name, known)} (unknown sim option {name!r})")
         return cls(**given, faults=tuple(faults))
 
     @property
