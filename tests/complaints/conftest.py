@@ -11,14 +11,14 @@ from penstock import Fleet
 
 @pytest.fixture(scope="module")
 async def fleet() -> AsyncIterator[Fleet]:
-    """Two simulated engine processes behind a router; deadlines and restarts are short."""
+    """Two simulated engine processes behind a router; restarts are short, and deadlines where a test makes them so."""
     async with Fleet.launch(
         "sim-model",
         engines=2,
         profile="sim",
         max_model_len=512,
-        control_timeout_s=5.0,
-        hang_timeout_s=5.0,
+        control_timeout_s=60.0,
+        hang_timeout_s=60.0,
         health_interval_s=0.2,
         restart_backoff_s=0.05,
         max_restarts=1000,
