@@ -129,7 +129,14 @@ class Elastic:
         try:
             for life in lives:
                 self._placed[life] = await self._place(engines)
-            return await _all_ended(self._start(engines, life, self._placed[life]) for life in lives)
+            started = [asyncio.create_task(self._start(engines, life, self._placed[life])) for life in lives]
+            try:
+                await asyncio.wait(started)
+            finally:
+                for task in started:
+                    task.cancel()
+                await asyncio.gather(*started, return_exceptions=True)
+            return tuple(task.result() for task in started)
         finally:
             for life in lives:
                 self._placed.pop(life, None)
@@ -167,10 +174,12 @@ class Elastic:
             raise UserError(f"the server {known[0]} belongs to this fleet already; remove it first")
         urls = {place_of(spec.url) for spec in specs}
         self._attaching |= urls
+        joins = [asyncio.create_task(self._attach(spec)) for spec in specs]
         try:
-            return await _all_ended(self._attach(spec) for spec in specs)
+            await asyncio.gather(*joins, return_exceptions=True)  # cancelled, it cancels them
         finally:
             self._attaching -= urls
+        return tuple(task.result() for task in joins)
 
     async def _attach(self, spec: ServerSpec) -> str:
         member = await self._join(Lifecycle(f"e{next(self._numbers)}"), spec, self._roster.members)
@@ -322,13 +331,6 @@ class Elastic:
         ours = (m for m in self._roster.members if m.spec is None)  # others have nothing of what we share out
         there = (m for m in ours if m.state is not State.STOPPED or m in self._departures)
         return await engines.place([*(m.gpus for m in there), *self._placed.values()])
-
-
-async def _all_ended(work: Iterable[Coroutine[Any, Any, str]]) -> tuple[str, ...]:
-    """Return the results once each has ended, or raise the first failure then. Cancelled, it cancels them."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in work]
-    await asyncio.gather(*tasks, return_exceptions=True)
-    return tuple(task.result() for task in tasks)
 
 
 def place_of(url: str) -> str:
