@@ -11,6 +11,7 @@ pytest.importorskip("vllm")
 
 from vllm import SamplingParams
 
+from patience import WAIT_S
 from penstock import AsyncVLLM
 from penstock.errors import RequestError, StateError, UserError
 from penstock.facade.vllm_like import LoadBalancer
@@ -117,7 +118,7 @@ def test_a_router_that_is_started_anew_keeps_it(service, monkeypatch):
 
     monkeypatch.setattr(Roster, "check_router", noted)  # what the fleet asks every tenth of a second
     service.create_load_balancer("round-robin", prefix_length=77)
-    end = time.monotonic() + 60
+    end = time.monotonic() + WAIT_S
     while told.count(77) < 2:  # at the second time the first has been kept
         assert time.monotonic() < end, told
         time.sleep(0.01)
@@ -133,8 +134,8 @@ def test_a_router_that_is_started_anew_keeps_it(service, monkeypatch):
 
 
 def sent_after_restart(service, router):
-    psutil.wait_procs([router], timeout=60)
-    service.generate([[5, i] for i in range(9)], PARAMS, timeout_seconds=30)
+    psutil.wait_procs([router], timeout=WAIT_S)
+    service.generate([[5, i] for i in range(9)], PARAMS, timeout_seconds=WAIT_S)
     return counts(service)
 
 

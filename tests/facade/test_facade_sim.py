@@ -19,6 +19,7 @@ import torch
 from vllm import RequestOutput, SamplingParams
 from vllm.lora.request import LoRARequest
 
+from patience import WAIT_S
 from penstock import AsyncVLLM
 from penstock.errors import (
     ConfigError,
@@ -111,13 +112,13 @@ def test_a_timeout_cancels_on_the_engines(service):
     watcher = threading.Thread(target=watch)
     watcher.start()
     began = time.monotonic()
-    with pytest.raises(TimeoutError, match=r"40 prompts .* timeout_seconds=0.6"):
-        service.generate(["long"] * 40, LONG, timeout_seconds=0.6)
-    assert time.monotonic() - began < 7  # each takes 8 s
+    with pytest.raises(TimeoutError, match=r"40 prompts .* timeout_seconds=4"):
+        service.generate(["long"] * 40, LONG, timeout_seconds=4)
+    assert time.monotonic() - began < WAIT_S
     over.set()
     watcher.join()
     assert peak >= 20, "the engines had nothing to cancel"
-    _idle(service, within_s=5.0)
+    _idle(service, within_s=WAIT_S)
 
 
 def _idle(service, within_s):
@@ -149,12 +150,12 @@ def test_many_threads(service):
 async def test_from_coroutines(service):
     """Of another loop than the service's, which stays free meanwhile; cancelling reaches the engines."""
     out, batch = await asyncio.gather(
-        service.generate_async("hello", SHORT), service.generate_async(["a", "b"], SHORT, timeout_seconds=20)
+        service.generate_async("hello", SHORT), service.generate_async(["a", "b"], SHORT, timeout_seconds=WAIT_S)
     )
     assert isinstance(out, RequestOutput)
     assert len(batch) == 2
     task = asyncio.create_task(service.generate_async(["long"] * 8, LONG))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT_S):
         while sum(await asyncio.to_thread(service.get_num_unfinished_requests)) < 8:  # noqa: ASYNC110 - no event
             await asyncio.sleep(0.01)
     task.cancel()
@@ -219,7 +220,7 @@ def test_an_adapter_survives_the_engine_that_had_it(service):
     async def unload():
         for engine in await service.fleet.engines():
             http = HttpTransport(engine.url, api_key=service.fleet.key_of(engine.name))
-            await http.call("POST", "/v1/unload_lora_adapter", b'{"lora_name": "tone"}', timeout_s=60)
+            await http.call("POST", "/v1/unload_lora_adapter", b'{"lora_name": "tone"}', timeout_s=WAIT_S)
             await http.close()
 
     service.call(unload())
@@ -227,7 +228,7 @@ def test_an_adapter_survives_the_engine_that_had_it(service):
 
 
 def test_collective_rpc_and_prefix_cache(service):
-    assert len(service.collective_rpc("penstock_checksum", timeout=60.0)) == 2
+    assert len(service.collective_rpc("penstock_checksum", timeout=WAIT_S)) == 2
     service.reset_prefix_cache()
     assert service.get_tp_size() == 1
     assert service.num_replicas == 2
@@ -298,7 +299,7 @@ def test_an_engine_that_waits_for_weights_is_asked_for_none():
         member.process.kill()
 
         async def waits():
-            assert await service.fleet._roster.until(lambda: member.awaiting_weights, deadline_s=60.0)
+            assert await service.fleet._roster.until(lambda: member.awaiting_weights, deadline_s=WAIT_S)
 
         service.call(waits())
         with pytest.raises(EngineDeadError, match="engine e1: it is syncing: waits for the next update_weights"):
@@ -323,10 +324,10 @@ print(*[p.pid for p in psutil.Process().children(recursive=True)])
 
 
 def test_a_program_that_forgets_it_ends_and_leaves_nothing():
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=90, check=False)
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     left = [int(pid) for pid in done.stdout.split()]
     assert len(left) == 2
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in left if psutil.pid_exists(pid)], timeout=60)
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in left if psutil.pid_exists(pid)], timeout=WAIT_S)
     assert alive == []

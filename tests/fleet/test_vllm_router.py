@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from patience import WAIT_S
 from penstock import Fleet, SamplingParams
 from penstock.errors import ConfigError, EngineDeadError, EngineHTTPError, StateError, UserError
 from penstock.fleet.member import State
@@ -17,7 +18,7 @@ from penstock.fleet.vllm_router import VllmRouterAdmin
 from penstock.router.memory import EngineEntry, Membership
 from penstock.router.server import Router
 from penstock.sim import SimConfig, SimServer
-from sim_fleets import SIM, check, check_serves, engine_process, in_flight, made
+from sim_fleets import SIM, check, check_serves, engine_process, in_flight, made, slowed, stepped
 from vllm_router_server import installed, vllm_router
 
 PROMPTS = [[1 + i, 2, 3] for i in range(24)]
@@ -84,14 +85,16 @@ async def test_updates_under_load_lose_nothing_though_there_is_no_gate(fleet: Fl
         return served
 
     others = [asyncio.create_task(arrivals()) for _ in range(4)]
-    running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=LONG))
     try:
-        await in_flight(fleet, lambda requests: requests >= len(PROMPTS))
-        for i in range(3):
-            report = await fleet.update_weights(weights())
-            assert report.version == first + 1 + i
-            assert [update.engine for update in report.engines] == ["e0", "e1", "e2"]
-            assert report.failures == {}
+        async with slowed(fleet, 20.0):
+            running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=LONG))
+            await in_flight(fleet, lambda requests: requests >= len(PROMPTS))
+            for i in range(3):
+                await stepped(fleet, len(PROMPTS))
+                report = await fleet.update_weights(weights())
+                assert report.version == first + 1 + i
+                assert [update.engine for update in report.engines] == ["e0", "e1", "e2"]
+                assert report.failures == {}
         out = await running
     finally:
         stop.set()
@@ -121,15 +124,16 @@ async def test_an_engine_that_dies_leaves_its_workers_costs_no_request_and_is_on
         admin = VllmRouterAdmin(fleet.url)
         victim, *rest = await fleet.engines()
         assert await workers(admin) == {engine.url for engine in (victim, *rest)}
-        running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=LONG))
-        await in_flight(fleet, lambda requests: requests == len(PROMPTS))
-        engine_process(victim.url).kill()
+        async with slowed(fleet):
+            running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=LONG))
+            await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+            engine_process(victim.url).kill()
         await until_workers(admin, {engine.url for engine in rest})
         check(PROMPTS, await running, LONG)
         for i in range(12):  # wherever its sessions were
             await fleet.sample([8, 8], 1, SHORT, session_id=i)
         member = fleet._roster.members[0]
-        assert await fleet._roster.until(lambda: member.state is State.SERVING, deadline_s=60.0)
+        assert await fleet._roster.until(lambda: member.state is State.SERVING, deadline_s=WAIT_S)
         await until_workers(admin, {engine.url for engine in await fleet.engines()})
         assert [update.engine for update in (await fleet.update_weights(weights())).engines] == ["e0", "e1", "e2"]
         await check_serves(fleet, engines=3)
@@ -137,7 +141,7 @@ async def test_an_engine_that_dies_leaves_its_workers_costs_no_request_and_is_on
 
 
 async def until_workers(admin: VllmRouterAdmin, urls: set[str]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT_S):
         while True:
             if await workers(admin) == urls:
                 return
@@ -158,7 +162,7 @@ async def test_engines_ask_for_the_key_and_the_router_has_none(router: str) -> N
         stranger = VllmRouterAdmin(fleet.url)._http
         for path, body in (("/v1/completions", b'{"model":"sim-model","prompt":"a"}'), ("/pause", b"{}")):
             with pytest.raises(EngineHTTPError) as error:
-                await stranger.call("POST", path, body, timeout_s=30)
+                await stranger.call("POST", path, body, timeout_s=WAIT_S)
             assert error.value.status == 401, path
         await stranger.close()
         assert engine.state is State.SERVING

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from gateway_rig import Rig, auth
+from patience import WAIT_S
 from penstock.gateway.graph import Limits, Session
 from penstock.gateway.messages import ChatMessage, ChatRequest
 from penstock.rollout.tokenizer import Tokenizer
@@ -79,8 +80,10 @@ async def test_turns_that_fit_the_budget_together_run_at_once(tokenizer: Tokeniz
     rig.engine.texts = ["1234567890"] * 4
     rig.engine.hold = asyncio.Event()
     asking = [asyncio.create_task(rig.http.post(CHAT, json=body(str(i), max_tokens=10))) for i in range(3)]
-    await rig.engine.asked.wait()
-    await asyncio.sleep(0.2)
+    async with asyncio.timeout(WAIT_S):
+        while len(rig.engine.params) < 2:  # noqa: ASYNC110 - each of them sends no event
+            await asyncio.sleep(0.005)
+    await asyncio.sleep(0.1)
     assert [params.max_tokens for params in rig.engine.params] == [10, 10]
     rig.engine.hold.set()
     assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200] * 3
@@ -91,7 +94,7 @@ async def test_turns_that_fit_the_budget_together_run_at_once(tokenizer: Tokeniz
 async def test_the_rest_of_a_budget_may_be_less_than_a_harness_s_least_tokens(tokenizer: Tokenizer) -> None:
     """The turn was refused, and its reservation stayed, so that the next one waited for ever."""
     rig = Rig(tokenizer, limits=Limits(max_tokens=7))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT_S):
         for text in ("x", "y"):
             answer = await rig.http.post(CHAT, json=body(text, max_tokens=6, min_tokens=6))
             assert answer.status_code == 200, answer.text
@@ -103,7 +106,7 @@ async def test_seconds_end_a_session_and_its_turn_under_way(tokenizer: Tokenizer
     opened = await rig.post("/sessions", {"max_seconds": 0.3})
     rig.engine.hold = asyncio.Event()
     for text in ("x", "y"):
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(WAIT_S):
             answer = await rig.http.post(CHAT, json=body(text), headers=auth(opened["api_key"]))
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "budget_exceeded")
         assert "max_seconds=0.3" in answer.text

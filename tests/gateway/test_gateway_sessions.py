@@ -10,6 +10,7 @@ import pytest
 from wire_clients import WIRES, Chat
 
 from gateway_rig import CALL, KEY, OTHER_KEY, PARAMETERS, THOUGHT, Engine, Rig, auth
+from patience import WAIT_S
 from penstock.errors import ConfigError
 from penstock.gateway import app
 from penstock.gateway.graph import Limits
@@ -225,9 +226,9 @@ async def test_a_client_that_goes_away_loses_nothing(tokenizer: Tokenizer) -> No
     headers = [(b"authorization", f"Bearer {KEY}".encode())]
     scope = {"type": "http", "method": "POST", "path": CHAT, "headers": headers, "query_string": b"", "root_path": ""}
     asking = asyncio.create_task(app.build_app(rig.gateway)(scope, incoming.get, send))
-    await asyncio.sleep(0.1)
+    await rig.engine.asked.wait()
     incoming.put_nowait({"type": "http.disconnect"})
-    await asyncio.wait_for(asking, 60)
+    await asyncio.wait_for(asking, WAIT_S)
     assert answers[0]["status"] == 499
     rig.engine.hold.set()
     again = await rig.http.post(CHAT, content=sent)
