@@ -443,6 +443,6 @@ def test_an_update_is_measured_by_the_cores_own_steps_and_the_answer_waits_for_t
     clock[0] += 3
     asked = ask_loss(0.01)
     core.input_queue.get(timeout=WAIT_S)[1]()  # the deadline
-    asked.join(9)
+    asked.join(WAIT_S)
     assert answers[-1]["back"] is False
     assert answers[-1]["tokens"] == 3 * answers[-1]["rate"]

@@ -210,7 +210,7 @@ async def test_a_callable_that_swallows_its_end_does_not_hold_up_the_others(
         return 1.0
 
     async with asyncio.timeout(60):
-        output = await play(asking(play.rig, swallows), timeout_s=3.0)
+        output = await play(asking(play.rig, swallows), timeout_s=6.0)
     over.set()
     assert output.rewards == [0.0, 1.0]
 

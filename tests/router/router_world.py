@@ -157,7 +157,7 @@ class World:
 
         for _ in range(3):  # what was only put off to the next turn of the loop
             await asyncio.sleep(0)
-        await eventually(quiet, 10)
+        await eventually(quiet)
 
     def collect(self) -> None:
         for asked in [asked for asked in self.asked.values() if asked.reading.done()]:

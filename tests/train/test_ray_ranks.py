@@ -13,6 +13,7 @@ import pytest
 from random_trajectories import trajectories_of
 from test_torchrun import FILE
 
+from patience import WAIT_S
 from penstock.config import TrainConfig
 from penstock.errors import LearnerError
 from penstock.train.grpo import Trainee
@@ -89,4 +90,4 @@ async def test_a_run_with_ranks_of_ray_ends_and_leaves_none(nodes: RayNodes, tmp
     assert [row["version"] for row in rows] == [1, 2, 3]
     assert len(list(folder.glob("checkpoints/step-00000003/*.distcp"))) == 3
     assert not rank_processes()
-    await nodes.until(lambda groups: all(group["state"] == "REMOVED" for group in groups), within_s=30)
+    await nodes.until(lambda groups: all(group["state"] == "REMOVED" for group in groups), within_s=WAIT_S)

@@ -18,6 +18,7 @@ import orjson
 import pytest
 import torch
 
+from patience import WAIT_S
 from penstock.errors import StateError, TransferError, WeightsError
 from penstock.weights import group as group_module
 from penstock.weights.broadcast import BroadcastStore, GroupSpec, rank_offsets
@@ -266,10 +267,10 @@ def test_a_rank_that_does_not_connect_holds_the_trainer_no_longer_than_it_may(
     forming = threading.Thread(target=form, daemon=True)
     forming.start()
     try:
-        assert connecting.wait(20)
+        assert connecting.wait(WAIT_S)
         if timeout_s > 1:  # else nobody says so
             store.interrupt("engine e1 is gone")
-        forming.join(20)
+        forming.join(WAIT_S)
         assert said == ["engine e1 is gone" if timeout_s > 1 else "the broadcast took longer than 1 s"]
     finally:
         held.set()

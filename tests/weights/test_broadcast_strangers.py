@@ -30,7 +30,7 @@ from torch.distributed import TCPStore
 address, port = sys.argv[1], int(sys.argv[2])
 got = b""
 for sent in (b"", b"GET / HTTP/1.1\\r\\n\\r\\n", bytes(4096), b"S" + b"\\xff" * 200):
-    with socket.create_connection((address, port), timeout=5) as connection:
+    with socket.create_connection((address, port), timeout=60) as connection:
         connection.sendall(sent)
         connection.settimeout(0.5)
         try:
@@ -38,7 +38,7 @@ for sent in (b"", b"GET / HTTP/1.1\\r\\n\\r\\n", bytes(4096), b"S" + b"\\xff" * 
                 got += piece
         except OSError:
             pass
-idle = [socket.create_connection((address, port), timeout=5) for _ in range(200)]
+idle = [socket.create_connection((address, port), timeout=60) for _ in range(200)]
 try:
     store = TCPStore(address, port, None, False, timedelta(seconds=2), wait_for_workers=False)
     store.set("here/1", "")
@@ -142,7 +142,7 @@ def test_a_member_takes_nothing_from_who_does_not_have_the_key() -> None:
         answering = in_thread(answer)
         with pytest.raises(ConnectionRefusedError, match="does not have the group's key"):
             member(SPEC.to_json(), port=fake.getsockname()[1]).connect()
-        answering.join(10)
+        answering.join(WAIT_S)
 
 
 def test_the_key_of_a_group_is_good_for_that_group_alone(store: BroadcastStore) -> None:
@@ -174,7 +174,7 @@ def test_torch_takes_our_store_for_one_of_its_own() -> None:
 
     other = in_thread(lambda: rank(1))
     rank(0)
-    other.join(20)
+    other.join(WAIT_S)
     one.end("done")
     trainer.end("done")
     assert sums == [3.0, 3.0]

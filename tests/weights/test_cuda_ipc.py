@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from patience import WAIT_S
 from penstock.errors import StateError, WeightsError
 from penstock.weights.cuda_ipc import CudaIpcStore, IpcSource, Lease, borrow
 from penstock.weights.manifest import TensorEntry, WeightManifest
@@ -44,7 +45,7 @@ def test_a_lease_ends_when_it_is_closed():
     assert not ended.wait(0.05)
     lease.close()
     lease.close()
-    assert ended.wait(10)
+    assert ended.wait(WAIT_S)
     with pytest.raises(WeightsError, match="lends its weights"):
         borrow(lease.path, ended.set)
 
@@ -55,7 +56,7 @@ def test_a_lease_ends_with_its_process():
     borrow(child.stdout.readline().strip(), ended.set)
     assert not ended.wait(0.05)
     child.kill()
-    assert ended.wait(10)
+    assert ended.wait(WAIT_S)
     child.communicate()
 
 
@@ -77,10 +78,10 @@ def test_a_lease_ends_while_a_forked_child_lives(how: str):
                 borrow(path, event.set)
             if how == "closed":
                 print(file=lender.stdin, flush=True)
-                assert ended[0].wait(10)
+                assert ended[0].wait(WAIT_S)
                 assert is_lent(paths[1])
             lender.kill()
-            assert all(event.wait(10) for event in ended)
+            assert all(event.wait(WAIT_S) for event in ended)
         finally:
             os.close(end)
             lender.kill()
