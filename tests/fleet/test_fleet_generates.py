@@ -10,7 +10,7 @@ import torch
 
 from penstock import Fleet, GenerateBatch, SamplingParams
 from penstock.errors import EngineHTTPError, RequestError, UserError
-from sim_fleets import CONTEXT, check, in_flight, made, samples_of
+from sim_fleets import CONTEXT, check, in_flight, made, samples_of, slowed, stepped
 from sim_verify import verify
 
 
@@ -117,20 +117,22 @@ async def test_a_failing_part_fails_the_whole_and_cancels_the_rest(fleet: Fleet)
 
 async def test_figures_sizes_and_worker_calls(fleet: Fleet) -> None:
     assert (fleet.tp_size, fleet.pp_size, fleet.dp_size) == (1, 1, 3)
-    batch = asyncio.create_task(
-        fleet.generate(prompt_token_ids=[[1]] * 30, sampling_params={"max_tokens": 300, "detokenize": False})
-    )
-    await in_flight(fleet, lambda requests: requests == 30)
-    each = [await fleet.get_num_unfinished_requests(i) for i in range(3)]
-    usages = [await fleet.get_cache_usage(i) for i in range(3)]
-    assert sum(each) == 30
-    assert all(usage > 0 for usage in usages)
-    assert await fleet.get_cache_usage() == pytest.approx(sum(usages) / 3, rel=0.5)
-    assert (
-        await fleet.collective_rpc("work", 5.0, (1, "a"), {"k": 2})
-        == [{"method": "work", "args": [1, "a"], "kwargs": {"k": 2}}] * 3
-    )
-    await fleet.abort_generation()
+    async with slowed(fleet):
+        batch = asyncio.create_task(
+            fleet.generate(prompt_token_ids=[[1]] * 30, sampling_params={"max_tokens": 300, "detokenize": False})
+        )
+        await in_flight(fleet, lambda requests: requests == 30)
+        await stepped(fleet, 10)  # so that none of the engines has all of its requests in its queue
+        each = [await fleet.get_num_unfinished_requests(i) for i in range(3)]
+        usages = [await fleet.get_cache_usage(i) for i in range(3)]
+        assert sum(each) == 30
+        assert all(usage > 0 for usage in usages)
+        assert await fleet.get_cache_usage() == pytest.approx(sum(usages) / 3, rel=0.5)
+        assert (
+            await fleet.collective_rpc("work", 5.0, (1, "a"), {"k": 2})
+            == [{"method": "work", "args": [1, "a"], "kwargs": {"k": 2}}] * 3
+        )
+        await fleet.abort_generation()
     assert set((await batch).stop_reasons) == {"abort"}
     with pytest.raises(UserError, match="there is no engine 3; the fleet has engines 0 to 2"):
         await fleet.get_cache_usage(3)

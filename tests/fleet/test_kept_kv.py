@@ -16,7 +16,7 @@ from penstock.errors import MissingCapabilityError, UserError
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 from penstock.types import KV, EngineUpdate
-from sim_fleets import SIM, check, generated, in_flight
+from sim_fleets import SIM, check, generated, in_flight, slowed, stepped
 from virtual_time import virtual
 
 PARAMS = SamplingParams(max_tokens=450, detokenize=False)
@@ -28,19 +28,20 @@ WEIGHTS = [("w", torch.ones(5))]
 async def test_tokens_of_a_version_that_kept_the_cache_say_so():
     slow = {**SIM, "extra_args": {"tokens-per-second": 150}}
     async with Fleet.launch("sim-model", engines=2, **slow) as fleet:
-        running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
-        await in_flight(fleet, lambda requests: requests == len(PROMPTS))
-        await generated(fleet, 30)
-        kept = await fleet.update_weights(WEIGHTS, kv="keep")
-        assert sum(engine.preempted for engine in kept.engines) == 0, "nothing is computed again"
-        await generated(fleet, 30)
-        async with Fleet.connect(fleet.url) as other:  # in the place of another process
-            again = await other.update_weights(WEIGHTS, kv="keep")
-            await generated(fleet, 30)
-            assert sum(engine.preempted for engine in again.engines) == 0
-            recomputed = await other.update_weights(WEIGHTS)
-            assert sum(engine.preempted for engine in recomputed.engines) == len(PROMPTS)
-            late = await other.sample([5], 1, SamplingParams(max_tokens=9))
+        async with slowed(fleet, 10.0):
+            running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+            await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+            await stepped(fleet, 15)
+            kept = await fleet.update_weights(WEIGHTS, kv="keep")
+            assert sum(engine.preempted for engine in kept.engines) == 0, "nothing is computed again"
+            await stepped(fleet, 15)
+            async with Fleet.connect(fleet.url) as other:  # in the place of another process
+                again = await other.update_weights(WEIGHTS, kv="keep")
+                await stepped(fleet, 15)
+                assert sum(engine.preempted for engine in again.engines) == 0
+                recomputed = await other.update_weights(WEIGHTS)
+                assert sum(engine.preempted for engine in recomputed.engines) == len(PROMPTS)
+                late = await other.sample([5], 1, SamplingParams(max_tokens=9))
         out = await running
         assert [len(ids) for ids in out.response_ids] == [PARAMS.max_tokens] * len(PROMPTS)
     labels = {span.version: span.kv_kept for spans in out.response_spans for span in spans}
@@ -54,17 +55,18 @@ async def test_requests_in_flight_alone_keep_their_kv_and_say_so():
     prefix = list(range(3, 60))
     prompts = [[*prefix, i] for i in range(6)]
     async with Fleet.launch("sim-model", engines=2, **slow) as fleet:
-        running = asyncio.create_task(fleet.generate(prompt_token_ids=prompts, sampling_params=PARAMS))
-        await in_flight(fleet, lambda requests: requests == len(prompts))
-        for version in (1, 2):
-            await generated(fleet, 60)
-            report = await fleet.update_weights(WEIGHTS, kv="keep_in_flight")
-            assert sum(engine.kept for engine in report.engines) == len(prompts)
-            assert sum(engine.preempted for engine in report.engines) == 0
-            for _ in range(2):  # the second finds what the first has computed
-                new = await fleet.generate(prompt_token_ids=prompts, sampling_params=SHORT)
-                check(prompts, new, SHORT)
-                assert {(s.version, s.kv_kept) for spans in new.response_spans for s in spans} == {(version, False)}
+        async with slowed(fleet, 10.0):
+            running = asyncio.create_task(fleet.generate(prompt_token_ids=prompts, sampling_params=PARAMS))
+            await in_flight(fleet, lambda requests: requests == len(prompts))
+            for version in (1, 2):
+                await stepped(fleet, 30)
+                report = await fleet.update_weights(WEIGHTS, kv="keep_in_flight")
+                assert sum(engine.kept for engine in report.engines) == len(prompts)
+                assert sum(engine.preempted for engine in report.engines) == 0
+                for _ in range(2):  # the second finds what the first has computed
+                    new = await fleet.generate(prompt_token_ids=prompts, sampling_params=SHORT)
+                    check(prompts, new, SHORT)
+                    assert {(s.version, s.kv_kept) for spans in new.response_spans for s in spans} == {(version, False)}
         out = await running
         check(prompts, out, PARAMS)
         for spans in out.response_spans:
@@ -77,11 +79,12 @@ async def test_requests_in_flight_alone_keep_their_kv_and_say_so():
 async def test_an_update_that_keeps_all_kv_takes_no_label_of_an_earlier_one_away():
     slow = {**SIM, "extra_args": {"tokens-per-second": 150}}
     async with Fleet.launch("sim-model", engines=1, **slow) as fleet:
-        running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
-        await in_flight(fleet, lambda requests: requests == len(PROMPTS))
-        for kv in ("keep_in_flight", "keep"):
-            await generated(fleet, 60)
-            await fleet.update_weights(WEIGHTS, kv=kv)
+        async with slowed(fleet, 10.0):
+            running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+            await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+            for kv in ("keep_in_flight", "keep"):
+                await stepped(fleet, 30)
+                await fleet.update_weights(WEIGHTS, kv=kv)
         out = await running
     labels = {tuple((span.version, span.kv_kept) for span in spans) for spans in out.response_spans}
     assert labels == {((0, False), (1, True), (2, True))}
@@ -90,12 +93,13 @@ async def test_an_update_that_keeps_all_kv_takes_no_label_of_an_earlier_one_away
 async def test_a_request_that_continues_on_another_engine_has_no_kept_kv_any_more():
     slow = {**SIM, "extra_args": {"tokens-per-second": 150}}
     async with Fleet.launch("sim-model", engines=2, **slow) as fleet:
-        running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
-        await in_flight(fleet, lambda requests: requests == len(PROMPTS))
-        await generated(fleet, 60)
-        await fleet.update_weights(WEIGHTS, kv="keep_in_flight")
-        await generated(fleet, 900)
-        await fleet.remove("e1", timeout_s=0.1)
+        async with slowed(fleet, 5.0):
+            running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+            await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+            await stepped(fleet, 30)
+            await fleet.update_weights(WEIGHTS, kv="keep_in_flight")
+            await generated(fleet, 900)
+            await fleet.remove("e1", timeout_s=0.1)
         out = await running
         check(PROMPTS, out, PARAMS)
     ends = {tuple(span.kv_kept for span in spans) for spans in out.response_spans}
@@ -104,9 +108,9 @@ async def test_a_request_that_continues_on_another_engine_has_no_kept_kv_any_mor
 
 async def test_every_process_can_ask_what_an_update_cost():
     async with Fleet.launch("sim-model", engines=2, **SIM) as fleet:
-        running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS * 4, sampling_params=PARAMS))
-        await in_flight(fleet, lambda requests: requests == 4 * len(PROMPTS))
-        async with Fleet.connect(fleet.url) as other:
+        async with Fleet.connect(fleet.url) as other, slowed(fleet, 20.0):
+            running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS * 4, sampling_params=PARAMS))
+            await in_flight(fleet, lambda requests: requests == 4 * len(PROMPTS))
             with pytest.raises(UserError, match="kv must be one of recompute, keep, keep_in_flight"):
                 await other.update_weights(WEIGHTS, kv="lose")  # type: ignore[arg-type]
             assert other.weight_version == 0
