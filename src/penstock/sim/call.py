@@ -34,14 +34,6 @@ E = TypeVar("E", bound=StrEnum)
 _TYPES = {str: "string", dict: "dictionary", list: "list"}
 
 
-class InvalidFieldError(RequestError):
-    """A field of the body or the query is missing or of the wrong form; FastAPI finds these in vLLM."""
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"1 validation error:\n  {field}: {message}")
-        self.field = field
-
-
 class CutError(Exception):
     """The connection is to break here."""
 
@@ -56,10 +48,10 @@ class Call:
     body: Mapping[str, Any]
 
     def field(self, name: str, kind: type) -> Any:
-        """A field of the body. Raises InvalidFieldError where it is missing or of another type."""
+        """A field of the body. Raises RequestError where it is missing or of another type."""
         value = self.body.get(name)
         if not isinstance(value, kind):
-            raise InvalidFieldError(name, f"Input should be a valid {_TYPES[kind]}, got {value!r}")
+            raise RequestError(f"{name}: Input should be a valid {_TYPES[kind]}, got {value!r}")
         return value
 
     def choice(self, name: str, default: E) -> E:
@@ -68,12 +60,12 @@ class Call:
             return type(default)(text)
         except ValueError:
             known = ", ".join(type(default))
-            raise InvalidFieldError(f"query.{name}", f"must be one of {known}, got {text!r}") from None
+            raise RequestError(f"query.{name}: must be one of {known}, got {text!r}") from None
 
     def flag(self, name: str, *, default: bool) -> bool:
         text = self.http.query.get(name, str(default)).lower()
         if text not in ("true", "false", "1", "0"):
-            raise InvalidFieldError(f"query.{name}", f"Input should be a valid boolean, got {text!r}")
+            raise RequestError(f"query.{name}: Input should be a valid boolean, got {text!r}")
         return text in ("true", "1")
 
     def model(self) -> tuple[str, str | None]:

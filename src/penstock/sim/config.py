@@ -224,12 +224,11 @@ class Fault:
         try:
             kind = FaultKind(data.get("kind"))
             default = next(iter(_PLACES[kind])) if len(_PLACES[kind]) == 1 else Phase.NOW
-            numbers = {name: _number(name, data[name]) for name in _NUMBERS.keys() & data.keys()}
-            return cls(kind, Phase(data.get("phase", default)), **numbers)
-        except ConfigError:
-            raise
+            numbers: dict[str, Any] = {name: _NUMBERS[name](data[name]) for name in _NUMBERS.keys() & data.keys()}
+            phase = Phase(data.get("phase", default))
         except (TypeError, ValueError) as error:
             raise ConfigError(f"fault {dict(data)!r}: {error}") from error
+        return cls(kind, phase, **numbers)
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -237,13 +236,6 @@ class Fault:
         kind, _, rest = text.partition(":")
         pairs = (pair.partition("=") for pair in rest.split(",") if pair)
         return cls.of({"kind": kind, **{key: value for key, _, value in pairs}})
-
-
-def _number(name: str, value: Any) -> Any:
-    try:
-        return _NUMBERS[name](value)
-    except (TypeError, ValueError):
-        raise ConfigError(f"fault option {name} must be a number, got {value!r}") from None
 
 
 class RefusedError(EngineError):

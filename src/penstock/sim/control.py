@@ -15,8 +15,8 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import CollectorRegistry
 
-from penstock.errors import EngineDeadError, UserError, WeightsError
-from penstock.sim.call import Call, InvalidFieldError, error_answer
+from penstock.errors import EngineDeadError, RequestError, WeightsError
+from penstock.sim.call import Call, error_answer
 from penstock.sim.config import Fault, Phase, SimConfig
 from penstock.sim.engine import SimEngine
 from penstock.types import KV, PauseMode
@@ -189,7 +189,7 @@ async def _reset_prefix_cache(call: Call) -> dict[str, Any]:
 async def _sleep(call: Call) -> dict[str, Any]:
     text = call.http.query.get("level", "1")
     if text not in ("0", "1", "2"):
-        raise InvalidFieldError("query.level", f"must be 0, 1 or 2, got {text!r}")
+        raise RequestError(f"query.level: must be 0, 1 or 2, got {text!r}")
     await call.engine.sleep(int(text), call.choice("mode", PauseMode.ABORT))
     return {"status": "sleeping", "level": int(text)}
 
@@ -200,12 +200,12 @@ async def _wake_up(call: Call) -> dict[str, Any]:
     return {"status": "awake" if awake else "sleeping", "tags": tags}
 
 
-async def _collective_rpc(call: Call) -> web.Response | dict[str, Any]:
+async def _collective_rpc(call: Call) -> dict[str, Any]:
     """The simulated engine has one worker, which returns what it was called with."""
     call.engine.check_alive()
     body = call.body
     if body.get("method") is None:
-        return error_answer("Missing 'method' in request body", "Bad Request", 400)
+        raise RequestError("Missing 'method' in request body")
     return {"results": [{"method": body["method"], "args": body.get("args", []), "kwargs": body.get("kwargs", {})}]}
 
 
@@ -249,10 +249,7 @@ async def _load_lora_adapter(call: Call) -> web.Response:
     body = call.body
     name, path = str(body.get("lora_name") or ""), str(body.get("lora_path") or "")
     call.engine.check_alive()
-    try:
-        call.engine.adapters.load(name, path, in_place=bool(body.get("load_inplace")))
-    except UserError as error:
-        return error_answer(str(error), "InvalidUserInput", 400)
+    call.engine.adapters.load(name, path, in_place=bool(body.get("load_inplace")))
     return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
 
 

@@ -239,8 +239,8 @@ class SimEngine:
         return {name: self.adapters.served(name, self._in_flight(name)) for name in self.adapters.loaded}
 
     def _notes_of(self, sequence: SimSequence) -> Notes | None:
-        kept: Notes = {"kv_kept": True} if sequence.kv_kept else {}
-        return {**(self.adapters.notes(sequence.request.lora) or {}), **kept} or None
+        notes = self.adapters.notes(sequence.request.lora)
+        return (notes | {"kv_kept": True} if sequence.kv_kept else notes) or None
 
     def _in_flight(self, name: str) -> int:
         return sum(sequence.request.lora == name for sequence in self.scheduler)
@@ -334,13 +334,11 @@ class SimEngine:
             self.check_alive()
 
     async def update_weights(self) -> None:
-        """`/update_weights`. Raises StateError before `start_update`; a later failure leaves the engine unfit."""
-        self.check_alive()
-        self.weights.require_started("update_weights")
+        """`/update_weights`. A failure leaves the engine unfit. StateError: before `start_update`."""
         await self.at(Phase.LOAD)
         await asyncio.sleep(self.config.load_seconds)
         self.check_alive()
-        self.weights.updated = True
+        self.weights.update()
 
     async def finish_update(self, label: str | None) -> None:
         """`/finish_weight_update`: the weights are in force, labelled if a label is given."""
@@ -443,13 +441,7 @@ class SimEngine:
                 raise RequestError(f"Token id {token} is out of vocabulary")
         room = config.max_model_len - len(prompt_ids)
         wanted = params.max_tokens if max_tokens is None else max_tokens
-        if room < 1:
-            raise RequestError(
-                f"This model's maximum context length is {config.max_model_len} tokens. However, your prompt contains "
-                f"{len(prompt_ids)} input tokens, which exceeds this limit even without any output tokens. "
-                "Please reduce the length of the input prompt."
-            )
-        if wanted > room and max_tokens is None:
+        if room < 1 or (wanted > room and max_tokens is None):
             raise RequestError(
                 f"This model's maximum context length is {config.max_model_len} tokens. However, you requested "
                 f"{wanted} output tokens and your prompt contains {len(prompt_ids)} input tokens, for a total of "

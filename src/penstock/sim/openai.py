@@ -10,7 +10,7 @@ from typing import Any, cast
 from aiohttp import web
 
 from penstock.errors import RequestError
-from penstock.sim.call import Call, Generation, InvalidFieldError
+from penstock.sim.call import Call, Generation
 from penstock.sim.scheduler import Delta, SimSequence
 from penstock.sim.tokens import character_of, chat_prompt, decode, encode
 from penstock.types import SamplingParams
@@ -240,7 +240,7 @@ async def detokenize(call: Call) -> dict[str, Any]:
     config = call.engine.config
     tokens: list[int] = call.field("tokens", list)
     if any(type(i) is not int or i < 0 for i in tokens):
-        raise InvalidFieldError("tokens", "Input should be a list of token ids")
+        raise RequestError("tokens: Input should be a list of token ids")
     if outside := [i for i in tokens if i >= config.vocab_size]:
         raise RequestError(f"Token id {max(outside)} is out of vocabulary")
     return {"prompt": decode(tokens, config.eos_token_id)}
@@ -249,10 +249,10 @@ async def detokenize(call: Call) -> dict[str, Any]:
 def checked_ids(value: Any, name: str) -> list[int]:
     """A list of token ids. Raises RequestError where it is none."""
     if not isinstance(value, list) or not value:
-        raise InvalidFieldError(name, "List should have at least 1 item of token ids")
+        raise RequestError(f"{name}: List should have at least 1 item of token ids")
     ids = cast("list[Any]", value)
     if any(type(i) is not int for i in ids):
-        raise InvalidFieldError(name, "Input should be a valid integer")
+        raise RequestError(f"{name}: Input should be a valid integer")
     return ids
 
 
@@ -286,7 +286,7 @@ def _sampling(given: Mapping[str, Any], *, logprobs: bool, detokenize: bool, max
 def _messages(call: Call) -> list[Mapping[str, Any]]:
     messages: list[Any] = call.field("messages", list)
     if not all(isinstance(message, dict) for message in messages):
-        raise InvalidFieldError("messages", "Field required, a list of messages")
+        raise RequestError("messages: Field required, a list of messages")
     return messages
 
 

@@ -17,7 +17,7 @@ from penstock.errors import EngineDeadError, EngineStartError, PenstockError, Re
 from penstock.guard import DATA_PATHS, OPEN_PATHS, cross_site, has_key
 from penstock.plugin.core_http import refusal
 from penstock.sim import control, openai
-from penstock.sim.call import Call, InvalidFieldError, error_answer, json_answer
+from penstock.sim.call import Call, error_answer, json_answer
 from penstock.sim.config import FaultKind, SimConfig
 from penstock.sim.engine import SimEngine
 from penstock.sim.update import NotFoundError
@@ -170,9 +170,9 @@ async def _body(http: web.Request) -> dict[str, Any]:
     try:
         data: Any = orjson.loads(raw or b"{}")
     except orjson.JSONDecodeError as error:
-        raise InvalidFieldError("body", f"JSON decode error: {error}") from error
+        raise RequestError(f"body: JSON decode error: {error}") from error
     if not isinstance(data, dict):
-        raise InvalidFieldError("body", "Input should be a valid dictionary")
+        raise RequestError("body: Input should be a valid dictionary")
     return cast("dict[str, Any]", data)
 
 
@@ -193,8 +193,6 @@ async def _errors_as_vllm(request: web.Request, handler: Handler) -> web.StreamR
 
 
 def _as_vllm(error: PenstockError) -> web.Response:
-    if isinstance(error, InvalidFieldError):
-        return error_answer(str(error), "Bad Request", 400, error.field)
     if isinstance(error, NotFoundError):
         return error_answer(str(error), "NotFoundError", 404, error.param)
     if isinstance(error, UserError):

@@ -97,7 +97,7 @@ class WeightState:
         """The version offered last, and the checksum it will have."""
         self.initialised = False
         """vLLM's protocol: a transfer engine is there."""
-        self.started = self.updated = False
+        self.updates: int | None = None
         """vLLM's protocol: steps done of the update under way."""
         self._unlabelled = itertools.count(UNKNOWN_VERSION - 1, -1)
 
@@ -109,25 +109,26 @@ class WeightState:
         """Begin a native update. Raises StateError if none may begin."""
         if not self.initialised:
             raise StateError("Weight transfer engine is not initialized; call /init_weight_transfer_engine first.")
-        if self.started:
+        if self.updates is not None:
             raise StateError("A weight update is already active; finish it first.")
-        self.started, self.updated = True, False
-        self.unfit = "a weight update was started and not finished"
+        self.updates, self.unfit = 0, "a weight update was started and not finished"
 
-    def require_started(self, step: str) -> None:
-        """Raise StateError unless a native update is under way."""
-        if not self.started:
-            raise StateError(f"start_weight_update must be called before {step}.")
+    def update(self) -> None:
+        """Take what came. Raises StateError unless a native update is under way."""
+        if self.updates is None:
+            raise StateError("start_weight_update must be called before update_weights.")
+        self.updates += 1
 
     def finish(self, label: str | None) -> None:
         """End a native update: what came is in force, labelled if a label is given."""
-        self.require_started("finish_weight_update")
-        if self.updated:
+        if self.updates is None:
+            raise StateError("start_weight_update must be called before finish_weight_update.")
+        if self.updates:
             named = UNKNOWN_VERSION if label is None else version_of_tokens(label)
             self.unfit, self.identity = None, next(self._unlabelled) if named == UNKNOWN_VERSION else named
         if label is not None:
             self.label = label
-        self.started = False
+        self.updates = None
 
 
 class NotFoundError(UserError):
@@ -144,21 +145,19 @@ class Adapters:
     def __init__(self, config: SimConfig) -> None:
         self._config = config
         self.loaded: dict[str, str] = {}
-        self._versions: dict[str, int] = {}
+        self._versions: dict[str, int | None] = {}
         self._used: dict[str, float] = {}
 
     def note_use(self, name: str | None) -> None:
         if name is not None:
             self._used[name] = time.monotonic()
 
-    def notes(self, name: str | None) -> Notes | None:
+    def notes(self, name: str | None) -> Notes:
         """Return what its tokens are labelled with, as our plugin in vLLM does."""
         if name is None or self._config.plain:
-            return None
-        notes: Notes = {"adapter": name}
-        if (version := self._versions.get(name)) is not None:
-            notes["adapter_version"] = version
-        return notes
+            return {}
+        version = self._versions.get(name)
+        return {"adapter": name} if version is None else {"adapter": name, "adapter_version": version}
 
     def served(self, name: str, in_flight: int) -> dict[str, Any]:
         """Return its version, its requests, and since when it had none."""
@@ -188,9 +187,7 @@ class Adapters:
         if name not in self.loaded and len(self.loaded) >= self._config.max_loras:
             raise UserError(f"No room for lora adapter '{name}': {self._config.max_loras} are loaded.")
         self.loaded[name] = path
-        self._versions.pop(name, None)
-        if version is not None:
-            self._versions[name] = version
+        self._versions[name] = version
         self.note_use(name)
 
     def unload(self, name: str) -> None:
