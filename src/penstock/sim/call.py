@@ -128,10 +128,6 @@ class Generation(ABC):
         wanted = call.http.headers.get(PROGRESS_HEADER, "")
         in_lines = wanted.isdigit() and not call.engine.config.plain
         self.progress = RequestProgress(int(wanted) if in_lines else 0, streamed=in_lines)
-        self.begun: set[int] = set()
-        """Choices of which an event was sent."""
-        self.written: dict[int, int] = {}
-        """Characters sent of each choice."""
         self._constrained = constrained
         self._made: asyncio.Queue[tuple[int, Delta] | None] = asyncio.Queue()
         """What is made, each with the place of its choice; None at a request's end."""
@@ -250,7 +246,6 @@ class Generation(ABC):
                 await event(chunk)
             async for place, delta in self._deltas():
                 await event(self.chunk(place, delta))
-                self.begun.add(place)
             options: Any = self.call.body.get("stream_options")
             if isinstance(options, dict) and cast("dict[str, Any]", options).get("include_usage"):
                 await event(self.event([], usage=self.usage()))

@@ -1,4 +1,7 @@
-"""The endpoints that generate: vLLM's token endpoint and OpenAI's; models, tokenize and detokenize."""
+"""The endpoints that generate: vLLM's token endpoint and OpenAI's; models, tokenize and detokenize.
+
+Events leave out the ids of the prompt, which whole answers have.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +44,6 @@ class _Tokens(Generation):
         # The spans come once, at the end, and cover the whole output.
         if not delta.finished and "weight_versions" in chunk["choices"][0]:
             chunk["choices"][0]["weight_versions"] = None
-        if self.return_ids and not self.begun:
-            chunk["prompt_token_ids"] = self.requests[0].prompt_ids
         return chunk
 
     def head(self) -> dict[str, Any]:
@@ -85,7 +86,7 @@ class _OpenAI(Generation):
         return {"id": self.request_id, "created": self.created, "model": self.model}
 
     def choice(self, place: int, sequence: SimSequence, start: int, end: int, *, whole: bool) -> dict[str, Any]:
-        text = sequence.text if whole else self._new_text(place, sequence, start, end)
+        text = sequence.text if whole else self._new_text(sequence, start, end)
         ids = sequence.output[start:end] if self.return_ids else None
         return {
             "index": place,
@@ -102,20 +103,12 @@ class _OpenAI(Generation):
     @abstractmethod
     def _logprobs(self, sequence: SimSequence, start: int, end: int) -> dict[str, Any]: ...
 
-    def _new_text(self, place: int, sequence: SimSequence, start: int, end: int) -> str:
-        stops, eos = sequence.request.params.stop, self.call.engine.config.eos_token_id
+    def _new_text(self, sequence: SimSequence, start: int, end: int) -> str:
         ended = sequence.finish_reason is not None and end == len(sequence.output)
-        if not stops:
-            return decode(sequence.output[start : end - (ended and isinstance(sequence.stop_reason, int))], eos)
-        written = self.written.get(place, 0)
-        if ended:
-            text = sequence.text
-        else:
-            # vLLM too holds back what might be the beginning of a stop string.
-            text = decode(sequence.output[:end], eos)
-            text = text[: max(written, len(text) - max(map(len, stops)) + 1)]
-        self.written[place] = len(text)
-        return text[written:]
+        if sequence.request.params.stop:  # any of it may be the beginning of a stop string
+            return sequence.text if ended else ""
+        end -= ended and isinstance(sequence.stop_reason, int)
+        return decode(sequence.output[start:end], self.call.engine.config.eos_token_id)
 
 
 class _Completion(_OpenAI):
@@ -126,9 +119,7 @@ class _Completion(_OpenAI):
     def choice(self, place: int, sequence: SimSequence, start: int, end: int, *, whole: bool) -> dict[str, Any]:
         choice = super().choice(place, sequence, start, end, whole=whole)
         prompt_ids = sequence.request.prompt_ids if self.return_ids else None
-        if whole:
-            return {**choice, "prompt_logprobs": None, "prompt_token_ids": prompt_ids}
-        return {**choice, "prompt_token_ids": prompt_ids} if prompt_ids and place not in self.begun else choice
+        return {**choice, "prompt_logprobs": None, "prompt_token_ids": prompt_ids} if whole else choice
 
     def _content(self, text: str, *, whole: bool) -> dict[str, Any]:
         del whole
@@ -157,13 +148,11 @@ class _Chat(_OpenAI):
         return {**super().answer(), "prompt_logprobs": None, "prompt_token_ids": prompt_ids}
 
     def opening(self) -> Iterator[dict[str, Any]]:
-        """Each choice's role comes first, with the prompt's ids."""
+        """Each choice's role comes first."""
         (request,) = self.requests
-        prompt_ids = {"prompt_token_ids": request.prompt_ids} if self.return_ids else {}
         for sequence in request.sequences:
             delta = {"role": "assistant", "content": ""}
-            choice = {"index": sequence.index, "delta": delta, "logprobs": None, "finish_reason": None}
-            yield self.event([choice], **prompt_ids)
+            yield self.event([{"index": sequence.index, "delta": delta, "logprobs": None, "finish_reason": None}])
 
     def _content(self, text: str, *, whole: bool) -> dict[str, Any]:
         if whole:
