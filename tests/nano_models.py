@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +204,8 @@ class History:
         return logprobs
 
 
-def state_of(learner: Any, adapter: str | None) -> Any:
-    """What a learner's `save` writes, copied."""
-    state = learner._live_state(adapter)
-    return replace(state, tensors={name: tensor.detach().clone() for name, tensor in state.tensors.items()})
+def state_of(learner: Any, adapter: str | None) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """What a learner's `save` writes and returns, copied."""
+    base = {} if adapter is None else {"base": learner._fingerprint()}
+    tensors = {name: tensor.detach().clone() for name, tensor in learner._state(adapter).items()}
+    return tensors, {"version": learner.versions[adapter], **base}

@@ -74,7 +74,7 @@ def test_there_is_no_gap_right_after_a_resume_and_an_alarm_where_there_is_one(tm
     for _ in range(3):
         first.step([told_by_an_engine(first.learner), told_by_an_engine(first.learner)])  # type: ignore[arg-type]
     resumed = Trainee(LocalLearner(model, config, seed=0), config)
-    resumed.learner.load_state(None, state_of(first.learner, None))
+    resumed.learner.load_state(None, *state_of(first.learner, None))
     figures = resumed.step([told_by_an_engine(resumed.learner)])  # type: ignore[arg-type]
     assert figures["logprob_diff_max_equal"] < 1e-4
     alarm = LogprobAlarm(config.logprob_alarm)

@@ -229,7 +229,6 @@ async def test_stop_strings_are_refused_because_rollouts_have_no_text(client: HT
         ({"tasks": []}, "empty batch"),
         ({"num_samples": 0}, "num_samples must be at least 1, got 0"),
         ({"seeds": [1]}, "seeds has 1 entries for 2 tasks"),
-        ({"session_ids": [1, 2, 3]}, "session_ids has 3 entries for 2 tasks"),
     ],
 )
 def test_a_malformed_batch_is_refused(values: dict[str, object], message: str) -> None:

@@ -22,7 +22,6 @@ from penstock.errors import CheckpointError, ConfigError, StateError, UserError,
 from penstock.plugin.spec import expected_weights
 from penstock.train import checkpoint
 from penstock.train.batching import collate, plan
-from penstock.train.checkpoint import LearnerState
 from penstock.train.grpo import Trainee, datum_of
 from penstock.train.interface import AdamSpec, Datum, LoraSpec
 from penstock.train.learner import LocalLearner, ServedDtype
@@ -438,7 +437,7 @@ def test_the_random_state_is_part_of_the_state(micro_model: str):
     learner = learner_of(micro_model)
     state = state_of(learner.learner, None)
     drawn = torch.rand(4)
-    learner.learner.load_state(None, state)
+    learner.learner.load_state(None, *state)
     assert torch.equal(torch.rand(4), drawn)
 
 
@@ -450,7 +449,7 @@ def test_a_state_comes_without_the_gradient_held_before_it(micro_model: str, ada
     data = [Datum([1, 2], [2, 3], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0])]
     state = state_of(learner, adapter)
     learner.forward_backward(adapter, LossSpec({"cross_entropy": 1.0}), data)
-    learner.load_state(adapter, state)
+    learner.load_state(adapter, *state)
     assert learner.optim_step(adapter, AdamSpec(), scale=1.0) == 0
 
 
@@ -473,12 +472,12 @@ def test_a_gradient_that_is_discarded_leaves_weights_optimiser_and_version(micro
 
 def test_the_state_of_another_model_is_refused_and_changes_nothing(micro_model: str):
     learner = learner_of(micro_model)
-    state = state_of(learner.learner, None)
+    state, values = state_of(learner.learner, None)
     before = {name: tensor.clone() for name, tensor in held(learner).items()}
-    missing = {name: tensor + 1 for name, tensor in state.tensors.items() if "layers.1.mlp.up" not in name}
-    misshapen = {name: tensor[:3] if "embed_tokens" in name else tensor + 1 for name, tensor in state.tensors.items()}
-    extra = state.tensors | {"model/model.layers.2.mlp.up_proj.weight": torch.zeros(2)}
+    missing = {name: tensor + 1 for name, tensor in state.items() if "layers.1.mlp.up" not in name}
+    misshapen = {name: tensor[:3] if "embed_tokens" in name else tensor + 1 for name, tensor in state.items()}
+    extra = state | {"model/model.layers.2.mlp.up_proj.weight": torch.zeros(2)}
     for tensors, name in ((missing, "layers.1.mlp.up"), (misshapen, "embed_tokens"), (extra, "layers.2")):
         with pytest.raises(CheckpointError, match=f"another model: .*{name}"):
-            learner.learner.load_state(None, LearnerState(tensors, state.values))
+            learner.learner.load_state(None, tensors, values)
     assert all(torch.equal(before[name], tensor) for name, tensor in held(learner).items())

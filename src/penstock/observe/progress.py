@@ -7,7 +7,6 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Self
 
 from rich.bar import Bar
@@ -73,9 +72,7 @@ class RunDisplay(Reporter):
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live is not None and self._phase == PREPARING:
             self._live.transient = True  # nothing was started, and the error says why: an empty panel is useless
         self._stop_live()

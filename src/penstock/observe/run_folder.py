@@ -82,7 +82,8 @@ class RunFolder:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(descriptor, 0)
-            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {_now()}\n".encode())
+            now = datetime.now(UTC).isoformat(sep=" ", timespec="seconds")
+            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {now}\n".encode())
         except BlockingIOError:
             with os.fdopen(descriptor, "rb") as held:
                 raise _going_on(path, held.read(1000)) from None
@@ -284,10 +285,6 @@ def _going_on(path: Path, holder: bytes) -> UserError:
     return UserError(
         f"the run in {path} is going on: it is held by {named}; wait for its end, stop it, or choose another name"
     )
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(sep=" ", timespec="seconds")
 
 
 def _line(row: Mapping[str, Any]) -> str:

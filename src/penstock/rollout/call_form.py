@@ -147,5 +147,4 @@ def xml_arguments(text: str, schema: Mapping[str, Any]) -> str:
 
 def _after_mark(template: ChatTemplate, calls: Sequence[Mapping[str, Any]]) -> str:
     answer: dict[str, Any] = {"role": "assistant", "content": _MARK, **({"tool_calls": list(calls)} if calls else {})}
-    text = template.text([{"role": "user", "content": "x"}, answer])
-    return text[text.rindex(_MARK) + len(_MARK) :]
+    return template.after((_MARK,), [{"role": "user", "content": "x"}, answer], opening=False)

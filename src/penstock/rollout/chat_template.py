@@ -29,20 +29,18 @@ class ChatTemplate:
 
     Args:
         tokenizer: with a chat template.
-        options: further variables of the template, such as `enable_thinking`.
 
     Raises:
         ConfigError: the tokenizer has no chat template.
     """
 
-    def __init__(self, tokenizer: Tokenizer, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         if not tokenizer.has_chat_template:
             raise ConfigError("the tokenizer has no chat template, so conversations cannot be rendered")
         self.tokenizer = tokenizer
-        self._options = dict(options or {})
         self._repeats: dict[tuple[str, ...], bool] = {}
         self._id_size = next((size for size in _ID_SIZES if self._takes_ids(size)), _ID_SIZES[0])
-        self._closing = self._after((_MARK,), [_question(), {"role": "assistant", "content": _MARK}], (), opening=False)
+        self._closing = self.after((_MARK,), [_question(), {"role": "assistant", "content": _MARK}], (), opening=False)
         self._closing_ids = tokenizer.encode_exact(self._closing)
         self._end_id = self._find_end()
 
@@ -70,10 +68,6 @@ class ChatTemplate:
             most: see `Tokenizer.encode_exact`.
         """
         return self.tokenizer.encode_exact(self._chat(messages, tools, opening=True), most)
-
-    def text(self, messages: Sequence[Message]) -> str:
-        """Return the text of a whole conversation, with no opening behind it."""
-        return self._chat(messages, (), opening=False)
 
     def suffix(
         self, messages: Sequence[Message], tools: Sequence[Message] = (), *, last_id: int, most: int | None = None
@@ -121,14 +115,14 @@ class ChatTemplate:
 
     def _chat(self, messages: Sequence[Message], tools: Sequence[Message], *, opening: bool) -> str:
         shown = [_with_ids(message, self._id_size) for message in messages]
-        return self.tokenizer.chat(shown, tools, opening=opening, options=self._options)
+        return self.tokenizer.chat(shown, tools, opening=opening)
 
     def _takes_ids(self, size: int) -> bool:
         """Whether the template takes ids of calls with so many characters."""
         result = _result("0" * size, "f", "x")
         called = {"role": "assistant", "content": "x", "tool_calls": [_call(result, "x")]}
         try:
-            self.tokenizer.chat([_question(), called, result], options=self._options)
+            self.tokenizer.chat([_question(), called, result])
         except RequestError:
             return False
         return True
@@ -149,15 +143,16 @@ class ChatTemplate:
         before: dict[str, Any] = {"role": "assistant", "content": mark, **({"tool_calls": calls} if calls else {})}
         context = [_question(), before]
         try:
-            closing = self._after((called, mark), context, tools, opening=False) if calls else self._closing
-            text = self._after((called, mark) if calls else (mark,), [*context, *messages], tools, opening=True)
+            closing = self.after((called, mark), context, tools, opening=False) if calls else self._closing
+            text = self.after((called, mark) if calls else (mark,), [*context, *messages], tools, opening=True)
         except ValueError:  # the template left the mark out, or refuses the messages in this place
             return None
         return text[len(closing) :] if text.startswith(closing) else None
 
-    def _after(
-        self, marks: Sequence[str], messages: Sequence[Message], tools: Sequence[Message], *, opening: bool
+    def after(
+        self, marks: Sequence[str], messages: Sequence[Message], tools: Sequence[Message] = (), *, opening: bool
     ) -> str:
+        """Return the text behind the first of the marks that the template shows. ValueError: it shows none."""
         text = self._chat(messages, tools, opening=opening)
         mark = marks[0] if marks[0] in text else marks[-1]  # some templates show no calls
         return text[text.rindex(mark) + len(mark) :]

@@ -14,7 +14,7 @@ from typing import Self
 from penstock.errors import RequestError
 from penstock.rollout.environment import Task
 from penstock.rollout.tokenizer import Tokenizer
-from penstock.types import FinishReason, SamplingParams, SessionId, Trajectory
+from penstock.types import FinishReason, SamplingParams, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,6 @@ class GeneratorInput:
         group_ids: `[B]`, names of the groups; default: the tasks' ids.
         sampling_params: instead of the generator's own (evaluation is greedy); its `n` is ignored.
         seeds: `[B]`, of sampling; episode `j` of task `i` has seed `seeds[i] + j`. None leaves it to the engine.
-        session_ids: `[B]`; equal ids go to the same engine.
     """
 
     tasks: Sequence[Task]
@@ -35,14 +34,13 @@ class GeneratorInput:
     group_ids: Sequence[str] | None = None
     sampling_params: SamplingParams | None = None
     seeds: Sequence[int] | None = None
-    session_ids: Sequence[SessionId] | None = None
 
     def __post_init__(self) -> None:
         if not self.tasks:
             raise RequestError("empty batch: give at least one task")
         if self.num_samples < 1:
             raise RequestError(f"num_samples must be at least 1, got {self.num_samples}")
-        for name in ("group_ids", "seeds", "session_ids"):
+        for name in ("group_ids", "seeds"):
             given: Sequence[object] | None = getattr(self, name)
             if given is not None and len(given) != len(self.tasks):
                 raise RequestError(f"{name} has {len(given)} entries for {len(self.tasks)} tasks; give one for each")

@@ -160,11 +160,10 @@ class MultiTurnGenerator(Generator):
         task = batch.tasks[index]
         params = self._params if batch.sampling_params is None else self._with_ends(batch.sampling_params)
         seed = params.seed if batch.seeds is None else batch.seeds[index]
-        session = uuid4().hex if batch.session_ids is None else batch.session_ids[index]
         params = replace(params, seed=None if seed is None else seed + number)
         group_id = batch.group_ids[index] if batch.group_ids is not None else task.id
         async with self._environment.dialogue(task) as dialogue:
-            return await self._exchange(dialogue, params, session, group_id)
+            return await self._exchange(dialogue, params, uuid4().hex, group_id)
 
     async def _exchange(
         self, dialogue: Dialogue, params: SamplingParams, session: SessionId, group_id: str

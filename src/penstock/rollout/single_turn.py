@@ -15,7 +15,7 @@ from penstock.errors import ConfigError, EngineError, PenstockError
 from penstock.rollout.environment import Environment, Task, user_code
 from penstock.rollout.generator import Generator, GeneratorInput, GeneratorOutput
 from penstock.rollout.tokenizer import Tokenizer
-from penstock.types import Sample, SamplingParams, SessionId, Trajectory
+from penstock.types import Sample, SamplingParams, Trajectory
 
 
 class SingleTurnGenerator(Generator):
@@ -64,17 +64,14 @@ class SingleTurnGenerator(Generator):
     async def _group(self, batch: GeneratorInput, index: int, params: SamplingParams) -> list[Trajectory]:
         task = batch.tasks[index]
         seed = batch.seeds[index] if batch.seeds is not None else params.seed
-        session = batch.session_ids[index] if batch.session_ids is not None else None
         group_id = batch.group_ids[index] if batch.group_ids is not None else task.id
         prompt_ids = tuple(self._tokenizer.encode(task.prompt))
-        samples = await self._sample(prompt_ids, batch.num_samples, replace(params, seed=seed), session)
+        samples = await self._sample(prompt_ids, batch.num_samples, replace(params, seed=seed))
         return [self._trajectory(task, group_id, prompt_ids, sample) for sample in samples]
 
-    async def _sample(
-        self, prompt_ids: Sequence[int], n: int, params: SamplingParams, session: SessionId | None
-    ) -> list[Sample]:
+    async def _sample(self, prompt_ids: Sequence[int], n: int, params: SamplingParams) -> list[Sample]:
         async with self._places.take(n):
-            samples = await self._client.sample(prompt_ids, n, params, session, adapter=self._adapter)
+            samples = await self._client.sample(prompt_ids, n, params, adapter=self._adapter)
         if len(samples) != n:
             raise EngineError(f"asked for {n} samples of one prompt, got {len(samples)}")
         return samples

@@ -88,7 +88,6 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         *,
         opening: bool = True,
-        options: Mapping[str, Any] | None = None,
     ) -> str:
         """Render a conversation by the model's chat template.
 
@@ -96,7 +95,6 @@ class Tokenizer:
             messages: in OpenAI's form; arguments of tool calls as objects.
             tools: functions in OpenAI's form.
             opening: end with the beginning of the assistant's next message.
-            options: further variables of the template.
 
         Raises:
             RequestError: the template refuses the messages.
@@ -106,7 +104,7 @@ class Tokenizer:
         given = list(tools) or None
         try:
             text: str = self._tokenizer.apply_chat_template(
-                list(messages), tools=given, tokenize=False, add_generation_prompt=opening, **(options or {})
+                list(messages), tools=given, tokenize=False, add_generation_prompt=opening
             )
         except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
             raise RequestError(f"the chat template refuses these messages: {error}") from error

@@ -19,7 +19,6 @@ import zlib
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +41,6 @@ _UNFINISHED = ".unfinished"
 _LITTLE = 64 << 20
 """Free bytes of a disk on which a checkpoint failed that call it full."""
 _REMEDY = "remove it to go on from the checkpoint before it, or start a new run without --resume"
-
-
-@dataclass(frozen=True, slots=True)
-class LearnerState:
-    """State at one step: tensors by name, and `values`, anything that JSON holds (no NaN)."""
-
-    tensors: Mapping[str, Tensor]
-    values: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 def save(run_dir: Path, step: int, write: Callable[[Path], Mapping[str, Any]]) -> Path:

@@ -23,7 +23,7 @@ from transformers import AutoConfig
 from penstock.config import TrainConfig
 from penstock.errors import CheckpointError, StateError, UserError
 from penstock.train.batching import MicroBatch, default_device, micro_batch_tokens, micro_batches
-from penstock.train.checkpoint import LearnerState, read_tensors, write_tensors
+from penstock.train.checkpoint import read_tensors, write_tensors
 from penstock.train.interface import AdamSpec, Datum, Learner, LoraSpec, Outputs
 from penstock.train.loading import check_fits, load_whole, stored_dtypes
 from penstock.train.losses import LossSpec
@@ -219,18 +219,18 @@ class LocalLearner(Learner):
             yield name, self._casts[name].copy_(tensor)
 
     def save(self, adapter: str | None, folder: Path) -> Mapping[str, Any]:
-        state = self._live_state(adapter)
-        write_tensors(folder, state.tensors, self._group)
-        return state.values
+        write_tensors(folder, self._state(adapter), self._group)
+        return {"version": self.versions[adapter]} | ({} if adapter is None else {"base": self._fingerprint()})
 
     def load(self, adapter: str | None, folder: Path, values: Mapping[str, Any]) -> None:
-        self.load_state(adapter, LearnerState(read_tensors(folder, self._blank, self._group), values))
+        self.load_state(adapter, read_tensors(folder, self._blank, self._group), values)
 
     def release_memory(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _live_state(self, adapter: str | None) -> LearnerState:
+    def _state(self, adapter: str | None) -> dict[str, Tensor]:
+        """Return the live tensors that `save` writes."""
         optimizer = self._optimizer(adapter)
         tensors: dict[str, Tensor] = {"rng/cpu": torch.get_rng_state()}
         for name, parameter in self._parameters(adapter).items():
@@ -239,10 +239,9 @@ class LocalLearner(Learner):
                 tensors[f"optimizer/{key}/{name}"] = value
         if self.device.type == "cuda":
             tensors["rng/cuda"] = torch.cuda.get_rng_state(self.device)
-        values = {"version": self.versions[adapter]} | ({} if adapter is None else {"base": self._fingerprint()})
-        return LearnerState(tensors, values)
+        return tensors
 
-    def load_state(self, adapter: str | None, state: LearnerState) -> None:
+    def load_state(self, adapter: str | None, state: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Take up what `save` wrote, and forget the gradient held.
 
         Raises:
@@ -250,34 +249,34 @@ class LocalLearner(Learner):
         """
         parameters = self._parameters(adapter)
         here = {f"model/{name}": tuple(parameter.shape) for name, parameter in parameters.items()}
-        there = {name: tuple(tensor.shape) for name, tensor in state.tensors.items() if name.startswith("model/")}
+        there = {name: tuple(tensor.shape) for name, tensor in state.items() if name.startswith("model/")}
         for name in sorted(here.keys() | there.keys()):
             if here.get(name) != there.get(name):
                 raise CheckpointError(
                     f"the checkpoint is of another model: {name} has shape {here.get(name)} here and {there.get(name)} "
                     "there; resume with the model of that run, or start a new one"
                 )
-        if adapter is not None and state.values.get("base") != self._fingerprint():
+        if adapter is not None and values.get("base") != self._fingerprint():
             raise CheckpointError(
                 f"the checkpoint is of an adapter of another base model than {self._model_path}; resume with the model "
                 "of that run, or start a new one"
             )
         with torch.no_grad():
             for name, parameter in parameters.items():
-                parameter.copy_(state.tensors[f"model/{name}"])
+                parameter.copy_(state[f"model/{name}"])
         optimizer = self._optimizer(adapter)
         optimizer.zero_grad()  # a gradient belongs to the weights that were here before
         optimizer.state.clear()
-        for key, value in state.tensors.items():
+        for key, value in state.items():
             if key.startswith("optimizer/"):
                 _, entry, name = key.split("/", 2)
                 # AdamW counts its steps on the CPU unless it is fused.
                 place = "cpu" if entry == "step" and adapter is None else self.device
                 optimizer.state[parameters[name]][entry] = value.to(place, copy=True)
-        torch.set_rng_state(state.tensors["rng/cpu"])
-        if self.device.type == "cuda" and "rng/cuda" in state.tensors:
-            torch.cuda.set_rng_state(state.tensors["rng/cuda"], self.device)
-        self.versions[adapter] = int(state.values["version"])
+        torch.set_rng_state(state["rng/cpu"])
+        if self.device.type == "cuda" and "rng/cuda" in state:
+            torch.cuda.set_rng_state(state["rng/cuda"], self.device)
+        self.versions[adapter] = int(values["version"])
 
     def _run(self, loss: LossSpec, data: Sequence[Datum]) -> Outputs:
         """Evaluate all data, with gradients where autograd is on."""

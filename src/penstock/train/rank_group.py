@@ -14,10 +14,11 @@ import asyncio
 import json
 import os
 import socket
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -190,34 +191,19 @@ class RankGroup:
 
     def tell(self, message: Message) -> None:
         """Send a command to every other rank; on rank 0."""
-        packed = message.pack()
-        dist.broadcast(torch.tensor([len(packed)]), 0, self._commands)
-        dist.broadcast(packed, 0, self._commands)
+        _send(message, partial(dist.broadcast, src=0, group=self._commands))
 
     def hear(self) -> Message:
-        """Wait for the next command; on the others."""
-        size = torch.zeros(1, dtype=torch.int64)
-        dist.broadcast(size, 0, self._commands)  # for as long as `IDLE`
-        packed = torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(packed, 0, self._commands)
-        return Message.unpack(packed)
+        """Wait for the next command, for as long as `IDLE`; on the others."""
+        return _receive(partial(dist.broadcast, src=0, group=self._commands))
 
     def answer(self, message: Message) -> None:
         """Send what came of a command to rank 0; on the others."""
-        packed = message.pack()
-        dist.send(torch.tensor([len(packed)]), 0, self.gloo)
-        dist.send(packed, 0, self.gloo)
+        _send(message, partial(dist.send, dst=0, group=self.gloo))
 
     def answers(self) -> Sequence[Message]:
         """What every other rank answers, in their order; on rank 0."""
-        found: list[Message] = []
-        for rank in range(1, self.size):
-            size = torch.zeros(1, dtype=torch.int64)
-            dist.recv(size, rank, self.gloo)
-            packed = torch.empty(int(size), dtype=torch.uint8)
-            dist.recv(packed, rank, self.gloo)
-            found.append(Message.unpack(packed))
-        return found
+        return [_receive(partial(dist.recv, src=rank, group=self.gloo)) for rank in range(1, self.size)]
 
     def abort(self) -> None:
         """End collectives that wait for a rank which is gone. gloo's end by themselves, NCCL's never."""
@@ -228,6 +214,20 @@ class RankGroup:
         """Leave the group; the process may join another."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _send(message: Message, put: Callable[[Tensor], Any]) -> None:
+    packed = message.pack()
+    put(torch.tensor([len(packed)]))
+    put(packed)
+
+
+def _receive(take: Callable[[Tensor], Any]) -> Message:
+    size = torch.zeros(1, dtype=torch.int64)
+    take(size)
+    packed = torch.empty(int(size), dtype=torch.uint8)
+    take(packed)
+    return Message.unpack(packed)
 
 
 @contextmanager
