@@ -45,10 +45,8 @@ PLACES = {
     "quantise.tensors": "penstock.plugin.quantised:load",
     "replies.vanilla": "penstock.engine.vanilla:VanillaReplies",
     "router.vllm-router": "penstock.fleet.vllm_router:VllmRouterAdmin",
-    "router.workers": "penstock.router.workers:of_arguments",
+    "router.workers": "penstock.router.workers:router_of_worker",
     "token_meter": "penstock.token_meter:TokenMeter",
-    "workers.metrics": "penstock.router.figures:merge_metrics",
-    "workers.states": "penstock.router.figures:merge_states",
     # Of a transport: the trainer's store, an engine core's check of the bytes, and a worker's source.
     "store.broadcast": "penstock.weights.broadcast:BroadcastStore",
     "store.cuda_ipc": "penstock.weights.cuda_ipc:CudaIpcStore",

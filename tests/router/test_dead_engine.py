@@ -78,7 +78,7 @@ async def test_a_dead_core_trips_the_breaker_and_loses_no_request(dying: Answer,
         assert [len(seen.body) for b in r.backends for seen in b.seen] == [1000] * 4
         state = await r.settled()
         assert [(e.down, e.dead_answers, e.failure) for e in state.engines] == [(True, 1, MESSAGE), (False, 0, "")]
-        text = await r.admin.metrics()
+        text = (await (await r.client()).ask("/metrics", method="GET")).body.decode()
         assert 'penstock_router_engine_dead_answers_total{engine="e0"} 1.0\n' in text
         assert 'penstock_router_retries_total{reason="dead"} 1.0\n' in text
         await r.announce([backend.entry(weight_version=1) for backend in r.backends])

@@ -15,7 +15,6 @@ from penstock.router.admin_client import RouterAdmin
 from penstock.router.figures import histogram
 from penstock.router.memory import EngineEntry, Histogram, Membership
 from penstock.router.server import Router
-from penstock.router.workers import share_port
 from penstock.settings import RouterConfig, refuse_open_host, validate
 
 
@@ -356,19 +355,6 @@ async def test_admin_calls_have_a_deadline_and_say_when_the_router_is_gone() -> 
     with pytest.raises(EngineDeadError, match="is gone"):
         await admin._call("GET", "/router/health")
     await admin.close()
-
-
-async def test_a_call_that_another_process_does_not_answer_is_answered() -> None:
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        async with rig(answer_name) as r:
-            assert r.router is not None
-            port = nobody.getsockname()[1]
-            share_port(r.router, "127.0.0.1", port, (port, port), None)
-            answer = await (await r.client()).ask("/router/engines", method="GET")
-            error = answer.header("x-penstock-error")
-            assert (answer.status, error, answer.header("retry-after")) == (503, "no_worker", "5")
-            assert f"router http://127.0.0.1:{port} is gone" in answer.body.decode()
 
 
 async def test_a_port_that_is_taken_is_a_clear_error() -> None:

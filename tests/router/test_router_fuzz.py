@@ -29,6 +29,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from penstock.guard import CONTROL_PATHS
+from penstock.router.admin import DATA_PATHS
 from penstock.router.http import (
     CHUNKED,
     ChunkedReader,
@@ -38,7 +39,6 @@ from penstock.router.http import (
     parse_request,
     parse_response,
 )
-from penstock.router.server import DATA_PATHS
 
 CASES, MANY = 10_000, 1_000_000
 SEED = 20_261_123

@@ -16,9 +16,11 @@ from worker_rig import running
 
 from patience import WAIT_S
 from penstock.errors import EngineStartError
+from penstock.fleet.router_process import RouterProcess
 from penstock.process import ChildProcess
 from penstock.router import __main__ as main_module
 from penstock.router.admin_client import RouterAdmin
+from penstock.settings import RouterConfig
 
 
 async def run(*argv: str, env: dict[str, str] | None = None) -> tuple[int | None, str, str]:
@@ -145,3 +147,15 @@ def test_an_error_after_the_report_is_not_written_into_another_file(
         assert [*json.loads(pipe.read())] == ["url"]
     os.close(ready_fd)
     assert other.read_bytes() == b""
+
+
+@pytest.mark.parametrize("line", ['{"url": "http', "no JSON\\n", "[]\\n", '{"pid": 1}\\n', "%0100000d"])
+async def test_a_router_that_dies_inside_its_report_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    program = tmp_path / "program"
+    program.write_text(f"""#!/bin/bash\nwhile [ "$1" != --ready-fd ]; do shift; done\nprintf '{line}' >&$2\n""")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with pytest.raises(EngineStartError, match=r"(?s)the router ended inside the report of its start, b.*; its log "):
+        await RouterProcess.launch(RouterConfig(), log_dir=tmp_path, api_key=None)

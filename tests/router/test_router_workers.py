@@ -16,12 +16,11 @@ from router_rig import Backend, RawClient, Rig, Seen, answer_name, eventually, r
 from worker_rig import one_to_each, pid_of, running
 
 from patience import WAIT_S
-from penstock.errors import EngineStartError, StateError, UserError
-from penstock.fleet.router_process import RouterProcess
+from penstock.errors import StateError, UserError
 from penstock.process import backoff_s
 from penstock.router.admin_client import RouterAdmin, RouterState
 from penstock.router.memory import Membership
-from penstock.router.workers import Workers, listen, share_port
+from penstock.router.workers import listen, router_of_worker
 from penstock.settings import RouterConfig
 
 OPTIONS: dict[str, Any] = {"process": True, "workers": 2, "engine_metrics_interval_s": 0}
@@ -70,10 +69,6 @@ async def test_a_session_is_on_one_engine_whichever_process_gets_its_turns() -> 
         assert state.requests == 80
         assert state.placements == {"bounded-sticky": 80}
         assert sum(engine.requests for engine in state.engines) == 80
-        finished = await two.ask("/router/sessions/finish", b'{"session_id": "s0"}')
-        assert json.loads(finished.body) == {"finished": True}
-        assert (await r.admin.engines()).sessions == 38
-        assert not await r.admin.finish_session("s0")
 
 
 async def test_sessions_keep_their_engine_when_processes_die_but_for_few() -> None:
@@ -109,60 +104,60 @@ async def test_the_bound_holds_where_hashing_alone_would_not() -> None:
         assert max(resident) <= 1.1 * 10_000 + 100
 
 
-async def test_a_call_on_the_shared_port_is_answered_for_all_or_refused() -> None:
+async def test_a_process_answers_for_itself_on_its_control_port_alone() -> None:
     async with rig(answer_name, answer_name, **OPTIONS) as r:
         clients = (await one_to_each(r)).values()
-        for client in clients:
-            for _ in range(5):
+        for client, times in zip(clients, (2, 3), strict=True):
+            for _ in range(times):
                 assert (await client.ask(headers=session("s"))).status == 200
         await r.settled()
+        host = r.url.rpartition(":")[0]
+        answer = await (await r.client()).ask("/router/health", method="GET")
+        ports = json.loads(answer.body)["control_ports"]
+        asked = [await RawClient.connect(f"{host}:{port}") for port in ports]
+        metrics = [(await client.ask("/metrics", method="GET")).body.decode().splitlines() for client in asked]
+        counts = ["penstock_router_requests_total 2.0" in lines for lines in metrics]
+        assert counts == ["penstock_router_requests_total 3.0" not in lines for lines in metrics]
+        assert sorted(counts) == [False, True]
+        for body in (b'{"finished":true}', b'{"finished":false}'):
+            for client in asked:
+                assert (await client.ask("/router/sessions/finish", b'{"session_id": "s"}')).body == body
         for client in clients:
-            state = json.loads((await client.ask("/router/engines", method="GET")).body)
-            assert (state["requests"], len(state["workers"]), state["in_step"]) == (10, 2, True)
-            metrics = (await client.ask("/metrics", method="GET")).body.decode().splitlines()
-            assert "penstock_router_requests_total 10.0" in metrics
-            assert "penstock_router_request_seconds_count 10.0" in metrics
-            assert "penstock_router_gate_closed 0.0" in metrics
-            assert sum(line.startswith("# TYPE penstock_router_requests_total") for line in metrics) == 1
-            ports = json.loads((await client.ask("/router/health", method="GET")).body)["control_ports"]
-            answer = await client.ask("/router/engines", b"{}", method="PUT")
-            assert (answer.status, answer.header("x-penstock-error")) == (421, "several_processes")
-            assert f"each control port: {ports[0]}, {ports[1]}" in answer.body.decode()
-            assert (await client.ask("/router/sessions/finish", b"{}")).status == 400
+            for method, path in (("GET", "/router/engines"), ("PUT", "/router/engines"), ("GET", "/metrics")):
+                answer = await client.ask(path, b"{}", method=method)
+                assert (answer.status, answer.header("x-penstock-error")) == (421, "several_processes")
+                assert f"{path} would reach one; make the call on each control port: {ports[0]}, {ports[1]}" in str(
+                    answer.body
+                )
+        for client in asked:
+            client.close()
 
 
-async def test_a_read_on_the_shared_port_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PENSTOCK_ROUTER_ADMIN_KEY", "admin")
-    async with rig(process=True, workers=2) as r:  # no process has engines yet
-        for client in (await one_to_each(r)).values():
-            answer = await client.ask("/router/engines", method="GET")
-            assert (answer.status, json.loads(answer.body)["epoch"]) == (200, -1)
-
-
-async def test_a_session_of_one_process_alone_is_known_where_it_finishes() -> None:
-    async with rig(answer_name, answer_name, **OPTIONS) as r:
-        for name, client in zip("ab", (await one_to_each(r)).values(), strict=True):
-            await client.ask(headers=session(name))
-            finished = [
-                json.loads((await client.ask("/router/sessions/finish", b'{"session_id": "%b"}' % name.encode())).body)
-                for _ in range(2)
-            ]
-            assert finished == [{"finished": True}, {"finished": False}]
-
-
-async def test_a_control_port_that_answers_otherwise_is_a_named_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with rig(answer_name) as r:
-        assert r.router is not None
-
-        async def states(*_: Any) -> list[dict[str, Any]]:
-            return [{"epoch": 1}, {"epoch": 1}]
-
-        monkeypatch.setattr(RouterAdmin, "_each", states)
-        share_port(r.router, "127.0.0.1", 1, (1, 2), None)
-        async with asyncio.timeout(WAIT_S):
-            answer = await (await r.client()).ask("/router/engines", method="GET")
-        assert (answer.status, answer.header("x-penstock-error")) == (503, "no_worker")
-        assert b"not as a router of this version does (malformed answer: 'workers' is missing)" in answer.body
+async def test_a_process_that_cannot_be_started_is_tried_again() -> None:
+    code = """
+import os, penstock.router.__main__ as router
+fork, tries = os.fork, []
+def failing():
+    tries.append(0)
+    if len(tries) < 4:
+        raise BlockingIOError(11, "no process to be had")
+    return fork()
+os.fork = failing
+raise SystemExit(router.main(['{"workers": 2}']))
+"""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    async with asyncio.timeout(WAIT_S):
+        url = (await process.stdout.readline()).decode().split()[-1]
+        admin = RouterAdmin(url, timeout_s=60)
+        assert len((await admin.engines()).workers) == 2
+        await admin.close()
+        process.terminate()
+        _, err = await process.communicate()
+    assert process.returncode == 0
+    assert err.decode().count("could not be started: [Errno 11] no process to be had\n") == 3
 
 
 async def test_a_change_is_in_force_on_every_process_when_the_call_returns() -> None:
@@ -278,31 +273,6 @@ async def test_it_ends_with_sigterm_and_its_workers_before_it() -> None:
     assert not any(running(pid) for pid in workers)  # the rig has seen it exit with status 0
 
 
-async def test_workers_that_cannot_start_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    workers = Workers(RouterConfig(workers=2), None, [])
-    with pytest.raises(EngineStartError, match=r"router worker \d ended with status 1 as it started"):
-        await workers.start()
-    await workers.close()
-
-
-@pytest.mark.parametrize("line", ['{"url": "http', "no JSON\\n", "[]\\n", '{"pid": 1}\\n', "%0100000d"])
-async def test_a_worker_that_dies_inside_its_report_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
-) -> None:
-    program = tmp_path / "program"
-    program.write_text(f"""#!/bin/bash\nwhile [ "$1" != --ready-fd ]; do shift; done\nprintf '{line}' >&$2\n""")
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
-    workers = Workers(RouterConfig(workers=2), None, [])
-    async with asyncio.timeout(WAIT_S):
-        with pytest.raises(EngineStartError, match=r"router worker \d ended inside the report of its start, b"):
-            await workers.start()
-        await workers.close()
-    with pytest.raises(EngineStartError, match=r"(?s)the router ended inside the report.*; its log "):
-        await RouterProcess.launch(RouterConfig(), log_dir=tmp_path, api_key=None)
-
-
 async def test_a_port_that_another_router_shares_out_is_taken() -> None:
     sockets = listen("127.0.0.1", 0, 2)
     try:
@@ -322,10 +292,8 @@ async def test_every_process_asks_for_the_key_and_only_loopback_needs_none() -> 
             assert (await client.ask()).status == 401
             assert (await client.ask(headers="Authorization: Bearer secret\r\n")).status == 200
         assert (await r.admin.engines()).requests == 2
-    workers = Workers(RouterConfig(workers=2, host="0.0.0.0"), None, [])
     with pytest.raises(UserError, match="there is no API key"):
-        await workers.start()
-    await workers.close()
+        router_of_worker(RouterConfig(workers=2, host="0.0.0.0"), None, None, pytest.fail)
 
 
 def test_a_router_of_one_process_imports_nothing_of_several() -> None:

@@ -15,8 +15,9 @@ from starlette.routing import BaseRoute
 
 from penstock.errors import PenstockError
 from penstock.guard import CONTROL_PATHS, PRIVATE_PATHS
+from penstock.router.admin import DATA_PATHS
 from penstock.router.memory import EngineEntry, Membership
-from penstock.router.server import DATA_PATHS, Router, check_data_path
+from penstock.router.server import Router, check_data_path
 from penstock.settings import RouterConfig
 
 pytestmark = pytest.mark.vllm

@@ -9,9 +9,9 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import orjson
 import uvloop
@@ -25,11 +25,15 @@ from penstock.settings import RouterConfig, validate
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run until SIGINT or SIGTERM. Exit status 2: it could not be started as asked; 1: its workers do not start."""
+    """Run until SIGINT or SIGTERM. Exit status 2: it could not be started as asked."""
     watch_lifeline()
-    arguments = sys.argv[1:] if arguments is None else arguments
     given = _parser().parse_args(arguments)
     pipe = None if given.ready_fd is None else os.fdopen(given.ready_fd, "wb")
+
+    def ready(url: str) -> None:
+        _print(1, f"penstock router ready on {url}\n")
+        _report(pipe, {"url": url})
+
     try:
         config = validate(RouterConfig, parse_json(given.options, "the options of the router", ConfigError))
         keys = os.environ.get(KEY_ENV) or None, os.environ.get(ADMIN_KEY_ENV) or None
@@ -38,10 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise_file_limit()
         _keep_freed_memory()
         if config.workers > 1:
-            served: _Served = plugged_in("router.workers")(config, keys, arguments, given.worker)
+            router: Router = plugged_in("router.workers")(config, *keys, ready)  # returns in each of the workers
+            uvloop.run(_serve(router))
         else:
-            served = Router(config, api_key=keys[0], admin_key=keys[1])
-        uvloop.run(_serve(served, pipe))
+            uvloop.run(_serve(Router(config, api_key=keys[0], admin_key=keys[1]), ready))
     except PenstockError as error:
         _report(pipe, {"error": error_to_json(error)})
         _print(2, f"penstock router: {error}\n")
@@ -62,27 +66,17 @@ def _report(pipe: BinaryIO | None, message: Mapping[str, Any]) -> None:
             pipe.write(orjson.dumps(message) + b"\n")
 
 
-class _Served(Protocol):
-    """A `Router`, or the router of several processes."""
-
-    @property
-    def url(self) -> str: ...
-    async def start(self) -> None: ...
-    async def close(self) -> None: ...
-
-
-async def _serve(served: _Served, pipe: BinaryIO | None) -> None:
+async def _serve(router: Router, ready: Callable[[str], object] = bool) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     try:
-        await served.start()
-        _print(1, f"penstock router ready on {served.url}\n")
-        _report(pipe, {"url": served.url})
+        await router.start()
+        ready(router.url)
         await stop.wait()
     finally:
-        await served.close()
+        await router.close()
 
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
@@ -108,7 +102,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("options", nargs="?", default="{}", help="fields of RouterConfig, as JSON")
     parser.add_argument("--ready-fd", type=int, metavar="FD", help="pipe for a line of JSON once it serves")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)  # for `workers.py` alone
     return parser
 
 

@@ -10,6 +10,7 @@ Here a request that finds an engine down leaves it out, until a probe finds it u
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from penstock.router.http import RefusalError, RequestHead
 from penstock.router.memory import Membership, Metrics
 from penstock.router.placement import Placement
 from penstock.router.policies import Defer
+from penstock.router.state import EngineLoad, RouterState
 from penstock.settings import RouterConfig, validate
 
 _EXPIRE_S = 0.75
@@ -434,6 +436,42 @@ class Dispatcher:
             if self.placement.expire(now):
                 self.gate.room()
         self.gate.expire(now)
+
+    def state(self) -> RouterState:
+        """Return what `GET /router/engines` answers."""
+        gate, placement = self.gate, self.placement
+        return RouterState(
+            epoch=self.membership.epoch,
+            gate_closed=gate.closed,
+            held=len(gate),
+            held_bytes=gate.held_bytes,
+            held_by=gate.held_by(),
+            requests=self.metrics.requests,
+            sessions=len(placement.sessions),
+            moved_sessions=placement.turns["moved"],
+            placements=dict(placement.rules),
+            policy=placement.config.model_dump(include={"policy", "prefix_length", "overload_threshold"}),
+            workers=(os.getpid(),),
+            engines=tuple(self._load_of(backend) for backend in self.backends.values()),
+        )
+
+    def _load_of(self, backend: Backend) -> EngineLoad:
+        entry, view = backend.engine.entry, backend.engine.view
+        sessions = self.placement.sessions.counts(entry.name)[0]
+        return EngineLoad(
+            **view._asdict(),
+            url=entry.url,
+            eligible=entry.eligible,
+            draining=entry.draining,
+            dp_rank=entry.dp_rank,
+            drained=entry.draining and not view.outstanding and not sessions,
+            down=backend.engine.down,
+            breaker_openings=backend.openings,
+            dead_answers=backend.dead_answers,
+            failure=backend.failure,
+            sessions=sessions,
+            requests=backend.requests,
+        )
 
     async def close(self) -> None:
         if self._clock is not None:

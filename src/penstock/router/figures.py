@@ -1,20 +1,17 @@
-"""What the router counts and knows as Prometheus text (format 0.0.4), and what several processes say as one answer."""
+"""What one router process counts and knows, as Prometheus text (format 0.0.4)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
-from operator import add
-from typing import Any
 
 from prometheus_client import generate_latest
 from prometheus_client.core import HistogramMetricFamily, Metric
-from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from penstock.router.dispatcher import Dispatcher
 from penstock.router.memory import SECONDS, Histogram, Metrics
-from penstock.router.server import state
+from penstock.router.state import EngineLoad
 
 PREFIX = "penstock_router_"
 """Of every name."""
@@ -32,7 +29,7 @@ _OF_ENGINES = (
     ("breaker_openings", "counter", "How often the breaker opened.", "breaker_openings"),
     ("dead_answers", "counter", "Answers that said that its core is dead.", "dead_answers"),
 )
-"""Name, kind, what it is, and its name in `GET /router/engines`."""
+"""Name, kind, what it is, and its name in `EngineLoad`."""
 
 
 class _Figures(Collector):
@@ -47,7 +44,7 @@ class _Figures(Collector):
 
 def text(dispatcher: Dispatcher) -> str:
     """Return every figure of one router process, as a Prometheus server scrapes it."""
-    metrics = [*_counted(dispatcher.metrics), *_known(dispatcher), *_of_engines(state(dispatcher)["engines"])]
+    metrics = [*_counted(dispatcher.metrics), *_known(dispatcher), *_of_engines(dispatcher.state().engines)]
     return generate_latest(_Figures(metrics)).decode()
 
 
@@ -75,9 +72,9 @@ def _known(dispatcher: Dispatcher) -> list[Metric]:
     ]
 
 
-def _of_engines(engines: Sequence[Mapping[str, Any]]) -> list[Metric]:
+def _of_engines(engines: Sequence[EngineLoad]) -> list[Metric]:
     return [
-        _metric(f"engine_{name}", kind, what, {engine["name"]: engine[key] for engine in engines}, "engine")
+        _metric(f"engine_{name}", kind, what, {engine.name: getattr(engine, key) for engine in engines}, "engine")
         for name, kind, what, key in _OF_ENGINES
     ]
 
@@ -110,71 +107,3 @@ def histogram(name: str, what: str, values: Histogram) -> Metric:
     bounds = [*(f"{bound:g}" for bound in SECONDS), "+Inf"]
     buckets = list(zip(bounds, map(float, accumulate(values.counts)), strict=True))
     return HistogramMetricFamily(f"{PREFIX}{name}_seconds", what, buckets=buckets, sum_value=values.sum)
-
-
-# --- several processes as one ----------------------------------------------------------------------------------------
-
-_SUMMED = ("held", "held_bytes", "sessions", "requests", "moved_sessions")
-_SUMMED_BY_KEY = ("held_by", "placements")
-_ENGINE_SUMMED = (
-    "outstanding",
-    "outstanding_tokens",
-    "resident_tokens",
-    "sessions",
-    "requests",
-    "breaker_openings",
-    "dead_answers",
-)
-_ENGINE_GREATEST = ("down", "kv_usage", "kv_capacity", "failure")
-_GREATEST = {f"{PREFIX}gate_closed"} | {
-    f"{PREFIX}engine_{name}" for name in ("eligible", "draining", "down", "kv_cache_usage", "kv_cache_capacity_tokens")
-}
-"""Metrics that say the same of every process; all others are counts of its own."""
-
-
-def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Answers of `report.state`, at least one, to one. Engines are those of the process that was told last.
-
-    A session counts in each process that had a turn of it. A gate is closed, and an engine down, if it is for one.
-    """
-    merged = dict(max(states, key=lambda state: state["epoch"]))
-    merged["workers"] = [pid for state in states for pid in state["workers"]]
-    merged["in_step"] = all(state["epoch"] == states[0]["epoch"] for state in states)
-    merged["gate_closed"] = any(state["gate_closed"] for state in states)
-    for name in _SUMMED:
-        merged[name] = sum(state[name] for state in states)
-    for name in _SUMMED_BY_KEY:
-        keys = dict.fromkeys(key for state in states for key in state[name])
-        merged[name] = {key: sum(state[name].get(key, 0) for state in states) for key in keys}
-    of_engine: dict[str, list[Mapping[str, Any]]] = {}
-    for engine in (engine for each in states for engine in each["engines"]):
-        of_engine.setdefault(engine["name"], []).append(engine)
-    merged["engines"] = [_merge_engine(engine, of_engine[engine["name"]]) for engine in merged["engines"]]
-    return merged
-
-
-def _merge_engine(engine: Mapping[str, Any], of: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    merged = dict(engine)
-    merged["drained"] = all(engine["drained"] for engine in of)
-    for name in _ENGINE_SUMMED:
-        merged[name] = sum(engine[name] for engine in of)
-    for name in _ENGINE_GREATEST:
-        merged[name] = max(engine[name] for engine in of)
-    return merged
-
-
-def merge_metrics(texts: Sequence[str]) -> str:
-    """Prometheus texts of several processes to one: summed, or the greatest of what each knows as a whole."""
-    merged: dict[str, Metric] = {}
-    values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
-    for metric in (metric for text in texts for metric in text_string_to_metric_families(text)):
-        merged.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
-        known = values.setdefault(metric.name, {})
-        both = max if metric.name in _GREATEST else add
-        for sample in metric.samples:
-            key = sample.name, tuple(sample.labels.items())
-            known[key] = both(known[key], sample.value) if key in known else sample.value
-    for name, metric in merged.items():
-        for (sample_name, labels), value in values[name].items():
-            metric.add_sample(sample_name, dict(labels), value)
-    return generate_latest(_Figures(merged.values())).decode()

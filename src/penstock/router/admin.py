@@ -1,0 +1,177 @@
+"""The router's own endpoints: they show and change what its dispatcher has."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Annotated, Any, TypeVar
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from penstock.errors import ConfigError, StateError, UserError
+from penstock.guard import DATA_PATHS as ENGINE_PATHS
+from penstock.rooms import plugged_in
+from penstock.router.client_connection import ClientConnection
+from penstock.router.dispatcher import Dispatcher
+from penstock.router.http import RefusalError, RequestHead, response
+from penstock.router.memory import EngineEntry, Membership
+from penstock.router.policies import Hints
+
+DATA_PATHS = frozenset(path.encode() for path in ENGINE_PATHS) - {b"/metrics", b"/v1/realtime"}
+"""Any engine gives the same answer to these, and keeps nothing of them that a later call needs. vLLM 0.26 to 0.32: a
+test reads every route of the vLLM in use and fails for one that is on no list."""
+_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+_METHODS = {
+    "/": "GET",
+    "/router/health": "GET",
+    "/router/engines": "GET or PUT",
+    "/router/choose": "POST",
+    "/router/sessions/finish": "POST",
+    "/router/metrics": "GET",
+    "/metrics": "GET",
+}
+_SERVED = {
+    "service": "penstock router",
+    "data": sorted(path.decode() for path in DATA_PATHS),
+    "router": sorted(path for path in _METHODS if path != "/"),
+}
+"""What `GET /` answers; paths of the configuration are served besides."""
+Text = Annotated[str, Field(min_length=1, max_length=512)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+M = TypeVar("M", bound=_Strict)
+
+
+class _Policy(_Strict):
+    policy: Text | None = None
+    prefix_length: int | None = None
+    overload_threshold: float | None = None
+
+
+class _EnginesBody(_Strict):
+    epoch: int = Field(ge=0)
+    engines: list[EngineEntry]
+    cut: list[str] = []
+    closed: bool = False
+    policy: _Policy = _Policy()
+
+
+class _ChoiceBody(_Strict):
+    prompt_tokens: int = Field(default=0, ge=0)
+    prefix_hashes: Text | None = None
+
+
+class _SessionBody(_Strict):
+    session_id: Text
+
+
+_MAX_BODY = 4 << 20
+
+
+class AdminCall:
+    """One request to the router itself."""
+
+    def __init__(
+        self, client: ClientConnection, request: RequestHead, dispatcher: Dispatcher, control_ports: tuple[int, ...]
+    ) -> None:
+        self._client = client
+        self._request = request
+        self._dispatcher = dispatcher
+        self._control_ports = control_ports
+        self._body = bytearray()
+
+    def begin(self, piece: bytes | memoryview, *, done: bool) -> None:
+        if self._request.length < 0:
+            raise RefusalError(411, "length_required", "send an admin body with Content-Length")
+        self.add_body(piece, done=done)
+
+    def add_body(self, piece: bytes | memoryview, *, done: bool) -> None:
+        self._body += piece
+        if len(self._body) > _MAX_BODY:
+            raise RefusalError(413, "body_too_large", f"an admin body is at most {_MAX_BODY} bytes")
+        if done:
+            self._answer()
+
+    def refuse(self, refusal: RefusalError) -> None:
+        self._dispatcher.metrics.rejected[refusal.code] += 1
+        self._client.answer_refusal(refusal)
+
+    def cancel(self) -> None:
+        """The client has gone; what it asked for is done all the same."""
+
+    def pause(self, *, paused: bool) -> None:
+        """Answers are small."""
+
+    def _answer(self) -> None:
+        request, close = self._request, not self._request.keep_alive
+        head_only = request.method == b"HEAD"
+        method, path = "GET" if head_only else request.method.decode(), request.target.partition(b"?")[0].decode()
+        if method == "GET" and path.endswith("/metrics") and path in _METHODS:
+            content, kind = plugged_in("figures")(self._dispatcher).encode(), _PROMETHEUS
+        else:
+            content, kind = orjson.dumps(self._execute(method, path, bytes(self._body))), "application/json"
+        self._client.answer(response(200, content, content_type=kind, close=close, head_only=head_only), close=close)
+
+    def _execute(self, method: str, path: str, body: bytes) -> Any:
+        """Do one call; it is in force when this returns.
+
+        Raises:
+            RefusalError: 400 for a body that does not fit, 404 for an unknown path, 405 for a method that does
+                not go with the path, 409 for an old epoch.
+        """
+        dispatcher = self._dispatcher
+        match method, path:
+            case "GET", "/":
+                return _SERVED
+            case "GET", "/router/health":
+                return {"status": "ok", "pid": os.getpid(), "control_ports": self._control_ports}
+            case "GET", "/router/engines":
+                return dispatcher.state()
+            case "PUT", "/router/engines":
+                return _announce(dispatcher, _parse(_EnginesBody, body))
+            case "POST", "/router/choose":
+                asked = _parse(_ChoiceBody, body)
+                hashes = None if asked.prefix_hashes is None else asked.prefix_hashes.encode()
+                hints = Hints(prompt_tokens=asked.prompt_tokens, prefix_hashes=hashes)
+                closed = dispatcher.gate.closed
+                return {"engine": None if closed else dispatcher.placement.choose(hints, time.monotonic())}
+            case "POST", "/router/sessions/finish":
+                return {"finished": dispatcher.finish_session(_parse(_SessionBody, body).session_id)}
+            case _:
+                raise _no_such_call(method, path)
+
+
+def _no_such_call(method: str, path: str) -> RefusalError:
+    if path not in _METHODS:
+        return RefusalError(404, "not_found", f"no such endpoint: {path[:200]}")
+    what = f"{method} does not go with {path}, which takes {_METHODS[path]}"
+    return RefusalError(405, "method_not_allowed", what)
+
+
+def _announce(dispatcher: Dispatcher, body: _EnginesBody) -> dict[str, Any]:
+    try:
+        policy = body.policy.model_dump(exclude_none=True)
+        dispatcher.announce(Membership(body.epoch, tuple(body.engines), body.closed, policy, tuple(body.cut)))
+    except ConfigError as error:
+        raise RefusalError(400, "bad_policy", str(error)) from error
+    except UserError as error:
+        raise RefusalError(400, "bad_engines", str(error)) from error
+    except StateError as error:
+        raise RefusalError(409, "old_epoch", str(error)) from error
+    return {"epoch": dispatcher.membership.epoch, "engines": len(dispatcher.backends)}
+
+
+def _parse(model: type[M], body: bytes) -> M:
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        for e in error.errors():
+            if isinstance(cause := e.get("ctx", {}).get("error"), UserError):  # of `EngineEntry`
+                raise RefusalError(400, "bad_engines", str(cause)) from None
+        what = "; ".join(f"{'.'.join(str(part) for part in e['loc']) or 'body'}: {e['msg']}" for e in error.errors())
+        raise RefusalError(400, "bad_json", f"the body does not fit: {what}") from None

@@ -1,0 +1,122 @@
+"""What a router answers to `GET /router/engines`, and what several processes answer as one state."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What the router knows of one engine."""
+
+    name: str
+    url: str
+    weight_version: int
+    eligible: bool
+    """As announced by the fleet."""
+    down: bool
+    """The breaker is open: a connection was refused or an answer said that its core is dead, see `Backend.down`."""
+    outstanding: int
+    """Requests sent and not answered in full."""
+    requests: int
+    """Requests sent since the engine joined."""
+    draining: bool = False
+    """As announced by the fleet: only its own sessions still go there."""
+    drained: bool = False
+    """It is draining, nothing is in flight there, and no session lives there any more: it may go."""
+    dp_rank: int | None = None
+    """As announced by the fleet: a data-parallel rank of the server at `url`."""
+    outstanding_tokens: int = 0
+    """Prompt and expected tokens of the outstanding requests, as far as their headers say."""
+    resident_tokens: int = 0
+    """Context that lives there."""
+    sessions: int = 0
+    """Sessions that live there."""
+    kv_usage: float = -1.0
+    """Share of its KV cache in use, 0 to 1; -1: not known."""
+    kv_capacity: int = 0
+    """Tokens that its KV cache holds; 0: not known."""
+    breaker_openings: int = 0
+    """How often the breaker opened since the engine joined."""
+    dead_answers: int = 0
+    """Answers that said that its core is dead."""
+    failure: str = ""
+    """Cause that the last of them gave."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterState:
+    """What `GET /router/engines` answers of one process, or `merged` of several."""
+
+    epoch: int
+    """-1 before the first membership."""
+    gate_closed: bool
+    held: int
+    """Requests waiting for the gate, for an engine or for room on one."""
+    sessions: int
+    """Sessions that have a home."""
+    requests: int
+    """Requests taken in since the router started, its own admin calls not counted."""
+    engines: tuple[EngineLoad, ...]
+    held_bytes: int = 0
+    """Most bytes that are kept of requests that wait or are still coming in."""
+    held_by: Mapping[str, int] = field(default_factory=dict[str, int])
+    """How many wait for what: see `penstock.router.dispatcher.Kind`."""
+    moved_sessions: int = 0
+    """Later turns that went to another engine than the one before."""
+    placements: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Requests placed, by the rule that chose the engine."""
+    policy: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """`policy`, `prefix_length` and `overload_threshold` that are in force; empty where the router does not say."""
+    workers: tuple[int, ...] = ()
+    """Process ids of those that serve."""
+    in_step: bool = True
+    """All of them are of this epoch; one that was started again has no engines at first."""
+
+
+_SUMMED = ("held", "held_bytes", "sessions", "requests", "moved_sessions")
+_ENGINE_SUMMED = (
+    "outstanding",
+    "outstanding_tokens",
+    "resident_tokens",
+    "sessions",
+    "requests",
+    "breaker_openings",
+    "dead_answers",
+)
+_ENGINE_GREATEST = ("down", "kv_usage", "kv_capacity", "failure")
+
+
+def merged(states: Sequence[RouterState]) -> RouterState:
+    """Make one state of those of several processes, at least one. Engines are those of the process told last.
+
+    A session counts in each process that had a turn of it. A gate is closed, and an engine down, if it is for one.
+    """
+    newest = max(states, key=lambda state: state.epoch)
+    engines = [engine for state in states for engine in state.engines]
+    return replace(
+        newest,
+        workers=tuple(pid for state in states for pid in state.workers),
+        in_step=all(state.epoch == newest.epoch for state in states),
+        gate_closed=any(state.gate_closed for state in states),
+        held_by=_total(state.held_by for state in states),
+        placements=_total(state.placements for state in states),
+        engines=tuple(_merged(load, [one for one in engines if one.name == load.name]) for load in newest.engines),
+        **{name: sum(getattr(state, name) for state in states) for name in _SUMMED},
+    )
+
+
+def _total(counts: Iterable[Mapping[str, int]]) -> Mapping[str, int]:
+    total = Counter[str]()
+    for each in counts:
+        total.update(each)
+    return total
+
+
+def _merged(load: EngineLoad, of: Sequence[EngineLoad]) -> EngineLoad:
+    figures: dict[str, Any] = {name: sum(getattr(one, name) for one in of) for name in _ENGINE_SUMMED}
+    figures |= {name: max(getattr(one, name) for one in of) for name in _ENGINE_GREATEST}
+    return replace(load, drained=all(one.drained for one in of), **figures)
