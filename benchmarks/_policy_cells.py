@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fleet_sim.peers import PEERS
-from fleet_sim.router import FleetRouter
+from fleet_sim.router import FleetRouter, OwnRouter
 from fleet_sim.run import FleetFigures, FleetRun, FleetSetup, Incident
 from fleet_sim.speed import EngineLimits, EngineSpeed
 from fleet_sim.trace import AgentShape, GroupShape, Lengths, Trajectory, agents, groups
 from penstock.rooms import plugged_as
-from penstock.router.placement import Placement
 from penstock.settings import RouterConfig
 
 OURS = "bounded-sticky"
@@ -74,7 +73,7 @@ def routers() -> dict[str, Callable[[], FleetRouter]]:
     """Every policy of ours over the router's own placement, and the models of peers; each call makes a fresh one."""
 
     def placement(policy: str) -> Callable[[], FleetRouter]:
-        return lambda: Placement(RouterConfig(policy=policy))
+        return lambda: OwnRouter(RouterConfig(policy=policy))
 
     return {**{policy: placement(policy) for policy in plugged_as("policy")}, **PEERS}
 

@@ -60,9 +60,9 @@ class PeerRouter:
         self.load[name] += 1
         return name
 
-    def done(self, request: FleetRequest, name: str, now: float, *, ok: bool) -> None:
+    def done(self, request: FleetRequest, name: str, now: float) -> None:
         """See `FleetRouter`."""
-        del request, now, ok
+        del request, now
         if name in self.load:
             self.load[name] -= 1
 

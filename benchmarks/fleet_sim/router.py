@@ -1,7 +1,7 @@
 """What the discrete-event fleet asks of a router, and the request it shows it.
 
-The interface is `penstock.router.placement.Placement`'s own, so the router's real placement runs in the simulator;
-models of other routers (`peers.py`) have the same one.
+The router's real placement runs in the simulator (`OwnRouter`); models of other routers (`peers.py`) have the same
+interface.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from fleet_sim.cache import Segment
-from penstock.router.memory import EngineEntry
+from penstock.router.memory import Engine, EngineEntry
+from penstock.router.placement import Placement
 from penstock.router.policies import Defer, Hints
+from penstock.settings import RouterConfig
 
 BLOCK = 64
 """Tokens of one block of `X-Prefix-Hashes`."""
@@ -65,7 +67,7 @@ class FleetRequest(Hints):
 
 
 class FleetRouter(Protocol):
-    """See `penstock.router.placement.Placement`, whose methods these are."""
+    """What `penstock.router.placement.Placement` does, with names for engines."""
 
     def set_engines(self, entries: Sequence[EngineEntry]) -> None:
         """The full set of engines from now on."""
@@ -83,7 +85,7 @@ class FleetRouter(Protocol):
         """The engine to send the request to, WAIT, or None where none may serve it."""
         ...
 
-    def done(self, request: FleetRequest, name: str, now: float, *, ok: bool) -> None:
+    def done(self, request: FleetRequest, name: str, now: float) -> None:
         """The request has left that engine."""
         ...
 
@@ -94,3 +96,30 @@ class FleetRouter(Protocol):
     def expire(self, now: float) -> object:
         """Forget sessions that nobody used for long."""
         ...
+
+
+class OwnRouter(FleetRouter):
+    """The placement of our router."""
+
+    def __init__(self, config: RouterConfig | None = None) -> None:
+        self._own = Placement(config)
+        self._seen: dict[str, Engine] = {}
+        self._placed: dict[tuple[FleetRequest, str], Engine] = {}
+        self.set_engines, self.finish_session = self._own.set_engines, self._own.finish_session
+        self.expire = self._own.expire
+
+    def mark(self, name: str, *, down: bool) -> None:
+        self._own.mark(self._own.engines[name], down=down)
+
+    def report_kv(self, name: str, *, kv_usage: float, kv_capacity: int) -> None:
+        self._own.report_kv(self._own.engines[name], kv_usage=kv_usage, kv_capacity=kv_capacity)
+
+    def place(self, request: FleetRequest, now: float, tried: Collection[str] = ()) -> str | Defer | None:
+        found = self._own.place(request, now, [self._seen[name] for name in tried])
+        if not isinstance(found, Engine):
+            return found
+        self._seen[found.name] = self._placed[request, found.name] = found
+        return found.name
+
+    def done(self, request: FleetRequest, name: str, now: float) -> None:
+        self._own.done(request, self._placed.pop((request, name)), now)

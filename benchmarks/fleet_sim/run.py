@@ -228,7 +228,7 @@ class FleetRun:
         request, trajectory = agent.request, agent.trajectory
         if request is None:
             raise StateError("an answer without a request")
-        self.router.done(request, name, self.now, ok=True)
+        self.router.done(request, name, self.now)
         self._loads[name].change(-1, self.now)
         if agent.home is not None and agent.home != name:
             self._tally.moved += 1
@@ -250,7 +250,7 @@ class FleetRun:
     def _broken(self, agent: _Agent, name: str) -> None:
         """The connection to a dead engine broke: the turn is tried elsewhere."""
         if agent.request is not None:
-            self.router.done(agent.request, name, self.now, ok=False)
+            self.router.done(agent.request, name, self.now)
         self.router.mark(name, down=True)
         self._loads[name].change(-1, self.now)
         self._tally.retried += 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -18,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from penstock.aio import cancelled
 from penstock.errors import ConfigError, PenstockError
+from penstock.process import most_connections
 
 STOP_S = 5
 """Time for answers under way when the server ends."""
@@ -29,7 +29,6 @@ BODY_S = 120.0
 """Deadline of a request's body."""
 MOST_CONNECTIONS = 16_384
 _BACKLOG = 2048
-_OWN_FILES = 64
 
 
 class _Connections:
@@ -170,7 +169,7 @@ async def serving_app(
     `max_connections` of clients at once are by default half the files that this process may open, since each request
     under way has one of its own.
     """
-    counted = _Connections(max_connections or _most_connections())
+    counted = _Connections(max_connections or min(MOST_CONNECTIONS, most_connections()))
     config = uvicorn.Config(
         app,
         http=partial(_Protocol, counted),  # pyright: ignore[reportArgumentType] - it is only called
@@ -220,9 +219,3 @@ async def read_body(http: Request, most: int, refused: Callable[[int, str], Pens
     except ClientDisconnect as error:
         raise refused(499, "the client has left") from error
     return bytes(data)
-
-
-def _most_connections() -> int:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    files = MOST_CONNECTIONS * 2 if soft == resource.RLIM_INFINITY else soft - _OWN_FILES
-    return min(MOST_CONNECTIONS, max(files // 2, 8))

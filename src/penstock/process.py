@@ -165,6 +165,16 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+_OWN_FILES = 64
+"""Descriptors that a server needs besides those of its connections."""
+
+
+def most_connections() -> int:
+    """Return how many clients a server can have, each with one more connection to another server."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (OPEN_FILES if limit == resource.RLIM_INFINITY else max(limit - _OWN_FILES, 16)) // 2
+
+
 def backoff_s(failures: int, base_s: float = 0.05, cap_s: float = 120.0) -> float:
     """Seconds to wait before another try after `failures` in a row: doubles from `base_s` up to `cap_s`."""
     return min(base_s * 2.0 ** min(failures, 64), cap_s)

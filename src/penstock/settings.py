@@ -166,27 +166,22 @@ class EngineConfig(Section):
 PolicyName = Literal["bounded-sticky", "prefix-aware", "kv-cache", "requests", "round-robin"]
 
 
-def _policy_names(given: object) -> str:
-    """Read names, in a list or with commas between them, as a text with commas."""
-    names = given.split(",") if isinstance(given, str) else given
-    if not isinstance(names, (list, tuple)) or not names:
-        raise ValueError("must be the name of a policy, or a list of such names")
-    stripped = [str(name).strip() for name in cast("Sequence[object]", names)]
-    known = get_args(PolicyName)
-    for place, name in enumerate(stripped):
-        if name not in known:
-            raise ValueError(f"there is no policy {name!r}; {did_you_mean(name, known)}")
-        if name in stripped[:place]:
-            raise ValueError(f"{name!r} is named twice")
-    return ",".join(stripped)
-
-
 def _names(given: object) -> str:
     """Read texts, in a list or with commas between them, as a text with commas."""
     names = given.split(",") if isinstance(given, str) else given
     if not isinstance(names, (list, tuple)):
         raise ValueError("must be a list, or texts with commas between them")  # noqa: TRY004 - pydantic's
     return ",".join(str(name).strip() for name in cast("Sequence[object]", names) if str(name).strip())
+
+
+def _policy_names(given: str) -> str:
+    names, known = given.split(","), get_args(PolicyName)
+    for place, name in enumerate(names):
+        if name not in known:
+            raise ValueError(f"there is no policy {name!r}; {did_you_mean(name, known)}")
+        if name in names[:place]:
+            raise ValueError(f"{name!r} is named twice")
+    return given
 
 
 _KINDS = {
@@ -214,7 +209,7 @@ class RouterConfig(Section):
     host: str = "127.0.0.1"
     port: Port = 0
     """0: any free port."""
-    policy: Annotated[str, BeforeValidator(_policy_names)] = "bounded-sticky"
+    policy: Annotated[str, BeforeValidator(_names), AfterValidator(_policy_names)] = "bounded-sticky"
     """A `PolicyName`, or several: a policy without a preference leaves the choice to the next."""
     prefix_length: Positive = 2048
     """Shortest shared prefix, in tokens, for which an engine is preferred."""

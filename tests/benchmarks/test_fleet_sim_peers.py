@@ -14,13 +14,12 @@ from fleet_sim.peers import (
     VllmConsistentHash,
     VllmStickyLeastLoaded,
 )
-from fleet_sim.router import FleetRequest, FleetRouter
+from fleet_sim.router import FleetRequest, FleetRouter, OwnRouter
 from fleet_sim.run import FleetRun, FleetSetup, Incident
 from fleet_sim.speed import EngineLimits, EngineSpeed
 from fleet_sim.trace import AgentShape, Lengths, agents
 from penstock.rooms import plugged_as
 from penstock.router.memory import EngineEntry
-from penstock.router.placement import Placement
 from penstock.settings import RouterConfig
 
 
@@ -40,7 +39,7 @@ def homes(router: PeerRouter, sessions: range) -> dict[int, str]:
         request = turn(session, task=f"task {session}")
         name = router.place(request, 0.0)
         assert isinstance(name, str)
-        router.done(request, name, 0.0, ok=True)
+        router.done(request, name, 0.0)
         placed[session] = name
     return placed
 
@@ -92,7 +91,7 @@ def test_torchrl_puts_one_system_prompt_on_one_replica() -> None:
 
 @pytest.mark.parametrize("name", [*plugged_as("policy"), *PEERS])
 def test_every_router_gets_a_fleet_through_a_death_and_a_birth(name: str) -> None:
-    router: FleetRouter = PEERS[name]() if name in PEERS else Placement(RouterConfig(policy=name))
+    router: FleetRouter = PEERS[name]() if name in PEERS else OwnRouter(RouterConfig(policy=name))
     shape = AgentShape(turns=(2, 4), observation=Lengths(500, 0.8, 3000), output=Lengths(100, 0.8, 800))
     trace = agents(48, shape, seed=5)
     setup = FleetSetup(
@@ -112,5 +111,5 @@ def test_losing_one_of_many_moves_only_its_own_sessions() -> None:
         EngineLimits(kv_tokens=200_000),
         incidents=(Incident(9.0, "kill", 1),),
     )
-    figures = FleetRun(Placement(), setup, trace).run()
+    figures = FleetRun(OwnRouter(), setup, trace).run()
     assert 1 <= figures.sessions_moved <= 9

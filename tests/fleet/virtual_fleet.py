@@ -24,7 +24,7 @@ from penstock.fleet.launch import Terms, assemble
 from penstock.fleet.member import Lifecycle, Member, State, connect_engine
 from penstock.fleet.router_process import OpenRouter
 from penstock.http import HttpTransport
-from penstock.router.admin_client import EngineLoad, RouterState
+from penstock.router.admin_client import RouterState
 from penstock.router.backend import Backend
 from penstock.router.dispatcher import Dispatcher, Waiter
 from penstock.router.http import RefusalError, RequestHead
@@ -168,16 +168,7 @@ class VirtualRouter:
 
     async def engines(self) -> RouterState:
         await asyncio.sleep(LATENCY_S)
-        sessions = self.dispatcher.placement.sessions
-        loads = tuple(
-            EngineLoad(
-                *(e.name, e.entry.url, e.entry.weight_version, e.entry.eligible),
-                *(e.down, e.load.requests, self.dispatcher.backends[e.name].requests),
-                sessions=sessions.counts(e.name)[0],
-            )
-            for e in self.dispatcher.placement.engines.values()
-        )
-        return RouterState(self.dispatcher.membership.epoch, self.dispatcher.gate.closed, 0, 0, 0, loads)
+        return self.dispatcher.state()
 
     async def forward(self, call: Call) -> Exchange:
         """Hold and place a request, again where an engine breaks before the first byte; returns what answers it."""
@@ -197,19 +188,19 @@ class VirtualRouter:
                 exchange = self._network.exchange(node, call)
                 await exchange.begun()
             except aiohttp.ClientConnectorError:
-                self.dispatcher.left(waiting.request, backend, 0.0, ok=False)
-                self.dispatcher.placement.mark(backend.name, down=True)
+                self.dispatcher.left(waiting.request, backend, 0.0)
+                self.dispatcher.placement.mark(backend.engine, down=True)
                 self.dispatcher.retry(waiting, "refused")
             except aiohttp.ServerDisconnectedError:
-                self.dispatcher.left(waiting.request, backend, 0.0, ok=False)
+                self.dispatcher.left(waiting.request, backend, 0.0)
                 waiting.tried.append(backend)
                 self.dispatcher.retry(waiting, "hung_up")
             except BaseException:
-                self.dispatcher.left(waiting.request, backend, 0.0, ok=False)
+                self.dispatcher.left(waiting.request, backend, 0.0)
                 exchange.sever()
                 raise
             else:
-                over = partial(self.dispatcher.left, waiting.request, backend, 0.0, ok=True)
+                over = partial(self.dispatcher.left, waiting.request, backend, 0.0)
                 exchange.ended.add_done_callback(lambda _, over=over: over())
                 return exchange
 
@@ -236,7 +227,7 @@ class _Waiting(Waiter):
 
     def placed(self, backend: Backend) -> None:
         if self.found.cancelled():
-            self._dispatcher.left(self.request, backend, 0.0, ok=False)
+            self._dispatcher.left(self.request, backend, 0.0)
         else:
             self.found.set_result(backend)
 

@@ -30,6 +30,8 @@ class Asked:
     reading: asyncio.Task[tuple[int, bytes]]
     engines: list[str] = field(default_factory=list)
     """Where it was placed, one after another."""
+    backend: RouterBackend | None = None
+    """The last of them, as the router has it: under an old name, another one may be in the set by now."""
 
 
 @dataclass
@@ -142,16 +144,21 @@ class World:
         if wrong:
             self.wrong.append(f"request {asked.number} on {engine.name}: {', '.join(wrong)}")
         asked.engines.append(engine.name)
+        asked.backend = engine
         if session is not None:
             self.homes[session] = engine.name
 
     async def settle(self) -> None:
         """Until everyone asked is with an engine, held or answered, and the router knows of each engine what it has."""
 
+        def in_the_set(pending: Pending) -> bool:
+            asked = self.asked.get(pending.number)
+            return asked is None or asked.backend is self.dispatcher.backends.get(pending.engine)
+
         def quiet() -> bool:
             self.collect()
-            have = Counter(pending.engine for pending in self.pending)
-            known = {name: view.outstanding for name, view in self.dispatcher.placement.views().items()}
+            have = Counter(pending.engine for pending in self.pending if in_the_set(pending))
+            known = {name: engine.view.outstanding for name, engine in self.dispatcher.placement.engines.items()}
             told = all(have[name] == outstanding for name, outstanding in known.items())
             return told and len(self.asked) == len(self.pending) + len(self.dispatcher.gate)
 

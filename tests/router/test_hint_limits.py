@@ -80,7 +80,7 @@ def test_the_longest_context_of_any_engine_bounds_a_claim() -> None:
     assert placement.most_tokens == MOST_TOKENS
     placement.set_engines([EngineEntry(f"e{i}", f"http://h:{i + 1}", max_model_len=64 << i) for i in range(3)])
     assert placement.most_tokens == 256
-    placement.report_kv("e2", kv_usage=0.0, kv_capacity=100)
+    placement.report_kv(placement.engines["e2"], kv_usage=0.0, kv_capacity=100)
     assert placement.most_tokens == 128
     placement.set_engines([])
     assert placement.most_tokens == MOST_TOKENS
@@ -118,7 +118,7 @@ async def test_ten_thousand_versions_wait_in_as_few_lanes_as_engines_differ(
     new = EngineEntry("new", "http://h:2", weight_version=40_000)
     dispatcher.announce(Membership(1, (old, new)))
     for name in ("old", "new"):
-        dispatcher.placement.report_kv(name, kv_usage=0.0, kv_capacity=100)
+        dispatcher.placement.report_kv(dispatcher.placement.engines[name], kv_usage=0.0, kv_capacity=100)
         dispatcher.gate.submit(asking(f"X-Session-ID: on {name}\r\nX-Prompt-Tokens: 90\r\n"))
     waiting = [
         asking(f"X-Session-ID: s{i}\r\nX-Weight-Version: {i}\r\nX-Prompt-Tokens: 50\r\n")

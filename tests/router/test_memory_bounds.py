@@ -8,7 +8,7 @@ import tracemalloc
 import pytest
 from router_rig import answer_name, eventually, request, rig
 
-from penstock.router import server
+from penstock import process
 
 MB = 1 << 20
 FLOOD = 64 * MB
@@ -105,7 +105,7 @@ async def test_a_body_in_tiny_pieces_takes_no_more_than_its_bytes() -> None:
 
 
 async def test_strangers_give_way_where_descriptors_run_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server.resource, "getrlimit", lambda _: (64 + 40, 64 + 40))
+    monkeypatch.setattr(process.resource, "getrlimit", lambda _: (64 + 40, 64 + 40))
     async with rig(answer_name, api_key="k") as r:
         assert r.router is not None
         keyed = "Authorization: Bearer k\r\n"

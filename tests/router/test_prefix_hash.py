@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.router.memory import Prefixes
+from penstock.router.memory import Engine, EngineEntry, Prefixes
 from penstock.router.policies import PrefixHolder
 from penstock.wire import BLOCK, MOST, parse_prefix_hashes, prefix_hashes, stride_of
 
@@ -88,44 +88,52 @@ def test_a_long_prompt_takes_about_a_millisecond() -> None:
     assert min(took) < 0.05
 
 
+def some_engines() -> dict[str, Engine]:
+    return {name: Engine(EngineEntry(name, "http://h:1")) for name in ("e0", "e1", "e2")}
+
+
 def test_holders_come_with_their_longest_beginning() -> None:
+    engines = some_engines()
     prefixes = Prefixes()
     prompt = list(range(640))
-    prefixes.note("e0", boundaries(prompt))
-    prefixes.note("e1", boundaries(prompt[:256]))
-    prefixes.note("e2", boundaries([9] * 640))
-    found = prefixes.holders(boundaries([*prompt, *[5] * 64]))
+    prefixes.note(engines["e0"], boundaries(prompt))
+    prefixes.note(engines["e1"], boundaries(prompt[:256]))
+    prefixes.note(engines["e2"], boundaries([9] * 640))
+    found = prefixes.holders(boundaries([*prompt, *[5] * 64]), 3)
     assert found == (PrefixHolder("e0", 640), PrefixHolder("e1", 256))
-    assert prefixes.holders(boundaries([8] * 64)) == ()
+    assert prefixes.holders(boundaries([8] * 64), 3) == ()
 
 
 def test_an_emptied_cache_holds_nothing() -> None:
+    engines = some_engines()
     prefixes = Prefixes()
     prompt = boundaries(list(range(128)))
-    for engine in ("e0", "e1"):
-        prefixes.note(engine, prompt)
-    prefixes.forget_engine("e0")
-    prefixes.forget_engine("never")
-    assert prefixes.holders(prompt) == (PrefixHolder("e1", 128),)
-    prefixes.note("e0", prompt)
-    assert {holder.engine for holder in prefixes.holders(prompt)} == {"e0", "e1"}
+    for name in ("e0", "e1"):
+        prefixes.note(engines[name], prompt)
+    engines["e0"].fillings += 1
+    assert prefixes.holders(prompt, 3) == (PrefixHolder("e1", 128),)
+    prefixes.note(engines["e0"], prompt)
+    assert {holder.engine for holder in prefixes.holders(prompt, 3)} == {"e0", "e1"}
 
 
 def test_the_table_is_bounded_and_forgets_what_was_not_used() -> None:
+    engines = some_engines()
     prefixes = Prefixes(capacity=10)
     used = boundaries([1] * 128)
     for i in range(100):
-        prefixes.note("e0", used)
-        prefixes.note("e0", boundaries([i + 2] * 128))
+        prefixes.note(engines["e0"], used)
+        prefixes.note(engines["e0"], boundaries([i + 2] * 128))
         assert len(prefixes) <= 10
-    assert prefixes.holders(used) == (PrefixHolder("e0", 128),)
-    assert prefixes.holders(boundaries([2] * 128)) == ()
+    assert prefixes.holders(used, 3) == (PrefixHolder("e0", 128),)
+    assert prefixes.holders(boundaries([2] * 128), 3) == ()
 
 
 def test_lives_of_emptied_caches_do_not_pile_up() -> None:
+    engines = some_engines()
     prefixes = Prefixes()
     prompt = boundaries([1] * 64)
     for _ in range(1000):
-        prefixes.note("e0", prompt)
-        prefixes.forget_engine("e0")
+        prefixes.note(engines["e0"], prompt)
+        engines["e0"].left = True
+        engines = some_engines()
     assert len(next(iter(prefixes._holders.values()))) <= 2

@@ -12,8 +12,7 @@ from router_rig import Backend, RawClient, Seen, answer_name, eventually, reply,
 
 from penstock.router.backend import Backend as RouterBackend
 from penstock.router.backend import BackendConnection, ConnectionUser
-from penstock.router.memory import EngineEntry, Load
-from penstock.router.placement import Engine
+from penstock.router.memory import Engine, EngineEntry
 
 both_loops = pytest.mark.parametrize("process", [False, True], ids=["asyncio", "uvloop"])
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
@@ -276,7 +275,7 @@ async def test_a_request_that_comes_when_the_last_connecting_has_just_ended_gets
 ) -> None:
     monkeypatch.setattr("penstock.router.backend.MAX_CONNECTING", 1)
     backend = await Backend().start()
-    engine = RouterBackend(Engine(backend.entry(), Load()))
+    engine = RouterBackend(Engine(backend.entry()))
     given: list[BackendConnection] = []
 
     class User(ConnectionUser):

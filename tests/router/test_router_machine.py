@@ -146,7 +146,7 @@ class RouterMachine(RuleBasedStateMachine):
         async def act() -> None:
             dispatcher = self.world.dispatcher
             name = list(self.world.entries)[pick % len(self.world.entries)]
-            dispatcher.placement.report_kv(name, kv_usage=0.5, kv_capacity=capacity)
+            dispatcher.placement.report_kv(dispatcher.placement.engines[name], kv_usage=0.5, kv_capacity=capacity)
             dispatcher.gate.room()
 
         self.run(act())
@@ -201,7 +201,7 @@ class RouterMachine(RuleBasedStateMachine):
             for session in NAMES_OF_SESSIONS:
                 dispatcher.finish_session(session)
             await world.settle()
-        assert not world.asked, (dispatcher.gate.held_by(), dispatcher.placement.views())
+        assert not world.asked, (dispatcher.gate.held_by(), dispatcher.state().engines)
         assert world.wrong == []
         metrics = world.router.metrics
         assert (metrics.answered, sum(metrics.errors.values()), metrics.broken, metrics.cancelled) == tuple(
@@ -209,7 +209,7 @@ class RouterMachine(RuleBasedStateMachine):
         )
         assert metrics.requests == world.count == sum(world.over.values())
         assert (len(dispatcher.gate), dispatcher.gate.held_bytes) == (0, 0)
-        for view in dispatcher.placement.views().values():
+        for view in (engine.view for engine in dispatcher.placement.engines.values()):
             assert (view.outstanding, view.outstanding_tokens, view.resident_tokens) == (0, 0, 0)
 
 

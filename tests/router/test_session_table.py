@@ -1,16 +1,16 @@
-"""The tables of sessions and of groups, as one process has them."""
+"""The table of sessions, as one process has it."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.router.memory import Groups, SessionTable
+from penstock.router.memory import Engine, EngineEntry, SessionTable
 
 
 def home(sessions: SessionTable, session_id: str) -> str | None:
     record = sessions.get(session_id)
-    return None if record is None else record.engine
+    return None if record is None or record.engine.left else record.engine.name
 
 
 class Model:
@@ -57,10 +57,11 @@ class Model:
 )
 def test_counts_are_those_of_a_plain_model(steps: list[tuple[str, str, str, int]]) -> None:
     sessions, model = SessionTable(capacity=4), Model(capacity=4)
+    engines = {name: Engine(EngineEntry(name, "http://h:1")) for name in ("e0", "e1")}
     for now, (step, session, engine, tokens) in enumerate(steps):
         match step:
             case "settle":
-                sessions.record(session, engine, tokens, now)
+                sessions.record(session, engines[engine], tokens, now)
                 model.settle(session, engine, tokens, now)
             case "touch":
                 sessions.touch(session, now)
@@ -68,22 +69,14 @@ def test_counts_are_those_of_a_plain_model(steps: list[tuple[str, str, str, int]
             case "drop":
                 assert (sessions.drop(session) is None) == (model.rows.pop(session, None) is None)
             case "forget":
-                sessions.forget_engine(engine)
+                engines[engine].left = True
+                engines[engine] = Engine(EngineEntry(engine, "http://h:2"))
                 model.forget_engine(engine)
             case _:
                 sessions.expire(idle_before=now - tokens, gone_before=now - 2 * tokens)
                 model.expire(now - tokens, now - 2 * tokens)
         assert len(sessions) == len(model.rows)
         for name in ("e0", "e1"):
-            assert sessions.counts(name) == model.counts(name)
+            assert (engines[name].sessions, engines[name].context) == model.counts(name)
         for name in "abcdef":
             assert home(sessions, name) == (model.rows[name][0] if name in model.rows else None)
-
-
-def test_groups_count_and_are_bounded() -> None:
-    groups = Groups(capacity=2)
-    for group, engine in (("a", "e0"), ("b", "e0"), ("a", "e1"), ("a", "e1"), ("c", "e0")):
-        groups.note(group, engine)
-    assert dict(groups.placed("a")) == {"e0": 1, "e1": 2}
-    assert groups.placed("b") == ()
-    assert len(groups) == 2

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import orjson
 
 from penstock.process import backoff_s
-from penstock.router.placement import Engine
+from penstock.router.memory import Engine
 
 RANK_HEADER = b"X-data-parallel-rank"
 """VLLM's: the data-parallel rank that is to have the request."""
@@ -132,7 +132,7 @@ class Backend:
     """Requests sent by this process."""
     removed = False
     asking: asyncio.Task[None] | None = None
-    """What is being asked of it besides requests: one thing at a time."""
+    """What was asked of it last besides requests: one thing at a time."""
     fields: bytes
     """Header lines that the router adds to every request for it."""
 
@@ -193,17 +193,11 @@ class Backend:
     def ask(self, work: Coroutine[Any, Any, None]) -> None:
         """Ask something of it besides requests, in place of what is being asked now."""
         self.stop_asking()
-        task = self.asking = asyncio.get_running_loop().create_task(work)
-        task.add_done_callback(self._asked)
+        self.asking = asyncio.get_running_loop().create_task(work)
 
     def stop_asking(self) -> None:
         if self.asking is not None:
             self.asking.cancel()
-            self.asking = None
-
-    def _asked(self, task: asyncio.Task[None]) -> None:
-        if self.asking is task:
-            self.asking = None
 
     def remove(self) -> None:
         """It left the set: requests in flight end as they may, nothing new is begun."""

@@ -19,14 +19,14 @@ from typing import NamedTuple
 
 from penstock.router.backend import Backend, read_kv_stats, wait_until_well
 from penstock.router.http import RefusalError, RequestHead
-from penstock.router.memory import Membership, Metrics
+from penstock.router.memory import Engine, Membership, Metrics
 from penstock.router.placement import Placement
 from penstock.router.policies import Defer
 from penstock.router.state import EngineLoad, RouterState
 from penstock.settings import RouterConfig, validate
 
 _EXPIRE_S = 0.75
-"""Between two looks for idle sessions: before the placement looks by itself, which cannot wake waiting requests."""
+"""Between two looks for sessions that are idle or forgotten."""
 _MOST_LOST = 2
 """A request that so many engines broke on gets no other: it may be what ends them."""
 
@@ -359,13 +359,12 @@ class Dispatcher:
             lane = Lane(Kind.ROOM, placement.needs(request))  # it opens a session, as others do that wait for room
             if self.gate.waits_for_room(lane):
                 return lane
-        found = placement.place(request, time.monotonic(), [b.name for b in tried] if tried else ())
-        if found is None and tried:
-            # What has come back under the name of an engine that died has not broken anything.
-            still = [backend.name for backend in tried if not backend.removed and backend is not waiter.spared]
+        found = placement.place(request, time.monotonic(), [backend.engine for backend in tried])
+        if found is None and waiter.spared is not None:
+            still = [backend.engine for backend in tried if backend is not waiter.spared]
             found = placement.place(request, time.monotonic(), still)
-        if isinstance(found, str):
-            backend = self.backends[found]
+        if isinstance(found, Engine):
+            backend = self.backends[found.name]
             backend.requests += 1
             return backend
         if found is Defer.WAIT:
@@ -374,9 +373,9 @@ class Dispatcher:
             raise _engines_failed(tried)
         return NOWHERE
 
-    def left(self, request: RequestHead, backend: Backend, now: float, *, ok: bool) -> None:
-        """The request is no longer with that engine: it was answered (`ok`), failed, or is taken back."""
-        self.placement.done(request, backend.name, now, ok=ok)
+    def left(self, request: RequestHead, backend: Backend, now: float) -> None:
+        """The request is no longer with that engine: it was answered, failed, or is taken back."""
+        self.placement.done(request, backend.engine, now)
         if self.gate.crowded:
             self.gate.room()
 
@@ -405,26 +404,26 @@ class Dispatcher:
             backend.engine.dead |= dead
             return
         backend.openings += 1
-        self.placement.mark(backend.name, down=True, dead=dead)
+        self.placement.mark(backend.engine, down=True, dead=dead)
         backend.ask(self._probe(backend))
         self.gate.recheck()
 
     async def _probe(self, backend: Backend) -> None:
         await wait_until_well(backend)
-        self.placement.mark(backend.name, down=False)
+        self.placement.mark(backend.engine, down=False)
         self.gate.recheck()
 
     async def _tick(self) -> None:
         while True:
             for backend in self.backends.values():
-                if backend.asking is None:
+                if backend.asking is None or backend.asking.done():
                     backend.ask(self._read_kv(backend))
             await asyncio.sleep(self._interval_s)  # another process's state: there is no event to wait for
 
     async def _read_kv(self, backend: Backend) -> None:
         stats = await read_kv_stats(backend)
         if stats is not None:
-            self.placement.report_kv(backend.name, kv_usage=stats.usage, kv_capacity=stats.capacity)
+            self.placement.report_kv(backend.engine, kv_usage=stats.usage, kv_capacity=stats.capacity)
             self.gate.room()
 
     def sweep(self, now: float) -> None:
@@ -457,7 +456,7 @@ class Dispatcher:
 
     def _load_of(self, backend: Backend) -> EngineLoad:
         entry, view = backend.engine.entry, backend.engine.view
-        sessions = self.placement.sessions.counts(entry.name)[0]
+        sessions = backend.engine.sessions
         return EngineLoad(
             **view._asdict(),
             url=entry.url,

@@ -252,7 +252,7 @@ class Exchange(Waiter, ConnectionUser):
     def _displace(self, backend: Backend) -> None:
         """It is not with its engine any longer, and may go to another."""
         self._connection = self.backend = None
-        self._dispatcher.left(self.request, backend, time.monotonic(), ok=False)
+        self._dispatcher.left(self.request, backend, time.monotonic())
 
     def refuse(self, refusal: RefusalError) -> None:
         """Answer it here; where an answer is under way already, break that off."""
@@ -285,7 +285,7 @@ class Exchange(Waiter, ConnectionUser):
         self._drop_connection()
         dispatcher = self._dispatcher
         if self.backend is not None:
-            dispatcher.left(self.request, self.backend, now, ok=not outcome)
+            dispatcher.left(self.request, self.backend, now)
         else:
             dispatcher.gate.discard(self)
         self._replay = None

@@ -1,4 +1,4 @@
-"""What the router is told and what it remembers: its engines, sessions, loads, groups, prefixes, and its counts."""
+"""What the router is told and what it remembers: its engines, sessions, prefixes, and its counts."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 from urllib.parse import urlsplit
 
 from pydantic import ConfigDict
 
 from penstock.errors import StateError, UserError, whole_number
-from penstock.router.policies import PrefixHolder
+from penstock.router.policies import EngineView, PrefixHolder
 
 # --- what a fleet tells it: always all of it, with an epoch, never a delta -------------------------------------------
 
@@ -123,15 +123,71 @@ class Membership:
         return self
 
 
-# --- sessions, loads, prefixes ----------------------------------------------------------------------------------------
+# --- engines, sessions, prefixes --------------------------------------------------------------------------------------
+
+new_tuple = cast("Any", tuple).__new__
+"""Of a named tuple, at half the price of calling its class."""
+
+
+class Engine:
+    """One engine as it was announced, what is placed there, and what has become of it since."""
+
+    down = False
+    """The breaker is open: a connection was refused, or an answer said that the core is dead."""
+    dead = False
+    """An answer said that its core is dead: until it is marked up, an announcement does not close the breaker."""
+    left = False
+    """It is in the set no longer: what lived there has no home."""
+    kv_usage = -1.0
+    kv_capacity = 0
+    kv_reported_at = 0
+    """Tokens in flight there when it reported its KV usage."""
+    place = -1
+    """Its place among the engines that take new requests; -1: it is none of them."""
+    requests = tokens = resident = 0
+    """In flight there. The second: their prompt and expected tokens. The third: those of them that no session's context
+    has yet (all of a request without a session, else what it may add)."""
+    sessions = context = 0
+    """Sessions that live there, and tokens of those that count."""
+    fillings = 0
+    """How often its cache was emptied."""
+
+    def __init__(self, entry: EngineEntry) -> None:
+        self.name = entry.name
+        self.view = EngineView(entry.name)
+        self.announce(entry)
+
+    def announce(self, entry: EngineEntry) -> None:
+        self.entry = entry
+        self.weight_version = entry.weight_version
+        self.down = self.dead
+
+    @property
+    def serves(self) -> bool:
+        """Whether requests may go there, those of its own sessions at least."""
+        return self.entry.eligible and not self.down
+
+    def add(self, requests: int, tokens: int, resident: int) -> None:
+        """Change what is in flight by so much; what was added is taken back in the end."""
+        self.requests += requests
+        self.tokens += tokens
+        self.resident += resident
+
+    def look(self) -> EngineView:
+        """What policies see of it."""
+        usage = self.kv_usage
+        if self.tokens > self.kv_reported_at and self.kv_capacity and usage >= 0:
+            usage += (self.tokens - self.kv_reported_at) / self.kv_capacity
+        figures = (self.requests, self.tokens, self.resident + self.context, usage, self.kv_capacity)
+        return new_tuple(EngineView, (self.name, self.weight_version, *figures))
 
 
 @dataclass(slots=True)
 class Session:
     """What is known of one session."""
 
-    engine: str | None
-    """Where it lives; None: that engine has left, and its context with it."""
+    engine: Engine
+    """Where it lives. If that engine has left, its context is lost."""
     tokens: int
     """Of its context, as its last request said."""
     used: float
@@ -149,8 +205,6 @@ class SessionTable:
         self._counted: OrderedDict[str, Session] = OrderedDict()
         self._idle: OrderedDict[str, Session] = OrderedDict()
         """Those that count no more. In both the least recently used comes first."""
-        self._counts: dict[str, list[int]] = {}
-        """Sessions and counted tokens of each engine."""
 
     def __len__(self) -> int:
         return len(self._counted) + len(self._idle)
@@ -159,11 +213,11 @@ class SessionTable:
         """What is known of it; None: nothing. Not to be changed by the caller."""
         return self._counted.get(session_id) or self._idle.get(session_id)
 
-    def record(self, session_id: str, engine: str, tokens: int, now: float) -> None:
+    def record(self, session_id: str, engine: Engine, tokens: int, now: float) -> None:
         """Note that it lives on `engine` with a context of `tokens`; `now` in seconds."""
         record = self._counted.get(session_id)
-        if record is not None and record.engine == engine:  # a later turn that stays
-            self._counts[engine][1] += tokens - record.tokens
+        if record is not None and record.engine is engine:  # a later turn that stays
+            engine.context += tokens - record.tokens
             record.tokens = tokens
             record.used = now
             self._counted.move_to_end(session_id)
@@ -171,9 +225,8 @@ class SessionTable:
         self.drop(session_id)
         if len(self) >= self._capacity:
             self.drop(next(iter(self._idle or self._counted)))
-        counts = self._counts.setdefault(engine, [0, 0])
-        counts[0] += 1
-        counts[1] += tokens
+        engine.sessions += 1
+        engine.context += tokens
         self._counted[session_id] = Session(engine, tokens, now)
 
     def touch(self, session_id: str, now: float) -> None:
@@ -186,20 +239,12 @@ class SessionTable:
         """Forget it; returns what was known."""
         record = self._counted.pop(session_id, None)
         if record is not None:
-            self._discount(record)
+            record.engine.context -= record.tokens
         else:
             record = self._idle.pop(session_id, None)
-        if record is not None and record.engine is not None:
-            self._counts[record.engine][0] -= 1
+        if record is not None:
+            record.engine.sessions -= 1
         return record
-
-    def forget_engine(self, engine: str) -> None:
-        """An engine has left: its sessions have no home, but are known. Takes time with the number of all sessions."""
-        for sessions in (self._counted, self._idle):
-            for record in sessions.values():
-                if record.engine == engine:
-                    record.engine, record.tokens = None, 0
-        self._counts.pop(engine, None)
 
     def expire(self, *, idle_before: float, gone_before: float) -> int:
         """Let sessions not used since `idle_before` count no more, and forget those not used since `gone_before`.
@@ -212,7 +257,7 @@ class SessionTable:
             if record.used >= idle_before:
                 break
             del self._counted[session_id]
-            self._discount(record)
+            record.engine.context -= record.tokens
             self._idle[session_id] = record
             ceased += 1
         while self._idle:
@@ -221,63 +266,6 @@ class SessionTable:
                 break
             self.drop(session_id)
         return ceased
-
-    def counts(self, engine: str) -> tuple[int, int]:
-        """Sessions that live there, and tokens of those that count."""
-        counts = self._counts.get(engine)
-        return (0, 0) if counts is None else (counts[0], counts[1])
-
-    def _discount(self, record: Session) -> None:
-        if record.engine is not None:
-            self._counts[record.engine][1] -= record.tokens
-
-
-class Load:
-    """What is in flight on one engine, added up as requests come and go."""
-
-    requests = tokens = resident = 0
-    """The second: their prompt and expected tokens. The third: those of them that no session's context has yet (all of
-    a request without a session, else what it may add)."""
-
-    def add(self, requests: int, tokens: int, resident: int) -> None:
-        """Change it by so much; what was added is taken back in the end."""
-        self.requests += requests
-        self.tokens += tokens
-        self.resident += resident
-
-
-class Groups:
-    """Group id to engines with the number of its samples; where it is full, the least recently used is forgotten."""
-
-    def __init__(self, capacity: int = 16_384) -> None:
-        self._capacity = capacity
-        self._placed: OrderedDict[str, dict[str, int]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._placed)
-
-    def placed(self, group_id: str) -> tuple[tuple[str, int], ...]:
-        """Engines and how many of the group's samples each got."""
-        return tuple(self._placed.get(group_id, {}).items())
-
-    def note(self, group_id: str, engine: str) -> None:
-        """One more of its samples goes to `engine`."""
-        engines = self._placed.get(group_id)
-        if engines is None:
-            if len(self._placed) >= self._capacity:
-                self._placed.popitem(last=False)
-            engines = self._placed[group_id] = {}
-        else:
-            self._placed.move_to_end(group_id)
-        engines[engine] = engines.get(engine, 0) + 1
-
-
-class _Cache:
-    """The cache of an engine from when it is empty until it is emptied again."""
-
-    def __init__(self, engine: str) -> None:
-        self.engine = engine
-        self.emptied = False
 
 
 class Prefixes:
@@ -289,43 +277,38 @@ class Prefixes:
 
     def __init__(self, capacity: int = 131_072) -> None:
         self._capacity = capacity
-        self._holders: OrderedDict[bytes, dict[_Cache, None]] = OrderedDict()
-        self._caches: dict[str, _Cache] = {}
+        self._holders: OrderedDict[bytes, dict[Engine, int]] = OrderedDict()
+        """Engines that have seen a beginning, with the filling of their cache at that time."""
 
     def __len__(self) -> int:
         return len(self._holders)
 
-    def note(self, engine: str, boundaries: Sequence[tuple[int, bytes]]) -> None:
+    def note(self, engine: Engine, boundaries: Sequence[tuple[int, bytes]]) -> None:
         """`engine` gets a prompt with these boundaries."""
-        cache = self._caches.get(engine)
-        if cache is None:
-            cache = self._caches[engine] = _Cache(engine)
         holders = self._holders
         for _, digest in boundaries:
-            caches = holders.setdefault(digest, {})
-            if cache not in caches:
-                if len(caches) > len(self._caches):  # most of them have been emptied
-                    caches = holders[digest] = {one: None for one in caches if not one.emptied}
-                caches[cache] = None
+            fillings = holders.setdefault(digest, {})
+            if engine not in fillings:
+                fillings = holders[digest] = {one: filling for one, filling in fillings.items() if _has(one, filling)}
+            fillings[engine] = engine.fillings
             holders.move_to_end(digest)
         while len(holders) > self._capacity:
             holders.popitem(last=False)
 
-    def holders(self, boundaries: Sequence[tuple[int, bytes]]) -> tuple[PrefixHolder, ...]:
-        """Engines that have seen one of these boundaries, each with its longest; the longest first."""
-        found: dict[str, PrefixHolder] = {}
+    def holders(self, boundaries: Sequence[tuple[int, bytes]], most: int) -> tuple[PrefixHolder, ...]:
+        """Of `most` engines those that have seen one of these boundaries, each with its longest; the longest first."""
+        found: dict[Engine, PrefixHolder] = {}
         for tokens, digest in reversed(boundaries):
-            for cache in self._holders.get(digest, ()):
-                if not cache.emptied and cache.engine not in found:
-                    found[cache.engine] = PrefixHolder(cache.engine, tokens)
-            if len(found) == len(self._caches):
+            for engine, filling in self._holders.get(digest, {}).items():
+                if engine not in found and _has(engine, filling):
+                    found[engine] = PrefixHolder(engine.name, tokens)
+            if len(found) == most:
                 break
         return tuple(found.values())
 
-    def forget_engine(self, engine: str) -> None:
-        cache = self._caches.pop(engine, None)
-        if cache is not None:
-            cache.emptied = True
+
+def _has(engine: Engine, filling: int) -> bool:
+    return not engine.left and engine.fillings == filling
 
 
 _RECENT = 1024

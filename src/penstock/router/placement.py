@@ -6,61 +6,18 @@ The router's dispatcher and the discrete-event fleet use it alike. What it remem
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, cast
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Sequence
 
-from penstock.errors import StateError
-from penstock.router.memory import EngineEntry, Groups, Load, Prefixes, Session, SessionStats, SessionTable
-from penstock.router.policies import Defer, EngineView, Hints, Policies, ReadsPrefixes, RequestView, Snapshot
+from penstock.router.memory import Engine, EngineEntry, Prefixes, Session, SessionStats, SessionTable, new_tuple
+from penstock.router.policies import Defer, Hints, Policies, ReadsPrefixes, RequestView, Snapshot
 from penstock.settings import RouterConfig
 from penstock.wire import parse_prefix_hashes
 
-_SWEEP_S = 1.0
-"""Between two looks for sessions that are idle or forgotten."""
+MOST_GROUPS = 16_384
+"""Groups that are remembered; beyond, the one used least recently is forgotten."""
 MOST_TOKENS = 1 << 20
 """Most that a request's headers can claim where nobody says what an engine holds: the longest contexts of today."""
-_new_tuple = cast("Any", tuple).__new__
-"""Of a named tuple, at half the price of calling its class."""
-
-
-class Engine:
-    """One engine as it was announced, what is placed there, and what has become of it since."""
-
-    down = False
-    """The breaker is open: a connection was refused, or an answer said that the core is dead."""
-    dead = False
-    """An answer said that its core is dead: until it is marked up, an announcement does not close the breaker."""
-    kv_usage = -1.0
-    kv_capacity = 0
-    kv_reported_at = 0
-    """Tokens in flight there when it reported its KV usage."""
-    place = -1
-    """Its place among the engines that take new requests; -1: it is none of them."""
-
-    def __init__(self, entry: EngineEntry, load: Load) -> None:
-        self.name = entry.name
-        self.load = load
-        self.view = EngineView(entry.name)
-        self.announce(entry)
-
-    def announce(self, entry: EngineEntry) -> None:
-        self.entry = entry
-        self.weight_version = entry.weight_version
-        self.down = self.dead
-
-    @property
-    def serves(self) -> bool:
-        """Whether requests may go there, those of its own sessions at least."""
-        return self.entry.eligible and not self.down
-
-    def look(self, resident: int) -> EngineView:
-        """What policies see of it, with so much context of sessions that live there."""
-        load, usage = self.load, self.kv_usage
-        if load.tokens > self.kv_reported_at and self.kv_capacity and usage >= 0:
-            usage += (load.tokens - self.kv_reported_at) / self.kv_capacity
-        figures = (load.requests, load.tokens, load.resident + resident, usage, self.kv_capacity)
-        return _new_tuple(EngineView, (self.name, self.weight_version, *figures))
 
 
 class Placement:
@@ -79,14 +36,13 @@ class Placement:
         self.turns = Counter(stayed=0, moved=0, rehomed=0, opened=0, single=0)
         """Placements by what became of the session: later turns that stayed, that the policy moved, and those whose
         engine could not serve them; first turns; requests without a session."""
-        self._loads: dict[str, Load] = {}
         self._prefixes = Prefixes()
-        self._groups = Groups()
+        self._groups: OrderedDict[str, Counter[str]] = OrderedDict()
+        """Of each group how many of its samples went to which engine."""
         self._in_flight: dict[str, int] = {}
         """Turns in flight of each session."""
         self._stats = SessionStats()
         self._added_share = self._stats.added_share
-        self._sweep_at = 0.0
         self._open: list[Engine] = []
         """Those that take new requests."""
         self._arrange()
@@ -110,44 +66,35 @@ class Placement:
             if known is not None and known.entry.place == entry.place:
                 del before[entry.name]
                 if known.weight_version != entry.weight_version:
-                    self._prefixes.forget_engine(entry.name)  # what was cached is of no use to anybody
+                    known.fillings += 1  # what was cached is of no use to anybody
                 known.announce(entry)
                 self.engines[entry.name] = known
             else:
-                self.engines[entry.name] = Engine(entry, self._loads.setdefault(entry.name, Load()))
-        for name in before:
-            self.sessions.forget_engine(name)
-            self._prefixes.forget_engine(name)
-        self._loads = {name: load for name, load in self._loads.items() if load.requests or name in self.engines}
+                self.engines[entry.name] = Engine(entry)
+        for engine in before.values():
+            engine.left, engine.place = True, -1
         self._arrange()
 
-    def mark(self, name: str, *, down: bool, dead: bool = False) -> None:
+    def mark(self, engine: Engine, *, down: bool, dead: bool = False) -> None:
         """Note whether an engine takes connections; an announcement makes it up again, unless it is `dead`."""
-        engine = self._engine(name)
         engine.down, engine.dead = down, dead
         self._arrange()
 
-    def report_kv(self, name: str, *, kv_usage: float, kv_capacity: int) -> None:
+    def report_kv(self, engine: Engine, *, kv_usage: float, kv_capacity: int) -> None:
         """Take what an engine says of its KV cache; negative usage and capacity 0: not known."""
-        engine = self._engine(name)
-        engine.kv_usage, engine.kv_capacity, engine.kv_reported_at = kv_usage, kv_capacity, engine.load.tokens
+        engine.kv_usage, engine.kv_capacity, engine.kv_reported_at = kv_usage, kv_capacity, engine.tokens
         self._arrange()
-
-    def views(self) -> Mapping[str, EngineView]:
-        return {name: engine.view for name, engine in self.engines.items()}
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
-    def place(self, request: Hints, now: float, tried: Collection[str] = ()) -> str | Defer | None:
+    def place(self, request: Hints, now: float, tried: Collection[Engine] = ()) -> Engine | Defer | None:
         """Choose an engine; its load and residency are accounted at once, until `done`.
 
         Token counts of the request that no engine can hold are lowered. The engines `tried` broke it before.
 
         Returns:
-            The engine's name; `Defer.WAIT` until load falls; None where no engine may serve it, see `could_serve`.
+            The engine; `Defer.WAIT` until load falls; None where no engine may serve it, see `could_serve`.
         """
-        if now >= self._sweep_at:
-            self.expire(now)
         if request.prompt_tokens + request.expected_tokens > self.most_tokens:
             # Headers are hints: a false one must not fill an engine for all others.
             request.prompt_tokens = min(request.prompt_tokens, self.most_tokens)
@@ -165,40 +112,53 @@ class Placement:
         if wanted and request.prefix_hashes and (home is None or wanted is ReadsPrefixes.ALWAYS):
             boundaries = parse_prefix_hashes(request.prefix_hashes)
         group_id = None if home is not None else request.group_id
-        rule, answer = self._policy.ask(snapshot, self._view(request, boundaries, group_id, record, home))
+        figures = (
+            session_id,
+            None if home is None else home.view,
+            0 if record is None else record.tokens,
+            record is not None,
+            request.prompt_tokens,
+            int(request.expected_tokens * self._added_share),
+            self._prefixes.holders(boundaries, len(self.engines)) if boundaries else (),
+            tuple(self._groups[group_id].items()) if group_id in self._groups else (),
+        )
+        rule, answer = self._policy.ask(snapshot, new_tuple(RequestView, figures))
         if isinstance(answer, Defer):
             return answer
+        engine = self.engines[answer.name]
         if boundaries:
             least = self.config.prefix_length
-            self._prefixes.note(answer.name, [boundary for boundary in boundaries if boundary[0] >= least])
+            self._prefixes.note(engine, [boundary for boundary in boundaries if boundary[0] >= least])
         if group_id is not None:
-            self._groups.note(group_id, answer.name)
-        return self._record(request, now, tried, record, home, self.engines[answer.name], rule)
+            self._groups.setdefault(group_id, Counter())[answer.name] += 1
+            self._groups.move_to_end(group_id)
+            if len(self._groups) > MOST_GROUPS:
+                self._groups.popitem(last=False)
+        return self._record(request, now, tried, record, home, engine, rule)
 
     def choose(self, request: Hints, now: float) -> str | None:
         """Place a request without a session that is sent past the router; None: it would have to wait.
 
         The choice counts as any other, so the next one follows from it. The load does not: its end would not be known.
         """
-        name = self.place(request, now)
-        if not isinstance(name, str):
+        engine = self.place(request, now)
+        if not isinstance(engine, Engine):
             return None
-        self.done(request, name, now, ok=True)
-        return name
+        self.done(request, engine, now)
+        return engine.name
 
     def could_serve(self, request: Hints) -> bool:
         """Whether an engine may serve the request if those it was tried on are asked again; where `place` says None."""
         return self._snapshot(request, ()) is not None
 
-    def done(self, request: Hints, name: str, now: float, *, ok: bool) -> None:  # noqa: ARG002 - other routers count it
+    def done(self, request: Hints, engine: Engine, now: float) -> None:
         """The request is no longer on the engine that `place` answered, once for each such answer."""
         session_id = request.session_id
         tokens = request.prompt_tokens + request.expected_tokens
-        load = self._loads[name]
         if session_id is None:
-            load.add(-1, -tokens, -(tokens or 1))
+            engine.add(-1, -tokens, -(tokens or 1))
         else:
-            load.add(-1, -tokens, -request.counted_tokens)
+            engine.add(-1, -tokens, -request.counted_tokens)
             in_flight = self._in_flight[session_id] - 1
             if in_flight:
                 self._in_flight[session_id] = in_flight
@@ -206,12 +166,12 @@ class Placement:
                 del self._in_flight[session_id]
             self.sessions.touch(session_id, now)
             self._stats.ended += 1
-        self._changed(name)
+        self._changed(engine)
 
     def finish_session(self, session_id: str) -> bool:
         """Forget a session: nothing of it is needed any more. False: it was not known."""
         record = self.sessions.drop(session_id)
-        if record is not None and record.engine is not None:
+        if record is not None:
             self._changed(record.engine)
         return record is not None
 
@@ -220,12 +180,11 @@ class Placement:
 
         How long is learnt: three times the mean pause between two turns (`SessionStats`). So contexts of sessions that
         nobody told us are finished do not keep new ones waiting, and a pause for a tool does not make a session look
-        gone. `place` calls this too.
+        gone.
 
         Returns:
             How many sessions ceased to count; more than none: waiting requests may find room.
         """
-        self._sweep_at = now + _SWEEP_S
         for session_id in self._in_flight:
             self.sessions.touch(session_id, now)
         ttl = self.config.session_ttl_s
@@ -246,20 +205,13 @@ class Placement:
 
     # --- parts of it -------------------------------------------------------------------------------------------------
 
-    def _engine(self, name: str) -> Engine:
-        engine = self.engines.get(name)
-        if engine is None:
-            known = ", ".join(self.engines) or "none"
-            raise StateError(f"there is no engine {name!r}; known: {known}")
-        return engine
-
     def _arrange(self) -> None:
         """Something changed in which engines take new requests, or in the figures of many."""
         self._open = []
         for engine in self.engines.values():
             takes_new = engine.serves and not engine.entry.draining
             engine.place = len(self._open) if takes_new else -1
-            engine.view = engine.look(self.sessions.counts(engine.name)[1])
+            engine.view = engine.look()
             if takes_new:
                 self._open.append(engine)
         self._views = [engine.view for engine in self._open]
@@ -272,68 +224,43 @@ class Placement:
         self.most_tokens = max(limits, default=MOST_TOKENS)
         """More fits on no engine: more than one sequence can have."""
 
-    def _changed(self, name: str) -> None:
-        engine = self.engines.get(name)
-        if engine is not None:
-            view = engine.look(self.sessions.counts(name)[1])
-            if engine.place >= 0:
-                self._resident += view.resident_tokens - engine.view.resident_tokens
-                self._views[engine.place] = view
-            engine.view = view
+    def _changed(self, engine: Engine) -> None:
+        view = engine.look()
+        if engine.place >= 0:
+            self._resident += view.resident_tokens - engine.view.resident_tokens
+            self._views[engine.place] = view
+        engine.view = view
 
-    def _snapshot(self, request: Hints, tried: Collection[str]) -> Snapshot | None:
+    def _snapshot(self, request: Hints, tried: Collection[Engine]) -> Snapshot | None:
         """The engines that may serve a new request; None: there is none."""
         if not self._open:
             return None
         version = request.min_weight_version
         if version > self._versions[0] or tried:
-            able = [e.view for e in self._open if e.weight_version >= version and e.name not in tried]
+            able = [e.view for e in self._open if e.weight_version >= version and e not in tried]
             return Snapshot.of(able, self._placed) if able else None
-        return _new_tuple(Snapshot, (tuple(self._views), self._placed, self._resident))
+        return new_tuple(Snapshot, (tuple(self._views), self._placed, self._resident))
 
-    def _home(self, name: str | None, request: Hints, tried: Collection[str]) -> Engine | None:
-        home = None if name is None else self.engines.get(name)
-        if home is None or name in tried or home.weight_version < request.min_weight_version:
+    def _home(self, home: Engine, request: Hints, tried: Collection[Engine]) -> Engine | None:
+        if home.left or home in tried or home.weight_version < request.min_weight_version:
             return None
         return home if home.place >= 0 or (home.serves and self._policy.sticky) else None
-
-    def _view(
-        self,
-        request: Hints,
-        boundaries: Sequence[tuple[int, bytes]],
-        group_id: str | None,
-        record: Session | None,
-        home: Engine | None,
-    ) -> RequestView:
-        return _new_tuple(
-            RequestView,
-            (
-                request.session_id,
-                None if home is None else home.view,
-                0 if record is None else record.tokens,
-                record is not None,
-                request.prompt_tokens,
-                int(request.expected_tokens * self._added_share),
-                self._prefixes.holders(boundaries) if boundaries else (),
-                () if group_id is None else self._groups.placed(group_id),
-            ),
-        )
 
     def _record(
         self,
         request: Hints,
         now: float,
-        tried: Collection[str],
+        tried: Collection[Engine],
         record: Session | None,
         home: Engine | None,
         engine: Engine,
         rule: str,
-    ) -> str:
-        session_id, name = request.session_id, engine.name
+    ) -> Engine:
+        session_id = request.session_id
         tokens = request.prompt_tokens + request.expected_tokens
         if session_id is None:
             # What nobody has said counts as one token, so that requests and sessions are at least counted.
-            engine.load.add(1, tokens, tokens or 1)
+            engine.add(1, tokens, tokens or 1)
             turn = "single"
         else:
             context, turn, left = request.prompt_tokens, "opened", None
@@ -345,13 +272,13 @@ class Placement:
                 left = record.engine
             if request.expected_tokens:  # else the head may be one that many requests share
                 request.counted_tokens = int(request.expected_tokens * self._added_share)
-            engine.load.add(1, tokens, request.counted_tokens)
+            engine.add(1, tokens, request.counted_tokens)
             self._in_flight[session_id] = self._in_flight.get(session_id, 0) + 1
-            self.sessions.record(session_id, name, context or 1, now)
-            if left is not None and left != name:
+            self.sessions.record(session_id, engine, context or 1, now)
+            if left is not None and left is not engine:
                 self._changed(left)
-        self._changed(name)
+        self._changed(engine)
         self._placed += 1
         self.rules[rule] += 1
         self.turns[turn] += 1
-        return name
+        return engine

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import resource
 import socket
 import time
 from collections.abc import Collection
 
 from penstock.errors import ConfigError, StateError
 from penstock.guard import cross_site, has_key, kind_of_path
+from penstock.process import most_connections
 from penstock.router.admin import DATA_PATHS, AdminCall
 from penstock.router.client_connection import HEALTH, Call, ClientConnection, Clients
 from penstock.router.dispatcher import Dispatcher
@@ -21,8 +21,6 @@ from penstock.settings import RouterConfig, refuse_open_host
 BACKLOG = 4096
 _SWEEP_S = 0.25
 """How often deadlines are checked. One timer for all: a timer for each request costs more than the request's head."""
-_OWN_FILES = 64
-"""Descriptors that a router needs besides those of its clients and of the connections to engines."""
 _OWN = {b"/", b"/router", b"/metrics"}
 """The router's own endpoints besides those under `/router/`: any engine's metrics would be one of many."""
 _CHANGES = {b"/router/engines"}
@@ -78,7 +76,7 @@ class Router:
         """What `Host` may say in calls to the router itself, besides the names of `penstock.guard`."""
         self.dispatcher = Dispatcher(self.config, process=process)
         self.metrics = self.dispatcher.metrics
-        self.clients = Clients(self.config, self.metrics, self._open_call, _most_clients())
+        self.clients = Clients(self.config, self.metrics, self._open_call, most_connections())
         self._added_paths = frozenset(path.encode() for path in self.config.data_paths.split(",") if path)
         self._sockets, self._control_ports = sockets, control_ports
         self._servers: list[asyncio.Server] = []
@@ -102,7 +100,7 @@ class Router:
         port = self.config.port if port is None else port
         refuse_open_host(host, self._api_key)
         self._hosts.add(host.lower())
-        self.clients.most = _most_clients()
+        self.clients.most = most_connections()
         loop = asyncio.get_running_loop()
         try:
             for sock in self._sockets:
@@ -189,9 +187,3 @@ def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
 def base_url(host: str, port: int) -> str:
     """Write the URL of a host, which may be an IPv6 address, and a port."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _most_clients() -> int:
-    """With one connection to an engine for each, they take every descriptor."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return (1 << 20 if limit == resource.RLIM_INFINITY else max(limit - _OWN_FILES, 2)) // 2
