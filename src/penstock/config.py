@@ -14,18 +14,8 @@ from typing import Annotated, Any, Literal, Self, cast
 import yaml
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from penstock.errors import ConfigError, UserError
-from penstock.settings import (
-    EngineConfig,
-    FleetConfig,
-    Positive,
-    RouterConfig,
-    Seconds,
-    Section,
-    did_you_mean,
-    read_yaml,
-    validate,
-)
+from penstock.errors import ConfigError, UserError, did_you_mean
+from penstock.settings import EngineConfig, FleetConfig, Positive, RouterConfig, Seconds, Section, read_yaml, validate
 from penstock.types import KV
 
 

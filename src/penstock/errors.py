@@ -6,7 +6,8 @@ exit status 2 (`UserError`) or 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+import difflib
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -172,3 +173,10 @@ def seconds(given: Any) -> float | None:
     if given is not None and not (isinstance(given, (int, float)) and 0 <= given <= LARGEST):
         raise UserError(f"timeout_s is a number of seconds, 0 or more, got {given!r}; leave it out for the default")
     return given
+
+
+def did_you_mean(name: str, known: Iterable[str], all_of: str = "known", else_near: Sequence[str] = ()) -> str:
+    """Return the known name that is nearest to a wrong one, as a hint; if none is near, all of them."""
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=1) or else_near
+    return f"did you mean {near[0]!r}?" if near else f"{all_of}: {', '.join(names) or 'none'}"

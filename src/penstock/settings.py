@@ -6,10 +6,9 @@ line, which names the key and, for a typo, the nearest known key.
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 
@@ -26,7 +25,7 @@ from pydantic import (
     model_validator,
 )
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, did_you_mean
 from penstock.guard import kind_of_path
 
 Positive = Annotated[int, Field(ge=1)]
@@ -47,13 +46,6 @@ def validate(section: type[S], values: Mapping[str, Any]) -> S:
         return section.model_validate(values)
     except ValidationError as error:
         raise ConfigError("; ".join(_explain(section, dict(e)) for e in error.errors())) from None
-
-
-def did_you_mean(name: str, known: Iterable[str], all_of: str = "known", else_near: Sequence[str] = ()) -> str:
-    """The known name that is nearest to a wrong one, as a hint; if none is near, all of them."""
-    names = list(known)
-    near = difflib.get_close_matches(name, names, n=1) or else_near
-    return f"did you mean {near[0]!r}?" if near else f"{all_of}: {', '.join(names) or 'none'}"
 
 
 def _explain(section: type[Section], error: Mapping[str, Any]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, cast
 
-from penstock.errors import RequestError, UserError
+from penstock.errors import RequestError, UserError, did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -146,12 +145,10 @@ class SamplingParams:
 
 
 def _refuse_unknown(given: Mapping[str, Any], cls: type[Any], what: str) -> None:
-    known = {f.name for f in dataclasses.fields(cls)}
+    known = sorted(f.name for f in dataclasses.fields(cls))
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
-            raise RequestError(f"unknown {what} {name!r}{hint}")
+            raise RequestError(f"unknown {what} {name!r}; {did_you_mean(str(name), known)}")
 
 
 def _whole(value: Any) -> int:

@@ -106,7 +106,7 @@ async def launched(count: int, *, gpus: int = 8, **options: Any) -> AsyncIterato
     launcher = Launcher(gpus)
     async with asyncio.timeout(5 * WAIT_S), AsyncExitStack() as last:
         router = Router()
-        await router.start("127.0.0.1", 0)
+        await router.start()
         last.push_async_callback(router.close)
         async with AsyncExitStack() as owned:
             admin = RouterAdmin(router.url)

@@ -52,7 +52,7 @@ async def thief() -> AsyncIterator[tuple[str, list[bytes]]]:
 async def router_of(engine: str, engine_key: str) -> AsyncIterator[Router]:
     config = RouterConfig(allowed_hosts=ELSEWHERE, engine_metrics_interval_s=3600.0)
     router = Router(config, api_key="secret", admin_key="own")
-    await router.start("127.0.0.1", 0)
+    await router.start()
     admin = RouterAdmin(router.url, "own")
     await admin.announce(Membership(0, (EngineEntry("e0", engine, weight_version=7, api_key=engine_key),)))
     await admin.close()

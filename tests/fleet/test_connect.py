@@ -54,7 +54,7 @@ async def connected(servers: list[SimServer]) -> AsyncIterator[Fleet]:
     """A fleet over them by way of a router in this process, which starts in no time."""
     async with AsyncExitStack() as stack:
         router = Router()
-        await router.start("127.0.0.1", 0)
+        await router.start()
         stack.push_async_callback(router.close)
         urls = [server.url for server in servers]
         options = {"health_interval_s": 0.1, "restart_backoff_s": 3600.0}  # what is dead does not come back

@@ -255,7 +255,7 @@ async def test_a_policy_is_kept_by_the_fleet_and_a_wrong_one_changes_nothing() -
 async def test_a_gate_that_was_left_closed_by_who_died_is_opened_by_who_connects() -> None:
     async with SimServer(SimConfig(tokens_per_second=500, max_model_len=512)) as server:
         router = Router()
-        await router.start("127.0.0.1", 0)
+        await router.start()
         admin = RouterAdmin(router.url)
         try:
             await admin.announce(Membership(3, (EngineEntry("e0", server.url),), closed=True))

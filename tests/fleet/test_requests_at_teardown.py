@@ -28,7 +28,7 @@ async def found() -> AsyncIterator[tuple[Fleet, SimServer]]:
     """A fleet behind a router that runs on when it has ended."""
     async with SimServer(SimConfig(tokens_per_second=50, max_model_len=512)) as server:
         router = Router()
-        await router.start("127.0.0.1", 0)
+        await router.start()
         try:
             yield await Fleet.connect([server.url], url=router.url), server
         finally:

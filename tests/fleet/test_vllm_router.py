@@ -214,7 +214,7 @@ async def workers(admin: VllmRouterAdmin) -> set[str]:
 
 async def test_a_router_of_ours_that_runs_already_gets_the_fleet_too() -> None:
     router = Router()
-    await router.start("127.0.0.1", 0)
+    await router.start()
     try:
         async with SimServer(SimConfig()) as engine:
             router.dispatcher.announce(Membership(0, (EngineEntry("x", engine.url),)))

@@ -302,7 +302,7 @@ async def rig(
             url, pid = await stack.enter_async_context(router_process(api_key=api_key, **config))
         else:
             router = Router(RouterConfig(**config), api_key=api_key, admin_key=admin_key)
-            await router.start("127.0.0.1", 0)
+            await router.start()
             stack.push_async_callback(router.close)
             url, pid = router.url, os.getpid()
         admin = RouterAdmin(url, admin_key or api_key)

@@ -72,7 +72,7 @@ class World:
         for backend in self.backends.values():
             await backend.start()
         self.router = Router(RouterConfig(policy=policy, max_held=20, max_hold_s=60, engine_metrics_interval_s=0))
-        await self.router.start("127.0.0.1", 0)
+        await self.router.start()
         self.dispatcher = self.router.dispatcher
 
     def announce(self) -> None:

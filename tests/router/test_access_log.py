@@ -18,7 +18,7 @@ TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 async def test_a_line_names_trace_session_group_and_engine(caplog: pytest.LogCaptureFixture) -> None:
     backend = await Backend(answer_name, "e0").start()
     router = Router(RouterConfig(access_log=True, data_paths="/v1/x"))
-    await router.start("127.0.0.1", 0)
+    await router.start()
     try:
         router.dispatcher.announce(Membership(1, (backend.entry(),)))
         client = await RawClient.connect(router.url)

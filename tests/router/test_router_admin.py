@@ -359,8 +359,8 @@ async def test_admin_calls_have_a_deadline_and_say_when_the_router_is_gone() -> 
 
 async def test_a_port_that_is_taken_is_a_clear_error() -> None:
     first = Router()
-    await first.start("127.0.0.1", 0)
+    await first.start()
     port = int(first.url.rsplit(":", 1)[1])
     with pytest.raises(UserError, match=rf"cannot listen on 127\.0\.0\.1:{port}"):
-        await Router().start("127.0.0.1", port)
+        await Router(RouterConfig(port=port)).start()
     await first.close()

@@ -66,7 +66,7 @@ def test_every_route_of_vllm_is_a_data_path_or_refused(monkeypatch: pytest.Monke
 @pytest.fixture
 async def router(live):
     made = Router(RouterConfig(engine_metrics_interval_s=0))
-    await made.start("127.0.0.1", 0)
+    await made.start()
     made.dispatcher.announce(Membership(1, (EngineEntry("live", live.engine.control.url, api_key=live.key),)))
     yield made
     await made.close()

@@ -230,7 +230,7 @@ async def fleet_of(count: int = 1, **options: Any) -> AsyncIterator[tuple[Fleet,
         config = SimConfig(**{"tokens_per_second": 2000, "max_model_len": 512, "max_loras": 64, **options})
         servers = [await stack.enter_async_context(SimServer(config)) for _ in range(count)]
         router = Router()
-        await router.start("127.0.0.1", 0)
+        await router.start()
         stack.push_async_callback(router.close)
         fleet = Fleet.connect([server.url for server in servers], url=router.url, control_timeout_s=WAIT_S)
         yield await stack.enter_async_context(fleet), servers

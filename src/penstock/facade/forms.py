@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from penstock.engine.launch import resolve_profile
-from penstock.errors import ConfigError, EngineError, RequestError
-from penstock.settings import EngineConfig, FleetConfig, RouterConfig, did_you_mean
+from penstock.errors import ConfigError, EngineError, RequestError, did_you_mean
+from penstock.settings import EngineConfig, FleetConfig, RouterConfig
 
 if TYPE_CHECKING:
     import torch

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, cast
 
 from penstock.config import EnvironmentConfig
-from penstock.errors import ConfigError, PenstockError, UserError
-from penstock.settings import did_you_mean
+from penstock.errors import ConfigError, PenstockError, UserError, did_you_mean
 
 Split = Literal["heldout", "warm_start", "train"]
 _PACKAGES = {

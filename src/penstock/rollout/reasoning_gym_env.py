@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, cast
 
-from penstock.errors import ConfigError, UserError
+from penstock.errors import ConfigError, UserError, did_you_mean
 from penstock.rollout.environment import Environment, Split, Task, split_of
-from penstock.settings import did_you_mean
 
 CHUNK = 1024
 """Items drawn from one dataset object: building one reads word lists in some datasets and takes up to 0.4 s."""

@@ -90,14 +90,13 @@ class Router:
             raise StateError("the router has not been started")
         return self._url
 
-    async def start(self, host: str | None = None, port: int | None = None) -> None:
-        """Listen on `host` and `port`, by default those of the configuration; port 0: any free one.
+    async def start(self) -> None:
+        """Listen as configured.
 
         Raises:
             ConfigError: the address cannot be used, or other machines can reach it and there is no key.
         """
-        host = self.config.host if host is None else host
-        port = self.config.port if port is None else port
+        host, port = self.config.host, self.config.port
         refuse_open_host(host, self._api_key)
         self._hosts.add(host.lower())
         self.clients.most = most_connections()

@@ -10,8 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
-from penstock.errors import ConfigError, EngineError
-from penstock.settings import did_you_mean
+from penstock.errors import ConfigError, EngineError, did_you_mean
 from penstock.sim.tokens import Model
 from penstock.types import TensorSpec
 
