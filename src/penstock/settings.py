@@ -167,6 +167,8 @@ def _names(given: object) -> str:
 
 
 def _policy_names(given: str) -> str:
+    if not given:
+        raise ValueError("must be the name of a policy, or a list of such names")
     names, known = given.split(","), get_args(PolicyName)
     for place, name in enumerate(names):
         if name not in known:

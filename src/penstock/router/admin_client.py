@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -45,7 +45,13 @@ class RouterAdmin:
     async def engines(self) -> RouterState:
         """What all processes together have."""
         answers = await self._all("GET", "/router/engines")
-        with _as_a_router_answers(self._url):
+
+        def other_form(problem: str) -> EngineHTTPError:
+            what = f"a process behind {self._url} answered 200, but not as a router of this version does ({problem})"
+            hint = "check that each of its control ports belongs to it, and restart it"
+            return EngineHTTPError(f"{what}; {hint}", status=200)
+
+        with reading("answer", other_form):
             return merged([_state(answer) for answer in answers])
 
     async def close(self) -> None:
@@ -110,16 +116,3 @@ def _state(answer: Mapping[str, Any]) -> RouterState:
     given = dict(answer)
     loads = tuple(EngineLoad(**load) for load in given.pop("engines"))
     return RouterState(**given, engines=loads)
-
-
-def _as_a_router_answers(url: str) -> AbstractContextManager[None]:
-    """Read JSON of a router; EngineHTTPError where it does not have its form."""
-    hint = "check that each of its control ports belongs to it, and restart it"
-
-    def error(problem: str) -> EngineHTTPError:
-        return EngineHTTPError(
-            f"a process behind {url} answered 200, but not as a router of this version does ({problem}); {hint}",
-            status=200,
-        )
-
-    return reading("answer", error)

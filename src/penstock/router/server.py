@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import socket
 import time
 from collections.abc import Collection
@@ -179,8 +180,10 @@ class Router:
 
 def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
     """Make the error of an address that cannot be used."""
-    hint = "; choose another port, or 0 for any free one" if error.errno == errno.EADDRINUSE else ""
-    return ConfigError(f"the router cannot listen on {host}:{port}: {error.strerror or error}{hint}")
+    number = error.errno or 0  # negative: of getaddrinfo, which has its own texts
+    hint = "; choose another port, or 0 for any free one" if number == errno.EADDRINUSE else ""
+    why = os.strerror(number) if number > 0 else error.strerror or error
+    return ConfigError(f"the router cannot listen on {host}:{port}: {why}{hint}")
 
 
 def base_url(host: str, port: int) -> str:

@@ -15,7 +15,8 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
+from functools import partial
 from types import FrameType
 from typing import NoReturn
 
@@ -39,28 +40,15 @@ def listen(host: str, port: int, count: int) -> list[socket.socket]:
     They listen already: a connection that comes before its process accepts, or while that process is started again,
     waits in the queue. ConfigError: the address cannot be used.
     """
-    with ExitStack() as opened:
-        try:
-            family, kind, protocol, _, address = socket.getaddrinfo(
-                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )[0]
-            # A socket that does not share finds out whether the port is taken, by another router's processes too.
-            with socket.socket(family, kind, protocol) as alone:
-                alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                alone.bind(address)
-                address = (address[0], alone.getsockname()[1], *address[2:])
-            sockets = [opened.enter_context(socket.socket(family, kind, protocol)) for _ in range(count)]
-            for one in sockets:
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-                one.bind(address)
-            for one in sockets:
-                one.listen(BACKLOG)
-                one.setblocking(False)  # noqa: FBT003 - the socket's own signature
-        except OSError as error:
-            raise cannot_listen(host, port, error) from error
-        opened.pop_all()
-        return sockets
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        # A socket that does not share finds out whether the port is taken, by another router's processes too.
+        with socket.create_server((host, port), family=family) as alone:
+            address = host, alone.getsockname()[1]
+        listening = partial(socket.create_server, address, family=family, backlog=BACKLOG, reuse_port=True)
+        return [listening() for _ in range(count)]
+    except OSError as error:
+        raise cannot_listen(host, port, error) from error
 
 
 def router_of_worker(
