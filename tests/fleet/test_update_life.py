@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fleet_fakes import DEADLINE_S, Bench, FakeEngine, until
+from fleet_fakes import Bench, FakeEngine, until
 
 from patience import WAIT_S
 from penstock.errors import EngineDeadError, EngineError, StateError, UpdateError, UserError, WeightsError
 from penstock.fleet.member import State
-from penstock.fleet.update import bring_to_version, odd_ones_out
+from penstock.fleet.update import odd_ones_out
 from penstock.types import KV, EngineUpdate, PauseMode
 from penstock.weights.manifest import WeightManifest
 from virtual_time import virtual
@@ -337,7 +337,7 @@ async def test_what_returns_is_compared_with_every_rank_that_a_peer_has_read() -
     for checksum, good in {"q-p": True, "q-sums:x": True, "sums:x-q": False, "q-q": False}.items():
         says(bench, a=checksum)
         member = replace(bench.roster.members[0], weight_version=0)
-        returns = bring_to_version(member, bench.roster, bench.store.current, deadline_s=DEADLINE_S)
+        returns = bench.operations.bring_to_version(member)
         if good:
             assert await returns
             continue

@@ -18,7 +18,8 @@ from penstock.engine.control import ControlClient, EngineInfo
 from penstock.errors import DeadlineError, EngineError, FanOutError, PenstockError, StateError
 from penstock.router.memory import EngineEntry
 from penstock.settings import ServerSpec
-from penstock.types import EngineStats
+from penstock.types import EngineStats, EngineUpdate
+from penstock.weights.manifest import WeightManifest
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -247,6 +248,10 @@ class Member:
         coming = self.state in {State.DEAD, State.LAUNCHING, State.SYNCING}
         return self.lifecycle.restarts and coming and not self.awaiting_weights
 
+    def has(self, version: int) -> bool:
+        """Whether it has confirmed a version, and nothing has torn its weights since."""
+        return self.weight_version == version and self.torn is None
+
     @property
     def updatable(self) -> bool:
         """The next update is for it too: it has the fleet's weights, or waits for new ones and can take them."""
@@ -386,6 +391,12 @@ async def ask(member: Member, call: Call[T], *, deadline_s: float) -> T:
         raise
     except (KeyError, TypeError, ValueError) as error:
         raise EngineError(f"answered something that cannot be read: {error!r}", engine=member.name) from error
+
+
+async def put(engine: ControlClient, manifest: WeightManifest) -> EngineUpdate:
+    """Let an engine take a committed version, outside of an update."""
+    await engine.prepare_weights(manifest)
+    return await engine.apply_weights(manifest.version)
 
 
 async def fan_out(

@@ -10,21 +10,24 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.aio import Changes, in_thread
 from penstock.engine.capabilities import Capability, require
-from penstock.errors import PenstockError, StateError
-from penstock.fleet.member import Member, Substate
+from penstock.errors import EngineError, PenstockError, StateError
+from penstock.fleet.member import Call, Member, State, Substate, ask, put
 from penstock.fleet.roster import Occupation, Roster
 from penstock.fleet.stores import Stores
-from penstock.fleet.update import Updater, bring_in, check_kv
+from penstock.fleet.update import Updater, check_kv
 from penstock.rooms import plugged_in
 from penstock.settings import FleetConfig
-from penstock.types import KV, UpdateReport
-from penstock.weights.manifest import WeightManifest
+from penstock.types import KV, PauseMode, UpdateReport
+from penstock.weights.manifest import WeightManifest, differ
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+MEMORY_TAGS = frozenset({"weights", "kv_cache"})
+"""What an engine gives back when it sleeps, and takes again by tag."""
 
 RECHECK_S = 5.0
 """Between two questions to an engine without our plugin for the weights that its owner gave it."""
@@ -226,38 +229,6 @@ class Operations:
         await self.queue.close()
         self.adapters.close()
 
-    async def _admit(self, member: Member) -> int | None:
-        """None: it serves. Else the version that it has to wait to be over, the fleet's in this turn.
-
-        It is marked as waiting within the turn: the next update may begin right after it, and is to take it along.
-        """
-        if self.adapters.known:
-            await self.adapters.give(member)
-        roster, paused, asleep = self._roster, self.paused, self._asleep
-        stale = member.weight_version != roster.version or member.torn is not None
-        weights = await self._weights_for(member) if stale else None
-        if await bring_in(member, roster, weights, paused=paused, asleep=asleep, deadline_s=self._control_s):
-            return None
-        member.lifecycle.stay(
-            Substate.AWAITING_WEIGHTS,
-            f"waits for the next update_weights: no process has the fleet's weights of version {roster.version} any "
-            "more (broadcast, cuda_ipc and update_named_weights keep no copy; see fleet.weight_host_copy)"
-            if member.info.capabilities.plugin
-            else f"waits until its owner gives it weight version {roster.version}",
-        )
-        roster.announce()
-        return roster.version
-
-    async def _weights_for(self, member: Member) -> WeightManifest | None:
-        """Where an engine can have the fleet's version from; the trainer may be asked for it."""
-        version = self._roster.version
-        asking = in_thread(lambda: self._store.weights_for(member, version))
-        (found,) = await asyncio.gather(asking, return_exceptions=True)  # cancelled, it waits for the thread
-        if isinstance(found, BaseException):  # of the trainer's own code: anything
-            logger.warning("weight version %d was not given again: %r", version, found)
-            return None
-        return found
-
     def check_weights_awake(self) -> None:
         """Raise StateError while the engines' weights sleep."""
         if "weights" in self._asleep:
@@ -286,3 +257,109 @@ class Operations:
                 state, version = "closed" if closed else "open", self._roster.version
                 message = "the router does not know yet that its gate is %s and its engines serve weight version %d: %s"
                 logger.warning(message, state, version, error)
+
+    # --- an engine that joins or returns ----------------------------------------------------------------------------
+
+    async def _admit(self, member: Member) -> int | None:
+        """None: it serves. Else the version that it has to wait to be over, the fleet's in this turn.
+
+        It is marked as waiting within the turn: the next update may begin right after it, and is to take it along.
+        """
+        if self.adapters.known:
+            await self.adapters.give(member)
+        control, roster = member.control, self._roster
+        await self._wake(member)
+        if not await self.bring_to_version(member):
+            member.lifecycle.stay(
+                Substate.AWAITING_WEIGHTS,
+                f"waits for the next update_weights: no process has the fleet's weights of version {roster.version} "
+                "any more (broadcast, cuda_ipc and update_named_weights keep no copy; see fleet.weight_host_copy)"
+                if member.info.capabilities.plugin
+                else f"waits until its owner gives it weight version {roster.version}",
+            )
+            roster.announce()
+            return roster.version
+        await self._bring_to_state(member)
+        if member.control is not control:
+            raise StateError(f"engine {member.name} was restarted while it joined")
+        roster.admit(member)
+        if self.paused:
+            member.lifecycle.to(State.PAUSED, "joined a fleet that is paused")
+            roster.announce()
+        await roster.push_or_defer(f"engine {member.name} has joined")
+        return None
+
+    async def _wake(self, member: Member) -> None:
+        """Wake a server of others that was dead to us while it slept.
+
+        Where the fleet sleeps as well, and it needs no weights, it sleeps on: others may use that memory now. An engine
+        of which a part sleeps is woken wholly, since vLLM's sleep takes an engine that is all awake.
+        """
+        able = member.info.capabilities
+        loads = able.plugin and not member.has(self._roster.version)
+        if not able.sleep or ("weights" in self._asleep and self._asleep == member.asleep and not loads):
+            return
+        for tag in sorted(member.asleep, reverse=True):  # the weights first
+            await ask(member, lambda engine, tag=tag: engine.wake_up([tag]), deadline_s=self._control_s)
+            member.asleep -= {tag}
+
+    async def bring_to_version(self, member: Member) -> bool:
+        """Make an engine that is SYNCING confirm the fleet's version. What it has as loaded is version 0.
+
+        Returns:
+            False where the bytes of that version are nowhere, or it has no plugin to take them: it can join after the
+            next update, or when its owner has given it that version.
+
+        Raises:
+            EngineError: it failed, or its weights are not those of its peers.
+        """
+        plugin, version = member.info.capabilities.plugin, self._roster.version
+        if not plugin:  # its owner may have brought or reloaded its weights
+            info = member.info = await ask(member, lambda engine: engine.info(), deadline_s=self._control_s)
+            member.weight_version = info.weight_version
+            if info.instance and info.instance != member.torn:
+                member.torn = None
+        if member.has(version):
+            return True
+        if not plugin or (weights := await self._weights_for(member)) is None:
+            return False
+        checksum = (await ask(member, lambda engine: put(engine, weights), deadline_s=2 * self._control_s)).checksum
+        for expected in self._roster.checksums.get(member.layout, ()):
+            if differ(checksum, expected):
+                raise EngineError(
+                    f"its weights of version {version} have the checksum {checksum}, its peers' {expected}",
+                    engine=member.name,
+                )
+        member.weight_version, member.torn = version, None
+        return True
+
+    async def _weights_for(self, member: Member) -> WeightManifest | None:
+        """Where an engine can have the fleet's version from; the trainer may be asked for it."""
+        version = self._roster.version
+        asking = in_thread(lambda: self._store.weights_for(member, version))
+        (found,) = await asyncio.gather(asking, return_exceptions=True)  # cancelled, it waits for the thread
+        if isinstance(found, BaseException):  # of the trainer's own code: anything
+            logger.warning("weight version %d was not given again: %r", version, found)
+            return None
+        return found
+
+    async def _bring_to_state(self, member: Member) -> None:
+        """Have an engine sleep, pause or run, as the fleet does. MissingCapabilityError: it cannot."""
+
+        async def one(call: Call[None]) -> None:
+            await ask(member, call, deadline_s=self._control_s)
+
+        asleep, able = self._asleep, member.info.capabilities
+        if asleep or self.paused:
+            needed: Capability = "sleep" if asleep else "pause"
+            require(((member.name, able),), needed, "join a fleet that is paused or sleeps")
+        if asleep:
+            member.asleep = asleep
+            await one(lambda engine: engine.sleep(1))
+            if back := sorted(MEMORY_TAGS - asleep):
+                await one(lambda engine: engine.wake_up(back))
+        elif self.paused:
+            # A server that others started has KV of its own, which must not outlive a native update.
+            await one(lambda engine: engine.pause(PauseMode.KEEP, clear_cache=True))
+        elif member.process is None and able.pause:  # paused by its owner, or by us when it was torn
+            await one(lambda engine: engine.resume())

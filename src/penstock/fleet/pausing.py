@@ -13,9 +13,8 @@ from penstock.engine.capabilities import Capability
 from penstock.engine.control import ControlClient, CoreState
 from penstock.errors import DeadlineError, EngineDeadError, PenstockError, StateError, UserError, seconds
 from penstock.fleet.member import SERVABLE, Call, Member, State, ask, fan_out, foreign_to, why
-from penstock.fleet.operations import Operations
+from penstock.fleet.operations import MEMORY_TAGS, Operations
 from penstock.fleet.roster import Roster
-from penstock.fleet.update import MEMORY_TAGS
 from penstock.types import PauseMode
 
 logger = logging.getLogger(__name__)

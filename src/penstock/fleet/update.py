@@ -1,4 +1,4 @@
-"""The life of an update of all engines, and the way of one that joins, returns or was changed by others.
+"""The life of an update of all engines.
 
 An update is published, prepared on all, applied on all behind the gate, and committed or not.
 """
@@ -8,21 +8,20 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import get_args
 
 from penstock.aio import in_thread
-from penstock.engine.capabilities import Capability, require
 from penstock.engine.control import ControlClient
-from penstock.errors import EngineError, PenstockError, StateError, UpdateError, UserError
-from penstock.fleet.member import SERVABLE, Call, Member, State, ask, fan_out, updatable, why
+from penstock.errors import PenstockError, UpdateError, UserError
+from penstock.fleet.member import SERVABLE, Call, Member, State, fan_out, put, updatable, why
 from penstock.fleet.roster import Roster
 from penstock.fleet.stores import Stores
 from penstock.rooms import plugged_as, plugged_in
-from penstock.types import KV, EngineUpdate, PauseMode, UpdateReport
-from penstock.weights.manifest import WeightManifest, by_rank, differ, kind_of
+from penstock.types import KV, EngineUpdate, UpdateReport
+from penstock.weights.manifest import WeightManifest, by_rank, kind_of
 
 logger = logging.getLogger(__name__)
 
@@ -278,116 +277,3 @@ def _failures(members: Iterable[Member]) -> dict[str, str]:
     """Why each is out; it may have been restarted since."""
     deaths = {m.name: [c.reason for c in m.lifecycle.history if c.new is State.DEAD] for m in members}
     return {name: reasons[-1] for name, reasons in deaths.items() if reasons}
-
-
-# --- One engine beside the others ------------------------------------------------------------------------------------
-
-MEMORY_TAGS = frozenset({"weights", "kv_cache"})
-"""What an engine gives back when it sleeps, and takes again by tag."""
-
-
-async def put(engine: ControlClient, manifest: WeightManifest) -> EngineUpdate:
-    """Let an engine take a committed version, outside of an update."""
-    await engine.prepare_weights(manifest)
-    return await engine.apply_weights(manifest.version)
-
-
-async def bring_to_version(
-    member: Member, roster: Roster, weights: WeightManifest | None, *, deadline_s: float
-) -> bool:
-    """Make an engine that is SYNCING confirm the fleet's version; `weights` say where it can have that from.
-
-    What it has as loaded is version 0. Each of two calls has `deadline_s` seconds.
-
-    Returns:
-        False where the bytes of that version are nowhere, or it has no plugin to take them: it can join after the next
-        update, or when its owner has given it that version.
-
-    Raises:
-        EngineError: it failed, or its weights are not those of its peers.
-    """
-    plugin = member.info.capabilities.plugin
-    if not plugin:  # its owner may have brought or reloaded its weights
-        info = member.info = await ask(member, lambda engine: engine.info(), deadline_s=deadline_s)
-        member.weight_version = info.weight_version
-        if info.instance and info.instance != member.torn:
-            member.torn = None
-    if member.weight_version == roster.version and member.torn is None:
-        return True
-    if weights is None or not plugin:
-        return False
-    checksum = (await ask(member, lambda engine: put(engine, weights), deadline_s=2 * deadline_s)).checksum
-    for expected in roster.checksums.get(member.layout, ()):
-        if differ(checksum, expected):
-            raise EngineError(
-                f"its weights of version {roster.version} have the checksum {checksum}, its peers' {expected}",
-                engine=member.name,
-            )
-    member.weight_version, member.torn = roster.version, None
-    return True
-
-
-async def _wake(member: Member, roster: Roster, asleep: frozenset[str], deadline_s: float) -> None:
-    """Wake a server of others that was dead to us while it slept.
-
-    Where the fleet sleeps as well, and it needs no weights, it sleeps on: others may use that memory now. An engine of
-    which a part sleeps is woken wholly, since vLLM's sleep takes an engine that is all awake.
-    """
-    if not member.info.capabilities.sleep:
-        return
-    loads = member.info.capabilities.plugin and (member.weight_version != roster.version or member.torn is not None)
-    if "weights" in asleep and asleep == member.asleep and not loads:
-        return
-    for tag in sorted(member.asleep, reverse=True):  # the weights first
-        await ask(member, lambda engine, tag=tag: engine.wake_up([tag]), deadline_s=deadline_s)
-        member.asleep -= {tag}
-
-
-async def bring_in(
-    member: Member,
-    roster: Roster,
-    weights: WeightManifest | None,
-    *,
-    paused: bool,
-    asleep: frozenset[str],
-    deadline_s: float,
-) -> bool:
-    """Bring an engine that is SYNCING to the fleet's weights and state, and let it serve.
-
-    `asleep`: memory tags that the fleet has given back. Each call has `deadline_s` seconds.
-
-    Returns:
-        False where it has to wait for weights; nothing else was done then.
-
-    Raises:
-        EngineError: it failed. MissingCapabilityError: it cannot be brought into the state that the fleet is in.
-    """
-    control = member.control
-
-    def one(call: Call[None]) -> Awaitable[None]:
-        return ask(member, call, deadline_s=deadline_s)
-
-    await _wake(member, roster, asleep, deadline_s)
-    if not await bring_to_version(member, roster, weights, deadline_s=deadline_s):
-        return False
-    needed: Capability | None = "sleep" if asleep else "pause" if paused else None
-    if needed is not None:
-        require(((member.name, member.info.capabilities),), needed, "join a fleet that is paused or sleeps")
-    if asleep:
-        member.asleep = asleep
-        await one(lambda engine: engine.sleep(1))
-        if back := sorted(MEMORY_TAGS - asleep):
-            await one(lambda engine: engine.wake_up(back))
-    elif paused:
-        # A server that others started has KV of its own, which must not outlive a native update.
-        await one(lambda engine: engine.pause(PauseMode.KEEP, clear_cache=True))
-    elif member.process is None and member.info.capabilities.pause:  # paused by its owner, or by us when it was torn
-        await one(lambda engine: engine.resume())
-    if member.control is not control:
-        raise StateError(f"engine {member.name} was restarted while it joined")
-    roster.admit(member)
-    if paused:
-        member.lifecycle.to(State.PAUSED, "joined a fleet that is paused")
-        roster.announce()
-    await roster.push_or_defer(f"engine {member.name} has joined")
-    return True
