@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import threading
 from dataclasses import replace
 
 import psutil
@@ -19,7 +18,6 @@ from penstock import Fleet
 from penstock.fleet.member import State
 from penstock.http import HttpTransport
 from penstock.types import Sample, SamplingParams
-from sim_fleets import generated
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -31,16 +29,17 @@ START_S = 180.0
 
 
 @pytest.fixture(scope="module")
-async def fleet(nano_path, tmp_path_factory):
+async def fleet(nano_path, hold, tmp_path_factory):
     logs = tmp_path_factory.mktemp("logs")
     options = {
         "max_restarts": 20,
         "restart_backoff_s": 0.1,
-        "hang_timeout_s": 9.0,
+        "hang_timeout_s": 15.0,
         "control_timeout_s": 20.0,
         "log_dir": logs,
     }
     given = json.loads(os.environ.get("PENSTOCK_TEST_ENGINE", '{"profile": "cpu"}'))  # see tests/conftest.py
+    given["extra_args"] = {**hold.extra_args, **given.get("extra_args", {})}
     given |= {"dtype": "float32", "max_model_len": 512, "api_key": KEY}
     async with Fleet.launch(nano_path, engines=2, **given, **options) as fleet:
         yield fleet
@@ -91,26 +90,22 @@ DEATHS = {
 
 
 @pytest.mark.parametrize("death", DEATHS)
-async def test_a_death_under_load(fleet, history, death):
+async def test_a_death_under_load(fleet, history, hold, death):
     """No request is lost, every logprob is that of its version, and the engine is back with the weights in force."""
     victim, die = DEATHS[death]
     member = fleet._roster.members[victim]
     await update(fleet, history, 1 + len(history.models))
-    for _ in range(5):
-        before = len(member.lifecycle.history)
+    before = len(member.lifecycle.history)
+    with hold.at(20):
         running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=LONG))
-        await generated(fleet, 200)
+        await hold.reached(len(PROMPTS))
         if death.startswith("core"):
             die(member.process.pid)
-            in_time = True
         else:
-            in_time = await dies_in_an_update(fleet, history, member, die)
-        check(history, PROMPTS, await asyncio.wait_for(running, 120.0))
-        await returned(fleet, victim, before)
-        await serves_the_weights_in_force(fleet, history, member)
-        if in_time:
-            return
-    pytest.fail("it always died when its update was through")
+            await dies_in_an_update(fleet, history, member, die)
+    check(history, PROMPTS, await asyncio.wait_for(running, START_S))
+    await returned(fleet, victim, before)
+    await serves_the_weights_in_force(fleet, history, member)
 
 
 async def test_a_core_that_dies_is_noticed_by_its_connection_though_its_server_answers(fleet, history):
@@ -119,7 +114,7 @@ async def test_a_core_that_dies_is_noticed_by_its_connection_though_its_server_a
     before = len(member.lifecycle.history)
     began = asyncio.get_running_loop().time()
     os.kill(core_of(member.process.pid), signal.SIGKILL)
-    assert await fleet._roster.until(lambda: len(member.lifecycle.history) > before, deadline_s=30.0)
+    assert await fleet._roster.until(lambda: len(member.lifecycle.history) > before, deadline_s=60.0)
     print(f"noticed after {asyncio.get_running_loop().time() - began:.3f} s")
     assert "POST /penstock/core: nothing answers" in member.lifecycle.history[before].reason
     await returned(fleet, 0, before)
@@ -130,8 +125,12 @@ async def test_an_engine_that_somebody_else_pauses_goes_on_and_one_with_other_we
     member = fleet._roster.members[1]
     http = HttpTransport(member.url, api_key=key_of(member))
     before = len(member.lifecycle.history)
-    await http.post("/pause", timeout_s=20.0, params={"mode": "keep"})
-    check(history, PROMPTS, await asyncio.wait_for(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=LONG), 60))
+    await http.post("/pause", timeout_s=60.0, params={"mode": "keep"})
+    check(
+        history,
+        PROMPTS,
+        await asyncio.wait_for(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=LONG), START_S),
+    )
     assert not await member.control.is_paused()
     assert len(member.lifecycle.history) == before, "it was resumed, and not started anew"
     zero = ("/weight_checker", {"action": "reset"}) if "0.26" not in member.info.vllm else (
@@ -144,22 +143,24 @@ async def test_an_engine_that_somebody_else_pauses_goes_on_and_one_with_other_we
 
 
 async def dies_in_an_update(fleet, history, member, die):
-    """Whether it did: on a busy machine the timer may come when the engine is through."""
+    """Between the order to load and its answer: its processes stand still when the order comes."""
     apply = member.control.apply_weights
 
     async def dying(version, *, kv="recompute"):
-        threading.Timer(0.005, die, (member.process.pid,)).start()  # whatever this loop has to do meanwhile
-        return await apply(version, kv=kv)
+        os.killpg(member.process.pid, signal.SIGSTOP)
+        order = asyncio.create_task(apply(version, kv=kv))
+        await asyncio.sleep(0.1)  # it is sent
+        die(member.process.pid)
+        return await order
 
     member.control.apply_weights = dying
     try:
-        report = await asyncio.wait_for(update(fleet, history, 1 + len(history.models)), 60.0)
+        report = await asyncio.wait_for(update(fleet, history, 1 + len(history.models)), START_S)
     finally:
         member.control.apply_weights = apply
     others = [other.name for other in fleet._roster.members if other is not member]
-    assert [engine.engine for engine in report.engines if engine.engine != member.name] == others
-    assert list(report.failures) == [member.name] * (len(report.engines) == len(others))
-    return bool(report.failures)
+    assert [engine.engine for engine in report.engines] == others
+    assert list(report.failures) == [member.name]
 
 
 async def serves_the_weights_in_force(fleet, history, member):
