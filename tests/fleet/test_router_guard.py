@@ -226,7 +226,7 @@ async def test_what_a_router_refuses_is_told_by_the_pipe(tmp_path: Path) -> None
     (tmp_path / "router.log").symlink_to(os.devnull)
     try:
         port = int(first.url.rpartition(":")[2])
-        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: .*address already in use; choose"):
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use; choose"):
             await RouterProcess.launch(RouterConfig(port=port), log_dir=tmp_path, api_key=None)
     finally:
         await first.stop()

@@ -113,7 +113,7 @@ def _total(counts: Iterable[Mapping[str, int]]) -> Mapping[str, int]:
     total = Counter[str]()
     for each in counts:
         total.update(each)
-    return total
+    return dict(total)
 
 
 def _merged(load: EngineLoad, of: Sequence[EngineLoad]) -> EngineLoad:
