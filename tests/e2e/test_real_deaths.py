@@ -125,7 +125,7 @@ async def test_an_engine_that_somebody_else_pauses_goes_on_and_one_with_other_we
     member = fleet._roster.members[1]
     http = HttpTransport(member.url, api_key=key_of(member))
     before = len(member.lifecycle.history)
-    await http.post("/pause", timeout_s=60.0, params={"mode": "keep"})
+    await http.post("/pause?mode=keep", timeout_s=60.0)
     check(
         history,
         PROMPTS,
