@@ -59,7 +59,7 @@ from penstock.train.learner import LocalLearner
 from penstock.train.scenarios.table import BASE, MODEL, SIM
 from penstock.train.schedules import check_schedule
 from penstock.train.trainer import train
-from penstock.types import Sample, SamplingParams, SessionId
+from penstock.types import Sample, SamplingParams
 
 TAIL = 1.2
 """Exponent of the Pareto distribution: the mean exists, the variance does not."""
@@ -114,14 +114,12 @@ class Progress(Reporter):
 class HeavyTailed(SingleTurnGenerator):
     """Responses of lengths that the prompt alone decides."""
 
-    async def _sample(
-        self, prompt_ids: Sequence[int], n: int, params: SamplingParams, session: SessionId | None
-    ) -> list[Sample]:
+    async def _sample(self, prompt_ids: Sequence[int], n: int, params: SamplingParams) -> list[Sample]:
         if params.temperature:  # evaluations are left alone
             length = heavy_tailed(repr(list(prompt_ids)), params.max_tokens)
             # Seeds belong to `sync` alone, and vLLM draws for seeded requests one by one.
             params = replace(params, max_tokens=length, ignore_eos=True, seed=None)
-        return await super()._sample(prompt_ids, n, params, session)
+        return await super()._sample(prompt_ids, n, params)
 
 
 class Ids(Tokenizer):
@@ -136,11 +134,9 @@ class Ids(Tokenizer):
 class Evens(HeavyTailed):
     """Rewards the share of even ids in a response; responses of evaluations are short, as nothing is made of them."""
 
-    async def _sample(
-        self, prompt_ids: Sequence[int], n: int, params: SamplingParams, session: SessionId | None
-    ) -> list[Sample]:
+    async def _sample(self, prompt_ids: Sequence[int], n: int, params: SamplingParams) -> list[Sample]:
         params = params if params.temperature else replace(params, max_tokens=1, ignore_eos=True)
-        return await super()._sample(prompt_ids, n, params, session)
+        return await super()._sample(prompt_ids, n, params)
 
     def _reward(self, task: Task, text: str) -> float:
         del task
