@@ -12,7 +12,15 @@ from typing import Any, cast
 import aiohttp
 import orjson
 
-from penstock.errors import DeadlineError, EngineDeadError, EngineError, EngineHTTPError, StateError, UserError
+from penstock.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineDeadError,
+    EngineError,
+    EngineHTTPError,
+    StateError,
+    UserError,
+)
 from penstock.process import raise_file_limit
 
 IDLE_CONNECTION_S = 4.0
@@ -108,6 +116,8 @@ class HttpTransport:
         most: int = MOST_CONTROL,
         unix_socket: Path | None = None,
     ) -> None:
+        if api_key and not api_key.isprintable():
+            raise ConfigError("the API key holds a character that no header can carry; is a line end in its file?")
         self.url = url.rstrip("/")
         self.name = name or self.url
         self.back: Callable[[], Awaitable[bool]] | None = None

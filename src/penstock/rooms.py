@@ -62,7 +62,7 @@ PLACES = {
     "source.disk": "penstock.weights.disk:DiskSource",
     "source.shared_memory": "penstock.weights.shared_memory:SharedMemorySource",
 }
-"""By place: `module:name`. A place with a dot is chosen by a setting or a transport."""
+"""By place: `module:name`."""
 
 
 def plugged_as(kind: str) -> list[str]:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import socket
 
 import numpy as np
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from canned import LINES, answer, canned
 
 from penstock.engine.capabilities import Capabilities
 from penstock.engine.client import DataClient
 from penstock.engine.control import ControlClient, engine_stats
 from penstock.engine.vanilla import VanillaReplies
-from penstock.errors import DeadlineError, EngineDeadError, EngineError, RequestError
+from penstock.errors import ConfigError, DeadlineError, EngineDeadError, EngineError, EngineHTTPError, RequestError
+from penstock.http import HttpTransport
 from penstock.router.admin_client import RouterAdmin
 from penstock.types import EngineStats, GenerateBatch, GenerateOutput, SamplingParams
 
@@ -212,3 +216,53 @@ async def test_experts_go_with_the_sample_whose_they_are() -> None:
         await data.close()
     assert first.routed_experts is None
     assert np.array_equal(second.routed_experts, rows[:2]), "two tokens of the prompt had a forward pass"
+
+
+def test_a_key_with_a_line_end_is_refused_without_being_shown() -> None:
+    with pytest.raises(ConfigError, match="a line end in its file") as caught:
+        HttpTransport("http://127.0.0.1:1", api_key="s3cret\r")
+    assert "s3cret" not in str(caught.value)
+
+
+async def test_a_key_goes_once_at_most_to_a_program_that_took_a_dead_router_workers_port() -> None:
+    asked: list[str | None] = []
+
+    async def stranger(request: web.Request) -> web.Response:
+        asked.append(request.headers.get("Authorization"))
+        raise web.HTTPNotFound
+
+    async def health(_: web.Request) -> web.Response:
+        return web.json_response({"control_ports": ports})
+
+    taken, router = web.Application(), web.Application()
+    taken.router.add_route("*", "/{path:.*}", stranger)
+    router.router.add_get("/router/health", health)
+    async with TestServer(taken) as other, TestServer(router) as server:
+        ports = [other.port, other.port]
+        admin = RouterAdmin(f"http://127.0.0.1:{server.port}", "key")
+        for _ in range(2):
+            with pytest.raises(EngineHTTPError, match="answered 404"):
+                await admin.engines()
+            ports = [server.port]  # a router that has been started again
+        assert asked == ["Bearer key"] * 2, "one call to each port, and none after it failed"
+        await admin.close()
+
+
+@pytest.mark.parametrize("ports", [5, None, ["x"]])
+async def test_control_ports_of_another_form_are_named(ports: object) -> None:
+    async def health(_: web.Request) -> web.Response:
+        return web.json_response({"status": "ok", "control_ports": ports})
+
+    router = web.Application()
+    router.router.add_get("/router/health", health)
+    async with TestServer(router) as server:
+        admin = RouterAdmin(f"http://127.0.0.1:{server.port}")
+        with pytest.raises(EngineHTTPError, match=r"not as a router of this version does .*control_ports"):
+            await admin.engines()
+        await admin.close()
+
+
+async def test_the_control_ports_of_a_url_without_a_port_are_on_its_host() -> None:
+    admin = RouterAdmin("http://router.example")
+    admin._call = lambda *_: asyncio.sleep(0, {"control_ports": [7]})  # type: ignore[method-assign, assignment]
+    assert await admin._urls() == ["http://router.example:7"]

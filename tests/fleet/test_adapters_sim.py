@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -344,3 +345,20 @@ def test_the_digest_of_a_simulated_adapter_is_that_of_its_bytes(tmp_path: Path) 
     assert content_of({"file": str(tmp_path / "file")}) == f"{zlib.crc32(b'bytes'):08x}"
     with pytest.raises(UserError, match="cannot be read"):
         content_of({"file": str(tmp_path / "gone")})
+
+
+async def test_versions_of_one_name_are_in_the_order_of_the_calls_however_long_their_tensors_take() -> None:
+    writing, go_on = threading.Event(), threading.Event()
+
+    def slow() -> Iterator[tuple[str, torch.Tensor]]:
+        writing.set()
+        assert go_on.wait(WAIT_S)
+        yield NAME, torch.full((2, 4), 1.0)
+
+    async with engines(1) as servers, connected(servers) as fleet:
+        first = asyncio.create_task(fleet.update_adapter("x", slow(), config=CONFIG))
+        assert await asyncio.to_thread(writing.wait, WAIT_S)
+        second = asyncio.create_task(fleet.update_adapter("x", [(NAME, torch.full((2, 4), 2.0))], config=CONFIG))
+        await asyncio.sleep(0.05)  # without an order, the second is done by now
+        go_on.set()
+        assert [report.version for report in await asyncio.gather(first, second)] == [1, 2]

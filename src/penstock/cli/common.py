@@ -163,13 +163,13 @@ async def _cancel_on_signal(main: Coroutine[Any, Any, T]) -> T:
             loop.remove_signal_handler(number)
 
 
-def table_of(title: str, columns: Sequence[str], *, right: Collection[str], wraps: str = "") -> Table:
-    """A table without lines; columns in `right` are numbers, and `wraps` alone may take several lines."""
+def table_of(columns: Sequence[str], *, right: Collection[str]) -> Table:
+    """A table without lines; columns in `right` are numbers."""
     from rich.table import Table  # noqa: PLC0415
 
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for name in columns:
-        table.add_column(name, justify="right" if name in right else "left", no_wrap=name != wraps)
+        table.add_column(name, justify="right" if name in right else "left", no_wrap=True)
     return table
 
 

@@ -106,7 +106,7 @@ def _print(report: Mapping[str, Any]) -> None:
         title += ", gate closed" if report["gate_closed"] else ""
     gpus = ("GPUs",) if any(engine.get("gpus") for engine in engines) else ()
     columns = ("engine", "state", "version", *LOADS.values(), "KV", "address", *gpus)
-    table = table_of("", columns, right=set(columns) - {"engine", "state", "address", "GPUs"})
+    table = table_of(columns, right=set(columns) - {"engine", "state", "address", "GPUs"})
     for engine in engines:
         color = {"serving": "green", "down": "red", "dead": "red"}.get(engine["state"], "yellow")
         table.add_row(

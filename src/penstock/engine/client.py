@@ -63,7 +63,7 @@ class Counters:
     continued: int = 0
     """Requests sent again because an engine released or aborted them."""
     deaths: int = 0
-    """Requests sent again because their engine died under them."""
+    """Requests and calls for text sent again because their engine died under them."""
     requeued_tokens: int = 0
     """Tokens that were made and went back to an engine as part of the prompt."""
     wasted_tokens: int = 0

@@ -80,7 +80,7 @@ class FleetAdapters:
         self._highest: dict[str, int] = {}
         """The last version of every name, the unloaded too: KV of an older one must not be found again."""
         self._order: dict[str, asyncio.Lock] = {}
-        """Versions of one name are in force in the order of their calls, however long each is read."""
+        """Versions of one name are in force in the order of their calls, however long each is written and read."""
         self._saved: dict[str, tuple[str, int]] = {}
         """For a name that came by its path, the files as they were, and the version they became."""
 
@@ -102,8 +102,9 @@ class FleetAdapters:
         self._check(name, version)
         check_kv(kv)
         began, shared = time.perf_counter(), self._shared_folder()
-        files = await in_thread(lambda: AdapterFiles.of_tensors(tensors, config, shared=shared))
-        return await self._update(name, files, version, kv, time.perf_counter() - began)
+        async with self._in_order(name):
+            files = await in_thread(lambda: AdapterFiles.of_tensors(tensors, config, shared=shared))
+            return await self._update(name, files, version, kv, time.perf_counter() - began)
 
     async def update_from(
         self, name: str, source: Mapping[str, Any], version: int | None = None, kv: KV = "recompute"
@@ -111,7 +112,8 @@ class FleetAdapters:
         """Put a version in force that another process of this user has written; it need not live on."""
         self._check(name, version)
         check_kv(kv)
-        return await self._update(name, AdapterFiles.adopt(source), version, kv, 0.0)
+        async with self._in_order(name):
+            return await self._update(name, AdapterFiles.adopt(source), version, kv, 0.0)
 
     async def load(self, name: str, path: str, timeout_s: float) -> UpdateReport | None:
         """Load what is saved at a path, as a new version if it is not what was loaded last.
@@ -139,9 +141,10 @@ class FleetAdapters:
 
         if known_as_saved():
             return await self._turn("load_adapter", lambda: work([]))
-        files = await in_thread(lambda: AdapterFiles.of_folder(path))
-        async with self._read_ahead(name, files, timeout_s) as read:
-            return await self._turn("load_adapter", lambda: work(read))
+        async with self._in_order(name):
+            files = await in_thread(lambda: AdapterFiles.of_folder(path))
+            async with self._read_ahead(name, files, timeout_s) as read:
+                return await self._turn("load_adapter", lambda: work(read))
 
     async def unload(self, name: str) -> None:
         """Forget an adapter on every engine. StateError: it has requests in flight somewhere; it stays everywhere."""
@@ -233,6 +236,9 @@ class FleetAdapters:
                 "update_adapter", lambda: self._put(name, read.pop(), version, deadline_s, published_s, kv)
             )
 
+    def _in_order(self, name: str) -> asyncio.Lock:
+        return self._order.setdefault(name, asyncio.Lock())
+
     @asynccontextmanager
     async def _read_ahead(self, name: str, files: AdapterFiles, timeout_s: float) -> AsyncGenerator[list[AdapterFiles]]:
         """Have the engines read a version before its turn, so that neither generation nor other operations wait.
@@ -241,14 +247,11 @@ class FleetAdapters:
         """
         read = [files]
         try:
-            async with self._order.setdefault(name, asyncio.Lock()):
-                live = self._roster.live()
-                await fan_out(
-                    live,
-                    lambda engine: engine.read_adapter(name, files.source, timeout_s=timeout_s),
-                    deadline_s=timeout_s,
-                )
-                yield read
+            live = self._roster.live()
+            await fan_out(
+                live, lambda engine: engine.read_adapter(name, files.source, timeout_s=timeout_s), deadline_s=timeout_s
+            )
+            yield read
         finally:
             for left in read:
                 left.close()
@@ -392,8 +395,8 @@ def stamp_of(path: str) -> list[tuple[str, int, int, int]]:
 # --- SkyRL's paths ---------------------------------------------------------------------------------------------------
 #
 # They pause one adapter, on the owner's socket. SkyRL aborts an adapter's requests and lets its client send them again.
-# Here they wait in the engines, so `aborted` is empty and `count` says how many wait. The gate closes before any is
-# stopped, with no grace period: engines hold what arrives later.
+# Here they wait in the engines, so `aborted` is empty and `count` says how many wait. There is no grace period, and
+# engines hold what arrives later.
 
 POLL_S = 30.0
 """Of a long poll that names no `timeout_s`."""

@@ -198,6 +198,6 @@ def place(config: EngineConfig, gpus: Sequence[str], taken: Sequence[Sequence[st
     if len(chosen) < ranks:
         raise ConfigError(
             f"one engine more needs {ranks} GPUs and {len(room)} have room ({','.join(gpus)} with {sum(used.values())} "
-            "taken): remove or replace an engine, or lower gpu_memory_utilization"
+            "taken): remove an engine, or lower gpu_memory_utilization"
         )
     return tuple(name for name in gpus if name in chosen)

@@ -127,7 +127,7 @@ class OperationQueue(Changes):
 
 
 class Operations:
-    """Updates over a roster, and what operations leave the fleet in; the others plug in here (`fleet/pausing.py`).
+    """Updates over a roster, engines that join, and what operations leave the fleet in; `fleet/pausing.py` plugs in.
 
     A pause that waits for requests has the deadline of one, `request_timeout_s`. Where too few engines are left, an
     update waits `recovery_timeout_s` for those that restart. `paused`: what the engines are in at first.

@@ -197,9 +197,16 @@ async def open_router(
         router = await start(config)
         url = router.url
         again = config.model_copy(update={"port": urlsplit(url).port})
-        guard = RouterGuard(router, lambda: start(again))
+
+        async def relaunch() -> RouterProcess:
+            started = await start(again)
+            known.forget()  # the old one's ports may be another program's by now
+            return started
+
+        guard = RouterGuard(router, relaunch)
     ours = config.kind == "penstock"
-    admin = RouterAdmin(url, key) if ours else plugged_in(f"router.{config.kind}")(url)
+    known = RouterAdmin(url, key)
+    admin = known if ours else plugged_in(f"router.{config.kind}")(url)
     owned.push_async_callback(admin.close)
     if guard is not None:
         owned.push_async_callback(guard.stop)  # before: it asks the router until it ends, and would open it again

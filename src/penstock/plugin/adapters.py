@@ -163,8 +163,8 @@ class CoreAdapters:
         """Put a version of an adapter in force.
 
         Args:
-            order: `name`, `id` (vLLM's), `version`, `source` (see `read_from`), `kv` of requests in flight, and
-                `read_s`, which `read` returned.
+            order: `name`, `id` (vLLM's), `version`, `source` (see `adapter_worker.read_from`), `kv` of requests in
+                flight, and `read_s`, which `read` returned.
 
         Raises:
             WeightsError: it cannot be read; the version before it stays in force.

@@ -95,11 +95,11 @@ class WorkerExtension:
         return loaded or {"error" if isinstance(error, PenstockError) else "fault": _text_of(error)}
 
     def penstock_load_adapter(self, order: dict[str, Any]) -> str | None:
-        """Load a LoRA adapter (`adapters.load_adapter`); return why it cannot be loaded, if so. No step may run."""
+        """Load a LoRA adapter (`adapter_worker.load_adapter`); return why not, if it cannot. No step may run."""
         return _problem(lambda: plugged_in("adapters.load")(self, order), "loading an adapter")
 
     def penstock_adapter(self, step: str, given: Any) -> Any:
-        """Do another step of a LoRA adapter (`adapters.worker_step`)."""
+        """Do another step of a LoRA adapter (`adapter_worker.worker_step`)."""
         return plugged_in("adapters.worker")(self, step, given)
 
     def penstock_checksum(self) -> str:

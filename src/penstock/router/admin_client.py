@@ -1,4 +1,4 @@
-"""How a fleet speaks to its router: membership, gate, figures; each call with a deadline."""
+"""How a fleet speaks to its router: what it announces and asks; each call with a deadline."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
+from urllib.parse import urlsplit
 
 import orjson
 
-from penstock.errors import EngineDeadError, EngineHTTPError, StateError, UserError, reading
+from penstock.errors import EngineDeadError, EngineError, EngineHTTPError, StateError, UserError, reading
 from penstock.http import HttpTransport
 from penstock.router.memory import Membership
 from penstock.router.state import EngineLoad, RouterState, merged
@@ -45,25 +46,31 @@ class RouterAdmin:
     async def engines(self) -> RouterState:
         """What all processes together have."""
         answers = await self._all("GET", "/router/engines")
-
-        def other_form(problem: str) -> EngineHTTPError:
-            what = f"a process behind {self._url} answered 200, but not as a router of this version does ({problem})"
-            hint = "check that each of its control ports belongs to it, and restart it"
-            return EngineHTTPError(f"{what}; {hint}", status=200)
-
-        with reading("answer", other_form):
+        with reading("answer", self._other_form):
             return merged([_state(answer) for answer in answers])
+
+    def forget(self) -> None:
+        """Ask for the processes' ports again before the next call: another router has been started."""
+        self._processes = None
 
     async def close(self) -> None:
         """Close connections; the object can be used again."""
         for transport in self._transports.values():
             await transport.close()
 
+    def _other_form(self, problem: str) -> EngineHTTPError:
+        what = f"a process behind {self._url} answered 200, but not as a router of this version does ({problem})"
+        hint = "check that each of its control ports belongs to it, and restart it"
+        return EngineHTTPError(f"{what}; {hint}", status=200)
+
     async def _urls(self) -> list[str]:
         if self._processes is None:
-            ports = (await self._call("GET", "/router/health")).get("control_ports", ())
-            host = self._url.rpartition(":")[0]
-            self._processes = [f"{host}:{port}" for port in ports] or [self._url]
+            answer = await self._call("GET", "/router/health")
+            with reading("control_ports", self._other_form):
+                ports = [int(port) for port in answer.get("control_ports", ())]
+            parts = urlsplit(self._url)
+            host = parts.netloc if parts.port is None else parts.netloc.rpartition(":")[0]
+            self._processes = [f"{parts.scheme}://{host}:{port}" for port in ports] or [self._url]
         return self._processes
 
     async def _all(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
@@ -71,9 +78,9 @@ class RouterAdmin:
         known = self._processes
         try:
             return await self._each(method, path, body)
-        except EngineDeadError:
-            self._processes = None
-            if known is None or len(known) == 1:
+        except EngineError as error:  # an answer of another program, too: the key must not go there again
+            self.forget()
+            if known is None or len(known) == 1 or not isinstance(error, EngineDeadError):
                 raise
             # Another router may have been started on the same port, with other control ports.
             return await self._each(method, path, body)

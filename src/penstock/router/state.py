@@ -18,7 +18,7 @@ class EngineLoad:
     eligible: bool
     """As announced by the fleet."""
     down: bool
-    """The breaker is open: a connection was refused or an answer said that its core is dead, see `Backend.down`."""
+    """The breaker is open, see `memory.Engine.down`: a connection was refused, or its core said to be dead."""
     outstanding: int
     """Requests sent and not answered in full."""
     requests: int
