@@ -25,7 +25,7 @@ from pydantic import (
     model_validator,
 )
 
-from penstock.errors import ConfigError, did_you_mean
+from penstock.errors import LARGEST, ConfigError, did_you_mean
 from penstock.guard import kind_of_path
 
 Positive = Annotated[int, Field(ge=1)]
@@ -205,7 +205,7 @@ class RouterConfig(Section):
     """0: any free port."""
     policy: Annotated[str, BeforeValidator(_names), AfterValidator(_policy_names)] = "bounded-sticky"
     """A `PolicyName`, or several: a policy without a preference leaves the choice to the next."""
-    prefix_length: Positive = 2048
+    prefix_length: Annotated[Positive, Field(le=LARGEST)] = 2048
     """Shortest shared prefix, in tokens, for which an engine is preferred."""
     overload_threshold: Annotated[float, Field(ge=1)] = 1.5
     """`prefix-aware` skips an engine with more outstanding requests than this multiple of the mean."""
@@ -277,7 +277,7 @@ class ServerSpec(Section):
         if "url" not in known:
             return known
         url, mark, ranks = str(known["url"]).partition("#")
-        if not re.fullmatch(r"http://[^/\s]+/*", url):
+        if not re.fullmatch(r"http://[^/\s@?#]+:\d{1,5}/*", url):  # a router takes no other form
             raise ValueError(f"a server's address is http://HOST:PORT, got {url!r}")
         if mark and not (ranks.startswith("dp=") and ranks[3:].isdigit()):
             raise ValueError("behind # only dp=N can stand, the number of data-parallel ranks")

@@ -45,7 +45,7 @@ class RoundRobin:
     def pick(self, request: FleetRequest, up: list[str]) -> str:
         return up[len(self.placed) % len(up)]
 
-    def done(self, request: FleetRequest, name: str, now: float, *, ok: bool) -> None:
+    def done(self, request: FleetRequest, name: str, now: float) -> None:
         self.outstanding[name] -= 1
 
     def finish_session(self, session_id: str) -> bool:

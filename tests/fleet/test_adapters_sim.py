@@ -362,3 +362,11 @@ async def test_versions_of_one_name_are_in_the_order_of_the_calls_however_long_t
         await asyncio.sleep(0.05)  # without an order, the second is done by now
         go_on.set()
         assert [report.version for report in await asyncio.gather(first, second)] == [1, 2]
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0])
+async def test_no_time_to_load_an_adapter_is_refused_before_an_engine_is_asked(timeout_s: float) -> None:
+    async with engines(1) as servers, connected(servers) as fleet:
+        with pytest.raises(UserError, match="timeout_s"):
+            await fleet.load_adapter("x", "/nonexistent", timeout_s=timeout_s)
+        assert [engine.state for engine in await fleet.engines()] == [State.SERVING]

@@ -388,7 +388,10 @@ async def test_what_cannot_be_attached() -> None:
             with pytest.raises(ConfigError, match="and not \\['http://h:1'\\]; several are given one by one"):
                 await fleet.attach(["http://h:1"])
             with pytest.raises(ConfigError, match=r"^a server's address is http://HOST:PORT, got "):
-                await fleet.attach("h:1")
+                await fleet.attach("http://u:p@127.0.0.1:9")
+            for other in ("h:1", "http://127.0.0.1", "http://127.0.0.1:9/v1", "http://127.0.0.1:9?a"):
+                with pytest.raises(ConfigError, match=r"^a server's address is http://HOST:PORT, got "):
+                    await fleet.attach(other)
             await check_serves(fleet, engines=1)
     with pytest.raises(ConfigError, match="a server is its URL or a ServerSpec, and not None"):
         Fleet.connect(None)  # pyright: ignore[reportArgumentType] - a variable that is not set

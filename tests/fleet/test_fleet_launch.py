@@ -18,7 +18,7 @@ import torch
 from patience import WAIT_S
 from penstock import Fleet
 from penstock.engine.client import DataClient
-from penstock.errors import ConfigError, EngineHTTPError, EngineStartError, StateError
+from penstock.errors import ConfigError, EngineHTTPError, EngineStartError, StateError, UserError
 from penstock.fleet.member import State
 from penstock.http import HttpTransport
 from penstock.router.admin_client import RouterAdmin
@@ -284,3 +284,14 @@ async def test_engines_and_router_obey_their_fleet_alone(tmp_path: Path, workers
         assert key not in str([process.cmdline() for process in family])
         assert key not in f"{fleet._roster.members}{fleet._roster.members[0].entries()}{await fleet.engines()}"
     assert [file.name for file in tmp_path.rglob("*") if file.is_file() and key in file.read_text()] == []
+
+
+async def test_a_policy_that_is_refused_leaves_the_fleet_able_to_speak_to_its_router() -> None:
+    async with Fleet.launch("sim-model", **SIM) as fleet:
+        with pytest.raises(UserError, match="no option of a policy: 'port'"):
+            await fleet._roster.set_policy({"policy": "requests", "port": 1})
+        with pytest.raises(ConfigError, match="prefix_length"):
+            await fleet.set_policy("requests", prefix_length=10**30)
+        await fleet.set_policy("requests")
+        await fleet.pause_generation()
+        await fleet.resume_generation()

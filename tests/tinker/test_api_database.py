@@ -22,6 +22,7 @@ def fact(name: str) -> Any:
 async def test_the_migrations_make_the_tables_that_the_code_knows(tmp_path: Path) -> None:
     for _ in range(2):
         engine = open_engine(f"sqlite:///{tmp_path}/x.db")
+        assert (tmp_path / "x.db").stat().st_mode & 0o77 == 0, "every tenant's tokens are in it"
         with engine.begin() as connection:
             assert compare_metadata(MigrationContext.configure(connection), metadata) == []
         engine.dispose()

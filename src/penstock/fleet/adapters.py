@@ -122,6 +122,8 @@ class FleetAdapters:
             None if it was; engines that lost it have it again. Never None where this process does not see the files.
         """
         self._check(name, None)
+        if not seconds(timeout_s):
+            raise UserError("timeout_s is 0: no engine can load an adapter in that; leave it out for the default")
         stamp = stamp_of(path)
         saved = f"{path}\n{stamp}"
 
@@ -182,6 +184,7 @@ class FleetAdapters:
 
     async def wait(self, name: str, timeout_s: float) -> None:
         """Return when an adapter is not paused. DeadlineError: it still is after `timeout_s` seconds."""
+        seconds(timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._of(name).resumed.wait()

@@ -140,7 +140,7 @@ class AdoptedRoster(Roster):
 
     def check_reachable(self) -> None:
         """Raise where the fleet was torn down here, or its owner is lost."""
-        if self._ended:
+        if self.ended:
             raise StateError("this fleet was torn down")
         if self.lost is not None:
             raise EngineDeadError(self.lost)

@@ -128,7 +128,7 @@ class Roster(Changes):
         self._epoch = -1
         self._confirmed: Membership | None = None
         """What the router has confirmed last."""
-        self._ended = False
+        self.ended = False
         self._calling = asyncio.Lock()
 
     @property
@@ -148,7 +148,7 @@ class Roster(Changes):
 
     def is_lost(self) -> bool:
         """Whether no engine is left and none is coming back, or the fleet ends."""
-        return self._ended or (not self.live() and not any(m.is_restarting for m in self.members))
+        return self.ended or (not self.live() and not any(m.is_restarting for m in self.members))
 
     def raise_if_lost(self) -> None:
         """Raise `lost_error` where no engine is left and none is coming back, or the fleet ends."""
@@ -157,7 +157,7 @@ class Roster(Changes):
 
     def lost_error(self) -> PenstockError:
         """Return the EngineDeadError or, where the fleet ends, the StateError that a request gets."""
-        if self._ended:
+        if self.ended:
             return StateError("this fleet was torn down")
         return EngineDeadError(f"no engine is left, and none is coming back ({why(self.members)})")
 
@@ -209,7 +209,7 @@ class Roster(Changes):
 
     def end(self) -> None:
         """End every wait for an engine: the fleet ends."""
-        self._ended = True
+        self.ended = True
         self.announce()
 
     def keep_kv(self, version: int) -> None:
@@ -327,10 +327,16 @@ class Roster(Changes):
         """Place requests by other policies from now on; see `Fleet.set_policy`."""
         if not self.by_rank:
             raise UserError("vllm-router has no placement that can be changed; keep router.kind=penstock")
-        wanted = {**self._policy, **changes}
+        if odd := changes.keys() - {"policy", "prefix_length", "overload_threshold"}:
+            raise UserError(f"no option of a policy: {', '.join(map(repr, sorted(odd)))}")
+        before, wanted = self._policy, {**self._policy, **changes}
         checked = validate(RouterConfig, wanted).model_dump()
         self._policy = {name: checked[name] for name in wanted}
-        await self.push_membership()
+        try:
+            await self.push_membership()
+        except UserError:  # every later message would have it too
+            self._policy = before
+            raise
 
     async def restore(self) -> None:
         """Bring a router, such as one that was restarted, to the fleet's state."""

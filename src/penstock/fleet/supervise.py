@@ -278,7 +278,8 @@ class Supervisor:
         try:
             await self._admit(member)
         except PenstockError as error:
-            await self._roster.mark_dead(member, f"could not join: {error}")
+            if not self._roster.ended:  # else no engine has failed
+                await self._roster.mark_dead(member, f"could not join: {error}")
 
     async def _rejoin(self, member: Member, spec: ServerSpec, join: Join) -> bool:
         """Wait until a DEAD engine of someone else answers; True: it is SYNCING."""

@@ -6,10 +6,11 @@ SQLite by default, PostgreSQL by URL. Several processes may use one database.
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -167,6 +168,9 @@ def open_engine(url: str, *, new: bool = True) -> Engine:
     if sqlite:
         if not new and not Path(parsed.database or "").is_file():
             raise ConfigError(f"--database: there is no file {parsed.database}; give the service's own")
+        if new and parsed.database and not parsed.database.startswith(":"):
+            with suppress(OSError):  # the open below says why it cannot be; every tenant's tokens are in it
+                os.close(os.open(parsed.database, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
         _prepare_sqlite(engine)
     try:
         _migrate(engine)
