@@ -170,19 +170,26 @@ def test_stop_ends_a_fleet_that_is_served_in_a_shell(server: Server, runtime: st
 def test_under_nohup_it_outlives_the_shell_until_it_is_stopped(tmp_path: Path) -> None:
     kept = {"PENSTOCK_RUNTIME_DIR": str(tmp_path)}
     (tmp_path / "log").touch()
-    shell = f"nohup {PENSTOCK} {' '.join(SERVE)} >{tmp_path}/log 2>&1 &"
-    subprocess.run(["bash", "-c", shell], env=environment(**kept), check=True, start_new_session=True)
-    wait_for_text(tmp_path / "log", "stops everything.")
-    state = json.loads(penstock("status", "--json", **kept).stdout)
-    holder = psutil.Process(state["pid"])
-    family = [holder, *holder.children(recursive=True)]
-    os.killpg(os.getpgid(holder.pid), signal.SIGHUP)  # as of a terminal that closes
-    client = OpenAI(base_url=f"{state['url']}/v1", api_key="none")
-    assert client.completions.create(model="m", prompt="Hi", max_tokens=3).usage
-    assert penstock("fleet", "stop", "--url", state["url"], **kept).stdout == "stopped\n"
-    _, alive = psutil.wait_procs(family, timeout=END_S)
-    assert not alive
-    assert list((tmp_path / f"penstock-{os.getuid()}").iterdir()) == []
+    shell = f"nohup {PENSTOCK} {' '.join(SERVE)} >{tmp_path}/log 2>&1 & echo $!"
+    started = subprocess.run(
+        ["bash", "-c", shell], env=environment(**kept), check=True, start_new_session=True, stdout=subprocess.PIPE
+    )
+    holder = psutil.Process(int(started.stdout))
+    try:
+        wait_for_text(tmp_path / "log", "stops everything.")
+        state = json.loads(penstock("status", "--json", **kept).stdout)
+        assert state["pid"] == holder.pid
+        family = [holder, *holder.children(recursive=True)]
+        os.killpg(os.getpgid(holder.pid), signal.SIGHUP)  # as of a terminal that closes
+        client = OpenAI(base_url=f"{state['url']}/v1", api_key="none")
+        assert client.completions.create(model="m", prompt="Hi", max_tokens=3).usage
+        assert penstock("fleet", "stop", "--url", state["url"], **kept).stdout == "stopped\n"
+        _, alive = psutil.wait_procs(family, timeout=END_S)
+        assert not alive
+        assert list((tmp_path / f"penstock-{os.getuid()}").iterdir()) == []
+    finally:
+        if holder.is_running():
+            holder.kill()  # its engines and router end with it
 
 
 def test_what_does_not_start_is_an_error_of_status_1(tmp_path: Path) -> None:
