@@ -36,7 +36,7 @@ SIDE_ROOMS = tuple(
 )  # fmt: skip
 SPINE_FILES, SPINE_LINES = 56, 14_757
 """The most that the spine has now; the target is 60 files and 10,000 lines."""
-SOURCE_FILES, SOURCE_LINES = 224, 46_120
+SOURCE_FILES, SOURCE_LINES = 224, 46_118
 """The most that `src` has now; the target is 230 files and 38,000 lines."""
 
 

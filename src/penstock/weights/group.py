@@ -48,8 +48,6 @@ _NONCE, _PROOF = 32, 32
 _TENSOR, _END, _GO, _HERE, _NCCL = "tensor", "end", "go", "here/", "nccl/"
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
 """A machine that vanished is noticed after 35 s."""
-LAST_WORD_S = 0.2
-"""Wait for another send to end, before the members are told why their group ends."""
 _LONG = timedelta(days=1)
 """For torch's own deadlines, which end the process or leave it hanging; ours are kept by timers that cut the group."""
 _NCCL_ENV = {
@@ -370,8 +368,8 @@ class Group:
             self._listener.close()
             reason = why.encode()[:MAX_VALUE]
             # Between two tensors a member learns the reason, within one no more than the connection's end.
-            if not self._in_tensor and self._sends.acquire(timeout=LAST_WORD_S):
-                for peer in peers if not self._in_tensor else ():
+            if not self._in_tensor and self._sends.acquire(blocking=False):
+                for peer in peers:
                     with suppress(OSError):
                         peer.send(_head(_END, len(reason)) + reason, socket.MSG_DONTWAIT)
                 self._sends.release()
