@@ -209,11 +209,14 @@ LOG_PREFIX = re.compile(r"^(\([\w-]+ pid=\d+\) )?(ERROR|WARNING|INFO) \S+ \S+ \[
 """What vLLM puts before each line of a traceback that it logs."""
 
 
-def telling_lines(log: str, most: int = 6) -> str:
+MOST_LINES = 6
+
+
+def telling_lines(log: str) -> str:
     """Return the lines of a log that say what went wrong: the last that name an error, else the last."""
     lines = [LOG_PREFIX.sub("", line).strip() for line in log.splitlines() if line.strip()]
     errors = [line for line in lines if TELLING.search(line)]
-    return "\n".join(dict.fromkeys((errors or lines)[-most:]))
+    return "\n".join(dict.fromkeys((errors or lines)[-MOST_LINES:]))
 
 
 class ChildProcess:
@@ -369,7 +372,7 @@ class ChildProcess:
     def says(self) -> str:
         """Quote what its log tells of its end."""
         try:
-            said = telling_lines(self.said())
+            said = full_disk(self.log) + telling_lines(self.said())
         except OSError as error:  # its folder may be gone
             said = f"nothing, since it cannot be read: {error.strerror}"
         return f"its log ({self.log}) says:\n{said}"
@@ -404,6 +407,21 @@ async def _ended(pid: int) -> None:
     finally:
         loop.remove_reader(fd)
         os.close(fd)
+
+
+class StartReport:
+    """What a child says once, on the pipe that `ChildProcess.serving` reads: its `url`, or the `error` that ends it."""
+
+    def __init__(self, fd: int | None) -> None:
+        self._fd = fd
+
+    def give(self, message: Mapping[str, Any]) -> None:
+        """Write it and close the pipe; later calls do nothing. A pipe, since no full disk stops it."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            with suppress(OSError):  # its launcher is gone
+                os.write(fd, orjson.dumps(message) + b"\n")
+            os.close(fd)
 
 
 async def read_report(fd: int, deadline_s: float) -> dict[str, Any]:

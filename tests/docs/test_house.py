@@ -27,6 +27,7 @@ SIDE_ROOMS = tuple(
         "cli", "engine.experts", "engine.layouts", "engine.openai", "engine.vanilla", "facade",
         "fleet.adapters", "fleet.attach", "fleet.calls", "fleet.delivery",
         "fleet.elastic", "fleet.native", "fleet.pausing", "fleet.ray", "fleet.remote", "fleet.service",
+        "fleet.skyrl_paths",
         "fleet.vllm_router", "gateway", "observe", "plugin.adapter_worker",
         "plugin.adapters", "plugin.cores", "plugin.kept_kv", "plugin.native",
         "plugin.quantised", "rollout", "router.figures",
@@ -34,9 +35,9 @@ SIDE_ROOMS = tuple(
         "weights.cuda_ipc", "weights.delta", "weights.disk", "weights.group", "weights.transfer",
     )
 )  # fmt: skip
-SPINE_FILES, SPINE_LINES = 56, 14_757
+SPINE_FILES, SPINE_LINES = 56, 14_762
 """The most that the spine has now; the target is 60 files and 10,000 lines."""
-SOURCE_FILES, SOURCE_LINES = 224, 46_118
+SOURCE_FILES, SOURCE_LINES = 225, 46_119
 """The most that `src` has now; the target is 230 files and 38,000 lines."""
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from penstock import wire
-from penstock.fleet.adapters import SKYRL
 from penstock.fleet.service import CALLS
+from penstock.fleet.skyrl_paths import SKYRL
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "penstock"

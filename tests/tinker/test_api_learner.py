@@ -42,6 +42,17 @@ async def reborn(service: Rig, life: AsyncExitStack) -> None:
     await life.enter_async_context(learner_at(service.options.learner, learner))
 
 
+async def lost_step(service: Rig, life: AsyncExitStack) -> tuple[str, str]:
+    """A model of which one step is lost with its learner, and the future of the next one."""
+    model = await service.model()
+    await service.result(await service.post("save_weights", {"model_id": model, "seq_id": 1, "path": "a"}))
+    await service.result(await service.step(model, 2))
+    await life.aclose()
+    later = await service.step(model, 3)
+    await reborn(service, life)
+    return model, later
+
+
 async def test_a_model_goes_on_from_its_last_save_after_its_client_was_told(tmp_path: Path) -> None:
     async with mortal(tmp_path) as (service, life):
         model, other, idle = [await service.model() for _ in range(3)]
@@ -72,12 +83,7 @@ async def test_a_model_goes_on_from_its_last_save_after_its_client_was_told(tmp_
 
 async def test_a_death_that_no_operation_saw_is_told_too(tmp_path: Path) -> None:
     async with mortal(tmp_path) as (service, life):
-        model = await service.model()
-        await service.result(await service.post("save_weights", {"model_id": model, "seq_id": 1, "path": "a"}))
-        await service.result(await service.step(model, 2))
-        await life.aclose()
-        later = await service.step(model, 3)
-        await reborn(service, life)
+        model, later = await lost_step(service, life)
         failed = await service.result(later)
         assert "at step 0; its state at step 1 is lost" in failed["error"]
         assert "metrics" in await service.result(await service.step(model, 4))
@@ -88,12 +94,7 @@ async def test_a_failure_that_its_client_has_fetched_is_not_told_again_when_it_i
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with mortal(tmp_path) as (service, life):
-        model = await service.model()
-        await service.result(await service.post("save_weights", {"model_id": model, "seq_id": 1, "path": "a"}))
-        await service.result(await service.step(model, 2))
-        await life.aclose()
-        later = await service.step(model, 3)
-        await reborn(service, life)
+        model, later = await lost_step(service, life)
         assert "is lost" in (await service.result(later))["error"]
         for name in ("KEEP_RETRIEVED_S", "FORGET_S"):
             monkeypatch.setattr(futures, name, -10.0)

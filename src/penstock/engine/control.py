@@ -167,12 +167,12 @@ class ControlClient:
     async def resume(self) -> None:
         await self._at_core("/penstock/resume", {}, otherwise="/resume")
 
-    async def release(self, *, timeout_s: float | None = None) -> None:
+    async def release(self) -> None:
         """Pause for good, and cut what is in flight, so that our clients continue it on other engines.
 
         A request of another client ends with the finish reason `abort`.
         """
-        await self._post(f"/pause?mode={PauseMode.ABORT.value}&release=true", timeout_s=timeout_s)
+        await self._post(f"/pause?mode={PauseMode.ABORT.value}&release=true")
 
     async def is_paused(self) -> bool:
         return bool((await self.http.get("/is_paused", timeout_s=self.timeout_s))["is_paused"])

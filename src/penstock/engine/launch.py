@@ -20,7 +20,7 @@ from penstock.aio import settled
 from penstock.errors import ConfigError, EngineStartError, PenstockError
 from penstock.http import HttpTransport
 from penstock.plugin import BACKEND, LOADER_VARIABLE, QUANTISING_LOADER
-from penstock.process import ChildProcess, full_disk, remove_leftovers, telling_lines
+from penstock.process import ChildProcess, remove_leftovers
 from penstock.rooms import plugged_in
 from penstock.settings import EngineConfig
 
@@ -266,10 +266,7 @@ class EngineProcess(ChildProcess):
         except TimeoutError:
             what = f"was not ready within {config.start_timeout_s:.0f} s (engine.start_timeout_s)"
         raise EngineStartError(
-            f"the {resolve_profile(config)} server for model {config.model} {what}; its log ({self.log}) says:\n"
-            + full_disk(self.log)
-            + telling_lines(self.said()),
-            engine=self.name,
+            f"the {resolve_profile(config)} server for model {config.model} {what}; {self.says()}", engine=self.name
         )
 
     async def _probe(self, api_key: str | None) -> None:
@@ -285,13 +282,12 @@ class EngineProcess(ChildProcess):
 
 
 @contextmanager
-def reserved_port(host: str = "127.0.0.1", port: int = 0) -> Generator[int]:
+def reserved_port(host: str = "127.0.0.1") -> Generator[int]:
     """Reserve a free TCP port of `host`, an IP address: the kernel gives it to no other process meanwhile.
 
     A server that sets SO_REUSEADDR, as servers do, can still listen on it, because nothing listens here.
-    OSError: another process listens at the `port` that was asked for.
     """
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind((host, port))
+        holder.bind((host, 0))
         yield int(holder.getsockname()[1])

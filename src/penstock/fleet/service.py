@@ -25,13 +25,14 @@ from pydantic import HttpUrl, TypeAdapter, ValidationError
 from penstock.aio import settled
 from penstock.engine.control import EngineInfo
 from penstock.errors import EngineError, StateError, UserError
-from penstock.fleet.adapters import FleetAdapters, add_skyrl_paths
+from penstock.fleet.adapters import FleetAdapters
 from penstock.fleet.calls import Call, CallServer
 from penstock.fleet.elastic import Elastic
 from penstock.fleet.member import State
 from penstock.fleet.native import NativeCalls
 from penstock.fleet.pausing import AllOperations
 from penstock.fleet.roster import Roster
+from penstock.fleet.skyrl_paths import add_skyrl_paths
 
 FOLDER_ENV = "PENSTOCK_RUNTIME_DIR"
 """Names a folder other than /tmp. XDG_RUNTIME_DIR and TMPDIR are not read: a login and a Slurm job of one user differ

@@ -20,6 +20,7 @@ from penstock.rollout.tokenizer import Tokenizer
 Message = Mapping[str, Any]
 _MARK = "penstock7mark3"
 _CALLED = "penstock7called3"
+HISTORIES = 8
 _ID_SIZES = (24, 9)
 """Of ids of calls: ours, and the only one that Mistral's templates take."""
 
@@ -89,15 +90,15 @@ class ChatTemplate:
         ids = self.tokenizer.encode_exact(self._closing + text, most)
         return ids[ids.index(last_id) + 1 :] if last_id == self._end_id else ids
 
-    def faults(self, histories: int = 8, seed: int = 0) -> list[str]:
+    def faults(self) -> list[str]:
         """Try the suffix on random histories; return where it is not what the template writes as a whole.
 
         A template with faults, such as one that renders a message by what follows it, cannot be extended.
         """
-        rng = random.Random(seed)
+        rng = random.Random(0)
         found: list[str] = []
         last_id = -1 if self._end_id is None else self._end_id
-        for number in range(histories):
+        for number in range(HISTORIES):
             history = _random_history(rng)
             new: list[dict[str, Any]] = [{"role": "user", "content": _words(rng)}]
             if calls := history[-1].get("tool_calls"):

@@ -9,15 +9,13 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, BinaryIO
 
-import orjson
 import uvloop
 
 from penstock.errors import ConfigError, PenstockError, UserError, error_to_json, parse_json
-from penstock.process import raise_file_limit, watch_lifeline
+from penstock.process import StartReport, raise_file_limit, watch_lifeline
 from penstock.rooms import plugged_in
 from penstock.router.memory import ADMIN_KEY_ENV, KEY_ENV
 from penstock.router.server import Router
@@ -28,11 +26,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run until SIGINT or SIGTERM. Exit status 2: it could not be started as asked."""
     watch_lifeline()
     given = _parser().parse_args(arguments)
-    pipe = None if given.ready_fd is None else os.fdopen(given.ready_fd, "wb")
+    report = StartReport(given.ready_fd)
 
     def ready(url: str) -> None:
         _print(1, f"penstock router ready on {url}\n")
-        _report(pipe, {"url": url})
+        report.give({"url": url})
 
     try:
         config = validate(RouterConfig, parse_json(given.options, "the options of the router", ConfigError))
@@ -47,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             uvloop.run(_serve(Router(config, api_key=keys[0], admin_key=keys[1]), ready))
     except PenstockError as error:
-        _report(pipe, {"error": error_to_json(error)})
+        report.give({"error": error_to_json(error)})
         _print(2, f"penstock router: {error}\n")
         return 2 if isinstance(error, UserError) else 1
     return 0
@@ -57,13 +55,6 @@ def _print(fd: int, line: str) -> None:
     """Write a line for people. A log on a full disk must not end the router."""
     with suppress(OSError):
         os.write(fd, line.encode())
-
-
-def _report(pipe: BinaryIO | None, message: Mapping[str, Any]) -> None:
-    """Report once to the process that started this one whether it serves; a pipe, since no full disk stops it."""
-    if pipe is not None and not pipe.closed:
-        with suppress(BrokenPipeError), pipe:
-            pipe.write(orjson.dumps(message) + b"\n")
 
 
 async def _serve(router: Router, ready: Callable[[str], object] = bool) -> None:

@@ -5,24 +5,21 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
 
 import aiohttp
-import orjson
 import uvloop
 
 from penstock.aio import cancelled
 from penstock.errors import PenstockError, error_to_json
 from penstock.fleet.supervise import RestartBudget, keep_running
-from penstock.process import ChildProcess, raise_file_limit, watch_lifeline
+from penstock.process import ChildProcess, StartReport, raise_file_limit, watch_lifeline
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +42,7 @@ def run_child(serve: Callable[[str], AbstractAsyncContextManager[str]]) -> int:
     watch_lifeline()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     raise_file_limit()
-    fd, options = int(sys.argv[1]), sys.argv[2]
+    report, options = StartReport(int(sys.argv[1])), sys.argv[2]
 
     async def run() -> None:
         stopping = asyncio.Event()
@@ -53,14 +50,14 @@ def run_child(serve: Callable[[str], AbstractAsyncContextManager[str]]) -> int:
             asyncio.get_running_loop().add_signal_handler(number, stopping.set)
         async with serve(options) as url:
             _spare_collector()
-            _report(fd, {"url": url})
+            report.give({"url": url})
             await stopping.wait()
 
     try:
         uvloop.run(run())
     except PenstockError as error:
         logger.error("%s", error)  # noqa: TRY400 - its message is meant for people
-        _report(fd, {"error": error_to_json(error)})
+        report.give({"error": error_to_json(error)})
         return _FAILED
     return 0
 
@@ -73,12 +70,6 @@ def _spare_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(MOST_NEW)
-
-
-def _report(fd: int, values: Mapping[str, Any]) -> None:
-    with suppress(OSError):  # it has reported before, or its owner is gone
-        os.write(fd, orjson.dumps(values) + b"\n")
-        os.close(fd)
 
 
 @dataclass(slots=True)

@@ -217,9 +217,9 @@ class Futures:
             self._begin([replace(operation, number=number)])
         return True
 
-    async def fail(self, operation: Operation, reason: str, category: str = "user") -> None:
+    async def fail(self, operation: Operation, reason: str) -> None:
         """Accept an operation that cannot run: its future has failed."""
-        row = _row(operation, self.executor, state=FAILED, error=reason, category=category, finished=time.time())
+        row = _row(operation, self.executor, state=FAILED, error=reason, category="user", finished=time.time())
         await self._database.run(lambda c: c.execute(_ADD[c.dialect.name], row).scalar())
 
     def on_cancel(self, request_id: str, cancel: Callable[[], object]) -> None:

@@ -163,9 +163,9 @@ class WeightSpec:
                 raise WeightsError(f"tensor {name!r} is {entry.dtype}; the engine takes {allowed}: cast before sending")
 
 
-def _some(names: list[str], most: int = 3) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""  # noqa: PLR2004
+    return ", ".join(names[:3]) + more
 
 
 class Store:
