@@ -34,10 +34,10 @@ async def mortal(data: Path) -> AsyncIterator[tuple[Rig, AsyncExitStack]]:
             yield service, life
 
 
-async def reborn(service: Rig, life: AsyncExitStack) -> None:
-    """Start another learner, with each model as it was last saved."""
+async def reborn(service: Rig, life: AsyncExitStack, *half_done: str) -> None:
+    """Start another learner, with each model as it was last saved, and with models that were made and never saved."""
     learner = service.learner
-    learner.models, learner.hold = dict(learner.saved), None
+    learner.models, learner.hold = dict(learner.saved) | dict.fromkeys(half_done, 0), None
     learner.incarnation += 1
     await life.enter_async_context(learner_at(service.options.learner, learner))
 
@@ -120,10 +120,25 @@ async def test_a_model_whose_creation_failed_with_the_learner_does_not_stay_in_t
         await until(lambda: learner.waiting)
         await life.aclose()
         assert "error" in await service.result(future)
-        learner.saved[f"{session}:train:1"] = 0  # it was there before the answer
-        await reborn(service, life)
+        await reborn(service, life, f"{session}:train:1")  # it was there before the answer
         assert "metrics" in await service.result(await service.step(kept, 2))
         assert learner.models.keys() == {kept}
+
+
+async def test_a_saved_model_that_the_database_does_not_know_stays_and_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with parts(tmp_path) as found:
+        async with found.process() as service:
+            saved, never = await service.model(), await service.model()
+            await service.result(await service.post("save_weights", {"model_id": saved, "seq_id": 1, "path": "a"}))
+        async with found.process(database=f"sqlite:///{tmp_path}/another.db") as service:
+            new = await service.model()
+            assert found.learner.models.keys() == {saved, new}
+            assert f"a creation that failed left {never} in the learner" in caplog.text
+            assert f"holds saved models that the database does not know: {saved}" in caplog.text
+        async with found.process() as service:
+            assert "metrics" in await service.result(await service.step(saved, 2))
 
 
 async def test_a_restart_of_the_api_alone_loses_nothing(tmp_path: Path) -> None:

@@ -63,7 +63,12 @@ class FakeLearner:
         return JSONResponse({"status": "ok", "incarnation": str(self.incarnation)})
 
     async def listed(self, _: Request) -> Response:
-        return JSONResponse({model: {"steps": steps} for model, steps in self.models.items()})
+        return JSONResponse(
+            {
+                model: {"steps": steps, "saved": "a folder" if model in self.saved else None}
+                for model, steps in self.models.items()
+            }
+        )
 
     async def operation(self, http: Request) -> Response:
         request, kind, model = http.path_params["request"], http.headers["X-Operation"], http.headers["X-Model"]

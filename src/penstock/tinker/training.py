@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
@@ -22,6 +23,8 @@ from penstock.tinker.learner_client import LearnerClient
 from penstock.tinker.requests import CreateModel, LoadWeights, SaveForSampler, SaveWeights
 from penstock.tinker.sessions import SILENT_S, put_sampler
 from penstock.tinker.tenants import Tenants
+
+logger = logging.getLogger(__name__)
 
 INCARNATION = "learner"
 """Name of the fact that says which start of the learner this service last saw."""
@@ -299,11 +302,22 @@ class Training:
                 incarnation = await self._learner.returned()
                 held = await self._learner.models()
                 known = await self._database.run(lambda connection: _compare(connection, incarnation, held))
-                for model in held.keys() - known:  # the learner died while it made one, and has restored it
-                    body = orjson.dumps({"model_id": model})
-                    await self._learner.post("drop_model", model, f"{model}:unknown", body, incarnation)
+                await self._drop_half_made({model: held[model] for model in held.keys() - known}, incarnation)
                 self._incarnation = incarnation
             return self._incarnation
+
+    async def _drop_half_made(self, unknown: Mapping[str, Mapping[str, Any]], incarnation: str) -> None:
+        """Drop models that the database does not know, but none that was saved: it may be the wrong database."""
+        if saved := sorted(model for model, state in unknown.items() if state.get("saved") is not None):
+            logger.warning(
+                "the learner holds saved models that the database does not know: %s. They and their files stay; is "
+                "--database the one that this data folder had before?",
+                ", ".join(saved),
+            )
+        for model in sorted(unknown.keys() - set(saved)):
+            logger.warning("a creation that failed left %s in the learner; it was never saved, and is dropped", model)
+            body = orjson.dumps({"model_id": model})
+            await self._learner.post("drop_model", model, f"{model}:unknown", body, incarnation)
 
 
 # Built once: to build a statement costs more than SQLite takes to run it.
