@@ -65,7 +65,7 @@ def _explain(section: type[Section], error: Mapping[str, Any]) -> str:
     whole = error["type"] == "value_error" and isinstance(given, (Mapping, Section))
     shown = repr(cast("object", given))
     got = "" if whole or shown in message else f", got {shown}"
-    return f"{named}{message}{got}"
+    return re.sub(r"//\S*@", "//***@", f"{named}{message}{got}")  # a URL may hold a password
 
 
 def _fields_at(section: type[Section], path: Sequence[str]) -> list[str]:

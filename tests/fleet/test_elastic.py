@@ -173,7 +173,9 @@ async def test_sessions_end_where_they_live_before_an_engine_is_drained(fleet: F
     await check_serves(fleet, engines=1)
 
 
-async def test_the_last_engines_stay_and_errors_name_what_is_there(fleet: Fleet) -> None:
+async def test_the_last_engines_stay_and_errors_name_what_is_there(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(UserError, match="there is no engine 'e7'; the fleet has e0, e1"):
         await fleet.drain("e7")
     with pytest.raises(UserError, match="there is no engine 2"):
@@ -187,6 +189,9 @@ async def test_the_last_engines_stay_and_errors_name_what_is_there(fleet: Fleet)
     ):
         await fleet.remove("e1")
     await fleet.remove("e0")
+    assert "engine e0 stays draining: is being removed; it takes no new request, and leaves when " in caplog.text
+    with pytest.raises(UserError, match=r"there is no engine 'e7'; the fleet has e1$"):
+        await fleet.drain("e7")
     with pytest.raises(StateError, match="engine e0 has left the fleet already"):
         await fleet.remove("e0")
     with pytest.raises(StateError, match="engine e0 does not serve, it is stopped"):

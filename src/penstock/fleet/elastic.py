@@ -35,6 +35,8 @@ POLL_INTERVAL_S, LONGEST_POLL_INTERVAL_S = 0.05, 1.0
 """Seconds between the first two questions to the router for an engine's load, and at most. It sends no event, since a
 message for each last request would burden every request for a rare drain."""
 
+REMOVED = "is being removed; it takes no new request, and leaves when its requests end or their time is over"
+
 
 def _until_closed(
     method: Callable[Concatenate[Elastic, P], Coroutine[Any, Any, T]],
@@ -111,7 +113,8 @@ class Elastic:
         for member in members:
             if member.name == engine:
                 return member
-        raise UserError(f"there is no engine {engine!r}; the fleet has {', '.join(m.name for m in members)}")
+        there = ", ".join(m.name for m in members if m.state is not State.STOPPED)
+        raise UserError(f"there is no engine {engine!r}; the fleet has {there or 'none'}")
 
     @property
     def starting(self) -> tuple[str, ...]:
@@ -280,7 +283,7 @@ class Elastic:
         async def run() -> None:
             if member.state is State.DRAINING:
                 if mode is Substate.ALL and member.drain_mode is not mode:
-                    member.lifecycle.stay(mode, "is to leave")
+                    member.lifecycle.stay(mode, REMOVED)
                 await self._roster.push_membership()
             restarting = member.is_restarting
             if not restarting and member.state not in {State.SERVING, State.PAUSED}:
@@ -296,7 +299,7 @@ class Elastic:
                 member.lifecycle.restarts = False
                 self._roster.announce()
                 return
-            why = "is to leave" if mode is Substate.ALL else "takes no new session"
+            why = REMOVED if mode is Substate.ALL else "takes no new session"
             member.lifecycle.to(State.DRAINING, why, mode)
             self._roster.announce()
             await self._roster.push_membership()
