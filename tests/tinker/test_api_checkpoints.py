@@ -15,7 +15,7 @@ from penstock.tinker import futures, service_state, sessions
 from penstock.tinker.checkpoints import TinkerPath
 from penstock.tinker.database import Database, checkpoints
 from penstock.tinker.futures import Futures
-from penstock.tinker.sessions import Sessions
+from penstock.tinker.sessions import Sessions, UnknownError
 
 pytestmark = pytest.mark.usefixtures("shared_fleet")
 
@@ -228,6 +228,8 @@ async def test_rows_of_an_ended_session_go_but_for_what_a_checkpoint_needs(
         async def runs() -> set[str]:
             return {run["training_run_id"] for run in (await service.get("training_runs"))["training_runs"]}
 
+        await known.source("alice", drawn[1])
+        await known.own_model("alice", plain)
         await known.forget()
         assert len(await runs()) == len((await service.get("sessions"))["sessions"]) == 3, "it is not a day"
         for module, name in ((sessions, "KEEP_S"), (sessions, "UNUSED_S"), (futures, "KEEP_S"), (futures, "FORGET_S")):
@@ -238,6 +240,10 @@ async def test_rows_of_an_ended_session_go_but_for_what_a_checkpoint_needs(
             while await runs() != {with_files, live}:
                 await kept.prune()
                 await known.forget()
+        with pytest.raises(UnknownError, match="no sampler"):
+            await known.source("alice", drawn[1])
+        with pytest.raises(UnknownError, match="no model"):
+            await known.own_model("alice", plain)
         await database.close()
         assert set((await service.get("sessions"))["sessions"]) == {owners[0], owners[2]}
         assert [c["tinker_path"] for c in (await service.get("checkpoints"))["checkpoints"]] == [path]

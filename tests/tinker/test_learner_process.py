@@ -11,14 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+import torch
 
 from patience import WAIT_S
 from penstock.errors import UserError
-from penstock.tinker import learner_process
+from penstock.tinker import learner_process, trainer
 from penstock.tinker.learner_process import Answer, Answers, Operations, build_app
 from penstock.tinker.models import Models
+from penstock.tinker.schema import pb
 from penstock.tinker.trainer import Sizes
+from penstock.train.interface import Outputs
 
 
 class Learner:
@@ -33,6 +37,10 @@ class Learner:
         if name in self.done:
             raise UserError(f"there is an adapter {name!r} already")
         self.done.append(name)
+
+    def forward(self, name: str, _loss: Any, data: Any) -> Outputs:
+        self.done.append(name)
+        return Outputs([torch.zeros(len(datum.target_ids)) for datum in data], {}, {}, {})
 
     def optim_step(self, name: str, adam: Any, *, scale: float) -> float:
         self.go.wait(60)
@@ -121,6 +129,36 @@ async def test_a_failure_is_an_answer_with_its_category(operations: Operations, 
         answer = await operations.run(body.decode() + kind, kind, "a", body)
         assert (answer.status, json.loads(answer.body)["category"]) == (422, "user")
         assert message in json.loads(answer.body)["error"]
+
+
+@pytest.mark.parametrize(("width", "here"), [(64, True), (1 << 14, False)], ids=["small", "wide"])
+async def test_a_small_request_whose_answer_is_large_is_encoded_beside_the_loop(
+    operations: Operations,
+    monkeypatch: pytest.MonkeyPatch,
+    width: int,
+    here: bool,  # noqa: FBT001
+):
+    await create(operations, "a")
+    operations.sizes = Sizes(1 << 14, 64)
+    message = pb.ForwardBackwardRequest(model_id="a", seq_id=1, loss_fn="cross_entropy", forward_only=True)
+    datum = message.data.add()
+    datum.model_input.add().encoded_text.tokens = np.arange(8, dtype=np.int32).tobytes()
+    targets = datum.loss_fn_inputs["target_tokens"]
+    targets.dtype, targets.sparse_csr.values = pb.DTYPE_INT64, np.array([5], np.int64).tobytes()
+    targets.shape.extend([8, width])
+    targets.sparse_csr.crow_indices = np.array([0, *[1] * 8], np.int64).tobytes()
+    targets.sparse_csr.col_indices = np.array([2], np.int64).tobytes()
+    threads: list[threading.Thread] = []
+
+    def encode(batch: Any, outputs: Any) -> bytes:
+        threads.append(threading.current_thread())
+        return trainer.encode(batch, outputs)
+
+    monkeypatch.setattr(learner_process, "encode", encode)
+    answer = await operations.run("a:1", "forward", "a", message.SerializeToString())
+    output = pb.ForwardBackwardOutput.FromString(answer.body)
+    assert len(output.loss_fn_outputs[0].fields["logprobs"].data) == 4 * 8 * width
+    assert [thread is threading.current_thread() for thread in threads] == [here]
 
 
 async def test_old_answers_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

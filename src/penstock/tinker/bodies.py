@@ -19,6 +19,8 @@ MOST_JSON = 1 << 20
 """Bytes of any other body but a sample's. JSON is parsed at once: its parser lets no other thread run."""
 TOKEN_BYTES, SAMPLE_BYTES = 16, 1 << 16
 """Of a token's id in JSON, and of all else in a request to sample."""
+SMALL = 1 << 16
+"""Bytes of training data that are parsed at once; more are parsed in a thread."""
 
 
 class RefusedError(UserError):
@@ -34,15 +36,6 @@ def most_of_sample(context: int | None) -> int:
     return MOST_BODY if context is None else SAMPLE_BYTES + context * TOKEN_BYTES
 
 
-MOST_FIELDS = 1 << 18
-"""Of a body of training data; the SDK's chunks have at most 1,024 data, of about 30 fields each."""
-SMALL = 1 << 16
-"""Bytes of training data that are parsed at once; more are parsed in a thread."""
-
-_Fields = dict[int, Any]
-"""Fields that have a length, by number: the fields of a message, or None for packed numbers; no text, no bytes."""
-
-
 async def training_request(http: Request) -> tuple[bytes, Any]:
     """Return the body and the message of a request with training data. UserError: it is malformed, or too large."""
     data = await read_body(http, MOST_BODY)
@@ -55,6 +48,38 @@ def _parsed(data: bytes) -> Any:
         return pb.ForwardBackwardRequest.FromString(data)
     except DecodeError as error:
         raise UserError(f"the body is no ForwardBackwardRequest: {error}") from error
+
+
+async def read_body(http: Request, most: int = MOST_JSON) -> bytes:
+    """Return the whole body. RefusedError: it is too large, does not come, or cannot be unpacked."""
+    data = await asgi.read_body(http, most, lambda status, why: RefusedError(why, status))
+    encoding = http.headers.get("content-encoding", "identity")
+    if encoding == "identity":
+        return data
+    if encoding != "zstd":
+        raise RefusedError(f"Content-Encoding {encoding[:40]!r} is not known; send zstd or none", 415)
+    return await asyncio.to_thread(_unpacked, data, most)
+
+
+def _unpacked(data: bytes, most: int) -> bytes:
+    unpacker = zstandard.ZstdDecompressor(max_window_size=1 << 27)
+    try:
+        with unpacker.stream_reader(data, read_across_frames=True) as reader:
+            unpacked = reader.read(most + 1)
+    except zstandard.ZstdError as error:
+        raise RefusedError(f"the body is no zstd: {error}", 400) from error
+    if len(unpacked) > most:
+        raise RefusedError(f"the unpacked body is over {most / (1 << 20):g} MiB", 413)
+    return unpacked
+
+
+# --- fields of training data -----------------------------------------------------------------------------------------
+
+MOST_FIELDS = 1 << 18
+"""Of a body of training data; the SDK's chunks have at most 1,024 data, of about 30 fields each."""
+
+_Fields = dict[int, Any]
+"""Fields that have a length, by number: the fields of a message, or None for packed numbers; no text, no bytes."""
 
 
 def check_fields(body: bytes) -> None:
@@ -81,7 +106,10 @@ def check_fields(body: bytes) -> None:
                         todo.append((at, at + size, inside))
                     at += size
                 if left < 0:
-                    raise UserError(f"the body has more than {MOST_FIELDS} fields; send fewer data at once")
+                    raise UserError(
+                        f"the request has more than {MOST_FIELDS} protobuf fields, as over 8,000 data of four inputs "
+                        "have; send fewer data in a request, and the tokens of each datum as one chunk"
+                    )
     except IndexError:
         raise UserError("the body is no ForwardBackwardRequest: it is cut off") from None
 
@@ -109,26 +137,3 @@ def _fields_of(message: Any) -> _Fields:
 _FIELDS, _TEXT = _fields_of(pb.ForwardBackwardRequest.DESCRIPTOR), _Fields()
 _FIXED = {1: 8, 5: 4}
 """Bytes of the kinds that have no length."""
-
-
-async def read_body(http: Request, most: int = MOST_JSON) -> bytes:
-    """Return the whole body. RefusedError: it is too large, does not come, or cannot be unpacked."""
-    data = await asgi.read_body(http, most, lambda status, why: RefusedError(why, status))
-    encoding = http.headers.get("content-encoding", "identity")
-    if encoding == "identity":
-        return data
-    if encoding != "zstd":
-        raise RefusedError(f"Content-Encoding {encoding[:40]!r} is not known; send zstd or none", 415)
-    return await asyncio.to_thread(_unpacked, data, most)
-
-
-def _unpacked(data: bytes, most: int) -> bytes:
-    unpacker = zstandard.ZstdDecompressor(max_window_size=1 << 27)
-    try:
-        with unpacker.stream_reader(data, read_across_frames=True) as reader:
-            unpacked = reader.read(most + 1)
-    except zstandard.ZstdError as error:
-        raise RefusedError(f"the body is no zstd: {error}", 400) from error
-    if len(unpacked) > most:
-        raise RefusedError(f"the unpacked body is over {most / (1 << 20):g} MiB", 413)
-    return unpacked

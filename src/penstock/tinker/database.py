@@ -95,7 +95,7 @@ futures = Table(
     Column("id", String, nullable=False, unique=True),
     Column("tenant", String, nullable=False),
     Column("kind", String, nullable=False),
-    Column("scope", String, nullable=False),
+    Column("scope", String, nullable=False, index=True),
     Column("executor", String, nullable=False),
     Column("state", String, nullable=False),
     Column("body", LargeBinary),

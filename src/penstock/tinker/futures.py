@@ -321,6 +321,8 @@ class Futures:
             discharge(connection, dropped & (f.size > 0))
             connection.execute(update(futures).where(dropped).values(state=GONE, result=None, size=0))
             forgotten = (f.state == GONE) & (f.finished < now - FORGET_S)
+            # A model's client has heard of a loss once it has fetched a failure that came after it. That failure is the
+            # only record of it: without this a client would hear of the same loss again when the failure goes.
             told = forgotten & f.error.is_not(None) & f.retrieved.is_not(None) & (f.finished >= models.c.lost_at)
             heard = exists().where(told & (f.scope == models.c.id))
             connection.execute(update(models).where(heard).values(lost=None, lost_at=None))

@@ -278,9 +278,9 @@ class Operations:
         parts = batch.parts(self.turn_tokens)
         found = [await self._evaluate_part(model, part) for part in parts]
         answer = joined(found)
-        return Answer(
-            200, PROTO_TYPE, encode(batch, answer) if here else await self._in_thread(lambda: encode(batch, answer))
-        )
+        here = 4 * batch.laid_out <= SMALL
+        data = encode(batch, answer) if here else await self._in_thread(lambda: encode(batch, answer))
+        return Answer(200, PROTO_TYPE, data)
 
     async def _evaluate_part(self, model: str, part: Batch) -> Outputs:
         """Evaluate a part together with those of other models that wait at the same time."""

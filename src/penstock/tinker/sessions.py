@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, Table, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, Table, delete, exists, func, insert, select, update
 
 from penstock.errors import UserError
 from penstock.tinker.checkpoints import as_json, when
@@ -215,16 +215,19 @@ class Sessions:
 
         What a checkpoint, a future, the learner or a sample of the last hours needs stays, and so does its session.
         """
-        now, m, s = time.time(), models.c, samplers.c
+        now, m, s, scope = time.time(), models.c, samplers.c, futures.c.scope
         long_ago = select(sessions.c.id).where(sessions.c.finished.is_not(None) & (sessions.c.seen < now - KEEP_S))
-        scopes, saved = select(futures.c.scope), select(checkpoints.c.folder)
+        saved = select(checkpoints.c.folder)
         without_files = s.folder.is_(None) | s.folder.in_(saved)
         dropped = (
             delete(samplers).where(
-                s.session.in_(long_ago) & s.id.not_in(scopes) & without_files & (s.used < now - UNUSED_S)
+                s.session.in_(long_ago) & ~exists().where(scope == s.id) & without_files & (s.used < now - UNUSED_S)
             ),
             delete(models).where(
-                m.session.in_(long_ago) & m.id.not_in(scopes) & ~m.live & m.id.not_in(select(checkpoints.c.model))
+                m.session.in_(long_ago)
+                & ~exists().where(scope == m.id)
+                & ~m.live
+                & m.id.not_in(select(checkpoints.c.model))
             ),
             delete(sessions).where(
                 sessions.c.id.in_(long_ago)
@@ -233,6 +236,8 @@ class Sessions:
             ),
         )
         await self._database.run(lambda c: [c.execute(each) for each in dropped])
+        self._known.clear()  # also of what another process has dropped
+        self._owners.clear()
 
     # --- facts that processes share ----------------------------------------------------------------------------------
 

@@ -86,6 +86,11 @@ class Batch:
     data: Sequence[Datum]
     cells: Sequence[tuple[tuple[int, ...], Array | None]]
 
+    @property
+    def laid_out(self) -> int:
+        """Values of the answer: a sparse tensor's shape says more than its bytes."""
+        return sum(math.prod(shape) for shape, _ in self.cells)
+
     def parts(self, tokens: int) -> Iterator[Batch]:
         """Split it into batches of at most so many tokens, and of at least one datum, in order."""
         first, filled = 0, 0
@@ -124,12 +129,14 @@ def decode(body: bytes, sizes: Sizes) -> Batch:
     if not request.data:
         raise UserError("forward_backward has no data; give at least one Datum")
     read = [_datum(f"datum {index}", given, request.loss_fn, sizes) for index, given in enumerate(request.data)]
-    if (laid_out := sum(math.prod(shape) for _, (shape, _) in read)) > MOST_LAID_OUT:
-        raise UserError(f"the answer would have {laid_out} values, and {MOST_LAID_OUT} are the most; send fewer data")
     names = {name for datum, _ in read for name in datum.extra}
     if lacking := [i for i, (datum, _) in enumerate(read) if set(datum.extra) != names]:
         raise UserError(f"datum {lacking[0]} lacks {', '.join(sorted(names - read[lacking[0]][0].extra.keys()))}")
-    return Batch(request.forward_only, spec, [datum for datum, _ in read], [cells for _, cells in read])
+    batch = Batch(request.forward_only, spec, [datum for datum, _ in read], [cells for _, cells in read])
+    if batch.laid_out > MOST_LAID_OUT:
+        most = f"{MOST_LAID_OUT} are the most"
+        raise UserError(f"the answer would have {batch.laid_out} values, and {most}; send fewer data")
+    return batch
 
 
 def encode(batch: Batch, outputs: Outputs) -> bytes:
@@ -148,7 +155,7 @@ def encode(batch: Batch, outputs: Outputs) -> bytes:
 
 
 MOST_LAID_OUT = 1 << 24
-"""Values of all answers to one request: a sparse tensor's shape says more than its bytes."""
+"""Values of the answer to one request."""
 
 
 def _laid_out(shape: tuple[int, ...], at: Array | None, found: Tensor) -> Array:
