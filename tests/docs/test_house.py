@@ -30,14 +30,14 @@ SIDE_ROOMS = tuple(
         "fleet.skyrl_paths",
         "fleet.vllm_router", "gateway", "observe", "plugin.adapter_worker",
         "plugin.adapters", "plugin.cores", "plugin.kept_kv", "plugin.native",
-        "plugin.quantised", "rollout", "router.figures",
+        "plugin.quantised", "rollout", "prefix_hash", "router.figures", "router.kv",
         "router.other_policies", "router.workers", "sim", "token_meter", "train", "weights.broadcast",
         "weights.cuda_ipc", "weights.delta", "weights.disk", "weights.group", "weights.transfer",
     )
 )  # fmt: skip
-SPINE_FILES, SPINE_LINES = 56, 14_762
+SPINE_FILES, SPINE_LINES = 56, 14_605
 """The most that the spine has now; the target is 60 files and 10,000 lines."""
-SOURCE_FILES, SOURCE_LINES = 226, 46_179
+SOURCE_FILES, SOURCE_LINES = 228, 46_222
 """The most that `src` has now; the target is 230 files and 38,000 lines."""
 
 

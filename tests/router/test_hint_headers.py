@@ -9,8 +9,9 @@ import orjson
 from router_rig import Backend, Seen, reply, rig
 
 from penstock.engine.client import DataClient
+from penstock.prefix_hash import prefix_hashes
 from penstock.types import GenerateBatch, SamplingParams
-from penstock.wire import prefix_hashes, request_headers
+from penstock.wire import request_headers
 
 SAMPLE = {"index": 0, "ids": [1], "logprobs": "[[[1,-1.0,1,null]]]", "versions": [[0, 1]], "finish": "length"}
 LAST = {"status": 200, "samples": [SAMPLE], "versions": [[[0, 0, 1]]], "answer": {}}

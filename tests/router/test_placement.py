@@ -10,11 +10,11 @@ from collections.abc import Iterable
 import pytest
 from named_placement import NamedPlacement
 
+from penstock.prefix_hash import prefix_hashes
 from penstock.rooms import plugged_as
 from penstock.router.memory import EngineEntry
 from penstock.router.policies import Defer, Hints
 from penstock.settings import RouterConfig
-from penstock.wire import prefix_hashes
 
 
 def entries(count: int, **more: object) -> list[EngineEntry]:

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.router.memory import Engine, EngineEntry, Prefixes
+from penstock.prefix_hash import BLOCK, MOST, parse_prefix_hashes, prefix_hashes, stride_of
+from penstock.router.kv import Prefixes
+from penstock.router.memory import Engine, EngineEntry
 from penstock.router.policies import PrefixHolder
-from penstock.wire import BLOCK, MOST, parse_prefix_hashes, prefix_hashes, stride_of
 
 
 def boundaries(token_ids: list[int]) -> list[tuple[int, bytes]]:

@@ -12,7 +12,7 @@ from router_rig import Backend, RawClient, Rig, Seen, answer_name, eventually, r
 
 from patience import WAIT_S
 from penstock.router.admin_client import EngineLoad
-from penstock.router.backend import KVStats, parse_kv_stats
+from penstock.router.kv import KVStats, parse_kv_stats
 from penstock.router.memory import EngineEntry
 from penstock.sim import SimConfig, SimServer
 

@@ -6,7 +6,7 @@ import pytest
 from router_rig import Backend, Rig, answer_name, eventually, rig
 
 from penstock.errors import UserError
-from penstock.router.backend import KVStats, parse_kv_stats
+from penstock.router.kv import KVStats, parse_kv_stats
 from penstock.router.memory import EngineEntry, Membership
 
 RANK = "x-data-parallel-rank"

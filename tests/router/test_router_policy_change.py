@@ -6,7 +6,7 @@ import pytest
 from router_rig import Rig, answer_name, rig
 
 from penstock.errors import UserError
-from penstock.wire import prefix_hashes
+from penstock.prefix_hash import prefix_hashes
 
 
 def hints(ids: list[int]) -> str:

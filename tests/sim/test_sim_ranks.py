@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sim_http import PROMPT, sim_client
 
-from penstock.router.backend import parse_kv_stats
+from penstock.router.kv import parse_kv_stats
 from penstock.sim.config import SimConfig
 
 BODY = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 4, "logprobs": 0}}

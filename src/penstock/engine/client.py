@@ -35,10 +35,10 @@ from penstock.errors import DeadlineError, EngineDeadError, EngineError, EngineH
 from penstock.http import MOST_DATA, HttpTransport, Reply, UnreachableError, as_json
 from penstock.rooms import plugged_in
 from penstock.types import GenerateBatch, GenerateOutput, Message, Sample, SamplingParams, SessionId
-from penstock.wire import BLOCK, GENERATE, prefix_hashes
+from penstock.wire import GENERATE
 
 STREAM_CHUNK_TOKENS = 64
-LEAST_HASHED = 2 * BLOCK
+LEAST_HASHED = 128
 """Tokens: computing a shorter prompt again costs less than finding it."""
 DEAD_STATUS = frozenset({500, 502, 504})
 """What vLLM answers when its engine core has died under a request, and proxies when vLLM itself has."""
@@ -204,7 +204,8 @@ class DataClient:
         if self.unreported is not None:
             self.unreported.check(params)
         end = self._end()
-        hashes = prefix_hashes(token_ids) if self.routed and len(token_ids) >= LEAST_HASHED else None
+        hashed = self.routed and len(token_ids) >= LEAST_HASHED
+        hashes = plugged_in("prefix_hashes")(token_ids) if hashed else None
         headers = wire.request_headers(len(token_ids), params, session_id, group_id=group_id, prefix_hashes=hashes)
         body = wire.generate_body(token_ids, params, adapter=adapter)
         request = Continuation(self, GENERATE, body, headers=headers, timeout_s=self.request_timeout_s)

@@ -13,8 +13,8 @@ from penstock.aio import all_or_first_error
 from penstock.engine.client import LEAST_HASHED, Continuation, DataClient
 from penstock.errors import EngineDeadError, EngineError, RequestError, reading
 from penstock.http import Reply
+from penstock.prefix_hash import prefix_hashes
 from penstock.types import SessionId
-from penstock.wire import prefix_hashes
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 FORMS = "a string, a list of strings, a list of token ids, or a list of lists of token ids"

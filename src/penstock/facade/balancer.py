@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.errors import RequestError, StateError
 from penstock.facade.forms import Prompt
 from penstock.fleet.member import RANK
-from penstock.wire import prefix_hashes
+from penstock.prefix_hash import prefix_hashes
 
 if TYPE_CHECKING:
     from penstock.facade.vllm_like import AsyncVLLM

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Coroutine
 from contextlib import suppress
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import orjson
 
@@ -252,49 +252,6 @@ _DEAD_MESSAGE = "EngineCore encountered an issue"
 """How the message of vLLM's `EngineDeadError` begins."""
 _ALIVE = re.compile(rb"HTTP/1\.[01] [234]\d\d ")
 """Any answer but a 5xx says that a server is there and can serve; vLLM answers 503 once its engine is dead."""
-_MOST_TOKENS = 1 << 53
-"""A capacity beyond is none; integers up to it are exact in JSON too."""
-# Not prometheus_client's parser: this runs once a second for each engine in the event loop that carries the requests,
-# and reads two of some thousand lines.
-_USAGE = re.compile(rb"^vllm:kv_cache_usage_perc(\{[^\n]*\})? ([0-9.eE+-]+)\r?$", re.MULTILINE)
-_CACHE = re.compile(rb"^vllm:cache_config_info\{([^\n]*)\} ", re.MULTILINE)
-_SIZE = re.compile(rb'(?:^|,)(num_gpu_blocks|block_size|kv_cache_size_tokens)="(\d{1,15})"')
-
-
-class KVStats(NamedTuple):
-    """An engine's KV cache."""
-
-    usage: float
-    """Share in use, 0 to 1; the mean over data-parallel ranks."""
-    capacity: int
-    """Tokens that it holds; 0: the engine does not say."""
-
-
-def parse_kv_stats(text: bytes | bytearray, dp_rank: int | None = None) -> KVStats | None:
-    """Read vLLM's Prometheus text, of one data-parallel rank or of all together; None where it says no usage.
-
-    vLLM 0.32 says how many tokens fit on a rank (exact for models with several kinds of attention); before that, and
-    where it does not, it is the blocks of all ranks together times their size.
-    """
-    ranks = _USAGE.findall(text)
-    cache = _CACHE.search(text)
-    sizes = {name: int(size) for name, size in _SIZE.findall(cache[1])} if cache else {}
-    try:
-        usages = [float(usage) for labels, usage in ranks if dp_rank is None or b'engine="%d"' % dp_rank in labels]
-    except ValueError:
-        return None
-    if not usages or min(usages) < 0 or max(usages) > 1:
-        return None
-    capacity = sizes.get(b"kv_cache_size_tokens", 0) * len(usages)
-    capacity = capacity or sizes.get(b"num_gpu_blocks", 0) * sizes.get(b"block_size", 0) * len(usages) // len(ranks)
-    return KVStats(sum(usages) / len(usages), capacity if capacity <= _MOST_TOKENS else 0)
-
-
-async def read_kv_stats(backend: Backend) -> KVStats | None:
-    """What an engine says of its KV cache; None: nothing, and if it is gone the next request finds out."""
-    with suppress(OSError):
-        return parse_kv_stats(await _read(backend, "/metrics"), backend.engine.entry.dp_rank)
-    return None
 
 
 def cause_of_death(content: bytes) -> str:
@@ -320,11 +277,11 @@ async def wait_until_well(backend: Backend) -> None:
         # Another process's state: there is no event to wait for.
         await asyncio.sleep(backoff_s(failures, _PROBE_S, _LONGEST_PROBE_S))
         with suppress(OSError):
-            if _ALIVE.match(await _read(backend, "/health")):
+            if _ALIVE.match(await read_answer(backend, "/health")):
                 return
 
 
-async def _read(backend: Backend, path: str) -> bytes:
+async def read_answer(backend: Backend, path: str) -> bytes:
     """Ask one engine on a connection of its own; returns its answer with the head, as far as it came in time.
 
     Raises:

@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
-from penstock.router.backend import Backend, read_kv_stats, wait_until_well
+from penstock.rooms import plugged_in
+from penstock.router.backend import Backend, wait_until_well
 from penstock.router.http import RefusalError, RequestHead
 from penstock.router.memory import Engine, Membership, Metrics
 from penstock.router.placement import Placement
@@ -339,7 +340,7 @@ class Dispatcher:
                 backend.cut()
         self._leaving = {backend for backend in self._leaving if backend.open}
         if self._interval_s and self._clock is None:
-            self._clock = asyncio.get_running_loop().create_task(self._tick())
+            self._clock = asyncio.get_running_loop().create_task(plugged_in("router.kv_usage")(self, self._interval_s))
 
     def finish_session(self, session_id: str) -> bool:
         """The session has no further turn; False: it was not known."""
@@ -412,19 +413,6 @@ class Dispatcher:
         await wait_until_well(backend)
         self.placement.mark(backend.engine, down=False)
         self.gate.recheck()
-
-    async def _tick(self) -> None:
-        while True:
-            for backend in self.backends.values():
-                if backend.asking is None or backend.asking.done():
-                    backend.ask(self._read_kv(backend))
-            await asyncio.sleep(self._interval_s)  # another process's state: there is no event to wait for
-
-    async def _read_kv(self, backend: Backend) -> None:
-        stats = await read_kv_stats(backend)
-        if stats is not None:
-            self.placement.report_kv(backend.engine, kv_usage=stats.usage, kv_capacity=stats.capacity)
-            self.gate.room()
 
     def sweep(self, now: float) -> None:
         """Close idle connections, forget idle sessions, refuse what waited too long; `now` is `time.monotonic()`."""

@@ -1,11 +1,11 @@
-"""What the router is told and what it remembers: its engines, sessions, prefixes, and its counts."""
+"""What the router is told and what it remembers: its engines and sessions, and its counts."""
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, cast
 from urllib.parse import urlsplit
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from pydantic import ConfigDict
 
 from penstock.errors import StateError, UserError, whole_number
-from penstock.router.policies import EngineView, PrefixHolder
+from penstock.router.policies import EngineView
 
 # --- what a fleet tells it: always all of it, with an epoch, never a delta -------------------------------------------
 
@@ -123,7 +123,7 @@ class Membership:
         return self
 
 
-# --- engines, sessions, prefixes --------------------------------------------------------------------------------------
+# --- engines, sessions --------------------------------------------------------------------------------------
 
 new_tuple = cast("Any", tuple).__new__
 """Of a named tuple, at half the price of calling its class."""
@@ -266,49 +266,6 @@ class SessionTable:
                 break
             self.drop(session_id)
         return ceased
-
-
-class Prefixes:
-    """Hashes of beginnings to engines; where it is full, the least recently used hash is forgotten.
-
-    What an engine has seen, it may have evicted since: this is a guess at its cache, on the side of too much. A prompt
-    has up to 32 hashes.
-    """
-
-    def __init__(self, capacity: int = 131_072) -> None:
-        self._capacity = capacity
-        self._holders: OrderedDict[bytes, dict[Engine, int]] = OrderedDict()
-        """Engines that have seen a beginning, with the filling of their cache at that time."""
-
-    def __len__(self) -> int:
-        return len(self._holders)
-
-    def note(self, engine: Engine, boundaries: Sequence[tuple[int, bytes]]) -> None:
-        """`engine` gets a prompt with these boundaries."""
-        holders = self._holders
-        for _, digest in boundaries:
-            fillings = holders.setdefault(digest, {})
-            if engine not in fillings:
-                fillings = holders[digest] = {one: filling for one, filling in fillings.items() if _has(one, filling)}
-            fillings[engine] = engine.fillings
-            holders.move_to_end(digest)
-        while len(holders) > self._capacity:
-            holders.popitem(last=False)
-
-    def holders(self, boundaries: Sequence[tuple[int, bytes]], most: int) -> tuple[PrefixHolder, ...]:
-        """Of `most` engines those that have seen one of these boundaries, each with its longest; the longest first."""
-        found: dict[Engine, PrefixHolder] = {}
-        for tokens, digest in reversed(boundaries):
-            for engine, filling in self._holders.get(digest, {}).items():
-                if engine not in found and _has(engine, filling):
-                    found[engine] = PrefixHolder(engine.name, tokens)
-            if len(found) == most:
-                break
-        return tuple(found.values())
-
-
-def _has(engine: Engine, filling: int) -> bool:
-    return not engine.left and engine.fillings == filling
 
 
 _RECENT = 1024

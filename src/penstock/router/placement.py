@@ -8,11 +8,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Sequence
+from functools import cached_property
+from typing import Any
 
-from penstock.router.memory import Engine, EngineEntry, Prefixes, Session, SessionStats, SessionTable, new_tuple
+from penstock.rooms import plugged_in
+from penstock.router.memory import Engine, EngineEntry, Session, SessionStats, SessionTable, new_tuple
 from penstock.router.policies import Defer, Hints, Policies, ReadsPrefixes, RequestView, Snapshot
 from penstock.settings import RouterConfig
-from penstock.wire import parse_prefix_hashes
 
 MOST_GROUPS = 16_384
 """Groups that are remembered; beyond, the one used least recently is forgotten."""
@@ -36,7 +38,6 @@ class Placement:
         self.turns = Counter(stayed=0, moved=0, rehomed=0, opened=0, single=0)
         """Placements by what became of the session: later turns that stayed, that the policy moved, and those whose
         engine could not serve them; first turns; requests without a session."""
-        self._prefixes = Prefixes()
         self._groups: OrderedDict[str, Counter[str]] = OrderedDict()
         """Of each group how many of its samples went to which engine."""
         self._in_flight: dict[str, int] = {}
@@ -51,6 +52,11 @@ class Placement:
         """Place by other policies from now on; what is known of sessions, loads and prefixes stays."""
         self._policy = Policies(config)
         self.config = config
+
+    @cached_property
+    def _prefixes(self) -> Any:
+        """Which engines have seen a prompt's beginning, `kv.Prefixes`."""
+        return plugged_in("router.prefixes")()
 
     # --- engines -----------------------------------------------------------------------------------------------------
 
@@ -110,7 +116,7 @@ class Placement:
         wanted = self._policy.reads_prefixes
         boundaries = ()
         if wanted and request.prefix_hashes and (home is None or wanted is ReadsPrefixes.ALWAYS):
-            boundaries = parse_prefix_hashes(request.prefix_hashes)
+            boundaries = self._prefixes.boundaries(request.prefix_hashes)
         group_id = None if home is not None else request.group_id
         figures = (
             session_id,
@@ -127,8 +133,7 @@ class Placement:
             return answer
         engine = self.engines[answer.name]
         if boundaries:
-            least = self.config.prefix_length
-            self._prefixes.note(engine, [boundary for boundary in boundaries if boundary[0] >= least])
+            self._prefixes.note(engine, boundaries, self.config.prefix_length)
         if group_id is not None:
             self._groups.setdefault(group_id, Counter())[answer.name] += 1
             self._groups.move_to_end(group_id)

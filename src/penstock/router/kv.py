@@ -1,0 +1,127 @@
+"""What a router knows of engines' KV caches: how full they are, and which beginnings of prompts they have seen."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+from penstock.prefix_hash import parse_prefix_hashes
+from penstock.router.backend import Backend, read_answer
+from penstock.router.dispatcher import Dispatcher
+from penstock.router.memory import Engine
+from penstock.router.policies import PrefixHolder
+
+# --- usage ------------------------------------------------------------------------------------------------------------
+
+_MOST_TOKENS = 1 << 53
+"""A capacity beyond is none; integers up to it are exact in JSON too."""
+# Not prometheus_client's parser: this runs once a second for each engine in the event loop that carries the requests,
+# and reads two of some thousand lines.
+_USAGE = re.compile(rb"^vllm:kv_cache_usage_perc(\{[^\n]*\})? ([0-9.eE+-]+)\r?$", re.MULTILINE)
+_CACHE = re.compile(rb"^vllm:cache_config_info\{([^\n]*)\} ", re.MULTILINE)
+_SIZE = re.compile(rb'(?:^|,)(num_gpu_blocks|block_size|kv_cache_size_tokens)="(\d{1,15})"')
+
+
+class KVStats(NamedTuple):
+    """An engine's KV cache."""
+
+    usage: float
+    """Share in use, 0 to 1; the mean over data-parallel ranks."""
+    capacity: int
+    """Tokens that it holds; 0: the engine does not say."""
+
+
+def parse_kv_stats(text: bytes | bytearray, dp_rank: int | None = None) -> KVStats | None:
+    """Read vLLM's Prometheus text, of one data-parallel rank or of all together; None where it says no usage.
+
+    vLLM 0.32 says how many tokens fit on a rank (exact for models with several kinds of attention); before that, and
+    where it does not, it is the blocks of all ranks together times their size.
+    """
+    ranks = _USAGE.findall(text)
+    cache = _CACHE.search(text)
+    sizes = {name: int(size) for name, size in _SIZE.findall(cache[1])} if cache else {}
+    try:
+        usages = [float(usage) for labels, usage in ranks if dp_rank is None or b'engine="%d"' % dp_rank in labels]
+    except ValueError:
+        return None
+    if not usages or min(usages) < 0 or max(usages) > 1:
+        return None
+    capacity = sizes.get(b"kv_cache_size_tokens", 0) * len(usages)
+    capacity = capacity or sizes.get(b"num_gpu_blocks", 0) * sizes.get(b"block_size", 0) * len(usages) // len(ranks)
+    return KVStats(sum(usages) / len(usages), capacity if capacity <= _MOST_TOKENS else 0)
+
+
+async def read_kv_stats(backend: Backend) -> KVStats | None:
+    """What an engine says of its KV cache; None: nothing, and if it is gone the next request finds out."""
+    with suppress(OSError):
+        return parse_kv_stats(await read_answer(backend, "/metrics"), backend.engine.entry.dp_rank)
+    return None
+
+
+async def report_usage(dispatcher: Dispatcher, interval_s: float) -> None:
+    """Ask every engine for its KV usage, again and again, and let placement know."""
+
+    async def report(backend: Backend) -> None:
+        if (stats := await read_kv_stats(backend)) is not None:
+            dispatcher.placement.report_kv(backend.engine, kv_usage=stats.usage, kv_capacity=stats.capacity)
+            dispatcher.gate.room()
+
+    while True:
+        for backend in dispatcher.backends.values():
+            if backend.asking is None or backend.asking.done():
+                backend.ask(report(backend))
+        await asyncio.sleep(interval_s)  # another process's state: there is no event to wait for
+
+
+# --- beginnings of prompts --------------------------------------------------------------------------------------------
+
+
+class Prefixes:
+    """Hashes of beginnings to engines; where it is full, the least recently used hash is forgotten.
+
+    What an engine has seen, it may have evicted since: this is a guess at its cache, on the side of too much. A prompt
+    has up to 32 hashes.
+    """
+
+    def __init__(self, capacity: int = 131_072) -> None:
+        self._capacity = capacity
+        self._holders: OrderedDict[bytes, dict[Engine, int]] = OrderedDict()
+        """Engines that have seen a beginning, with the filling of their cache at that time."""
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    boundaries = staticmethod(parse_prefix_hashes)
+
+    def note(self, engine: Engine, boundaries: Sequence[tuple[int, bytes]], least: int = 0) -> None:
+        """`engine` gets a prompt with these boundaries; those of fewer than `least` tokens are not kept."""
+        holders = self._holders
+        for tokens, digest in boundaries:
+            if tokens < least:
+                continue
+            fillings = holders.setdefault(digest, {})
+            if engine not in fillings:
+                fillings = holders[digest] = {one: filling for one, filling in fillings.items() if _has(one, filling)}
+            fillings[engine] = engine.fillings
+            holders.move_to_end(digest)
+        while len(holders) > self._capacity:
+            holders.popitem(last=False)
+
+    def holders(self, boundaries: Sequence[tuple[int, bytes]], most: int) -> tuple[PrefixHolder, ...]:
+        """Of `most` engines those that have seen one of these boundaries, each with its longest; the longest first."""
+        found: dict[Engine, PrefixHolder] = {}
+        for tokens, digest in reversed(boundaries):
+            for engine, filling in self._holders.get(digest, {}).items():
+                if engine not in found and _has(engine, filling):
+                    found[engine] = PrefixHolder(engine.name, tokens)
+            if len(found) == most:
+                break
+        return tuple(found.values())
+
+
+def _has(engine: Engine, filling: int) -> bool:
+    return not engine.left and engine.fillings == filling
