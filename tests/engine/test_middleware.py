@@ -11,6 +11,7 @@ import orjson
 import pytest
 
 from penstock.errors import StateError, WeightsError
+from penstock.plugin import INSTANCE_VARIABLE
 from penstock.plugin.middleware import PenstockMiddleware
 
 
@@ -145,6 +146,7 @@ class Cores:
         model = SimpleNamespace(
             is_moe=False, get_vocab_size=lambda: 32, max_model_len=64, enable_sleep_mode=False,
             logprobs_mode="processed_logprobs", dtype="torch.bfloat16", model="nowhere", hf_config=None,
+            served_model_name="policy",
         )  # fmt: skip
         parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=cores)
         self.vllm_config = SimpleNamespace(
@@ -208,6 +210,7 @@ async def test_one_core_has_a_port_where_there_is_a_key(
 
 async def test_info_says_what_the_engine_is_and_warms_it_up_once(monkeypatch) -> None:
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    monkeypatch.setenv(INSTANCE_VARIABLE, "1f")
     cores, middleware = Cores(), PenstockMiddleware(behind)
     cores.label = "3"
     said = await middleware._info([], cores, b"")
@@ -215,6 +218,7 @@ async def test_info_says_what_the_engine_is_and_warms_it_up_once(monkeypatch) ->
     assert cores.done.count("penstock_warm_up") == 1
     assert (said["weight_version"], said["kv_kept"], said["logprobs_mode"]) == (3, True, "processed_logprobs")
     assert (said["lora"], said["dtype"], said["dp"]) == (False, "bfloat16", 2)
+    assert (said["model"], said["instance"]) == ("policy", "1f")
     cores.vllm_config.model_config.logprobs_mode, cores.label = "raw_logprobs", "4"
     said = await middleware._info([], cores, b"")
     assert (said["logprobs_mode"], said["kv_kept"]) == ("raw_logprobs", False)

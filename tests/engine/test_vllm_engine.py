@@ -29,6 +29,8 @@ async def test_sizes_and_info(live):
     assert info.engine == "vllm"
     assert info.vocab_size == 100
     assert info.max_model_len == 1024
+    assert info.model
+    assert len(info.instance) == 32
     assert info.capabilities.sampled_logprobs
     assert not info.capabilities.lora  # it was launched without
 

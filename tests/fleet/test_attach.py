@@ -71,6 +71,28 @@ async def test_servers_of_another_model_are_refused() -> None:
             await check_serves(fleet, engines=2)
 
 
+async def test_a_server_is_taken_once_by_whatever_address_and_another_name_is_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def elsewhere(url: str) -> str:
+        return url.replace("127.0.0.1", "127.0.0.2")
+
+    async with server(host="0.0.0.0") as first, server(plain=True, host="0.0.0.0", served_model_name="m") as plain:
+        urls = [one.url.replace("0.0.0.0", "127.0.0.1") for one in (first, plain)]
+        for url in urls:
+            with pytest.raises(UserError, match=r"is the server of engine e\d, .* already as .*give each server once$"):
+                await Fleet.connect([url, elsewhere(url)]).__aenter__()
+        async with Fleet.connect(urls[:1], control_timeout_s=WAIT_S, **QUICK) as fleet:
+            with pytest.raises(UserError, match=f"is the server of engine e0, .* already as {urls[0]}; "):
+                await fleet.attach(elsewhere(urls[0]))
+            assert "serves" not in caplog.text
+            assert await fleet.attach(urls[1]) == ("e2",)
+            assert "engine e2 serves 'm', and engine e0 serves 'sim-model': if these are two models" in caplog.text
+            await check_serves(fleet, engines=2)
+            await fleet.remove("e2")
+            assert await fleet.attach(elsewhere(urls[1])) == ("e3",)
+
+
 async def test_launched_and_attached_with_and_without_plugin_in_one_fleet() -> None:
     async with server(plain=True, data_parallel_size=2) as plain, server() as ours:
         attach = [f"{plain.url}/#dp=2", ServerSpec(url=ours.url)]

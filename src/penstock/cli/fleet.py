@@ -59,6 +59,8 @@ def add(
     - `penstock fleet add 2 --url http://127.0.0.1:9000`
     - `penstock fleet add --attach http://10.0.0.5:8000`
     """
+    from penstock.fleet.member import other_name  # noqa: PLC0415
+
     if attach and count is not None:
         raise UserError(f"{count} to start and servers to --attach are two calls; give one of them")
 
@@ -67,6 +69,10 @@ def add(
         return names, await client.state()
 
     names, state = _run(url, join, f"attaching {', '.join(attach)}" if attach else f"starting {count or 1} more")
+    members = [(m.name, m.info) for m in state.members if m.state != "stopped"]
+    for name, info in members:
+        if name in names and (odd := other_name(name, info, members)):
+            typer.echo(f"warning: {odd}", err=True)
     waiting = [m.name for m in state.members if m.name in names and m.state == "syncing"]
     if serving := [name for name in names if name not in waiting]:
         typer.echo(f"serving: {', '.join(serving)}")

@@ -115,7 +115,9 @@ class EngineInfo:
     dtype: str = ""
     """It computes in, by torch's name: `bfloat16`; empty: unknown."""
     instance: str = ""
-    """Id that changes with each start of vLLM without our plugin; empty: unknown."""
+    """Id that changes with each start of the server; empty: unknown."""
+    model: str = ""
+    """Name that it serves its model under; empty: unknown."""
 
     @classmethod
     def of(cls, answer: Mapping[str, Any]) -> Self:
@@ -126,6 +128,8 @@ class EngineInfo:
             **known,
             kv_kept=bool(answer.get("kv_kept", False)),
             dtype=str(answer.get("dtype", "")),
+            instance=str(answer.get("instance", "")),
+            model=str(answer.get("model", "")),
             capabilities=Capabilities(
                 kv_in_flight=bool(answer.get("kv_in_flight", False)),
                 sleep=bool(answer.get("sleep", True)),

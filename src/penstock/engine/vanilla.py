@@ -141,7 +141,8 @@ async def identify(http: HttpTransport, *, timeout_s: float) -> EngineInfo:
                 dict(zip(_CALLS, found, strict=True)), config, tokens=tokens, labels=not OLD.match(number)
             ),
             dtype=str(model.get("dtype") or "").removeprefix("torch."),
-            instance=str(config.get("instance_id") or ""),
+            instance=f"{of}:{http.url.rpartition(':')[2]}" if (of := config.get("instance_id")) else "",
+            model=str(models["data"][0]["id"]),
         )
 
 

@@ -186,7 +186,12 @@ class Elastic:
 
     async def _attach(self, spec: ServerSpec) -> str:
         member = await self._join(Lifecycle(f"e{next(self._numbers)}"), spec, self._roster.members)
-        self._watch(member)
+        try:
+            self._watch(member)
+        except UserError as error:
+            member.lifecycle.to(State.DEAD, f"does not join: {error}")
+            await member.control.close()
+            raise
         await self._roster.until(lambda: member.awaiting_weights or member.state is not State.SYNCING)
         return self._joined(member)
 

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Generic, Protocol, Self, TypeVar
 
 from penstock.engine.control import ControlClient, EngineInfo
-from penstock.errors import DeadlineError, EngineError, FanOutError, PenstockError, StateError
+from penstock.errors import DeadlineError, EngineError, FanOutError, PenstockError, StateError, UserError
 from penstock.router.memory import EngineEntry
 from penstock.settings import ServerSpec
 from penstock.types import EngineStats, EngineUpdate
@@ -212,6 +212,17 @@ class Member:
         if new.process is not None:
             self.torn, self.asleep = None, frozenset()  # it has loaded its weights again
 
+    def check_beside(self, others: Sequence[Member]) -> None:
+        """Raise UserError if it is the same server as another; warn if it serves its model under another name."""
+        for one in others:
+            if self.info.instance and one.info.instance == self.info.instance:
+                raise UserError(
+                    f"{self.url} is the server of engine {one.name}, which belongs to this fleet already as {one.url}; "
+                    "give each server once"
+                )
+        if odd := other_name(self.name, self.info, ((one.name, one.info) for one in others)):
+            logger.warning("%s", odd)
+
     def entries(self) -> list[EngineEntry]:
         """Return what the router has to know of it, one entry for each rank that it addresses."""
         ranks = [None] if self.ranks == 1 else range(self.ranks)
@@ -331,6 +342,18 @@ def why(members: Iterable[Member]) -> str:
         if member.state is not State.STOPPED:
             names.setdefault((member.state, reason), []).append(member.name)
     return "; ".join(f"{', '.join(its)} {state}: {reason}" for (state, reason), its in names.items())
+
+
+def other_name(engine: str, info: EngineInfo, beside: Iterable[tuple[str, EngineInfo]]) -> str:
+    """Say so if an engine serves its model under another name than one of those beside it; else return nothing."""
+    for other, its in beside:
+        if info.model and its.model and info.model != its.model:
+            return (
+                f"engine {engine} serves {info.model!r}, and engine {other} serves {its.model!r}: if these are two "
+                "models, remove one; else start both with one --served-model-name, or requests by one name fail on the "
+                "other"
+            )
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

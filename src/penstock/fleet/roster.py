@@ -234,9 +234,10 @@ class Roster(Changes):
         self.announce()
 
     def add(self, member: Member) -> None:
-        """Give an engine the next index of the fleet, if it has none yet. Another's router sees it as one engine."""
+        """Give an engine the next index of the fleet, if it has none yet. UserError: it is a member's server too."""
         if member not in self.members:
-            member.ranks = member.ranks if self.by_rank else 1
+            member.check_beside([one for one in self.members if one.state is not State.STOPPED])
+            member.ranks = member.ranks if self.by_rank else 1  # another's router sees it as one engine
             self.members = (*self.members, member)
 
     def check_version(self, version: int) -> None:

@@ -23,6 +23,8 @@ QUANTISING_LOADER = "penstock_quantising"
 """Name of our loader for vLLM's `--load-format`: it quantises a checkpoint of floats as it reads it."""
 LOADER_VARIABLE = "PENSTOCK_LOADER"
 """Variable whose value is that name where the loader is needed."""
+INSTANCE_VARIABLE = "PENSTOCK_INSTANCE"
+"""Variable by which the processes of one server know its id."""
 
 
 def register() -> None:

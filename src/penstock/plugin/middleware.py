@@ -17,6 +17,7 @@ import orjson
 
 from penstock.errors import PenstockError, WeightsError
 from penstock.guard import DATA_PATHS, OPEN_PATHS, cross_site, has_key
+from penstock.plugin import INSTANCE_VARIABLE
 from penstock.plugin.core_http import MAX_BODY, RefusedError, refusal
 from penstock.plugin.hooks import RequestHooks
 from penstock.rooms import plugged_as, plugged_in
@@ -83,6 +84,8 @@ class PenstockMiddleware:
         return {
             "engine": "vllm",
             "vllm": _vllm_version(),
+            "instance": os.environ.get(INSTANCE_VARIABLE, ""),
+            "model": config.model_config.served_model_name,
             "weight_version": version,
             "kv_kept": version == await engine.engine_core.call_utility_async("penstock_kv_kept"),
             "kv_in_flight": config.kv_transfer_config is None,

@@ -6,13 +6,17 @@ The `vllm` command fails in the CPU build: it asks for the metadata of vllm, and
 
 from __future__ import annotations
 
-from penstock.plugin import compat
+import os
+import uuid
+
+from penstock.plugin import INSTANCE_VARIABLE, compat
 from penstock.process import watch_lifeline
 
 
 def main() -> None:
     """Tie this process group to the launcher's life, then run vLLM's server until it stops."""
     watch_lifeline()
+    os.environ[INSTANCE_VARIABLE] = uuid.uuid4().hex  # vLLM's own id is so short that two servers may share it
     compat.run_server()
 
 

@@ -35,6 +35,8 @@ async def _info(call: Call) -> dict[str, Any]:
     return {
         "engine": "sim",
         "vllm": config.vllm_version,
+        "instance": call.engine.instance,
+        "model": config.served_model_name,
         "weight_version": weights.version,
         "kv_kept": weights.version == weights.kv_kept,
         "kv_in_flight": True,
@@ -133,7 +135,7 @@ async def _server_info(call: Call) -> dict[str, Any]:
             "data_parallel_hybrid_lb": False,
         },
         "weight_transfer_config": {"backend": backend} if backend else None,
-        "instance_id": str(id(call.ranks)),
+        "instance_id": call.engine.instance,
     }
     return {"vllm_config": settings}
 

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
+from uuid import uuid4
 
 from penstock.errors import EngineDeadError, RequestError, StateError
 from penstock.sim.config import Died, FaultKind, FaultPlan, Phase, SimConfig
@@ -36,6 +37,8 @@ class SimEngine:
 
     def __init__(self, config: SimConfig | None = None, *, on_death: Callable[[FaultKind], None] | None = None) -> None:
         self.config = config or SimConfig()
+        self.instance = uuid4().hex
+        """As no other engine's."""
         self.faults = FaultPlan(self.config.faults)
         self.adapters = Adapters(self.config)
         self.weights = WeightState()
