@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -44,6 +45,14 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     assert "version 20" in lines[-1]
     assert "44.1% before" in text
     assert "71.3% after" in text
+
+
+def test_the_bars_at_the_end_are_cyan_on_a_terminal() -> None:
+    run = Run(terminal=True)
+    run.console.print(end_table(sample_summary(run.rows)))
+    bars = [line for line in run.out.getvalue().splitlines() if "█" in line]
+    assert bars
+    assert all(re.search(r"\x1b\[36[0-9;]*m█", line) for line in bars)
 
 
 def test_live_panel_on_a_terminal() -> None:

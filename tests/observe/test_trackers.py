@@ -78,16 +78,51 @@ def test_tensorboard_of_a_resumed_run_has_each_step_once(tmp_path: Path) -> None
 
     config = config_with("tensorboard")
     folder = RunFolder.create(tmp_path, config)
-    for resumed, steps in ((0, (1, 2, 3)), (1, (2, 3, 4))):  # a kill after step 3, a checkpoint after step 1
+    for resumed, steps in ((None, (1, 2, 3)), (1, (2, 3, 4))):  # a kill after step 3, a checkpoint after step 1
         with tracked(config, folder, resumed):
             if not resumed:
                 folder.append_evaluation(0, 0.25)
             for step in steps:
-                folder.append_metrics({"step": step, "reward_mean": step / 4 + resumed})
+                folder.append_metrics({"step": step, "reward_mean": step / 4 + (resumed or 0)})
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("reward_mean")] == [(1, 0.25), (2, 1.5), (3, 1.75), (4, 2.0)]
     assert [e.step for e in events.Scalars(HELD_OUT)] == [0]
+
+
+def test_a_resumed_run_gives_its_trackers_the_evaluations_until_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As trackers that begin with the resumption need, and wandb's, whose resumed run is another one."""
+    folder, kept = RunFolder.create(tmp_path, config_with()), Kept()
+    for step in (0, 2, 4):
+        folder.append_evaluation(step, step / 4)
+    monkeypatch.setattr(trackers, "TRACKERS", {"wandb": lambda *_: kept})
+    before = folder.on_figures
+    with tracked(config_with("wandb"), folder, 2):  # the checkpoint is of step 2, so 4 comes again
+        folder.append_evaluation(4, 0.9)
+    assert kept.figures == [(0, {HELD_OUT: 0.0}), (2, {HELD_OUT: 0.5}), (4, {HELD_OUT: 0.9})]
+    assert folder.on_figures is before
+    folder.append_evaluation(5, 0.95)
+    assert len(kept.figures) == 3, "the block that tracked has ended"
+
+
+def test_tensorboard_of_a_resumed_run_lacks_no_evaluation_and_has_each_once(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = config_with("tensorboard")
+    folder = RunFolder.create(tmp_path, config)
+    folder.append_evaluation(0, 0.25)  # before it had a tracker
+    with tracked(config, folder, 0):
+        for step in (1, 2):
+            folder.append_metrics({"step": step, "reward_mean": step / 4})
+    with tracked(config, folder, 0):  # killed before its first checkpoint
+        folder.append_metrics({"step": 1, "reward_mean": 1.0})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars(HELD_OUT)] == [(0, 0.25)]
+    assert [(e.step, e.value) for e in events.Scalars("reward_mean")] == [(1, 1.0)]
 
 
 def test_wandb_gets_config_and_figures_and_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

