@@ -241,6 +241,9 @@ async def test_the_same_data_in_the_same_order_come_back(group: RankGroup, micro
         torch.testing.assert_close(ours, theirs)
     assert found.losses == pytest.approx(expected.losses)
     assert found.denominators == expected.denominators
+    assert "gspo" not in found.losses
+    with pytest.raises(KeyError):
+        found.losses["gspo"]
     with pytest.raises(UserError, match="unknown loss 'x'"):
         two.learner.forward(None, LossSpec({"x": 1.0}), data)
     with pytest.raises(UserError, match="no adapter 'a'"):

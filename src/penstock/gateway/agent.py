@@ -122,8 +122,8 @@ class AgentGenerator(Generator):
                 raise ConfigError(f"an agent's command has {word!r}; known: {', '.join(f'{{{p}}}' for p in _PLACES)}")
         self._places = Places(self.concurrency)
         self._late = f": it took over {self.timeout_s:g} s"
-        self._logs = self.log_dir or Path(tempfile.mkdtemp(prefix="penstock-agents-"))
-        self._logs.mkdir(parents=True, exist_ok=True)
+        self._folder = self.log_dir or Path(tempfile.mkdtemp(prefix="penstock-agents-"))
+        self._folder.mkdir(parents=True, exist_ok=True)
         self._kept: deque[Path] = deque()
         self._failed = self._silent = 0
         self._why_silent = ""
@@ -243,14 +243,14 @@ class AgentGenerator(Generator):
             "base_url": episode.base_url,
         }
         words = [_PLACE.sub(lambda place: filled.get(place[1], place[0]), word) for word in command]
-        prompt = self._logs / f"{episode.session}.prompt"
+        prompt = self._folder / f"{episode.session}.prompt"
         given = {**episode.environment(), "PENSTOCK_PROMPT_FILE": str(prompt.absolute())}
         try:
             prompt.write_bytes(episode.task.prompt.encode())
             child = await ChildProcess.start(
                 [sys.executable, "-m", "penstock.gateway.agent_process", *words],
                 name=f"agent {episode.session}",
-                log=self._logs / f"{episode.session}.log",
+                log=self._folder / f"{episode.session}.log",
                 env={**dict.fromkeys(_SECRETS, ""), **given},
             )
             try:
@@ -265,7 +265,7 @@ class AgentGenerator(Generator):
 
     def _close_log(self, session: str, said: str) -> None:
         """Add to a command's output what became of its episode."""
-        file = self._logs / f"{session}.log"
+        file = self._folder / f"{session}.log"
         if file.exists():
             with file.open("a") as output:
                 output.write(f"penstock: {said.partition(f'; {file}')[0]}\n")

@@ -150,7 +150,8 @@ class LocalLearner(Learner):
 
     def discard_gradient(self, adapter: str | None) -> None:
         self._check_trained(adapter)
-        _set_gradients(parameters := list(self._parameters(adapter).values()), [None] * len(parameters))
+        parameters = list(self._parameters(adapter).values())
+        _set_gradients(parameters, [None] * len(parameters))
 
     def create_adapter(self, name: str, spec: LoraSpec) -> None:
         from penstock.train.lora import Adapters  # noqa: PLC0415 - most runs have none, and peft takes seconds

@@ -133,10 +133,12 @@ class RankedLearner(Learner):
     def _run(self, command: str, adapter: str | None, loss: LossSpec, data: Sequence[Datum]) -> Outputs:
         answers = self._call(command, pack(data), adapter=adapter, loss=loss)
         logprobs = torch.stack([answer.tensors["logprobs"] for answer in answers]).sum(0)  # of others' data: 0
-        sums = {kind: Counter[str]() for kind in _SUMS}
-        for kind, total in sums.items():
+        sums: dict[str, dict[str, float]] = {}
+        for kind in _SUMS:
+            total = Counter[str]()
             for answer in answers:
                 total.update(answer.values[kind])
+            sums[kind] = dict(total)  # a Counter has 0 for a loss that is missing
         return Outputs(logprobs.split([len(datum.target_ids) for datum in data]), **sums)
 
     def _call(self, command: str, tensors: Mapping[str, Tensor] | None = None, **given: Any) -> list[Message]:
