@@ -17,6 +17,7 @@ from test_connect import GOOD, connected, engines
 from patience import WAIT_S
 from penstock import Fleet, SamplingParams
 from penstock.errors import DeadlineError, EngineHTTPError, StateError, UserError
+from penstock.fleet import adapters
 from penstock.fleet.member import State
 from penstock.fleet.service import socket_of
 from penstock.sim.config import FaultKind
@@ -249,6 +250,28 @@ async def test_reads_of_several_adapters_overlap_while_another_operation_has_the
         for name in ("x", "y"):
             (sample,) = await fleet.sample([1, 2], 1, PARAMS, adapter=name)
             tenants.check([1, 2], sample, name, 1)
+
+
+async def test_an_engine_that_joins_reads_some_adapters_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "READ_AT_ONCE", 2)
+    async with engines(1) as servers, connected(servers) as fleet:
+        tenants, two = Tenants(fleet, servers), asyncio.Barrier(2)
+        for name in "wxyz":
+            await tenants.update(name)
+        engine = servers[0].engine
+        read_adapter, reading = engine.read_adapter, list[int]()
+
+        async def read(source: Mapping[str, Any]) -> None:
+            reading.append(1 + two.n_waiting)
+            await two.wait()
+            await read_adapter(source)
+
+        engine.read_adapter = read
+        engine.adapters.loaded.clear()
+        async with asyncio.timeout(WAIT_S):
+            await fleet._operations.adapters.give(fleet._operations._roster.members[0])
+        assert reading == [1, 2, 1, 2]
+        assert engine.adapters.loaded == {name: tenants.contents[name, 1] for name in "wxyz"}
 
 
 async def test_versions_of_one_adapter_come_in_the_order_of_their_calls() -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from penstock.aio import in_thread
+from penstock.aio import all_or_first_error, in_thread
 from penstock.engine.capabilities import Capability, require
 from penstock.engine.control import IN_FLIGHT, AdapterLoad, ControlClient
 from penstock.errors import (
@@ -34,6 +34,8 @@ T = TypeVar("T")
 
 MARGIN_S = 2.0
 """Longer than the engine's own deadline, so that its message arrives."""
+READ_AT_ONCE = 8
+"""Adapters that an engine which joins reads side by side."""
 MOST_NAME = 256
 """Bytes, as a router's header takes them."""
 
@@ -206,9 +208,15 @@ class FleetAdapters:
         Raises:
             EngineError: it cannot be brought there, so it must not serve.
         """
-        for name, known in self.known.items():
-            # An owner before us may have given it other tensors under the same version.
-            await self._bring(member, name, known, trusted=False)
+        places = asyncio.Semaphore(READ_AT_ONCE)
+
+        async def bring(name: str, known: FleetAdapter) -> None:
+            async with places:
+                await self._read((member,), name, known.files, self._timeout_s)
+                # An owner before us may have given it other tensors under the same version.
+                await self._bring(member, name, known, trusted=False)
+
+        await all_or_first_error(bring(name, known) for name, known in self.known.items())
 
     def close(self) -> None:
         for known in self.known.values():
@@ -245,14 +253,17 @@ class FleetAdapters:
         """
         read = [files]
         try:
-            live = self._roster.live()
-            await fan_out(
-                live, lambda engine: engine.read_adapter(name, files.source, timeout_s=timeout_s), deadline_s=timeout_s
-            )
+            await self._read(self._roster.live(), name, files, timeout_s)
             yield read
         finally:
             for left in read:
                 left.close()
+
+    async def _read(self, members: Sequence[Member], name: str, files: AdapterFiles, timeout_s: float) -> None:
+        def read(engine: ControlClient) -> Coroutine[Any, Any, None]:
+            return engine.read_adapter(name, files.source, timeout_s=timeout_s)
+
+        await fan_out(members, read, deadline_s=timeout_s)
 
     async def _turn(self, what: str, work: Callable[[], Coroutine[Any, Any, T]], needed: Capability = "lora") -> T:
         async def run() -> T:
