@@ -39,6 +39,33 @@ for name, whole, answer in json.load(sys.stdin):
 print(json.dumps({path: fields for path, fields in wrong.items() if fields}))
 """
 
+SAMPLING = """
+import json, sys
+from pydantic import TypeAdapter
+from vllm.sampling_params import SamplingParams
+
+adapter = TypeAdapter(SamplingParams)
+
+def taken(given):
+    try:
+        adapter.validate_python(given)
+    except Exception:  # of vLLM 0.32 its own, no ValueError
+        return False
+    return True
+
+print(json.dumps([taken(given) for given in json.load(sys.stdin)]))
+"""
+SAMPLINGS = [
+    {"n": "2"}, {"n": "2", "temperature": 0}, {"n": 2.0}, {"n": 2.5}, {"n": None}, {"n": "x"}, {"stop": ""},
+    {"stop": ["a", ""]}, {"stop": "ab"}, {"stop": 5}, {"ignore_eos": 1}, {"ignore_eos": "true"}, {"ignore_eos": 2},
+    {"temperature": "0.5"}, {"temperature": "nan"}, {"temperature": -1}, {"max_tokens": 5.0}, {"max_tokens": 0},
+    {"seed": "3"}, {"stop_token_ids": ["3"]}, {"stop_token_ids": 3}, {"top_k": -1}, {"top_k": -2}, {"min_p": 2},
+    {"repetition_penalty": 0}, {"presence_penalty": 5}, {"min_tokens": 9, "max_tokens": 3},
+    {"temperature": 1e-6, "n": 2},
+]  # fmt: skip
+
+OUTCOMES = ([200, True], [400, False])
+
 
 async def answers():
     """Name of vLLM's model, whether every field of it must be there, and an answer."""
@@ -69,9 +96,25 @@ async def answers():
 @pytest.mark.vllm
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 async def test_vllms_own_models_read_every_answer():
-    given = [answer async for answer in answers()]
+    assert await said_by_vllm(CHECK, [answer async for answer in answers()]) == {}
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+async def test_sampling_parameters_are_taken_and_refused_as_by_vllm():
+    async with sim_client() as sim:
+        bodies = [{"token_ids": [1], "sampling_params": {"max_tokens": 3, **given}} for given in SAMPLINGS]
+        statuses = [(await sim.call("POST", "/inference/v1/generate", body))[0] for body in bodies]
+    taken = await said_by_vllm(SAMPLING, [body["sampling_params"] for body in bodies])
+    outcomes = zip(SAMPLINGS, statuses, taken, strict=True)
+    wrong = [(given, *outcome) for given, *outcome in outcomes if outcome not in OUTCOMES]
+    assert not wrong
+    assert {*statuses} == {200, 400}
+
+
+async def said_by_vllm(program, given):
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", CHECK,
+        sys.executable, "-c", program,
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
@@ -81,4 +124,4 @@ async def test_vllms_own_models_read_every_answer():
         if process.returncode is None:
             process.kill()
     assert process.returncode == 0, err.decode()
-    assert json.loads(out.splitlines()[-1]) == {}
+    return json.loads(out.splitlines()[-1])

@@ -103,6 +103,12 @@ async def test_chat_prompt_is_what_tokenize_says(sim):
         ("/v1/completions", {"prompt": "x", "max_tokens": 4096}, 400, "BadRequestError", "maximum context length"),
         ("/v1/completions", {"prompt": "x", "max_tokens": -1}, 400, "BadRequestError", "max_tokens"),
         ("/v1/completions", {"prompt": "x", "n": 2, "temperature": 0}, 400, "BadRequestError", "n must be 1 when"),
+        ("/v1/completions", {"prompt": "x", "n": "2", "temperature": 0}, 400, "BadRequestError", "n must be 1 when"),
+        ("/v1/completions", {"prompt": "x", "stop": ""}, 400, "BadRequestError", "stop"),
+        ("/v1/completions", {"prompt": "x", "min_p": 2}, 400, "BadRequestError", "min_p: Input should be less than"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 0}, 400,
+         "BadRequestError", "max_tokens"),
+        ("/v1/unload_lora_adapter", {}, 400, "BadRequestError", "'lora_name' needs to be provided"),
         ("/v1/completions", {"prompt": "x", "n": 257}, 400, "BadRequestError", "max_num_seqs"),
         ("/v1/completions", {"prompt": "x", "temperature": "hot"}, 400, "BadRequestError", "temperature"),
         ("/v1/completions", {"prompt": "x", "model": "other"}, 404, "NotFoundError", "`other` does not exist"),
@@ -184,6 +190,26 @@ async def test_metrics_are_true():
         assert idle["vllm:num_preemptions_total"] == 0
 
 
+async def test_sampling_parameters_are_read_as_pydantic_does(sim):
+    lax = {"n": "2", "ignore_eos": 1, "temperature": "0.5", "max_tokens": 3.0, "stop_token_ids": ["3"]}
+    answer = await sim.post("/v1/completions", {"prompt": "x", **lax}, headers={"X-data-parallel-rank": "--1"})
+    assert [len(choice["text"]) for choice in answer["choices"]] == [3, 3]
+
+
+async def test_an_abort_right_after_a_token_sends_the_text_once(sim, monkeypatch):
+    engine, steps = sim.server.engine, sim.server.engine._emit
+
+    async def then_abort(plan):
+        await steps(plan)
+        engine.abort()
+
+    monkeypatch.setattr(engine, "_emit", then_abort)
+    body = {"prompt": "x", "max_tokens": 50, "stop": ["no such text"], "stream": True}
+    events = (await sim.events("/v1/completions", body))[:-1]
+    assert [event["choices"][0]["finish_reason"] for event in events] == [None, "abort"]
+    assert [len(event["choices"][0]["text"]) for event in events] == [0, 1]
+
+
 async def test_pausing_twice_is_allowed_and_requests_wait(sim):
     for _ in range(2):
         assert await sim.post("/pause?mode=keep") == {"status": "paused"}
@@ -220,7 +246,10 @@ async def test_native_weight_protocol():
     async with sim_client() as sim:
         assert await sim.get("/weight_info") == {"weight_version": "default"}
         await sim.post("/init_weight_transfer_engine", {"init_info": {}})
-        assert (await sim.call("POST", "/update_weights", {"update_info": {}}))[0] == 500
+        await sim.post("/sim/fault", {"kind": "exit", "phase": "load"})
+        status, answer = await sim.call("POST", "/update_weights", {"update_info": {}})
+        assert (status, answer["error"]["message"][:35]) == (500, "start_weight_update must be called ")
+        await sim.post("/sim/fault", {"clear": True})
         await sim.post("/pause?mode=keep")
         await sim.post("/start_weight_update")
         await sim.post("/update_weights", {"update_info": {}})

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 
 from penstock.errors import PenstockError, UserError
 from penstock.process import raise_file_limit, watch_lifeline
@@ -14,18 +15,28 @@ from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 
 API_KEY_ENV = "PENSTOCK_API_KEY"
-READY = "penstock-sim ready"
-"""The line printed once it serves: `penstock-sim ready NAME http://127.0.0.1:PORT`."""
+USAGE = f"""usage: python -m penstock.sim [KEY=VALUE ...]
+
+Run one simulated engine; it prints `penstock-sim ready NAME URL` once it serves. {API_KEY_ENV} is the key of its
+callers. fault=KIND:OPTION=VALUE,... adds a fault. Keys: {{}}.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, serve, and return the exit status: 2 for bad options, 1 where it cannot start."""
     watch_lifeline()
+    given = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"} & {*given}:
+        sys.stdout.write(
+            USAGE.format(", ".join(f.name for f in fields(SimConfig) if f.name not in {"api_key", "faults"}))
+        )
+        return 0
     try:
         # A launcher passes the key in the environment, where other users of the machine do not see it.
         key = os.environ.get(API_KEY_ENV) or None
-        config = SimConfig.read(sys.argv[1:] if argv is None else argv, api_key=key)
-        asyncio.run(serve(config, lambda url: print(f"{READY} {config.name} {url}", flush=True)))  # noqa: T201
+        config = SimConfig.read(given, api_key=key)
+        ready = f"penstock-sim ready {config.name}"
+        asyncio.run(serve(config, lambda url: print(ready, url, flush=True)))  # noqa: T201
     except PenstockError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2 if isinstance(error, UserError) else 1

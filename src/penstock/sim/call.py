@@ -126,7 +126,7 @@ class Generation(ABC):
         self.return_ids = bool(call.body.get("return_token_ids"))
         self.requests: list[SimRequest] = []
         wanted = call.http.headers.get(PROGRESS_HEADER, "")
-        in_lines = wanted.isdigit() and not call.engine.config.plain
+        in_lines = wanted.isdecimal() and not call.engine.config.plain
         self.progress = RequestProgress(int(wanted) if in_lines else 0, streamed=in_lines)
         self._constrained = constrained
         self._made: asyncio.Queue[tuple[int, Delta] | None] = asyncio.Queue()
@@ -137,13 +137,13 @@ class Generation(ABC):
         """Fields of an answer, and of every event."""
 
     @abstractmethod
-    def choice(self, place: int, sequence: SimSequence, start: int, end: int, *, whole: bool) -> dict[str, Any]:
-        """Tokens `[start, end)` of a choice, in an answer or in an event."""
+    def choice(self, place: int, sequence: SimSequence, delta: Delta | None) -> dict[str, Any]:
+        """New tokens of a choice, in an event; None: all of them, in an answer."""
 
     def answer(self) -> dict[str, Any]:
         """The whole answer."""
         sequences = enumerate(s for request in self.requests for s in request.sequences)
-        choices = [self.choice(place, s, 0, len(s.output), whole=True) for place, s in sequences]
+        choices = [self.choice(place, s, None) for place, s in sequences]
         rest = dict.fromkeys(self.unused)
         return {**self._named(self.whole_name), "choices": choices, "usage": self.usage(), **rest}
 
@@ -152,7 +152,7 @@ class Generation(ABC):
 
     def chunk(self, place: int, delta: Delta) -> dict[str, Any]:
         """The event for new tokens of a choice."""
-        choice = self.choice(place, delta.sequence, delta.start, delta.end, whole=False)
+        choice = self.choice(place, delta.sequence, delta)
         return self.event([choice if delta.finished else {**choice, "finish_reason": None, "stop_reason": None}])
 
     def opening(self) -> Iterator[dict[str, Any]]:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from penstock.errors import ConfigError, EngineError, did_you_mean
 from penstock.sim.tokens import Model
 from penstock.types import TensorSpec
 
+E = TypeVar("E", bound=StrEnum)
+
+LAST_PORT = 65_535
 _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-_KINDS: Mapping[type, str] = {bool: "true or false", int: "a whole number", float: "a number"}
+_KINDS: Mapping[type, str] = {bool: "true or false", int: "a whole number", float: "a finite number"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +82,15 @@ class SimConfig:
 
     def __post_init__(self) -> None:
         positive = ("vocab_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_blocks")
-        for name in (*positive, "tokens_per_second", "prefill_tokens_per_second", "max_body_bytes"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"sim option {name} must be positive, got {getattr(self, name)}")
-        if self.data_parallel_size < 1:
-            raise ConfigError(f"sim option data_parallel_size must be at least 1, got {self.data_parallel_size}")
+        rates = ("tokens_per_second", "prefill_tokens_per_second")
+        for name in (*positive, *rates, "max_body_bytes", "data_parallel_size"):
+            _check(f"sim option {name}", getattr(self, name), "positive", lambda value: value > 0)
+        for name in ("sequence_seconds", "load_seconds", "max_loras"):
+            _check(f"sim option {name}", getattr(self, name), "0 or more", lambda value: value >= 0)
+        _check("sim option eos_share", self.eos_share, "from 0 to 1", lambda value: 0 <= value <= 1)
+        _check("sim option port", self.port, "from 0 to 65535", lambda value: 0 <= value <= LAST_PORT)
+        if not re.match(r"\d+\.\d+", self.vllm_version):
+            raise ConfigError(f"sim option vllm_version must be a version such as 0.32.0, got {self.vllm_version!r}")
         if self.kv_blocks * self.block_size < self.max_model_len:
             raise ConfigError(
                 f"sim options: {self.kv_blocks} KV blocks of {self.block_size} tokens cannot hold one sequence of "
@@ -106,24 +115,45 @@ class SimConfig:
             elif name == "tensor_specs":
                 given[name] = _specs(Path(text))
             elif name in known:
-                kind = type(known[name])  # pyright: ignore[reportUnknownVariableType] - of any default
-                try:
-                    given[name] = _TRUTH[text.lower()] if kind is bool else kind(text)
-                except (KeyError, ValueError):
-                    raise ConfigError(f"sim option {name!r} must be {_KINDS[kind]}, got {text!r}") from None
+                given[name] = _read(f"sim option {name!r}", type(known[name]), text)  # pyright: ignore[reportUnknownArgumentType] - of any default
+            elif name in {f.name for f in fields(cls)}:
+                instead = "the environment variable PENSTOCK_API_KEY" if name == "api_key" else f"--{name}"
+                raise ConfigError(f"sim option {name} is not given as key=value; use {instead}")
             else:
                 # A launcher shows the tail of a log, so the name comes last.
-                raise ConfigError(f"{did_you_mean(name, known)} (unknown sim option {name!r})")
+                raise ConfigError(f"{did_you_mean(name, [*known, 'fault'])} (unknown sim option {name!r})")
         return cls(**given, faults=tuple(faults))
 
     @property
     def keeps_versions(self) -> bool:
-        return not self.plain or tuple(map(int, self.vllm_version.split(".")[:2])) >= (0, 32)
+        return not self.plain or tuple(map(int, re.findall(r"\d+", self.vllm_version)[:2])) >= (0, 32)
 
     @property
     def model(self) -> Model:
         """The part of it that decides tokens; give it to `verify`."""
         return Model(self.vocab_size, self.eos_token_id, self.eos_share, self.seed)
+
+
+def _read(name: str, kind: type, given: Any) -> Any:
+    """Read a value as an option's type. Raises ConfigError."""
+    try:
+        value = _TRUTH[given.lower()] if kind is bool else kind(given)
+    except (KeyError, TypeError, ValueError, OverflowError):
+        value = None
+    if value is None or (kind is float and not math.isfinite(value)):
+        raise ConfigError(f"{name} must be {_KINDS[kind]}, got {given!r}")
+    return value
+
+
+def _check(name: str, value: float, what: str, fits: Callable[[float], bool]) -> None:
+    if not fits(value):
+        raise ConfigError(f"{name} must be {what}, got {value}")
+
+
+def _one_of(names: type[E], what: str, given: Any) -> E:
+    if given not in tuple(names):
+        raise ConfigError(f"there is no {what} {given!r}; known: {', '.join(names)}")
+    return names(given)
 
 
 def _specs(file: Path) -> tuple[TensorSpec, ...]:
@@ -210,6 +240,14 @@ class Fault:
         if self.phase not in _PLACES[self.kind]:
             known = ", ".join(sorted(_PLACES[self.kind]))
             raise ConfigError(f"fault {self.kind.value!r} cannot be set at {self.phase.value!r}; it can at: {known}")
+        for name, least in (("after_tokens", 0), ("seconds", 0), ("times", 1)):
+            _check(
+                f"fault option {name}",
+                getattr(self, name),
+                f"{least} or more",
+                lambda value, least=least: value >= least,
+            )
+        _check("fault option factor", self.factor, "positive", lambda value: value > 0)
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Self:
@@ -220,14 +258,13 @@ class Fault:
         """
         if unknown := sorted(data.keys() - {f.name for f in fields(cls)}):
             raise ConfigError(f"unknown fault keys {unknown}; known: {', '.join(sorted(f.name for f in fields(cls)))}")
-        try:
-            kind = FaultKind(data.get("kind"))
-            default = next(iter(_PLACES[kind])) if len(_PLACES[kind]) == 1 else Phase.NOW
-            numbers: dict[str, Any] = {name: _NUMBERS[name](data[name]) for name in _NUMBERS.keys() & data.keys()}
-            phase = Phase(data.get("phase", default))
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"fault {dict(data)!r}: {error}") from error
-        return cls(kind, phase, **numbers)
+        kind = _one_of(FaultKind, "kind of fault", data.get("kind"))
+        default = next(iter(_PLACES[kind])) if len(_PLACES[kind]) == 1 else Phase.NOW
+        phase = _one_of(Phase, "phase of a fault", data.get("phase", default))
+        given = {
+            name: _read(f"fault option {name}", kind, data[name]) for name, kind in _NUMBERS.items() if name in data
+        }
+        return cls(kind, phase, **given)
 
     @classmethod
     def parse(cls, text: str) -> Self:

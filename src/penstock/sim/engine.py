@@ -338,6 +338,8 @@ class SimEngine:
 
     async def update_weights(self) -> None:
         """`/update_weights`. A failure leaves the engine unfit. StateError: before `start_update`."""
+        self.check_alive()
+        self.weights.started("update_weights")
         await self.at(Phase.LOAD)
         await asyncio.sleep(self.config.load_seconds)
         self.check_alive()

@@ -5,12 +5,14 @@ Events leave out the ids of the prompt, which whole answers have.
 
 from __future__ import annotations
 
+import reprlib
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 from aiohttp import web
+from pydantic import BaseModel, Field, ValidationError
 
 from penstock.errors import RequestError
 from penstock.sim.call import Call, Generation
@@ -22,11 +24,26 @@ from penstock.wire import as_weight_versions
 COMPLETIONS_MAX_TOKENS = 16
 """OpenAI's default for completions, which vLLM keeps; chats get what the context leaves."""
 _UNUSED = ("kv_transfer_params", "ec_transfer_params", "metrics")
-_READ = (
-    "max_tokens", "n", "top_k", "seed", "min_tokens", "temperature", "top_p", "min_p", "presence_penalty",
-    "frequency_penalty", "repetition_penalty", "ignore_eos", "stop", "stop_token_ids",
-)  # fmt: skip
-"""Sampling parameters; others are ignored."""
+_Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
+class _Sampling(BaseModel):
+    """Sampling parameters, read as vLLM reads them: "2" and 2.0 are whole numbers, 1 is true. Others are ignored."""
+
+    max_tokens: int | None = None
+    n: int = 1
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    seed: int | None = None
+    min_tokens: int = 0
+    temperature: float | None = None
+    top_p: float | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    ignore_eos: bool = False
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
 
 
 class _Tokens(Generation):
@@ -55,8 +72,9 @@ class _Tokens(Generation):
         left_out = usage["completion_tokens"] if self.progress.streamed else 0
         return {**usage, **{name: usage[name] - left_out for name in ("completion_tokens", "total_tokens")}}
 
-    def choice(self, place: int, sequence: SimSequence, start: int, end: int, *, whole: bool) -> dict[str, Any]:
-        if whole and self.progress.streamed:
+    def choice(self, place: int, sequence: SimSequence, delta: Delta | None) -> dict[str, Any]:
+        start, end = sequence.made(delta)
+        if delta is None and self.progress.streamed:
             end = 0
         logprobs = None
         if sequence.request.params.logprobs:
@@ -85,12 +103,12 @@ class _OpenAI(Generation):
     def head(self) -> dict[str, Any]:
         return {"id": self.request_id, "created": self.created, "model": self.model}
 
-    def choice(self, place: int, sequence: SimSequence, start: int, end: int, *, whole: bool) -> dict[str, Any]:
-        text = sequence.text if whole else self._new_text(sequence, start, end)
+    def choice(self, place: int, sequence: SimSequence, delta: Delta | None) -> dict[str, Any]:
+        (start, end), whole = sequence.made(delta), delta is None
         ids = sequence.output[start:end] if self.return_ids else None
         return {
             "index": place,
-            **self._content(text, whole=whole),
+            **self._content(sequence.text if delta is None else self._new_text(delta), whole=whole),
             "logprobs": self._logprobs(sequence, start, end) if sequence.request.params.logprobs else None,
             "finish_reason": sequence.finish_reason,
             "stop_reason": sequence.stop_reason,
@@ -103,12 +121,12 @@ class _OpenAI(Generation):
     @abstractmethod
     def _logprobs(self, sequence: SimSequence, start: int, end: int) -> dict[str, Any]: ...
 
-    def _new_text(self, sequence: SimSequence, start: int, end: int) -> str:
-        ended = sequence.finish_reason is not None and end == len(sequence.output)
+    def _new_text(self, delta: Delta) -> str:
+        sequence = delta.sequence
         if sequence.request.params.stop:  # any of it may be the beginning of a stop string
-            return sequence.text if ended else ""
-        end -= ended and isinstance(sequence.stop_reason, int)
-        return decode(sequence.output[start:end], self.call.engine.config.eos_token_id)
+            return sequence.text if delta.finished else ""
+        end = delta.end - (delta.finished and isinstance(sequence.stop_reason, int))
+        return decode(sequence.output[delta.start : end], self.call.engine.config.eos_token_id)
 
 
 class _Completion(_OpenAI):
@@ -116,10 +134,10 @@ class _Completion(_OpenAI):
 
     whole_name = chunk_name = "text_completion"
 
-    def choice(self, place: int, sequence: SimSequence, start: int, end: int, *, whole: bool) -> dict[str, Any]:
-        choice = super().choice(place, sequence, start, end, whole=whole)
+    def choice(self, place: int, sequence: SimSequence, delta: Delta | None) -> dict[str, Any]:
+        choice = super().choice(place, sequence, delta)
         prompt_ids = sequence.request.prompt_ids if self.return_ids else None
-        return {**choice, "prompt_logprobs": None, "prompt_token_ids": prompt_ids} if whole else choice
+        return {**choice, "prompt_logprobs": None, "prompt_token_ids": prompt_ids} if delta is None else choice
 
     def _content(self, text: str, *, whole: bool) -> dict[str, Any]:
         del whole
@@ -193,7 +211,7 @@ async def completions(call: Call) -> web.StreamResponse:
 async def chat_completions(call: Call) -> web.StreamResponse:
     """`POST /v1/chat/completions`."""
     body, config = call.body, call.engine.config
-    limit = body.get("max_completion_tokens") or body.get("max_tokens")
+    limit = body.get("max_tokens") if (most := body.get("max_completion_tokens")) is None else most
     given, with_logprobs = {**body, "max_tokens": limit}, bool(body.get("logprobs"))
     params = _sampling(given, logprobs=with_logprobs, detokenize=True, max_tokens=config.max_model_len)
     answer = _Chat(call, "chatcmpl", constrained=_constrained(body))
@@ -265,11 +283,16 @@ def _sampling(given: Mapping[str, Any], *, logprobs: bool, detokenize: bool, max
     Raises:
         RequestError: a value of the wrong type or out of range.
     """
-    values: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": logprobs, "detokenize": detokenize}
-    values |= {name: given[name] for name in _READ if given.get(name) is not None}
-    if values.get("temperature") == 0 and values.get("n", 1) > 1:
-        raise RequestError(f"n must be 1 when using greedy sampling, got {values['n']}.")
-    return SamplingParams.of(values)
+    try:
+        read = _Sampling.model_validate(given).model_dump(exclude_unset=True, exclude_none=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = ".".join(map(str, first["loc"]))
+        raise RequestError(f"{name}: {first['msg']}, got {reprlib.repr(first['input'])}") from None
+    params = SamplingParams.of({"max_tokens": max_tokens, "logprobs": logprobs, "detokenize": detokenize, **read})
+    if params.temperature == 0 and params.n > 1:
+        raise RequestError(f"n must be 1 when using greedy sampling, got {params.n}.")
+    return params
 
 
 def _messages(call: Call) -> list[Mapping[str, Any]]:

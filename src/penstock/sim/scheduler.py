@@ -166,6 +166,10 @@ class SimSequence:
     def length(self) -> int:
         return self.prefix.length
 
+    def made(self, delta: Delta | None) -> tuple[int, int]:
+        """Where tokens begin and end in the output: those of a delta; None: all."""
+        return (0, len(self.output)) if delta is None else (delta.start, delta.end)
+
     @property
     def text(self) -> str:
         """Decoded output; EOS and a final stop token have no text, a stop string cuts it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import Sequence
 from functools import partial
 from types import TracebackType
@@ -53,7 +54,8 @@ class SimServer:
     @property
     def url(self) -> str:
         """Where it serves; the port is known once it is started."""
-        return f"http://{self.config.host}:{self._port}"
+        host = self.config.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self._port}"
 
     async def start(self) -> None:
         """Serve. Raises EngineStartError where the port is taken."""
@@ -143,7 +145,7 @@ def _app(config: SimConfig, ranks: tuple[SimEngine, ...]) -> web.Application:
 async def _on_one(ranks: Sequence[SimEngine], handler: control.Handler, http: web.Request) -> web.StreamResponse:
     """Serve on the rank that the header names, else on the one with the least to do, as vLLM places."""
     named = http.headers.get(RANK_HEADER, "")
-    if not named.lstrip("-").isdigit():  # vLLM passes over what is no number
+    if not re.fullmatch(r"-?[0-9]+", named):  # vLLM passes over what is no number
         rank = min(ranks, key=lambda rank: len(rank.scheduler.running) + len(rank.scheduler.waiting))
     elif not 0 <= int(named) < len(ranks):
         raise RequestError(f"data_parallel_rank {named} is out of range [0, {len(ranks)}).")

@@ -25,10 +25,11 @@ from penstock.wire import INITIAL_VERSION, UNKNOWN_VERSION, Notes, version_of_to
 
 
 def check_manifest(manifest: WeightManifest, specs: Sequence[TensorSpec] | None) -> str:
-    """Check an offered version as the real engine does, with its bytes if it says where they are.
+    """Check an offered version against `specs`, what the engine's model holds, and its bytes against its checksums.
 
-    Without `specs`, what the engine's model holds, any tensors will do. Returns the checksum that the weights will
-    have: over the CRC-32 of every tensor in order of name.
+    Without `specs` any tensors will do. Bytes of a broadcast are not there yet. Of a delta its own bytes are checked;
+    a real engine also checks what the delta makes. Returns the checksum that the weights will have: over the CRC-32 of
+    every tensor in order of name.
 
     WeightsError: a tensor is missing, extra, misshapen, of another dtype, or damaged.
     """
@@ -113,17 +114,19 @@ class WeightState:
             raise StateError("A weight update is already active; finish it first.")
         self.updates, self.unfit = 0, "a weight update was started and not finished"
 
+    def started(self, call: str) -> int:
+        """Return the steps done of the native update under way. StateError: there is none, and `call` needs one."""
+        if self.updates is None:
+            raise StateError(f"start_weight_update must be called before {call}.")
+        return self.updates
+
     def update(self) -> None:
         """Take what came. Raises StateError unless a native update is under way."""
-        if self.updates is None:
-            raise StateError("start_weight_update must be called before update_weights.")
-        self.updates += 1
+        self.updates = self.started("update_weights") + 1
 
     def finish(self, label: str | None) -> None:
         """End a native update: what came is in force, labelled if a label is given."""
-        if self.updates is None:
-            raise StateError("start_weight_update must be called before finish_weight_update.")
-        if self.updates:
+        if self.started("finish_weight_update"):
             named = UNKNOWN_VERSION if label is None else version_of_tokens(label)
             self.unfit, self.identity = None, next(self._unlabelled) if named == UNKNOWN_VERSION else named
         if label is not None:
@@ -191,7 +194,9 @@ class Adapters:
         self.note_use(name)
 
     def unload(self, name: str) -> None:
-        """Forget one. Raises NotFoundError."""
+        """Forget one. Raises NotFoundError; UserError: it has no name."""
+        if not name:
+            raise UserError("'lora_name' needs to be provided to unload a LoRA adapter.")
         if name not in self.loaded:
             raise NotFoundError(f"The lora adapter '{name}' cannot be found.")
         self.forget(name)
