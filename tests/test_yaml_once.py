@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.config import RunConfig
+from penstock.config import RunConfig, read_yaml
 from penstock.errors import ConfigError
-from penstock.settings import read_yaml, validate
+from penstock.settings import validate
 
 
 def test_a_key_that_overrides_what_is_merged_is_given_once():

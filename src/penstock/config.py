@@ -15,7 +15,7 @@ import yaml
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from penstock.errors import ConfigError, UserError, did_you_mean
-from penstock.settings import EngineConfig, FleetConfig, Positive, RouterConfig, Seconds, Section, read_yaml, validate
+from penstock.settings import EngineConfig, FleetConfig, Positive, RouterConfig, Seconds, Section, validate
 from penstock.types import KV
 
 
@@ -276,6 +276,25 @@ class RunConfig(Section):
                 f"{count} ranks gathers them layer by layer: set it to auto, shared_memory or broadcast"
             )
         return None
+
+
+def read_yaml(text: str) -> object:
+    """Read a YAML text. ConfigError: a key is given twice in one mapping; yaml.YAMLError: it is no YAML."""
+    return yaml.load(text, Loader=_Once)  # noqa: S506 - it is a safe loader
+
+
+class _Once(yaml.SafeLoader):
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        # The mapping as written. Later, the keys of a merge stand in it before the keys that override them.
+        node = super().compose_mapping_node(anchor)
+        seen: set[tuple[str, str]] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if (key.tag, key.value) in seen:
+                raise ConfigError(f"config line {key.start_mark.line + 1}: {key.value!r} is given twice; take one out")
+            seen.add((key.tag, key.value))
+        return node
 
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig:

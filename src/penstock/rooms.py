@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any
 
 PLACES = {
+    "access_log": "penstock.router.figures:log_access",
     "adapters": "penstock.fleet.adapters:FleetAdapters",
     "adapters.core": "penstock.plugin.adapters:CoreAdapters",
     "adapters.load": "penstock.plugin.adapter_worker:load_adapter",
@@ -46,6 +47,7 @@ PLACES = {
     "quantise.tensors": "penstock.plugin.quantised:load",
     "replies.vanilla": "penstock.engine.vanilla:VanillaReplies",
     "router.kv_usage": "penstock.router.kv:report_usage",
+    "router.merged": "penstock.router.workers:merged",
     "router.prefixes": "penstock.router.kv:Prefixes",
     "router.vllm-router": "penstock.fleet.vllm_router:VllmRouterAdmin",
     "router.workers": "penstock.router.workers:router_of_worker",

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 
-import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -89,25 +88,6 @@ def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from _keys(field.annotation, f"{prefix}{name}.")
         else:
             yield prefix + name
-
-
-def read_yaml(text: str) -> object:
-    """Read a YAML text. ConfigError: a key is given twice in one mapping; yaml.YAMLError: it is no YAML."""
-    return yaml.load(text, Loader=_Once)  # noqa: S506 - it is a safe loader
-
-
-class _Once(yaml.SafeLoader):
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        # The mapping as written. Later, the keys of a merge stand in it before the keys that override them.
-        node = super().compose_mapping_node(anchor)
-        seen: set[tuple[str, str]] = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                continue
-            if (key.tag, key.value) in seen:
-                raise ConfigError(f"config line {key.start_mark.line + 1}: {key.value!r} is given twice; take one out")
-            seen.add((key.tag, key.value))
-        return node
 
 
 class EngineConfig(Section):
@@ -241,6 +221,11 @@ class RouterConfig(Section):
     """One JSON line a request in the router's log."""
 
 
+KEY_ENV, ADMIN_KEY_ENV = "PENSTOCK_API_KEY", "PENSTOCK_ROUTER_ADMIN_KEY"
+"""Variables of a router's process: what clients send, and what calls that change it need. On the command line every
+user of the machine could read them."""
+
+
 def refuse_open_host(host: str, api_key: str | bytes | None) -> None:
     """Raise ConfigError if a router would listen for other machines on `host` without a key."""
     if api_key or host == "localhost":
@@ -252,7 +237,7 @@ def refuse_open_host(host: str, api_key: str | bytes | None) -> None:
     if not loopback:
         raise ConfigError(
             f"router.host {host!r} opens the router to other machines and there is no API key; set one (of penstock "
-            "serve and the router: PENSTOCK_API_KEY, of Fleet.launch: api_key), or keep 127.0.0.1"
+            f"serve and the router: {KEY_ENV}, of Fleet.launch: api_key), or keep 127.0.0.1"
         )
 
 

@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from penstock.router.admin_client import RouterAdmin, RouterState
-from penstock.router.memory import KEY_ENV, EngineEntry, Membership
+from penstock.router.memory import EngineEntry, Membership
 from penstock.router.server import Router
-from penstock.settings import RouterConfig
+from penstock.settings import KEY_ENV, RouterConfig
 
 Headers = list[tuple[str, str]]
 DATA_PATHS = (

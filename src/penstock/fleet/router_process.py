@@ -20,8 +20,8 @@ from penstock.fleet.supervise import RestartBudget, keep_running
 from penstock.process import ChildProcess
 from penstock.rooms import plugged_in
 from penstock.router.admin_client import RouterAdmin
-from penstock.router.memory import ADMIN_KEY_ENV, KEY_ENV, Membership
-from penstock.settings import FleetConfig, RouterConfig, refuse_open_host
+from penstock.router.memory import Membership
+from penstock.settings import ADMIN_KEY_ENV, KEY_ENV, FleetConfig, RouterConfig, refuse_open_host
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,8 @@ import uvloop
 from penstock.errors import ConfigError, PenstockError, UserError, error_to_json, parse_json
 from penstock.process import StartReport, raise_file_limit, watch_lifeline
 from penstock.rooms import plugged_in
-from penstock.router.memory import ADMIN_KEY_ENV, KEY_ENV
 from penstock.router.server import Router
-from penstock.settings import RouterConfig, validate
+from penstock.settings import ADMIN_KEY_ENV, KEY_ENV, RouterConfig, validate
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,8 +13,9 @@ import orjson
 
 from penstock.errors import EngineDeadError, EngineError, EngineHTTPError, StateError, UserError, reading
 from penstock.http import HttpTransport
+from penstock.rooms import plugged_in
 from penstock.router.memory import Membership
-from penstock.router.state import EngineLoad, RouterState, merged
+from penstock.router.state import EngineLoad, RouterState
 
 
 class RouterAdmin:
@@ -47,7 +48,8 @@ class RouterAdmin:
         """What all processes together have."""
         answers = await self._all("GET", "/router/engines")
         with reading("answer", self._other_form):
-            return merged([_state(answer) for answer in answers])
+            states = [_state(answer) for answer in answers]
+        return states[0] if len(states) == 1 else plugged_in("router.merged")(states)
 
     def forget(self) -> None:
         """Ask for the processes' ports again before the next call: another router has been started."""

@@ -6,12 +6,10 @@ side and a backend's on the other.
 
 from __future__ import annotations
 
-import logging
 import re
 import time
 
-import orjson
-
+from penstock.rooms import plugged_in
 from penstock.router.backend import OWN_SHORTAGES, Backend, BackendConnection, ConnectionUser, cause_of_death
 from penstock.router.client_connection import ClientConnection
 from penstock.router.dispatcher import Dispatcher, Waiter
@@ -31,9 +29,6 @@ from penstock.router.http import (
 REPLAY_LIMIT = 1 << 20
 """Bytes of request body kept for a retry. A request is placed once its body or so much of it has come: a client that
 stalls holds neither an engine's connection nor a share of its KV cache. While it is held, no more is read of it."""
-_TRACE_ID = re.compile(rb"[0-9A-Fa-f]{2}-([0-9A-Fa-f]{32})-")
-"""W3C Trace Context, section 3.2: version, trace id, parent id, flags."""
-_access = logging.getLogger("penstock.router.access")
 
 
 class Exchange(Waiter, ConnectionUser):
@@ -291,7 +286,7 @@ class Exchange(Waiter, ConnectionUser):
         self._replay = None
         self._count(now)
         if dispatcher.access_log:
-            _access.info(self._access_line(now))
+            plugged_in("access_log")(self, now)
 
     def _count(self, now: float) -> None:
         metrics = self._dispatcher.metrics
@@ -312,27 +307,6 @@ class Exchange(Waiter, ConnectionUser):
             metrics.hold.observe(self.hold_seconds)
         if self.gate_seconds:
             metrics.gate.observe(self.gate_seconds)
-
-    def _access_line(self, now: float) -> str:
-        request = self.request
-        trace = _TRACE_ID.match(request.traceparent)
-        line = {
-            "method": request.method.decode("latin-1"),
-            "target": request.target.decode("latin-1"),
-            "status": self.status,
-            "engine": None if self.backend is None else self.backend.name,
-            "session": request.session_id,
-            "group": request.group_id,
-            "trace": None if trace is None else trace[1].decode().lower(),
-            "bytes_in": self.bytes_in,
-            "bytes_out": self.bytes_out,
-            "seconds": round(now - self.started_at, 6),
-            "hold_seconds": round(self.hold_seconds, 6),
-            "gate_seconds": round(self.gate_seconds, 6),
-            "tried": [backend.name for backend in self.tried],
-            "outcome": self.outcome or "ok",
-        }
-        return orjson.dumps(line).decode()
 
 
 # --- The engine's answer ---------------------------------------------------------------------------------------------

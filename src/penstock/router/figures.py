@@ -1,15 +1,19 @@
-"""What one router process counts and knows, as Prometheus text (format 0.0.4)."""
+"""What one router process counts and knows, as Prometheus text (format 0.0.4), and its access log."""
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
+import orjson
 from prometheus_client import generate_latest
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from penstock.router.dispatcher import Dispatcher
+from penstock.router.exchange import Exchange
 from penstock.router.memory import SECONDS, Histogram, Metrics
 from penstock.router.state import EngineLoad
 
@@ -107,3 +111,31 @@ def histogram(name: str, what: str, values: Histogram) -> Metric:
     bounds = [*(f"{bound:g}" for bound in SECONDS), "+Inf"]
     buckets = list(zip(bounds, map(float, accumulate(values.counts)), strict=True))
     return HistogramMetricFamily(f"{PREFIX}{name}_seconds", what, buckets=buckets, sum_value=values.sum)
+
+
+_access = logging.getLogger("penstock.router.access")
+_TRACE_ID = re.compile(rb"[0-9A-Fa-f]{2}-([0-9A-Fa-f]{32})-")
+"""W3C Trace Context, section 3.2: version, trace id, parent id, flags."""
+
+
+def log_access(exchange: Exchange, now: float) -> None:
+    """Write the JSON line of a request that is over; `now` is `time.monotonic()`."""
+    request = exchange.request
+    trace = _TRACE_ID.match(request.traceparent)
+    line = {
+        "method": request.method.decode("latin-1"),
+        "target": request.target.decode("latin-1"),
+        "status": exchange.status,
+        "engine": None if exchange.backend is None else exchange.backend.name,
+        "session": request.session_id,
+        "group": request.group_id,
+        "trace": None if trace is None else trace[1].decode().lower(),
+        "bytes_in": exchange.bytes_in,
+        "bytes_out": exchange.bytes_out,
+        "seconds": round(now - exchange.started_at, 6),
+        "hold_seconds": round(exchange.hold_seconds, 6),
+        "gate_seconds": round(exchange.gate_seconds, 6),
+        "tried": [backend.name for backend in exchange.tried],
+        "outcome": exchange.outcome or "ok",
+    }
+    _access.info(orjson.dumps(line).decode())

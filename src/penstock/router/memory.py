@@ -17,9 +17,6 @@ from penstock.router.policies import EngineView
 
 # --- what a fleet tells it: always all of it, with an epoch, never a delta -------------------------------------------
 
-KEY_ENV, ADMIN_KEY_ENV = "PENSTOCK_API_KEY", "PENSTOCK_ROUTER_ADMIN_KEY"
-"""Variables of a router's process: what clients send, and what calls that change it need. On the command line every
-user of the machine could read them."""
 _NAME = re.compile(r"[!-~]{1,128}")
 _KEY = re.compile(r"[!-~]{1,1024}")
 

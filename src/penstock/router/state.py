@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -49,7 +48,7 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True)
 class RouterState:
-    """What `GET /router/engines` answers of one process, or `merged` of several."""
+    """What `GET /router/engines` answers of one process, or `workers.merged` of several."""
 
     epoch: int
     """-1 before the first membership."""
@@ -75,48 +74,3 @@ class RouterState:
     """Process ids of those that serve."""
     in_step: bool = True
     """All of them are of this epoch; one that was started again has no engines at first."""
-
-
-_SUMMED = ("held", "held_bytes", "sessions", "requests", "moved_sessions")
-_ENGINE_SUMMED = (
-    "outstanding",
-    "outstanding_tokens",
-    "resident_tokens",
-    "sessions",
-    "requests",
-    "breaker_openings",
-    "dead_answers",
-)
-_ENGINE_GREATEST = ("down", "kv_usage", "kv_capacity", "failure")
-
-
-def merged(states: Sequence[RouterState]) -> RouterState:
-    """Make one state of those of several processes, at least one. Engines are those of the process told last.
-
-    A session counts in each process that had a turn of it. A gate is closed, and an engine down, if it is for one.
-    """
-    newest = max(states, key=lambda state: state.epoch)
-    engines = [engine for state in states for engine in state.engines]
-    return replace(
-        newest,
-        workers=tuple(pid for state in states for pid in state.workers),
-        in_step=all(state.epoch == newest.epoch for state in states),
-        gate_closed=any(state.gate_closed for state in states),
-        held_by=_total(state.held_by for state in states),
-        placements=_total(state.placements for state in states),
-        engines=tuple(_merged(load, [one for one in engines if one.name == load.name]) for load in newest.engines),
-        **{name: sum(getattr(state, name) for state in states) for name in _SUMMED},
-    )
-
-
-def _total(counts: Iterable[Mapping[str, int]]) -> Mapping[str, int]:
-    total = Counter[str]()
-    for each in counts:
-        total.update(each)
-    return dict(total)
-
-
-def _merged(load: EngineLoad, of: Sequence[EngineLoad]) -> EngineLoad:
-    figures: dict[str, Any] = {name: sum(getattr(one, name) for one in of) for name in _ENGINE_SUMMED}
-    figures |= {name: max(getattr(one, name) for one in of) for name in _ENGINE_GREATEST}
-    return replace(load, drained=all(one.drained for one in of), **figures)

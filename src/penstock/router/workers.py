@@ -14,14 +14,17 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from penstock.process import backoff_s
 from penstock.router.server import BACKLOG, Router, base_url, cannot_listen
+from penstock.router.state import EngineLoad, RouterState
 from penstock.settings import RouterConfig, refuse_open_host
 
 logger = logging.getLogger(__name__)
@@ -132,3 +135,50 @@ def _end(workers: dict[int, int]) -> None:
     send(signal.SIGTERM)
     for pid in list(workers):
         os.waitpid(pid, 0)
+
+
+# --- their state as one ----------------------------------------------------------------------------------------------
+
+_SUMMED = ("held", "held_bytes", "sessions", "requests", "moved_sessions")
+_ENGINE_SUMMED = (
+    "outstanding",
+    "outstanding_tokens",
+    "resident_tokens",
+    "sessions",
+    "requests",
+    "breaker_openings",
+    "dead_answers",
+)
+_ENGINE_GREATEST = ("down", "kv_usage", "kv_capacity", "failure")
+
+
+def merged(states: Sequence[RouterState]) -> RouterState:
+    """Make one state of those of several processes, at least one. Engines are those of the process told last.
+
+    A session counts in each process that had a turn of it. A gate is closed, and an engine down, if it is for one.
+    """
+    newest = max(states, key=lambda state: state.epoch)
+    engines = [engine for state in states for engine in state.engines]
+    return replace(
+        newest,
+        workers=tuple(pid for state in states for pid in state.workers),
+        in_step=all(state.epoch == newest.epoch for state in states),
+        gate_closed=any(state.gate_closed for state in states),
+        held_by=_total(state.held_by for state in states),
+        placements=_total(state.placements for state in states),
+        engines=tuple(_merged(load, [one for one in engines if one.name == load.name]) for load in newest.engines),
+        **{name: sum(getattr(state, name) for state in states) for name in _SUMMED},
+    )
+
+
+def _total(counts: Iterable[Mapping[str, int]]) -> Mapping[str, int]:
+    total = Counter[str]()
+    for each in counts:
+        total.update(each)
+    return dict(total)
+
+
+def _merged(load: EngineLoad, of: Sequence[EngineLoad]) -> EngineLoad:
+    figures: dict[str, Any] = {name: sum(getattr(one, name) for one in of) for name in _ENGINE_SUMMED}
+    figures |= {name: max(getattr(one, name) for one in of) for name in _ENGINE_GREATEST}
+    return replace(load, drained=all(one.drained for one in of), **figures)
