@@ -96,13 +96,13 @@ class HTTPEngine(Engine):
         adapter: str | None = None,
     ) -> None:
         if adapter is not None:
-            await self.control.pause_adapter(adapter)
+            await self.control.adapters.pause(adapter)
             return
         deadline_s = timeout_s or (self.data.request_timeout_s if mode is PauseMode.WAIT else None)
         await self.control.pause(mode, clear_cache=clear_cache, timeout_s=deadline_s)
 
     async def resume_generation(self, *, adapter: str | None = None) -> None:
-        await (self.control.resume() if adapter is None else self.control.resume_adapter(adapter))
+        await (self.control.resume() if adapter is None else self.control.adapters.resume(adapter))
 
     async def update_adapter(
         self,
@@ -119,7 +119,7 @@ class HTTPEngine(Engine):
         with ExitStack() as undo:
             undo.callback(files.close)
             timeout_s = self.control.timeout_s
-            update = await self.control.load_adapter(name, number, files.source, timeout_s=timeout_s, kv=kv)
+            update = await self.control.adapters.load(name, number, files.source, timeout_s=timeout_s, kv=kv)
             undo.pop_all()
         if before is not None:
             before[1].close()
@@ -127,7 +127,7 @@ class HTTPEngine(Engine):
         return UpdateReport(version=number, bytes=files.nbytes, seconds={}, engines=(update,), adapter=name)
 
     async def unload_adapter(self, name: str) -> None:
-        await self.control.unload_adapter(name)
+        await self.control.adapters.unload(name)
         self._adapters.pop(name)[1].close()
 
     async def abort_generation(self) -> None:

@@ -24,7 +24,8 @@ ROOTS = ("fleet.fleet", "router.__main__", "plugin", "plugin.server", "plugin.mi
 SIDE_ROOMS = tuple(
     f"penstock.{room}"
     for room in (
-        "cli", "engine.experts", "engine.layouts", "engine.openai", "engine.vanilla", "facade",
+        "cli", "engine.adapters", "engine.experts", "engine.lacking", "engine.layouts", "engine.openai",
+        "engine.vanilla", "facade",
         "fleet.adapters", "fleet.attach", "fleet.calls", "fleet.delivery",
         "fleet.elastic", "fleet.native", "fleet.pausing", "fleet.ray", "fleet.remote", "fleet.service",
         "fleet.skyrl_paths",

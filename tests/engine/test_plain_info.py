@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from penstock.engine.capabilities import DEV_MODE, LACKING, PENSTOCK, Capabilities, EngineInfo, require
+from penstock.engine.capabilities import PENSTOCK, Capabilities, EngineInfo, require
+from penstock.engine.lacking import DEV_MODE, LACKING
 from penstock.engine.launch import server_command
 from penstock.engine.vanilla import VanillaControl
 from penstock.errors import EngineDeadError, EngineError, EngineHTTPError, MissingCapabilityError, UserError

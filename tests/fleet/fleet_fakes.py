@@ -10,8 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from penstock.engine.adapters import AdapterLoad
 from penstock.engine.capabilities import PENSTOCK
-from penstock.engine.control import AdapterLoad, CoreState, EngineInfo
+from penstock.engine.control import CoreState, EngineInfo
 from penstock.errors import EngineDeadError, EngineHTTPError, StateError, WeightsError
 from penstock.fleet.member import Lifecycle, Member, State
 from penstock.fleet.pausing import AllOperations as Operations
@@ -34,6 +35,44 @@ async def until(reached: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
+class FakeAdapterCalls:
+    """`AdapterCalls` of a fake engine."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self._engine = engine
+
+    async def read(self, name: str, source: Mapping[str, Any], *, timeout_s: float) -> None:
+        await self._engine.at("read adapter")
+
+    async def load(
+        self, name: str, version: int, source: Mapping[str, Any], *, timeout_s: float, kv: KV = "recompute"
+    ) -> EngineUpdate:
+        await self._engine.at("load adapter")
+        content = Path(source["file"]).read_bytes() if "file" in source else b""
+        self._engine.lora[name] = (version, content)
+        return EngineUpdate(self._engine.name, {"bubble": 0.0}, preempted=0, checksum="")
+
+    async def unload(self, name: str) -> None:
+        await self._engine.at("unload adapter")
+        if self._engine.in_flight.get(name):
+            raise EngineHTTPError(f"adapter {name!r} has requests in flight", status=409, engine=self._engine.name)
+        self._engine.lora.pop(name, None)
+
+    async def served(self) -> dict[str, AdapterLoad]:
+        return {
+            name: AdapterLoad(version, self._engine.in_flight.get(name, 0), self._engine.idle_s.get(name, 0.0))
+            for name, (version, _) in self._engine.lora.items()
+        }
+
+    async def pause(self, name: str) -> None:
+        await self._engine.at("pause adapter")
+        self._engine.paused_adapters.add(name)
+
+    async def resume(self, name: str) -> None:
+        await self._engine.at("resume adapter")
+        self._engine.paused_adapters.discard(name)
+
+
 class FakeEngine:
     """Keeps the state that a real engine would, so that it can be compared with what the fleet believes."""
 
@@ -50,6 +89,7 @@ class FakeEngine:
         self.calls: dict[str, Any] = {}
         self.torn = False
         self.lora: dict[str, tuple[int, bytes]] = {}
+        self.adapters = FakeAdapterCalls(self)
         """Version and bytes of each adapter."""
         self.in_flight: dict[str, int] = {}
         self.idle_s: dict[str, float] = {}
@@ -132,37 +172,6 @@ class FakeEngine:
     ) -> list[Any]:
         await self.at("rpc")
         return [f"{self.name}.{rank}" for rank in range(self.layout[0] * self.layout[1] * self.layout[2])]
-
-    async def read_adapter(self, name: str, source: Mapping[str, Any], *, timeout_s: float) -> None:
-        await self.at("read adapter")
-
-    async def load_adapter(
-        self, name: str, version: int, source: Mapping[str, Any], *, timeout_s: float, kv: KV = "recompute"
-    ) -> EngineUpdate:
-        await self.at("load adapter")
-        content = Path(source["file"]).read_bytes() if "file" in source else b""
-        self.lora[name] = (version, content)
-        return EngineUpdate(self.name, {"bubble": 0.0}, preempted=0, checksum="")
-
-    async def unload_adapter(self, name: str) -> None:
-        await self.at("unload adapter")
-        if self.in_flight.get(name):
-            raise EngineHTTPError(f"adapter {name!r} has requests in flight", status=409, engine=self.name)
-        self.lora.pop(name, None)
-
-    async def adapters(self) -> dict[str, AdapterLoad]:
-        return {
-            name: AdapterLoad(version, self.in_flight.get(name, 0), self.idle_s.get(name, 0.0))
-            for name, (version, _) in self.lora.items()
-        }
-
-    async def pause_adapter(self, name: str) -> None:
-        await self.at("pause adapter")
-        self.paused_adapters.add(name)
-
-    async def resume_adapter(self, name: str) -> None:
-        await self.at("resume adapter")
-        self.paused_adapters.discard(name)
 
     async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
         await self.at("init")

@@ -1,4 +1,4 @@
-"""Control calls to one engine: pause, adapters, weights, and what the engine and its core report."""
+"""Control calls to one engine: pause, weights, and what the engine and its core report."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -24,9 +25,10 @@ from penstock.errors import (
     WeightsError,
 )
 from penstock.http import TORN, HttpTransport, UnreachableError
+from penstock.rooms import plugged_in
 from penstock.types import KV, EngineStats, EngineUpdate, PauseMode, TokenLoss
 from penstock.weights.manifest import WeightManifest
-from penstock.wire import ADAPTERS, INFO
+from penstock.wire import INFO
 
 RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 KV_USAGE = "vllm:kv_cache_usage_perc"
@@ -34,8 +36,6 @@ GENERATED, PREEMPTIONS = "vllm:generation_tokens_total", "vllm:num_preemptions_t
 _SERIES = (RUNNING, WAITING, KV_USAGE, GENERATED, PREEMPTIONS)
 
 BAD_REQUEST, UNAUTHORIZED, NOT_FOUND = 400, 401, 404
-IN_FLIGHT = 409
-"""Status of the refusal to unload an adapter that is in use."""
 _NO_CORE = object()
 GONE_S = 3000.0
 """Seconds after which the core is asked again for a connection that breaks with it; it keeps one for an hour."""
@@ -67,22 +67,6 @@ def engine_stats(text: str, engine: str) -> EngineStats:
     running, waiting, usage, generated, preemptions = (sum(values[name]) for name in _SERIES)
     usage /= len(values[KV_USAGE])
     return EngineStats(int(running), int(waiting), usage, int(generated), int(preemptions))
-
-
-class AdapterRefusedError(EngineHTTPError, WeightsError):
-    """An adapter does not fit the engine's model, or cannot be read."""
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterLoad:
-    """A LoRA adapter as an engine has it."""
-
-    version: int | None
-    """The adapter's own; None: it came past the fleet."""
-    in_flight: int
-    """Its requests."""
-    idle_s: float
-    """Seconds since the last one came."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +101,11 @@ class ControlClient:
         self._key = api_key
         self._core: HttpTransport | None = None
         self._core_answered = False
+
+    @cached_property
+    def adapters(self) -> Any:
+        """Calls for LoRA adapters, `adapters.AdapterCalls`."""
+        return plugged_in("adapters.calls")(self)
 
     async def info(self) -> EngineInfo:
         """Return version, sizes, state and what the engine can do.
@@ -162,17 +151,17 @@ class ControlClient:
         """
         body = {"mode": mode.value, "clear_cache": clear_cache}
         otherwise = f"/pause?mode={mode.value}&clear_cache={str(clear_cache).lower()}"
-        await self._at_core("/penstock/pause", body, timeout_s, otherwise=otherwise)
+        await self.at_core("/penstock/pause", body, timeout_s, otherwise=otherwise)
 
     async def resume(self) -> None:
-        await self._at_core("/penstock/resume", {}, otherwise="/resume")
+        await self.at_core("/penstock/resume", {}, otherwise="/resume")
 
     async def release(self) -> None:
         """Pause for good, and cut what is in flight, so that our clients continue it on other engines.
 
         A request of another client ends with the finish reason `abort`.
         """
-        await self._post(f"/pause?mode={PauseMode.ABORT.value}&release=true")
+        await self.post(f"/pause?mode={PauseMode.ABORT.value}&release=true")
 
     async def is_paused(self) -> bool:
         return bool((await self.http.get("/is_paused", timeout_s=self.timeout_s))["is_paused"])
@@ -199,19 +188,19 @@ class ControlClient:
         await asyncio.Event().wait()
 
     async def abort(self) -> None:
-        await self._post("/abort_requests", {})
+        await self.post("/abort_requests", {})
 
     async def reset_prefix_cache(self) -> None:
         """Forget cached prefixes, recomputing running requests. EngineError: it did not do so."""
-        answer = await self._post("/reset_prefix_cache?reset_running_requests=true")
+        answer = await self.post("/reset_prefix_cache?reset_running_requests=true")
         if answer is not None and answer.get("success") is False:
             raise EngineError("answered that it could not reset its prefix cache", engine=self.name)
 
     async def sleep(self, level: int) -> None:
-        await self._post(f"/sleep?level={level}")
+        await self.post(f"/sleep?level={level}")
 
     async def wake_up(self, tags: Sequence[str] | None) -> None:
-        await self._post("/wake_up" + ("?" + "&".join(f"tags={tag}" for tag in tags) if tags else ""))
+        await self.post("/wake_up" + ("?" + "&".join(f"tags={tag}" for tag in tags) if tags else ""))
 
     async def collective_rpc(
         self, method: str, timeout_s: float, args: Sequence[Any], kwargs: Mapping[str, Any] | None
@@ -250,7 +239,7 @@ class ControlClient:
             TransferError: the bytes did not all come. It stays paused until a version was prepared and applied whole.
         """
         try:
-            answer: Any = await self._at_core("/penstock/weights/apply", {"version": version, "kv": kv})
+            answer: Any = await self.at_core("/penstock/weights/apply", {"version": version, "kv": kv})
         except EngineHTTPError as error:
             if error.error_type == TORN:
                 raise TransferError(str(error)) from error
@@ -259,7 +248,7 @@ class ControlClient:
         if confirmed != version:
             message = f"applied weight version {version} but says it serves {confirmed}"
             raise EngineHTTPError(message, status=200, engine=self.name)
-        return self._update_of(answer)
+        return self.update_of(answer)
 
     async def token_loss(self, version: int, *, adapter: str | None = None, timeout_s: float) -> TokenLoss | None:
         """Return what an update cost this engine, as soon as its rate is back; None: it was not measured.
@@ -267,12 +256,12 @@ class ControlClient:
         After `timeout_s` seconds the measurement ends, and the loss so far is returned.
         """
         body = {"version": version, "adapter": adapter, "timeout_s": timeout_s}
-        answer: Any = await self._at_core("/penstock/weights/loss", body, timeout_s + self.timeout_s)
+        answer: Any = await self.at_core("/penstock/weights/loss", body, timeout_s + self.timeout_s)
         return None if answer is None else TokenLoss(**answer)
 
     async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
         """Call vLLM's native /init_weight_transfer_engine (R18)."""
-        await self._post("/init_weight_transfer_engine", {"init_info": dict(init_info)})
+        await self.post("/init_weight_transfer_engine", {"init_info": dict(init_info)})
 
     async def native_update(self, update_info: Mapping[str, Any], *, version: int) -> None:
         """Do vLLM's native start, update, finish (R18).
@@ -281,55 +270,18 @@ class ControlClient:
         """
         if not await self.is_paused():
             raise StateError(f"engine {self.name}: pause generation before a native weight update")
-        await self._post("/start_weight_update")
-        await self._post("/update_weights", {"update_info": dict(update_info)})
-        await self._post("/finish_weight_update", {"weight_version": str(version)})
+        await self.post("/start_weight_update")
+        await self.post("/update_weights", {"update_info": dict(update_info)})
+        await self.post("/finish_weight_update", {"weight_version": str(version)})
         await self._label(version)
-
-    # --- adapters ----------------------------------------------------------------------------------------------------
-
-    async def read_adapter(self, name: str, source: Mapping[str, Any], *, timeout_s: float) -> None:
-        """Have a version of an adapter read while the engine generates; `load_adapter` of the same source is quick."""
-        await self._at_core(f"{ADAPTERS}/read", {"name": name, "source": dict(source)}, timeout_s)
-
-    async def load_adapter(
-        self, name: str, version: int, source: Mapping[str, Any], *, timeout_s: float, kv: KV = "recompute"
-    ) -> EngineUpdate:
-        """Put a version of an adapter in force between two steps (`weights.adapter_files.AdapterFiles.source`).
-
-        AdapterRefusedError: it does not fit; what was in force stays.
-        """
-        body = {"name": name, "version": version, "source": dict(source), "kv": kv}
-        try:
-            return self._update_of(await self._post(f"{ADAPTERS}/load", body, timeout_s=timeout_s))
-        except EngineHTTPError as error:
-            if error.status == BAD_REQUEST:
-                raise AdapterRefusedError(str(error), status=error.status, engine=self.name) from error
-            raise
-
-    async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter. EngineHTTPError with status 409: it has requests in flight."""
-        await self._post(f"{ADAPTERS}/unload", {"name": name})
-
-    async def adapters(self) -> dict[str, AdapterLoad]:
-        """Return the adapters that requests can ask for, by name."""
-        answer: Any = await self.http.get(ADAPTERS, timeout_s=self.timeout_s)
-        return {str(name): AdapterLoad(**given) for name, given in answer.items()}
-
-    async def pause_adapter(self, name: str) -> None:
-        """Stop an adapter's requests at a token; they wait, and new ones too."""
-        await self._at_core(f"{ADAPTERS}/pause", {"name": name})
-
-    async def resume_adapter(self, name: str) -> None:
-        """Let an adapter's requests go on; harmless if it is not paused."""
-        await self._at_core(f"{ADAPTERS}/resume", {"name": name})
 
     async def close(self) -> None:
         await self.http.close()
         if self._core is not None:
             await self._core.close()
 
-    def _update_of(self, answer: Any) -> EngineUpdate:
+    def update_of(self, answer: Any) -> EngineUpdate:
+        """Read what the engine reports of an update."""
         return EngineUpdate(
             engine=self.name,
             seconds={str(k): float(v) for k, v in answer["seconds"].items()},
@@ -340,7 +292,7 @@ class ControlClient:
 
     async def _label(self, version: int) -> None:
         if (await self.info()).weight_version != version:  # vLLM 0.26 takes no label
-            await self._post("/penstock/weights/label", {"version": version})
+            await self.post("/penstock/weights/label", {"version": version})
 
     async def _connect_core(self, port: int | None) -> None:
         """Speak to the engine's core at `port` from now on, for calls that must not wait behind tokens."""
@@ -353,13 +305,13 @@ class ControlClient:
 
     async def _offer(self, step: str, body: Mapping[str, Any], *, refused: Sequence[int]) -> None:
         try:
-            await self._at_core(f"/penstock/weights/{step}", body)
+            await self.at_core(f"/penstock/weights/{step}", body)
         except EngineHTTPError as error:
             if error.status in refused:
                 raise WeightsError(str(error)) from error
             raise
 
-    async def _at_core(
+    async def at_core(
         self, path: str, body: Mapping[str, Any], timeout_s: float | None = None, *, otherwise: str | None = None
     ) -> Any:
         """Ask the core; where it cannot be reached, the API server, under the same path or at `otherwise` of vLLM."""
@@ -367,8 +319,8 @@ class ControlClient:
         if answer is not _NO_CORE:
             return answer
         if otherwise is None:
-            return await self._post(path, body, timeout_s=timeout_s)
-        return await self._post(otherwise, timeout_s=timeout_s)
+            return await self.post(path, body, timeout_s=timeout_s)
+        return await self.post(otherwise, timeout_s=timeout_s)
 
     async def _ask_core(self, path: str, body: Mapping[str, Any], timeout_s: float) -> Any:
         """Ask the core; `_NO_CORE` where only the API server can be reached (a proxy, a mapped port).
@@ -388,5 +340,6 @@ class ControlClient:
         self._core_answered = True
         return answer
 
-    async def _post(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None) -> Any:
+    async def post(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None) -> Any:
+        """Ask the API server."""
         return await self.http.post(path, body, timeout_s=timeout_s or self.timeout_s)

@@ -170,21 +170,9 @@ def _cpu_env(config: EngineConfig) -> dict[str, str]:
 
 
 def _sim_command(config: EngineConfig, *, port: int, api_key: str | None, host: str) -> ServerCommand:
-    vocabulary: int | None = plugged_in("layouts.simulated")(config)
-    options: dict[str, Option] = {
-        "host": host,
-        "port": port,
-        # A trainer that has the model looks up the embeddings of the simulated tokens.
-        "vocab-size": vocabulary,
-        "max-model-len": config.max_model_len,
-        "max-num-seqs": config.max_num_seqs,
-        "served-model-name": config.served_model_name or config.model,
-        "seed": config.seed,
-        **config.extra_args,
-    }
-    env = {"PENSTOCK_API_KEY": api_key or ""}
+    options = {"host": host, "port": port, **plugged_in("launch.simulated")(config)}
     given = (f"{name.replace('-', '_')}={value}" for name, value in options.items() if value is not None)
-    return ServerCommand((sys.executable, "-m", "penstock.sim", *given), env)
+    return ServerCommand((sys.executable, "-m", "penstock.sim", *given), {"PENSTOCK_API_KEY": api_key or ""})
 
 
 def _arguments(options: dict[str, Option]) -> Sequence[str]:

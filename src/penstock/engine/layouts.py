@@ -112,10 +112,18 @@ def machine_bytes() -> int:
     return 1024 * sum(map(int, sizes))
 
 
-def simulated_vocabulary(config: EngineConfig) -> int | None:
-    """Return the vocabulary of the model that a simulated engine stands for, where its checkpoint is there."""
+def simulated_options(config: EngineConfig) -> dict[str, Any]:
+    """Return the options of a simulated engine in place of one of vLLM."""
     _check_extra_args(config, OURS)
-    return read_shape(config.model).vocabulary
+    return {
+        # A trainer that has the model looks up the embeddings of the simulated tokens.
+        "vocab-size": read_shape(config.model).vocabulary,
+        "max-model-len": config.max_model_len,
+        "max-num-seqs": config.max_num_seqs,
+        "served-model-name": config.served_model_name or config.model,
+        "seed": config.seed,
+        **config.extra_args,
+    }
 
 
 def check(config: EngineConfig, device: Literal["cpu", "gpu"], shape: ModelShape | None = None) -> ModelShape:

@@ -14,15 +14,17 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import orjson
 
 from penstock import wire
 from penstock.aio import all_or_first_error
+from penstock.engine.adapters import AdapterCalls, AdapterLoad
 from penstock.engine.capabilities import SAMPLED_FROM, Capabilities, EngineInfo, require
 from penstock.engine.client import Answer, Continuation
-from penstock.engine.control import AdapterLoad, ControlClient, CoreState
+from penstock.engine.control import ControlClient, CoreState
 from penstock.engine.openai import Stream
 from penstock.errors import EngineError, EngineHTTPError, MissingCapabilityError, reading
 from penstock.http import HttpTransport, Reply
@@ -44,54 +46,65 @@ OLD = re.compile(r"0\.([12]?\d|3[01])\.")
 class VanillaControl(ControlClient):
     """`ControlClient` of a server with our plugin or without it; `info` finds out which."""
 
-    _has_plugin = True
+    has_plugin = True
 
     async def state(self) -> CoreState:
         """Return what the core reports; without our plugin only whether it is paused."""
-        return await super().state() if self._has_plugin else CoreState(await self.is_paused())
+        return await super().state() if self.has_plugin else CoreState(await self.is_paused())
 
-    async def read_adapter(self, name: str, source: Mapping[str, Any], *, timeout_s: float) -> None:
-        """Have a version read as `ControlClient` does; without our plugin, vLLM reads it when it is loaded."""
-        if self._has_plugin:
-            await super().read_adapter(name, source, timeout_s=timeout_s)
-
-    async def load_adapter(
-        self, name: str, version: int, source: Mapping[str, Any], *, timeout_s: float, kv: KV = "recompute"
-    ) -> EngineUpdate:
-        """Load as `ControlClient` does; without our plugin by vLLM's route, in place and from a folder."""
-        if self._has_plugin:
-            return await super().load_adapter(name, version, source, timeout_s=timeout_s, kv=kv)
-        if "path" not in source:
-            raise MissingCapabilityError(
-                f"engine {self.name} runs without Penstock's plugin, so it reads adapters from folders only: set "
-                "fleet.weight_folder, which it sees too, or load a saved adapter by its path"
-            )
-        began = time.perf_counter()
-        data = orjson.dumps({"lora_name": name, "lora_path": source["path"], "load_inplace": True})
-        await self.http.call("POST", "/v1/load_lora_adapter", data, timeout_s=timeout_s)
-        return EngineUpdate(self.name, {"bubble": time.perf_counter() - began}, preempted=0, checksum="")
-
-    async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter; without our plugin, vLLM lets its requests in flight end."""
-        if self._has_plugin:
-            await super().unload_adapter(name)
-        else:
-            data = orjson.dumps({"lora_name": name})
-            await self.http.call("POST", "/v1/unload_lora_adapter", data, timeout_s=self.timeout_s)
-
-    async def adapters(self) -> dict[str, AdapterLoad]:
-        """Return the adapters as `ControlClient` does; none without our plugin, which alone counts them."""
-        return await super().adapters() if self._has_plugin else {}
+    @cached_property
+    def adapters(self) -> Any:
+        """Calls for LoRA adapters, by vLLM's routes where there is no plugin."""
+        return VanillaAdapterCalls(self)
 
     async def _info(self) -> EngineInfo:
-        self._has_plugin = True
+        self.has_plugin = True
         try:
             return await super()._info()
         except EngineHTTPError as error:
             if error.status != NOT_FOUND:
                 raise
-        self._has_plugin = False
+        self.has_plugin = False
         return await identify(self.http, timeout_s=self.timeout_s)
+
+
+class VanillaAdapterCalls(AdapterCalls):
+    """`AdapterCalls` of a server with our plugin or without it, whose own routes then do."""
+
+    _control: VanillaControl
+
+    async def read(self, name: str, source: Mapping[str, Any], *, timeout_s: float) -> None:
+        """Have a version read as `AdapterCalls` does; without our plugin, vLLM reads it when it is loaded."""
+        if self._control.has_plugin:
+            await super().read(name, source, timeout_s=timeout_s)
+
+    async def load(
+        self, name: str, version: int, source: Mapping[str, Any], *, timeout_s: float, kv: KV = "recompute"
+    ) -> EngineUpdate:
+        """Load as `AdapterCalls` does; without our plugin by vLLM's route, in place and from a folder."""
+        if self._control.has_plugin:
+            return await super().load(name, version, source, timeout_s=timeout_s, kv=kv)
+        if "path" not in source:
+            raise MissingCapabilityError(
+                f"engine {self._control.name} runs without Penstock's plugin, so it reads adapters from folders only: "
+                "set fleet.weight_folder, which it sees too, or load a saved adapter by its path"
+            )
+        began = time.perf_counter()
+        data = orjson.dumps({"lora_name": name, "lora_path": source["path"], "load_inplace": True})
+        await self._control.http.call("POST", "/v1/load_lora_adapter", data, timeout_s=timeout_s)
+        return EngineUpdate(self._control.name, {"bubble": time.perf_counter() - began}, preempted=0, checksum="")
+
+    async def unload(self, name: str) -> None:
+        """Forget an adapter; without our plugin, vLLM lets its requests in flight end."""
+        if self._control.has_plugin:
+            await super().unload(name)
+        else:
+            data = orjson.dumps({"lora_name": name})
+            await self._control.http.call("POST", "/v1/unload_lora_adapter", data, timeout_s=self._control.timeout_s)
+
+    async def served(self) -> dict[str, AdapterLoad]:
+        """Return the adapters as `AdapterCalls` does; none without our plugin, which alone counts them."""
+        return await super().served() if self._control.has_plugin else {}
 
 
 async def identify(http: HttpTransport, *, timeout_s: float) -> EngineInfo:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.aio import all_or_first_error, in_thread
+from penstock.engine.adapters import IN_FLIGHT, AdapterLoad
 from penstock.engine.capabilities import Capability, require
-from penstock.engine.control import IN_FLIGHT, AdapterLoad, ControlClient
+from penstock.engine.control import ControlClient
 from penstock.errors import (
     DeadlineError,
     EngineHTTPError,
@@ -157,7 +158,9 @@ class FleetAdapters:
             if not known.resumed.is_set():
                 raise StateError(f"adapter {name!r} is already paused; resume it first")
             await self._roster.command(
-                lambda engine: engine.pause_adapter(name), what=f"pause of adapter {name!r}", deadline_s=self._timeout_s
+                lambda engine: engine.adapters.pause(name),
+                what=f"pause of adapter {name!r}",
+                deadline_s=self._timeout_s,
             )
             known.resumed.clear()  # engines that join pause it from now on
 
@@ -171,7 +174,7 @@ class FleetAdapters:
             if known.resumed.is_set():
                 raise StateError(f"adapter {name!r} is not paused; pause it first")
             await self._roster.command(
-                lambda engine: engine.resume_adapter(name),
+                lambda engine: engine.adapters.resume(name),
                 what=f"resume of adapter {name!r}",
                 deadline_s=self._timeout_s,
             )
@@ -194,7 +197,9 @@ class FleetAdapters:
 
     async def statuses(self) -> dict[str, AdapterStatus]:
         """Name every adapter, with its version and its requests over all engines."""
-        outcome = await fan_out(self._roster.live(), lambda engine: engine.adapters(), deadline_s=self._timeout_s)
+        outcome = await fan_out(
+            self._roster.live(), lambda engine: engine.adapters.served(), deadline_s=self._timeout_s
+        )
         return {name: self._status(name, outcome.results.values()) for name in self.known}
 
     async def status(self, name: str) -> AdapterStatus:
@@ -226,10 +231,10 @@ class FleetAdapters:
     async def _bring(self, member: Member, name: str, known: FleetAdapter, *, trusted: bool = True) -> None:
         async def load(engine: ControlClient) -> None:
             if not known.resumed.is_set():
-                await engine.pause_adapter(name)
-            served = (await engine.adapters()).get(name)
+                await engine.adapters.pause(name)
+            served = (await engine.adapters.served()).get(name)
             if not trusted or served is None or served.version != known.version:
-                await engine.load_adapter(name, known.version, known.files.source, timeout_s=self._timeout_s)
+                await engine.adapters.load(name, known.version, known.files.source, timeout_s=self._timeout_s)
 
         (await fan_out((member,), load, deadline_s=3 * self._timeout_s)).raise_first()
 
@@ -261,7 +266,7 @@ class FleetAdapters:
 
     async def _read(self, members: Sequence[Member], name: str, files: AdapterFiles, timeout_s: float) -> None:
         def read(engine: ControlClient) -> Coroutine[Any, Any, None]:
-            return engine.read_adapter(name, files.source, timeout_s=timeout_s)
+            return engine.adapters.read(name, files.source, timeout_s=timeout_s)
 
         await fan_out(members, read, deadline_s=timeout_s)
 
@@ -297,7 +302,7 @@ class FleetAdapters:
                 self._check(name, version)
             number = self._highest[name] + 1 if version is None else version
             outcome = await self._roster.command(
-                lambda engine: engine.load_adapter(name, number, files.source, timeout_s=timeout_s, kv=kv),
+                lambda engine: engine.adapters.load(name, number, files.source, timeout_s=timeout_s, kv=kv),
                 what=f"version {number} of adapter {name!r}",
                 deadline_s=timeout_s + MARGIN_S,
                 refusable=True,
@@ -319,7 +324,7 @@ class FleetAdapters:
         if busy := (await self.status(name)).in_flight:
             raise StateError(f"adapter {name!r} has {busy} requests in flight; unload it when they have ended")
         members = self._roster.live()
-        outcome = await fan_out(members, lambda engine: engine.unload_adapter(name), deadline_s=self._timeout_s)
+        outcome = await fan_out(members, lambda engine: engine.adapters.unload(name), deadline_s=self._timeout_s)
         errors = outcome.failures.values()
         if refused := [e for e in errors if isinstance(e, EngineHTTPError) and e.status == IN_FLIGHT]:
             for member in members:  # requests came meanwhile
@@ -359,7 +364,9 @@ class FleetAdapters:
 
     async def _highest_at_engines(self, name: str) -> int:
         """Return the last version that an earlier owner of these engines gave a name; 0: none."""
-        outcome = await fan_out(self._roster.live(), lambda engine: engine.adapters(), deadline_s=self._timeout_s)
+        outcome = await fan_out(
+            self._roster.live(), lambda engine: engine.adapters.served(), deadline_s=self._timeout_s
+        )
         return max((loads[name].version or 0 for loads in outcome.results.values() if name in loads), default=0)
 
     def _shared_folder(self) -> Path | None:

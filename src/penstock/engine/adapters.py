@@ -1,0 +1,74 @@
+"""Control calls for LoRA adapters, to one engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.engine.control import BAD_REQUEST, ControlClient
+from penstock.errors import EngineHTTPError, WeightsError
+from penstock.types import KV, EngineUpdate
+from penstock.wire import ADAPTERS
+
+IN_FLIGHT = 409
+"""Status of the refusal to unload an adapter that is in use."""
+
+
+class AdapterRefusedError(EngineHTTPError, WeightsError):
+    """An adapter does not fit the engine's model, or cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLoad:
+    """A LoRA adapter as an engine has it."""
+
+    version: int | None
+    """The adapter's own; None: it came past the fleet."""
+    in_flight: int
+    """Its requests."""
+    idle_s: float
+    """Seconds since the last one came."""
+
+
+class AdapterCalls:
+    """`ControlClient.adapters` of an engine with our plugin."""
+
+    def __init__(self, control: ControlClient) -> None:
+        self._control = control
+
+    async def read(self, name: str, source: Mapping[str, Any], *, timeout_s: float) -> None:
+        """Have a version of an adapter read while the engine generates; `load` of the same source is quick."""
+        await self._control.at_core(f"{ADAPTERS}/read", {"name": name, "source": dict(source)}, timeout_s)
+
+    async def load(
+        self, name: str, version: int, source: Mapping[str, Any], *, timeout_s: float, kv: KV = "recompute"
+    ) -> EngineUpdate:
+        """Put a version of an adapter in force between two steps (`weights.adapter_files.AdapterFiles.source`).
+
+        AdapterRefusedError: it does not fit; what was in force stays.
+        """
+        body = {"name": name, "version": version, "source": dict(source), "kv": kv}
+        try:
+            return self._control.update_of(await self._control.post(f"{ADAPTERS}/load", body, timeout_s=timeout_s))
+        except EngineHTTPError as error:
+            if error.status == BAD_REQUEST:
+                raise AdapterRefusedError(str(error), status=error.status, engine=self._control.name) from error
+            raise
+
+    async def unload(self, name: str) -> None:
+        """Forget an adapter. EngineHTTPError with status 409: it has requests in flight."""
+        await self._control.post(f"{ADAPTERS}/unload", {"name": name})
+
+    async def served(self) -> dict[str, AdapterLoad]:
+        """Return the adapters that requests can ask for, by name."""
+        answer: Any = await self._control.http.get(ADAPTERS, timeout_s=self._control.timeout_s)
+        return {str(name): AdapterLoad(**given) for name, given in answer.items()}
+
+    async def pause(self, name: str) -> None:
+        """Stop an adapter's requests at a token; they wait, and new ones too."""
+        await self._control.at_core(f"{ADAPTERS}/pause", {"name": name})
+
+    async def resume(self, name: str) -> None:
+        """Let an adapter's requests go on; harmless if it is not paused."""
+        await self._control.at_core(f"{ADAPTERS}/resume", {"name": name})
