@@ -111,7 +111,7 @@ def test_a_head_is_written_from_its_fields() -> None:
         b"X-Odd:\t two  words\r\nEmpty:\r\n\r\n"
     )
     request = parse_request(head)
-    assert request.to_engine(b"X-Ours: 1\r\n") == (
+    assert request.to_engine(0, b"X-Ours: 1\r\n") == (
         b"POST /v1/completions?a=b HTTP/1.1\r\nX-Ours: 1\r\nhOST: a\r\nX-Session-ID: 7\r\nX-Weight-Version: 3\r\n"
         b"traceparent: 00-a-b-01\r\nX-Odd: two  words\r\nEmpty: \r\nContent-Length: 12\r\n\r\n"
     )
@@ -131,7 +131,7 @@ def test_what_a_client_says_for_its_placement() -> None:
     assert (request.session_id, request.group_id) == ("S-1", "G")
     assert (request.prompt_tokens, request.expected_tokens) == (32768, 512)
     assert request.prefix_hashes == b"1:00ff,AB"
-    assert request.to_engine() == head.replace(b":\tG", b": G")
+    assert request.to_engine(0) == head.replace(b":\tG", b": G")
     bare = parse_request(b"GET / HTTP/1.1\r\nHost: a\r\nX-Session-ID:\r\n\r\n")
     assert (bare.session_id, bare.group_id, bare.prefix_hashes) == (None, None, None)
     assert (bare.prompt_tokens, bare.expected_tokens, bare.min_weight_version) == (0, 0, 0)
@@ -141,7 +141,7 @@ def test_names_beyond_ascii_are_those_that_admin_calls_say() -> None:
     head = "POST / HTTP/1.1\r\nHost: a\r\nX-Session-ID: séance\r\nX-Group-ID: modèle\r\n\r\n"
     as_utf8, as_latin = parse_request(head.encode()), parse_request(head.encode("latin-1"))
     assert (as_utf8.session_id, as_utf8.group_id) == (as_latin.session_id, as_latin.group_id) == ("séance", "modèle")
-    assert as_latin.to_engine() == head.encode("latin-1")
+    assert as_latin.to_engine(0) == head.encode("latin-1")
 
 
 def test_hop_by_hop_fields_stay_here() -> None:
@@ -152,14 +152,14 @@ def test_hop_by_hop_fields_stay_here() -> None:
         b"Expect: 100-continue\r\nTransfer-Encoding: chunked\r\n\r\n"
     )
     request = parse_request(head)
-    assert request.to_engine() == b"POST / HTTP/1.1\r\nHost: a\r\nX-Other: 2\r\nTransfer-Encoding: chunked\r\n\r\n"
+    assert request.to_engine(7) == b"POST / HTTP/1.1\r\nHost: a\r\nX-Other: 2\r\nContent-Length: 7\r\n\r\n"
     assert request.expect
     assert request.length == CHUNKED
 
 
 def test_an_offer_to_upgrade_is_declined() -> None:
     request = parse_request(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
-    assert request.to_engine() == b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
+    assert request.to_engine(0) == b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,9 @@ def test_an_empty_connection_option_takes_no_line_away(options: str) -> None:
     line = f"Connection: {options}\r\nX-Mine: 1\r\nAccept: a\r\n".encode()
     mine = b"" if "x-mine" in options else b"X-Mine: 1\r\n"
     request = parse_request(b"POST / HTTP/1.1\r\nHost: a\r\n" + line + b"Content-Length: 1\r\n\r\n")
-    assert request.to_engine() == (b"POST / HTTP/1.1\r\nHost: a\r\n" + mine + b"Accept: a\r\nContent-Length: 1\r\n\r\n")
+    assert request.to_engine(0) == (
+        b"POST / HTTP/1.1\r\nHost: a\r\n" + mine + b"Accept: a\r\nContent-Length: 1\r\n\r\n"
+    )
     assert request.keep_alive == ("close" not in options)
     response = parse_response(b"HTTP/1.1 200 OK\r\nA: b\r\n" + line + b"Content-Length: 1\r\n\r\n", b"GET")
     written = b"HTTP/1.1 200 OK\r\nA: b\r\n" + mine + b"Accept: a\r\nContent-Length: 1\r\n\r\n"
@@ -223,6 +225,6 @@ def test_no_key_and_no_rank_of_a_client_travels_on() -> None:
         b"POST / HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer k\r\nx-api-KEY: k\r\nX-Data-Parallel-Rank: 1\r\n"
         b"Connection: x-data-parallel-rank\r\n\r\n"
     )
-    assert parse_request(head).to_engine(b"X-data-parallel-rank: 0\r\n") == (
+    assert parse_request(head).to_engine(0, b"X-data-parallel-rank: 0\r\n") == (
         b"POST / HTTP/1.1\r\nX-data-parallel-rank: 0\r\nHost: a\r\n\r\n"
     )

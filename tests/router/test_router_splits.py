@@ -52,6 +52,9 @@ class Wire(asyncio.Transport):
     def writelines(self, list_of_data: Any) -> None:
         self.write(b"".join(list_of_data))
 
+    def get_write_buffer_size(self) -> int:
+        return 0
+
     def is_closing(self) -> bool:
         return self.closing
 

@@ -86,8 +86,6 @@ class AdminCall:
         self._body = bytearray()
 
     def begin(self, piece: bytes | memoryview, *, done: bool) -> None:
-        if self._request.length < 0:
-            raise RefusalError(411, "length_required", "send an admin body with Content-Length")
         self.add_body(piece, done=done)
 
     def add_body(self, piece: bytes | memoryview, *, done: bool) -> None:

@@ -51,10 +51,6 @@ class ConnectionUser:
         """The connection is gone; with the error, if there was one."""
         raise NotImplementedError
 
-    def adjust_reading(self) -> None:
-        """The connection takes no more bytes for now, or takes them again."""
-        raise NotImplementedError
-
 
 class BackendConnection(asyncio.BufferedProtocol):
     """Protocol of one connection in a backend's pool; one request at a time uses it."""
@@ -64,7 +60,6 @@ class BackendConnection(asyncio.BufferedProtocol):
     reused = False
     """Whether it has served a request before this one: only then may it be stale."""
     idle_since = 0.0
-    write_paused = False
     _read_paused = False
 
     def __init__(self, backend: Backend) -> None:
@@ -78,17 +73,6 @@ class BackendConnection(asyncio.BufferedProtocol):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
-
-    def pause_writing(self) -> None:
-        self._pause(paused=True)
-
-    def resume_writing(self) -> None:
-        self._pause(paused=False)
-
-    def _pause(self, *, paused: bool) -> None:
-        self.write_paused = paused
-        if self.user is not None:
-            self.user.adjust_reading()
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - the loop's signature
         """Where the next bytes go; its size bounds what is kept here of an answer whose client does not read."""
@@ -175,8 +159,9 @@ class Backend:
 
     def release(self, connection: BackendConnection, *, reusable: bool) -> None:
         """Keep a connection that a request has done with for another one, or close it."""
-        if not reusable or self.removed or connection.write_paused or connection.transport.is_closing():
-            connection.transport.abort()
+        transport = connection.transport
+        if not reusable or self.removed or transport.get_write_buffer_size() or transport.is_closing():
+            transport.abort()
             return
         connection.set_reading(reading=True)
         while self._waiting:

@@ -15,7 +15,6 @@ from penstock.router.http import (
     RefusalError,
     RequestHead,
     body_reader,
-    chunk,
     parse_request,
 )
 from penstock.router.memory import Metrics
@@ -24,7 +23,7 @@ from penstock.settings import RouterConfig
 IDLE_S = 75.0
 """A kept-alive connection without a request is closed after this time."""
 BODY_STALL_S = 60.0
-"""A request whose body brings no byte for this time, while we do read, gets a 408."""
+"""A request whose body brings no byte for this time gets a 408."""
 WRITE_STALL_S = 300.0
 """A client that takes no byte of its answer for this time is given up."""
 LINGER_S = 2.0
@@ -37,8 +36,6 @@ _BARE_LF = re.compile(rb"(?<!\r)\n")
 _CR = 13
 HEALTH = b"/router/health"
 """Needs no key."""
-_BODY, _ANSWERS = 1, 2
-"""Reasons not to read, as bits."""
 
 
 class Call(Protocol):
@@ -49,7 +46,7 @@ class Call(Protocol):
         ...
 
     def add_body(self, piece: bytes | memoryview, *, done: bool) -> None:
-        """A further piece of the request's body, framed as an engine is to get it."""
+        """A further piece of the request's body, without its framing."""
         ...
 
     def refuse(self, refusal: RefusalError) -> None:
@@ -119,10 +116,9 @@ class ClientConnection(asyncio.Protocol):
         self._body_by = _NEVER
         """`time.monotonic()` at which all of the body has to be here."""
         self._payload: list[bytes] | None = None
-        """Payload of a chunked body that has not been passed on."""
+        """Payload of a chunked body that the call has not got yet."""
         self._call: Call | None = None
         self._lingering = False
-        self._blocked = 0
         self._stranger = True
         """It has sent no head with the key yet."""
         self._clients = clients
@@ -178,20 +174,20 @@ class ClientConnection(asyncio.Protocol):
         """More is buffered towards the peer than it takes: nothing more is read, and no further request is begun."""
         self.write_paused = True
         self._ready = False
-        self._block(_ANSWERS, blocked=True)
+        if not self.transport.is_closing():
+            self.transport.pause_reading()
         self._arm(WRITE_STALL_S, self._cut_off)
         if self._call is not None:
             self._call.pause(paused=True)
 
     def resume_writing(self) -> None:
         self.write_paused = False
-        self._block(_ANSWERS, blocked=False)
+        if not self.transport.is_closing():
+            self.transport.resume_reading()
         if self._call is None:
             self._arm(IDLE_S, self._close)
             return
         self.deadline = _NEVER
-        if self._body is not None and not self._body.done:
-            self._await_body()
         self._call.pause(paused=False)
 
     # --- for the call ------------------------------------------------------------------------------------------------
@@ -214,8 +210,6 @@ class ClientConnection(asyncio.Protocol):
         self._ready = not (close or self.write_paused)
         if self.transport.is_closing():
             return
-        if self._blocked & _BODY:
-            self.block_body(blocked=False)
         if not close:
             if self.write_paused:
                 self._arm(WRITE_STALL_S, self._cut_off)
@@ -233,9 +227,6 @@ class ClientConnection(asyncio.Protocol):
         """End the connection in the middle of an answer; what was passed on so far still reaches the client."""
         self._call = None
         self._close()
-
-    def block_body(self, *, blocked: bool) -> None:
-        self._block(_BODY, blocked=blocked)
 
     # --- deadlines ---------------------------------------------------------------------------------------------------
 
@@ -261,10 +252,6 @@ class ClientConnection(asyncio.Protocol):
 
     def _slow_body(self) -> None:
         if self._call is None:
-            return
-        if self._blocked:  # we do not read it: the fault is not the client's
-            self._body_by += BODY_STALL_S
-            self._await_body()
             return
         total = self._clients.config.body_timeout_s
         late = time.monotonic() >= self._body_by
@@ -331,12 +318,11 @@ class ClientConnection(asyncio.Protocol):
 
     def _read_body(self, call: Call, body: BodyReader, data: bytes) -> None:
         piece = self._follow(body, data, 0)
-        if not self.write_paused:
-            if body.done:
-                self.deadline = _NEVER
-            else:
-                self._await_body()
-        if piece:
+        if body.done:
+            self.deadline = _NEVER
+        else:
+            self._await_body()
+        if piece or body.done:
             call.add_body(piece, done=body.done)
 
     def _follow(self, body: BodyReader, data: bytes, start: int) -> bytes | memoryview:
@@ -354,15 +340,9 @@ class ClientConnection(asyncio.Protocol):
             return memoryview(data)[start:end]
         payload = b"".join(self._payload)
         self._payload.clear()
-        return chunk(payload, done=body.done)
+        return payload
 
     def _sent_ahead(self) -> RefusalError:
         self._body = None  # the connection ends with the refusal
         what = "a request came before the answer to the one before it; wait for that, or use another connection"
         return RefusalError(400, "sent_ahead", what)
-
-    def _block(self, reason: int, *, blocked: bool) -> None:
-        before = self._blocked
-        self._blocked = before | reason if blocked else before & ~reason
-        if bool(before) != bool(self._blocked) and not self.transport.is_closing():
-            (self.transport.pause_reading if blocked else self.transport.resume_reading)()

@@ -61,7 +61,7 @@ class Waiter:
     """A request that wants an engine, and may wait at the gate for it."""
 
     buffered = 0
-    """Most bytes that are kept of it while it waits."""
+    """Most bytes that are kept of it."""
     spared: Backend | None = None
     """One of `tried` that may only have closed an idle connection: it gets the request again if no other can."""
     hold_seconds = 0.0
@@ -110,7 +110,7 @@ class Gate:
         self._closed_s = 0.0
         """How long the gate was closed for all before, all times together."""
         self.held_bytes = 0
-        """Most bytes that are kept of the requests that wait, and those kept of requests that are still coming in."""
+        """Most bytes that are kept of requests that had to wait or came in pieces, until their answers begin."""
         self._held: set[Waiter] = set()
         self._turns: Queue = OrderedDict()
         self.crowded: dict[Lane, Queue] = {}
@@ -137,8 +137,6 @@ class Gate:
         return {kind.value: waiting[kind] for kind in Kind}
 
     def submit(self, request: Waiter) -> None:
-        if request.held_bytes:
-            self._release(request)
         lane = TURN if self._turns or self._woken or self._closed_at is not None else self._place(request)
         if lane is None:
             return
@@ -146,7 +144,7 @@ class Gate:
             request.refuse(self._full())
             return
         try:
-            self.keep(request, request.buffered)
+            self.keep(request, request.buffered - request.held_bytes)
         except RefusalError as refusal:
             request.refuse(refusal)
             return
@@ -161,13 +159,13 @@ class Gate:
         request.held_bytes += size
 
     def discard(self, request: Waiter) -> None:
-        """Forget a request that is over; harmless for one that does not wait."""
-        self._release(request)
+        """Let a request wait no longer; harmless for one that does not."""
         if request in self._held:
             self._held.remove(request)
             self._leave(request)
 
-    def _release(self, request: Waiter) -> None:
+    def release(self, request: Waiter) -> None:
+        """Count no more what was kept of a request: its answer has begun, or it is over."""
         self.held_bytes -= request.held_bytes
         request.held_bytes = 0
 

@@ -1,13 +1,15 @@
 """One request and its answer: held, placed, sent, retried before the first byte, passed back, accounted for.
 
 The dispatcher names an engine; the exchange connects to it and sends. It is driven by its client's connection on one
-side and a backend's on the other.
+side and a backend's on the other. A request is placed once all of it is here, so a client that stalls holds neither an
+engine's connection nor a share of its KV cache. It is kept until its answer begins, and can be sent again until then.
 """
 
 from __future__ import annotations
 
 import re
 import time
+from typing import cast
 
 from penstock.rooms import plugged_in
 from penstock.router.backend import OWN_SHORTAGES, Backend, BackendConnection, ConnectionUser, cause_of_death
@@ -26,10 +28,6 @@ from penstock.router.http import (
     parse_response,
 )
 
-REPLAY_LIMIT = 1 << 20
-"""Bytes of request body kept for a retry. A request is placed once its body or so much of it has come: a client that
-stalls holds neither an engine's connection nor a share of its KV cache. While it is held, no more is read of it."""
-
 
 class Exchange(Waiter, ConnectionUser):
     """The life of one request."""
@@ -47,15 +45,9 @@ class Exchange(Waiter, ConnectionUser):
     """When an engine's answer began, by `time.monotonic()`; 0: it did not."""
     _connection: BackendConnection | None = None
     _answer: Answer
-    _body_done = False
-    """The whole request has come in, and been sent where a connection is attached."""
-    _replay: bytes | bytearray | memoryview | None = b""
-    _submitted = False
-    """Enough of its body has come, and the gate got it."""
+    _body: bytes | bytearray | memoryview = b""
     _head_sent = False
     """The client has the head of the engine's answer."""
-    _announced_close = False
-    """The connection of the client ends with the answer."""
 
     def __init__(self, client: ClientConnection, request: RequestHead, dispatcher: Dispatcher) -> None:
         super().__init__(request)
@@ -69,35 +61,21 @@ class Exchange(Waiter, ConnectionUser):
         self.bytes_in = len(piece)
         self.buffered = len(self.request.fields) + len(piece)
         self._dispatcher.metrics.requests += 1
-        self._replay = piece if done else bytearray(piece)
-        self._came(self.buffered, done=done)
+        if done:
+            self._body = piece
+            self._dispatcher.gate.submit(self)
+        else:
+            self._body = bytearray(piece)
+            self._dispatcher.gate.keep(self, self.buffered)
 
     def add_body(self, piece: bytes | memoryview, *, done: bool) -> None:
         self.bytes_in += len(piece)
-        connection = self._connection
-        if connection is not None:
-            connection.transport.write(piece)
-        if self._replay is not None:
-            if not isinstance(self._replay, bytearray):
-                self._replay = bytearray(self._replay)
-            self._replay += piece
-            self.buffered += len(piece)
-            if self.buffered > REPLAY_LIMIT:
-                if connection is not None:
-                    self._replay = None
-                elif not done:
-                    self.adjust_reading()
-        self._came(len(piece), done=done)
-
-    def _came(self, size: int, *, done: bool) -> None:
-        """So much more of it is here: enough to place it, or the gate counts it."""
-        self._body_done = done
-        if not self._submitted:
-            if done or self.buffered > REPLAY_LIMIT:
-                self._submitted = True
-                self._dispatcher.gate.submit(self)
-            else:
-                self._dispatcher.gate.keep(self, size)
+        self.buffered += len(piece)
+        body = cast("bytearray", self._body)
+        body += piece
+        self._dispatcher.gate.keep(self, len(piece))
+        if done:
+            self._dispatcher.gate.submit(self)
 
     def cancel(self) -> None:
         if not self.gone:
@@ -125,11 +103,8 @@ class Exchange(Waiter, ConnectionUser):
         self._connection = connection
         self._answer = Answer(self.request)
         connection.user = self
-        head = self.request.to_engine(connection.backend.fields)
-        connection.transport.write(b"".join((head, self._replay or b"")))
-        if self.buffered > REPLAY_LIMIT:
-            self._replay = None
-            self.adjust_reading()
+        head = self.request.to_engine(len(self._body), connection.backend.fields)
+        connection.transport.write(b"".join((head, self._body)))
         return True
 
     def not_connected(self, error: OSError | None) -> None:
@@ -144,12 +119,6 @@ class Exchange(Waiter, ConnectionUser):
         self._displace(backend)
         self._dispatcher.backend_refused(backend)
         self._dispatcher.retry(self, "refused")
-
-    def adjust_reading(self) -> None:
-        """Read from the client only what can be passed on."""
-        connection = self._connection
-        full = self.buffered > REPLAY_LIMIT if connection is None else connection.write_paused
-        self._client.block_body(blocked=full)
 
     # --- the way back ------------------------------------------------------------------------------------------------
 
@@ -189,12 +158,11 @@ class Exchange(Waiter, ConnectionUser):
     def _respond(self, response: ResponseHead) -> bytes:
         """Nothing is retried from here on; returns the answer's head as the client gets it."""
         self._head_sent = True
-        self._replay = None
+        self._forget_body()
         self.status = response.status
-        self._announced_close = not self.request.keep_alive or not self._body_done
         if self._client.write_paused:
             self.pause(paused=True)
-        return response.to_client(close=self._announced_close)
+        return response.to_client(close=not self.request.keep_alive)
 
     def _answered(self) -> None:
         """The answer is complete: the connection is free for the next request, and so is the client's."""
@@ -203,9 +171,9 @@ class Exchange(Waiter, ConnectionUser):
         if connection is not None and response is not None:
             connection.user = None
             connection.reused = True
-            connection.backend.release(connection, reusable=response.keep_alive and self._body_done)
+            connection.backend.release(connection, reusable=response.keep_alive)
         self._end("")
-        self._client.exchange_over(close=self._announced_close)
+        self._client.exchange_over(close=not self.request.keep_alive)
 
     # --- what goes wrong ---------------------------------------------------------------------------------------------
 
@@ -219,7 +187,7 @@ class Exchange(Waiter, ConnectionUser):
             stale = connection.reused and not self.first_byte_at
             if stale:
                 self.spared = connection.backend
-            self._lose(connection.backend, "stale" if stale else "hung_up", "closed the connection unanswered")
+            self._lose(connection.backend, "stale" if stale else "hung_up")
         else:
             self._break(f"the engine closed the connection inside its answer{f': {error}' if error else ''}")
 
@@ -230,19 +198,14 @@ class Exchange(Waiter, ConnectionUser):
             backend.dead_answers += 1
             backend.failure = cause
             self._dispatcher.backend_refused(backend, dead=True)
-            self._lose(backend, "dead", f"is dead: {cause}")
+            self._lose(backend, "dead")
 
-    def _lose(self, backend: Backend, reason: str, what: str) -> None:
-        """The engine broke on this request, or with it: another one gets it, if it can be sent again."""
-        again = self._replay is not None
+    def _lose(self, backend: Backend, reason: str) -> None:
+        """The engine broke on this request, or with it: another one gets it."""
         self._displace(backend)
         self.tried.append(backend)
         self.first_byte_at = 0.0
-        if again:
-            self._dispatcher.retry(self, reason)
-        else:
-            why = f"{what}, and the request is over {REPLAY_LIMIT} bytes to replay"
-            self.refuse(RefusalError(502, "engine_failed", f"engine {backend.name} {why}"))
+        self._dispatcher.retry(self, reason)
 
     def _displace(self, backend: Backend) -> None:
         """It is not with its engine any longer, and may go to another."""
@@ -271,6 +234,11 @@ class Exchange(Waiter, ConnectionUser):
         if connection is not None:
             connection.drop()
 
+    def _forget_body(self) -> None:
+        self._body = b""
+        if self.held_bytes:
+            self._dispatcher.gate.release(self)
+
     # --- its end -----------------------------------------------------------------------------------------------------
 
     def _end(self, outcome: str) -> None:
@@ -283,7 +251,7 @@ class Exchange(Waiter, ConnectionUser):
             dispatcher.left(self.request, self.backend, now)
         else:
             dispatcher.gate.discard(self)
-        self._replay = None
+        self._forget_body()
         self._count(now)
         if dispatcher.access_log:
             plugged_in("access_log")(self, now)

@@ -68,7 +68,7 @@ def _known(dispatcher: Dispatcher) -> list[Metric]:
 
     return [
         _metric("held", "gauge", "Requests waiting now, by what they wait for.", gate.held_by(), "for"),
-        gauge("held_bytes", "Most bytes that are kept of requests that wait or are still coming in.", gate.held_bytes),
+        gauge("held_bytes", "Bytes that are kept of requests that had to wait or came in pieces.", gate.held_bytes),
         gauge("gate_closed", "1 while the gate for all is closed.", gate.closed),
         gauge("sessions", "Sessions known.", len(placement.sessions)),
         _metric("placements", "counter", "Requests placed, by the policy that chose.", placement.rules, "rule"),

@@ -3,8 +3,8 @@
 What goes out is never a slice of a head that came in: an engine or a client reads what this router understood, and
 nothing else. The checks follow RFC 9112 (sections 2.2, 3, 5, 6) and RFC 9110 (7.6.1), in their strict reading.
 
-A request's chunks are framed anew for the engine (`chunk`). An answer's chunks go to the client as they came: a token
-of a stream must cost next to nothing. The chunked reader is stricter than the RFC, so that a peer behind us finds no
+A request goes to the engine whole, with its length. An answer's chunks go to the client as they came: a token of a
+stream must cost next to nothing. The chunked reader is stricter than the RFC, so that a peer behind us finds no
 other end than we do: a bare LF, white space around a chunk size, an extension, a trailer, and a size over 15 digits
 are errors. So is what no client or engine of today sends: HTTP/1.0, requests sent ahead of an answer, answers that end
 with their connection, and informational answers.
@@ -153,7 +153,7 @@ _RESPONSE_ROLES = _FRAMING | {b"content-type": ("content_type", bytes.lower, _GO
 _REQUEST_ROLES = _FRAMING | {
     b"host": ("host", _host, _GOES_ON),
     b"expect": ("expect", bytes.lower, _ENDS_HERE),  # the router itself says when to go on
-    b"trailer": ("trailer", bytes, _ENDS_HERE),  # chunked bodies are framed anew, without trailers
+    b"trailer": ("trailer", bytes, _ENDS_HERE),  # chunked bodies go on whole, without trailers
     b"authorization": ("authorization", bytes, _ENDS_HERE),  # the router's key; an engine gets its own
     b"x-api-key": ("x_api_key", bytes, _ENDS_HERE),
     b"x-data-parallel-rank": ("dp_rank", bytes, _ENDS_HERE),  # the membership's to say
@@ -200,9 +200,10 @@ class RequestHead(_Head, Hints):
     """`Origin`: the web page that a browser sends this for."""
     traceparent: bytes = b""
 
-    def to_engine(self, extra: bytes = b"") -> bytes:
-        """The head that an engine gets; `extra`: whole lines that the router adds for that engine."""
-        return b"%b %b HTTP/1.1\r\n%b%b%b\r\n" % (self.method, self.target, extra, self.fields, self.framing)
+    def to_engine(self, size: int, extra: bytes = b"") -> bytes:
+        """The head that an engine gets before `size` bytes; `extra`: whole lines that the router adds for it."""
+        framing = self.framing if self.length != CHUNKED else b"Content-Length: %d\r\n" % size
+        return b"%b %b HTTP/1.1\r\n%b%b%b\r\n" % (self.method, self.target, extra, self.fields, framing)
 
 
 class ResponseHead(_Head):
@@ -354,12 +355,6 @@ WHOLE_CHUNK_OPENING = tuple(_SIZES.get(length, b"-" * WHOLE_CHUNK_LIMIT) for len
 A block between two chunks that begins so and ends with CRLF is one whole chunk: what is in between is not looked at.
 Where no chunk has that length, the entry is longer than the block.
 """
-
-
-def chunk(payload: bytes, *, done: bool) -> bytes:
-    """`payload` as one chunk, if there is any; with the end of the body behind it, if `done`."""
-    end = b"0\r\n\r\n" if done else b""
-    return b"%x\r\n%b\r\n%b" % (len(payload), payload, end) if payload else end
 
 
 class FramingError(Exception):

@@ -61,7 +61,7 @@ class RouterState:
     """Requests taken in since the router started, its own admin calls not counted."""
     engines: tuple[EngineLoad, ...]
     held_bytes: int = 0
-    """Most bytes that are kept of requests that wait or are still coming in."""
+    """Most bytes that are kept of requests that had to wait or came in pieces, until their answers begin."""
     held_by: Mapping[str, int] = field(default_factory=dict[str, int])
     """How many wait for what: see `penstock.router.dispatcher.Kind`."""
     moved_sessions: int = 0
