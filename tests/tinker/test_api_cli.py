@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tinker_rig import rig
+from tinker_rig import Rig, rig
 from typer.testing import CliRunner
 
 from penstock.cli.main import app
@@ -81,6 +81,32 @@ async def test_a_process_without_the_keys_of_its_service_is_refused(tmp_path: Pa
                 pass
         async with service.second() as second:
             await second.session()
+
+
+@pytest.mark.usefixtures("shared_fleet")
+async def test_keys_that_change_count_from_the_next_request_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys, old, new = tmp_path / "keys.yaml", "tml-of-alice-0", "tml-of-alice-1"
+    keys.touch(mode=0o600)
+    keys.write_text(f"alice: {old}")
+
+    async def statuses(service: Rig) -> list[int]:
+        found = [
+            await service.http.post("/api/v1/create_session", json={}, headers={"X-API-Key": key}) for key in (old, new)
+        ]
+        return [answer.status_code for answer in found]
+
+    async with rig(tmp_path, tenants=read_keys(keys)) as service, service.second(tenants=read_keys(keys)) as second:
+        assert [await statuses(each) for each in (service, second)] == [[200, 401]] * 2
+        keys.write_text(f"alice: {{key: {new}, max_queued: 7}}")
+        assert [await statuses(each) for each in (service, second)] == [[401, 200]] * 2
+        assert service.options.tenants.named("alice").max_queued == 7
+        keys.write_text("alice: {key: short}")
+        assert await statuses(service) == [401, 200]
+        assert "the tenants stay as they were: tenant alice needs a key" in caplog.text
+        keys.unlink()
+        assert await statuses(service) == [401, 200]
 
 
 def run(*arguments: str) -> BaseException | None:

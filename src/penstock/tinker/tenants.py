@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any, cast
 
 from penstock import config
 from penstock.errors import ConfigError, whole_number
+
+logger = logging.getLogger(__name__)
 
 MOST_QUEUED, MOST_BYTES = 8192, 4 << 30
 MOST_SESSIONS, MOST_MODELS = 1024, 64
@@ -41,10 +44,17 @@ class Tenant:
 
 
 class Tenants:
-    """Finds the tenant of a key."""
+    """Finds the tenant of a key.
 
-    def __init__(self, tenants: Sequence[Tenant]) -> None:
+    Args:
+        tenants: all of them.
+        file: that they were read from, and is read again at the first request after it has changed.
+    """
+
+    def __init__(self, tenants: Sequence[Tenant], file: Path | None = None) -> None:
         self._tenants = tenants
+        self._file = file
+        self._stamp: tuple[int, ...] | None = None
         self.open = any(tenant.key is None for tenant in tenants)
         """Any key will do."""
 
@@ -54,11 +64,24 @@ class Tenants:
 
     def of(self, key: str | None) -> Tenant | None:
         """Return the tenant of a key, compared in constant time; None if there is none."""
+        if self._file is not None and (stamp := _stamp(self._file)) != self._stamp:
+            self._stamp = stamp
+            self._read_again(self._file)
         given, found = (key or "").encode(), None
         for tenant in self._tenants:
             if key and (tenant.key is None or hmac.compare_digest(given, tenant.key.encode())):
                 found = tenant
         return found
+
+    def _read_again(self, file: Path) -> None:
+        try:
+            tenants = _tenants_of(file)
+        except ConfigError as error:
+            logger.warning("the tenants stay as they were: %s", error)
+            return
+        if tenants != self._tenants:
+            self._tenants = tenants
+            logger.info("%s has changed; the tenants are %s", file, ", ".join(tenant.name for tenant in tenants))
 
 
 def read_keys(file: Path | None) -> Tenants:
@@ -67,12 +90,14 @@ def read_keys(file: Path | None) -> Tenants:
     Raises:
         ConfigError: it cannot be read, others can read it, or a key is missing, too plain or used twice.
     """
-    if file is None:
-        return Tenants([Tenant("default")])
+    return Tenants([Tenant("default")]) if file is None else Tenants(_tenants_of(file), file)
+
+
+def _tenants_of(file: Path) -> list[Tenant]:
     tenants = [_tenant(name, values) for name, values in config.read_keys(file, "--keys").items()]
     if len({tenant.key for tenant in tenants}) < len(tenants):
         raise ConfigError(f"--keys {file} gives one key to two tenants")
-    return Tenants(tenants)
+    return tenants
 
 
 def refuse_open_service(host: str, tenants: Tenants) -> None:
@@ -85,6 +110,15 @@ def refuse_open_service(host: str, tenants: Tenants) -> None:
         inside = False
     if not inside:
         raise ConfigError(f"without --keys any key opens the service, so --host {host} is refused; give --keys FILE")
+
+
+def _stamp(file: Path) -> tuple[int, ...] | None:
+    """Return what changes with a file; None: it is not there."""
+    try:
+        known = file.stat()
+    except OSError:
+        return None
+    return known.st_mtime_ns, known.st_ctime_ns, known.st_size, known.st_ino
 
 
 def _tenant(name: str, given: object) -> Tenant:
