@@ -14,11 +14,12 @@ import orjson
 
 from penstock import wire
 from penstock.aio import all_or_first_error
-from penstock.engine.client import Continuation
+from penstock.engine.client import LEAST_HASHED, Continuation
 from penstock.engine.partial import Partial, whole_of
 from penstock.errors import EngineDeadError, EngineError, EngineHTTPError, UserError, reading
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.member import State
+from penstock.prefix_hash import prefix_hashes
 from penstock.tinker.futures import Operation, Outcome
 from penstock.tinker.requests import SampleBody
 from penstock.tinker.schema import PROTO_TYPE, pb
@@ -158,7 +159,7 @@ async def _ask(fleet: Fleet, request: _Request, adapter: str | None, index: int,
     body = request.body(index, adapter)
     headers = wire.request_headers(
         len(request.prompt), request.params, None, group_id=group,
-        prefix_hashes=wire.prefix_hashes(request.prompt) if len(request.prompt) >= 2 * wire.BLOCK else None,
+        prefix_hashes=prefix_hashes(request.prompt) if len(request.prompt) >= LEAST_HASHED else None,
     )  # fmt: skip
     sent = Continuation(fleet.data, wire.GENERATE, body, headers=headers, timeout_s=REQUEST_S)
     answer = await fleet.while_serving(sent.answer())
