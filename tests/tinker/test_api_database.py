@@ -11,9 +11,11 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import Connection, func, insert, select, text
 
+from penstock.config import EngineConfig, FleetConfig, RouterConfig, TrainConfig
 from penstock.errors import ConfigError, StateError
 from penstock.tinker.database import Database, facts, futures, metadata, open_engine
 from penstock.tinker.schema import pb
+from penstock.tinker.service import ServiceConfig, serving
 
 
 def fact(name: str) -> Any:
@@ -77,10 +79,25 @@ async def test_two_processes_write_to_one_file(tmp_path: Path) -> None:
         await database.close()
 
 
-@pytest.mark.parametrize("url", ["nonsense", "sqlite:////no/such/folder/x.db", "oracle9://x"])
-def test_a_database_that_cannot_be_used_is_named(url: str) -> None:
-    with pytest.raises(ConfigError):
+BAD_URLS = ("nonsense", "sqlite:////no/such/folder/x.db", "oracle9://x", "postgresql+psycopg://me:secret@host:port/x")
+
+
+@pytest.mark.parametrize("url", BAD_URLS)
+def test_a_database_that_cannot_be_used_is_named_in_one_line(url: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be used") as refused:
         Database(url)
+    assert "\n" not in str(refused.value)
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("url", BAD_URLS)
+async def test_the_service_refuses_a_bad_database_before_anything_starts(tmp_path: Path, url: str) -> None:
+    engine = EngineConfig(model="Qwen/Qwen3-0.6B", profile="cpu")
+    config = ServiceConfig(engine, FleetConfig(), RouterConfig(), TrainConfig(), tmp_path / "data", database=url)
+    with pytest.raises(ConfigError, match="cannot be used"):
+        async with serving(config):
+            pass
+    assert not (tmp_path / "data").exists()
 
 
 @pytest.mark.slow

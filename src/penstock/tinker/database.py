@@ -163,7 +163,7 @@ def open_engine(url: str, *, new: bool = True) -> Engine:
         parsed = make_url(url)
         sqlite = parsed.get_backend_name() == "sqlite"
         engine = create_engine(parsed, pool_pre_ping=not sqlite, connect_args={"timeout": BUSY_S} if sqlite else {})
-    except (ArgumentError, NoSuchModuleError, ImportError) as error:
+    except (ArgumentError, NoSuchModuleError, ImportError, ValueError) as error:  # the last: a port that is no number
         raise ConfigError(f"--database cannot be used: {error}; give sqlite:///FILE or postgresql+...") from error
     if sqlite:
         if not new and not Path(parsed.database or "").is_file():
@@ -177,7 +177,8 @@ def open_engine(url: str, *, new: bool = True) -> Engine:
     except SQLAlchemyError as error:
         engine.dispose()
         shown = parsed.render_as_string(hide_password=True)
-        raise ConfigError(f"the database {shown} cannot be used: {error}") from error
+        reason = " ".join(str(_reason(error)).split())
+        raise ConfigError(f"the database {shown} cannot be used: {reason}") from error
     return engine
 
 
@@ -302,7 +303,10 @@ class Database:
 def _as_ours(error: BaseException) -> BaseException:
     if not isinstance(error, SQLAlchemyError):
         return error
-    reason = cast("Any", error).orig if isinstance(error, DBAPIError) else error
-    ours = StateError(f"the service's database refused: {reason}")
+    ours = StateError(f"the service's database refused: {_reason(error)}")
     ours.__cause__ = error
     return ours
+
+
+def _reason(error: SQLAlchemyError) -> object:
+    return cast("Any", error).orig if isinstance(error, DBAPIError) else error

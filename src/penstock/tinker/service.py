@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
 import logging
@@ -22,7 +23,7 @@ from penstock.guard import new_key
 from penstock.process import shortage
 from penstock.settings import EngineConfig, FleetConfig, RouterConfig
 from penstock.tinker.children import SupervisedChild
-from penstock.tinker.database import DATABASE
+from penstock.tinker.database import DATABASE, open_engine
 from penstock.tinker.tenants import read_keys, refuse_open_service
 
 API_START_S = 300.0
@@ -92,11 +93,14 @@ async def serving(config: ServiceConfig) -> AsyncGenerator[Service]:
     """Run the service while the block runs.
 
     Raises:
-        ConfigError: the folder cannot be used, or an option is wrong.
+        ConfigError: the folder or the database cannot be used, or an option is wrong.
         StateError: another service uses the folder.
         EngineStartError: an engine or a process did not start; nothing is left running.
     """
-    refuse_open_service(config.host, read_keys(config.keys))  # before anything starts
+    # Both before anything starts.
+    refuse_open_service(config.host, read_keys(config.keys))
+    if (url := config.database) is not None:
+        await asyncio.to_thread(lambda: open_engine(url).dispose())
     with _owned(config.data) as data:
         engine, (about, vocabulary) = adapted(config), model_card(config)
         logs = data / "logs"
