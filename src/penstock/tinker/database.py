@@ -236,9 +236,9 @@ class Database:
         """
         return await self._queued(work)
 
-    def post(self, work: Work[Any]) -> None:
-        """Have `work` done, without waiting for it."""
-        self._queued(work).add_done_callback(lambda done: done.cancelled() or done.exception())
+    def post(self, work: Work[Any], *, at_once: bool) -> None:
+        """Have `work` done without waiting for it: at once, or together with what is run next."""
+        self._queued(work, at_once=at_once).add_done_callback(lambda done: done.cancelled() or done.exception())
 
     async def shrink(self) -> None:
         """Give the pages of dropped rows back to the disk. SQLite does not by itself, and not within our transactions.
@@ -258,15 +258,14 @@ class Database:
 
     async def close(self) -> None:
         """Do what is left, and close the connections."""
-        if self._working is not None:
-            await self._working
+        await (self._working or self._work())
         self._thread.shutdown()
         self._engine.dispose()
 
-    def _queued(self, work: Work[T]) -> asyncio.Future[T]:
+    def _queued(self, work: Work[T], *, at_once: bool = True) -> asyncio.Future[T]:
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._waiting.append((work, done))
-        if self._working is None:
+        if at_once and self._working is None:
             self._working = asyncio.create_task(self._work(), name="tinker-database")
         return done
 

@@ -265,8 +265,7 @@ class Futures:
         if running is not None and running.tenant == tenant:
             await asyncio.wait((running.done,), timeout=self._hold_s)
             if running.done.done() and not running.done.cancelled():
-                self._note_retrieved(request_id)
-                return running.done.result()
+                return self._retrieved(request_id, running.done.result())
             return None
         foreign = self._foreign.setdefault(request_id, _Foreign())
         foreign.waiting += 1
@@ -285,8 +284,7 @@ class Futures:
             foreign.waiting -= 1
             if not foreign.waiting:
                 self._foreign.pop(request_id, None)
-        self._note_retrieved(request_id)
-        return outcome
+        return self._retrieved(request_id, outcome)
 
     async def cancel(self, tenant: str, request_id: str) -> None:
         """Fail a future as cancelled; harmless if it has ended. GoneError: the tenant has none of that id.
@@ -338,9 +336,11 @@ class Futures:
             self._running[operation.id] = _Running(operation.tenant, asyncio.get_running_loop().create_future())
             self._start(operation)
 
-    def _note_retrieved(self, request_id: str) -> None:
+    def _retrieved(self, request_id: str, outcome: Outcome) -> Outcome:
+        """Note that an outcome was fetched: a failure at once, since a lost model goes on when its client knows."""
         values = {"of": request_id, "at": time.time()}
-        self._database.post(lambda c: c.execute(_RETRIEVED, values))
+        self._database.post(lambda c: c.execute(_RETRIEVED, values), at_once=outcome.error is not None)
+        return outcome
 
     async def _stored(self, tenant: str, request_id: str) -> Outcome | None:
         row = await self._database.run(lambda c: c.execute(select(futures).where(futures.c.id == request_id)).first())
