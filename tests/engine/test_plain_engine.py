@@ -195,4 +195,4 @@ def test_it_plugs_in_where_servers_of_others_join_and_nowhere_else() -> None:
         for file in source.rglob("*.py")
         if file != room and "penstock.engine.vanilla" in file.read_text()
     }
-    assert users == {"fleet/attach.py", "fleet/remote.py", "rooms.py"}
+    assert users == {"fleet/attach.py", "rooms.py"}

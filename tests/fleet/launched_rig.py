@@ -122,7 +122,7 @@ async def launched(count: int, *, gpus: int = 8, **options: Any) -> AsyncIterato
                 owned,
                 Terms(FleetConfig(engines=count, **options), None, WAIT_S, WAIT_S),
                 engines=engines,
-                join=attached.join,
+                attached=attached,
             )
         try:
             yield fleet, launcher

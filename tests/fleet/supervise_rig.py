@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 from fleet_fakes import Bench, FakeEngine, FakeProcess, until
 
@@ -60,11 +61,11 @@ class Restarts:
             admit=bench.operations.admit,
             mend=bench.operations.mend,
             fleet=fleet,
-            engines=self.engines,
             clock=lambda: self.now,
             sleep=self.sleep,
         )
         for member in bench.roster.members:
+            member.again = partial(self.engines.start, member.lifecycle, member.gpus)
             self.supervisor.watch(member)
 
     async def sleep(self, seconds: float) -> None:

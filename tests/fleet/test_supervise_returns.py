@@ -85,7 +85,7 @@ async def test_a_guard_that_ends_is_logged_and_nobody_waits_for_its_engine(caplo
     async def breaks(*_: object) -> None:
         raise KeyError("version")
 
-    restarts.engines.start = breaks
+    bench.roster.members[0].again = breaks
     bench.process["a"].kill()
     await until(lambda: "engine a is watched no more: KeyError('version')" in caplog.text)
     assert not bench.roster.members[0].lifecycle.restarts

@@ -293,7 +293,7 @@ async def open_fleet(network: Network, engines: VirtualEngines, count: int, **op
             members,
             owned,
             Terms(FleetConfig(engines=count, **options), None, DEADLINE_S, 3600.0),
-            join=AttachedServers(api_key=None, control_timeout_s=DEADLINE_S).join,
+            attached=AttachedServers(api_key=None, control_timeout_s=DEADLINE_S),
             engines=engines,  # type: ignore[arg-type]
         )
 

@@ -1,40 +1,16 @@
-"""Servers that someone else started: attached to a fleet, again when they come back, and never ended.
-
-`Fleet.connect` makes a fleet of such servers alone, or adopts one that another process owns.
-"""
+"""Servers that someone else started: attached to a fleet, again when they come back, and never ended."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
-from typing import Any
+from collections.abc import Iterable, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Any, cast
 
 from penstock.engine.vanilla import VanillaControl
-from penstock.errors import (
-    ConfigError,
-    EngineDeadError,
-    EngineHTTPError,
-    PenstockError,
-    UserError,
-)
-from penstock.fleet.elastic import specs_of
-from penstock.fleet.fleet import Fleet
-from penstock.fleet.launch import LogFolder, PendingFleet, Terms, assemble, reachable
+from penstock.errors import EngineHTTPError, PenstockError, UserError
 from penstock.fleet.member import Lifecycle, Member, State, connect_engine
-from penstock.fleet.remote import FleetClient, adopt
-from penstock.fleet.router_process import check_router, open_router
-from penstock.fleet.service import refuse_second, router_address, socket_of
-from penstock.guard import new_key
-from penstock.http import UnreachableError
-from penstock.settings import FleetConfig, RouterConfig, ServerSpec, check_key, refuse_unknown, section
-
-OF_A_CLIENT = frozenset({"stream_chunk_tokens"})
-"""Options of `FleetConfig` that each client of a fleet chooses; the others are its owner's."""
-OF_STARTS = frozenset({"engines", "attach", "launcher", "stop_timeout_s"}) | {
-    name for name in FleetConfig.model_fields if name.startswith("ray_")
-}
-"""Those that only say how engines are started, or which."""
+from penstock.settings import ServerSpec, validate
 
 
 class AttachedServers:
@@ -75,7 +51,7 @@ class AttachedServers:
                     raise UserError(f"{spec.url} {why}") from error
                 raise
             self._connections.push_async_callback(owned.pop_all().aclose)
-        member.spec = spec
+        member.again = partial(self.join, lifecycle, spec, (member,))
         return member
 
     async def close(self) -> None:
@@ -101,67 +77,22 @@ def _ranks(member: Member, spec: ServerSpec) -> int:
     return info.dp if spec.dp is None else spec.dp
 
 
-# --- Fleet.connect ---------------------------------------------------------------------------------------------------
+def place_of(url: str) -> str:
+    """The same for two addresses of one server, as far as they show it: as two engines it would be updated twice."""
+    return url.lower().replace("://localhost", "://127.0.0.1", 1)
 
 
-def connect(
-    target: str | Sequence[str | ServerSpec],
-    options: Mapping[str, Any],
-    *,
-    api_key: str | None = None,
-    control_timeout_s: float = 60.0,
-    request_timeout_s: float = 3600.0,
-) -> PendingFleet:
-    """Prepare what `Fleet.connect` describes."""
-    owned = isinstance(target, str)
-    refuse_unknown(options, FleetConfig, *(() if owned else (RouterConfig,)))
-    check_key(api_key)
-    if others := sorted(options.keys() - OF_A_CLIENT) if owned else []:
-        raise ConfigError(
-            f"the process that owns the fleet at {target} has chosen {', '.join(others)} already; leave these out, or "
-            "give them where the fleet is started"
-        )
-    if idle := sorted(OF_STARTS & options.keys()):
-        raise ConfigError(
-            f"{', '.join(idle)} would have no effect: connect takes the engines that are there and starts none; leave "
-            "it out, or call Fleet.launch, which starts engines and attaches others"
-        )
-    terms = Terms(section(FleetConfig, None, options), api_key, control_timeout_s, request_timeout_s)
-    if isinstance(target, str):
-        url = router_address(target)
-        return PendingFleet(lambda: _adopted(url, terms))
-    router = section(RouterConfig, None, options)
-    check_router(router, api_key)
-    specs = specs_of(target)
-    return PendingFleet(lambda: _of_servers(specs, router, terms))
+def specs_of(servers: Iterable[str | ServerSpec]) -> tuple[ServerSpec, ...]:
+    """Read what a caller gave: URLs, with `#dp=N` behind them where so many ranks are to be addressed, or specs.
 
-
-async def _adopted(url: str, terms: Terms) -> Fleet:
-    path = socket_of(url)
-    if path is not None and await asyncio.to_thread(path.exists):
-        with suppress(UnreachableError):  # it died without taking its socket away
-            return await adopt(FleetClient(path), url, terms)
-    raise EngineDeadError(
-        f"no process of yours on this machine owns a fleet at {url}. Give the addresses of its engines as a list, with "
-        "router.url for that router, to own them; call Fleet.connect as the user who owns the fleet, on the router's "
-        "machine; or use an OpenAI client"
+    Specs may come as dictionaries too, from another process. Raises ConfigError: one is malformed; UserError: one is
+    named twice.
+    """
+    given: Iterable[Any] = (
+        servers if isinstance(cast("object", servers), Iterable) else cast("Iterable[Any]", (servers,))
     )
-
-
-async def _of_servers(specs: Sequence[ServerSpec], config: RouterConfig, terms: Terms) -> Fleet:
-    """Make a fleet of the servers that answer. The others are left out, where enough answer."""
-    refuse_second(config.url)
-    async with AsyncExitStack() as owned:
-        logs = LogFolder(terms.fleet.log_dir, owned)
-        router = await open_router(config, log_dir=logs.path, api_key=terms.api_key, owned=owned, admin_key=new_key())
-        attached = AttachedServers(api_key=terms.api_key, control_timeout_s=terms.control_timeout_s)
-        owned.push_async_callback(attached.close)
-        joined = await asyncio.gather(
-            *(attached.join(Lifecycle(f"e{i}"), spec) for i, spec in enumerate(specs)), return_exceptions=True
-        )
-        members = [outcome for outcome in joined if isinstance(outcome, Member)]
-        failures = [outcome for outcome in joined if isinstance(outcome, BaseException)]
-        unexpected = [error for error in failures if not isinstance(error, PenstockError)]
-        if unexpected or (failures and len(members) < terms.fleet.min_engines):
-            raise (unexpected or failures)[0]
-        return await reachable(await assemble(router, members, owned, terms, join=attached.join))
+    specs = tuple(s if isinstance(s, ServerSpec) else validate(ServerSpec, s) for s in given)
+    places = [place_of(spec.url) for spec in specs]
+    if twice := next((spec.url for spec in specs if places.count(place_of(spec.url)) > 1), None):
+        raise UserError(f"the server {twice} is named twice; two engines have the url then")
+    return specs

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from penstock.errors import (
     DeadlineError,
@@ -20,12 +20,13 @@ from penstock.errors import (
     seconds,
     whole_number,
 )
+from penstock.fleet.attach import AttachedServers, place_of, specs_of
 from penstock.fleet.engines import LaunchedEngines
 from penstock.fleet.member import SERVABLE, Lifecycle, Member, State, Substate
 from penstock.fleet.operations import Operations
 from penstock.fleet.roster import Roster
-from penstock.fleet.supervise import Join, Supervisor
-from penstock.settings import MOST_ENGINES, FleetConfig, ServerSpec, validate
+from penstock.fleet.supervise import Supervisor
+from penstock.settings import MOST_ENGINES, FleetConfig, ServerSpec
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -66,7 +67,7 @@ def _until_closed(
 class Elastic:
     """Changes the number of engines. No other engine, no request and no update is disturbed by it.
 
-    `engines` starts new ones (None: someone else started these); `join` joins servers of others.
+    `engines` starts new ones (None: someone else started these); `attached` joins servers of others.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Elastic:
         fleet: FleetConfig,
         *,
         engines: LaunchedEngines | None,
-        join: Join,
+        attached: AttachedServers,
     ) -> None:
         self._roster = roster
         self._operations = operations
@@ -85,7 +86,7 @@ class Elastic:
         self._min_engines = fleet.min_engines
         self._drain_s = fleet.drain_timeout_s
         self._engines = engines
-        self._join = join
+        self._attached = attached
         self._numbers = itertools.count(1 + max((int(member.name[1:]) for member in roster.members), default=-1))
         self._placed: dict[Lifecycle, tuple[str, ...]] = {}
         """GPUs of those that start and are no members yet."""
@@ -185,7 +186,7 @@ class Elastic:
         return tuple(task.result() for task in joins)
 
     async def _attach(self, spec: ServerSpec) -> str:
-        member = await self._join(Lifecycle(f"e{next(self._numbers)}"), spec, self._roster.members)
+        member = await self._attached.join(Lifecycle(f"e{next(self._numbers)}"), spec, self._roster.members)
         try:
             self._watch(member)
         except UserError as error:
@@ -336,27 +337,6 @@ class Elastic:
         return self._engines
 
     async def _place(self, engines: LaunchedEngines) -> tuple[str, ...]:
-        ours = (m for m in self._roster.members if m.spec is None)  # others have nothing of what we share out
+        ours = (m for m in self._roster.members if m.process is not None)  # others have nothing of what we share out
         there = (m for m in ours if m.state is not State.STOPPED or m in self._departures)
         return await engines.place([*(m.gpus for m in there), *self._placed.values()])
-
-
-def place_of(url: str) -> str:
-    """The same for two addresses of one server, as far as they show it: as two engines it would be updated twice."""
-    return url.lower().replace("://localhost", "://127.0.0.1", 1)
-
-
-def specs_of(servers: Iterable[str | ServerSpec]) -> tuple[ServerSpec, ...]:
-    """Read what a caller gave: URLs, with `#dp=N` behind them where so many ranks are to be addressed, or specs.
-
-    Specs may come as dictionaries too, from another process. Raises ConfigError: one is malformed; UserError: one is
-    named twice.
-    """
-    given: Iterable[Any] = (
-        servers if isinstance(cast("object", servers), Iterable) else cast("Iterable[Any]", (servers,))
-    )
-    specs = tuple(s if isinstance(s, ServerSpec) else validate(ServerSpec, s) for s in given)
-    places = [place_of(spec.url) for spec in specs]
-    if twice := next((spec.url for spec in specs if places.count(place_of(spec.url)) > 1), None):
-        raise UserError(f"the server {twice} is named twice; two engines have the url then")
-    return specs

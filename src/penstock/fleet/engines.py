@@ -8,6 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 from penstock.aio import all_or_first_error
@@ -88,6 +89,7 @@ class LaunchedEngines:
                 raise
             failed.pop_all()
         member.gpus = tuple(gpus)
+        member.again = partial(self.start, lifecycle, gpus)
         return member
 
     async def _started(self, lifecycle: Lifecycle, gpus: Sequence[str], failed: AsyncExitStack) -> Member:

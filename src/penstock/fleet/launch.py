@@ -24,10 +24,10 @@ from penstock.fleet.member import Lifecycle, Member, State
 from penstock.fleet.roster import Roster
 from penstock.fleet.router_process import OpenRouter, check_router, open_router, settle
 from penstock.fleet.stores import Stores
-from penstock.fleet.supervise import Join, Supervisor
+from penstock.fleet.supervise import Supervisor
 from penstock.guard import new_key
 from penstock.rooms import plugged_in
-from penstock.settings import EngineConfig, FleetConfig, RouterConfig, ServerSpec, check_key, refuse_unknown, section
+from penstock.settings import EngineConfig, FleetConfig, RouterConfig, check_key, refuse_unknown, section
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ async def _launched(
         )
         members = await all_or_first_error(engines.start(Lifecycle(f"e{i}"), its) for i, its in enumerate(gpus))
         return await reachable(
-            await assemble(router, [*members, *others], owned, terms, join=attached.join, engines=engines)
+            await assemble(router, [*members, *others], owned, terms, attached=attached, engines=engines)
         )
 
 
@@ -183,12 +183,12 @@ async def assemble(
     owned: AsyncExitStack,
     terms: Terms,
     *,
-    join: Join,
+    attached: Any,
     engines: LaunchedEngines | None = None,
 ) -> Fleet:
     """Admit engines that are SYNCING, in the order of their index, send them to the router, and watch them.
 
-    `join` joins servers of others. Without `engines`, all were started by others.
+    `attached` joins servers of others. Without `engines`, all were started by others.
 
     Raises:
         StateError: the engines serve different models or weight versions, or some are paused and some not.
@@ -201,14 +201,6 @@ async def assemble(
     store = Stores(fleet, roster.updatable, terms.control_timeout_s)
     owned.callback(store.close)
     data = data_client(router.url, terms.api_key, roster, owned, terms)
-
-    async def join_and_read(lifecycle: Lifecycle, spec: ServerSpec, beside: Sequence[Member] = ()) -> Member:
-        member = await join(lifecycle, spec, beside)
-        data.unreported = plugged_in("replies.vanilla")(roster.asked)
-        return member
-
-    if any(member.spec is not None for member in members):
-        data.unreported = plugged_in("replies.vanilla")(roster.asked)
     operations = plugged_in("operations")(
         roster,
         store,
@@ -218,12 +210,10 @@ async def assemble(
         recovery_timeout_s=engines.config.start_timeout_s if engines is not None else 0.0,
         paused=roster.members[0].info.paused,
     )
-    supervisor = Supervisor(
-        roster, admit=operations.admit, mend=operations.mend, fleet=fleet, engines=engines, join=join_and_read
-    )
+    supervisor = Supervisor(roster, admit=operations.admit, mend=operations.mend, fleet=fleet)
     _watch(router, roster, supervisor, owned, fleet)
     data.http.suspect = supervisor.probe_all
-    elastic = plugged_in("elastic")(roster, operations, supervisor, fleet, engines=engines, join=join_and_read)
+    elastic = plugged_in("elastic")(roster, operations, supervisor, fleet, engines=engines, attached=attached)
     owned.push_async_callback(elastic.close)
     endpoint = plugged_in("control_socket")(router.url, roster, operations, elastic, admin_key=router.key)
     return Fleet(router.url, roster, operations, elastic, data, owned.pop_all(), endpoint)
@@ -262,6 +252,7 @@ def data_client(url: str, api_key: str | None, roster: Roster, owned: AsyncExitS
         stream_chunk_tokens=terms.fleet.stream_chunk_tokens,
     )
     data.http.back = roster.router_back
+    data.unreported = plugged_in("replies.vanilla")(roster.asked)
     owned.push_async_callback(data.close)
     return data
 

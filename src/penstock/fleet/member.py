@@ -17,7 +17,6 @@ from typing import Generic, Protocol, Self, TypeVar
 from penstock.engine.control import ControlClient, EngineInfo
 from penstock.errors import DeadlineError, EngineError, FanOutError, PenstockError, StateError, UserError
 from penstock.router.memory import EngineEntry
-from penstock.settings import ServerSpec
 from penstock.types import EngineStats, EngineUpdate
 from penstock.weights.manifest import WeightManifest
 
@@ -194,8 +193,8 @@ class Member:
     """It keeps them through its restarts; none: it takes what it finds."""
     ranks: int = 1
     """Its data-parallel ranks that the router addresses one by one; 1: it is one engine."""
-    spec: ServerSpec | None = None
-    """Someone else started it, and it may come back; None: it was launched, or is gone for good when it dies."""
+    again: Callable[[], Awaitable[Member]] | None = None
+    """Starts it again once it is dead, or joins it again where someone else started it; None: it stays dead."""
     torn: str | None = None
     """An update failed in this instance of it, so its weights may be half of one version and half of another."""
     foreign: int | None = None
@@ -205,10 +204,10 @@ class Member:
 
     def adopt_process(self, new: Member) -> None:
         """Take over address, control and process of a new start of the same engine."""
+        self.ranks = new.ranks if self.process is None else self.ranks
         self.url, self.control, self.info, self.process = new.url, new.control, new.info, new.process
         self.api_key = new.api_key
         self.weight_version, self.foreign = new.weight_version, None
-        self.ranks = new.ranks if self.spec is not None else self.ranks
         if new.process is not None:
             self.torn, self.asleep = None, frozenset()  # it has loaded its weights again
 

@@ -16,7 +16,6 @@ from pydantic import TypeAdapter
 
 from penstock.aio import cancelled, in_thread
 from penstock.engine.control import ControlClient
-from penstock.engine.vanilla import VanillaReplies
 from penstock.errors import (
     EngineDeadError,
     EngineError,
@@ -107,7 +106,6 @@ async def adopt(client: FleetClient, url: str, terms: Terms) -> Fleet:
         owned.callback(store.close)
         elastic = Remote(Elastic, roster.call)
         data = data_client(url, terms.api_key or state.admin_key, roster, owned, terms)
-        data.unreported = VanillaReplies(roster.asked)
         follower = asyncio.create_task(roster.follow(client), name="follow-fleet")
         owned.push_async_callback(cancelled, follower)
         operations: Any = RemoteOperations(roster, store)

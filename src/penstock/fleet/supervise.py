@@ -7,19 +7,18 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 from penstock.aio import all_or_first_error, cancelled, settled
 from penstock.engine.control import ControlClient, CoreState
 from penstock.errors import DeadlineError, EngineDeadError, PenstockError, StateError
-from penstock.fleet.engines import LaunchedEngines
-from penstock.fleet.member import SERVABLE, Lifecycle, Member, State, fan_out
+from penstock.fleet.member import SERVABLE, Member, State, fan_out
 from penstock.fleet.roster import Occupation, Roster
 from penstock.http import UnreachableError
 from penstock.process import backoff_s
-from penstock.settings import FleetConfig, ServerSpec
+from penstock.settings import FleetConfig
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +29,6 @@ WATCHED = SERVABLE | {State.SYNCING}
 Clock = Callable[[], float]
 """Monotonic seconds."""
 Sleep = Callable[[float], Awaitable[None]]
-Join = Callable[[Lifecycle, ServerSpec, Sequence[Member]], Awaitable[Member]]
-"""Joins a server of others beside the members of a fleet: `attach.AttachedServers.join`."""
 
 
 @dataclass(slots=True)
@@ -99,8 +96,8 @@ class Supervisor:
     """Watches every member that it is given, until `release` or `stop`.
 
     `admit` brings an engine that is SYNCING to the fleet's weights and lets it serve. `mend` puts right what another
-    process did to an engine, given what its core says and a deadline in seconds. Without `engines`, which restarts dead
-    ones, or `join`, which joins servers of others that answer again, they stay dead.
+    process did to an engine, given what its core says and a deadline in seconds. A dead engine is started by its
+    `again`; one that someone else started, as soon as it answers.
     """
 
     def __init__(
@@ -110,8 +107,6 @@ class Supervisor:
         admit: Callable[[Member], Awaitable[None]],
         mend: Callable[[Member, CoreState, float], Awaitable[None]],
         fleet: FleetConfig,
-        engines: LaunchedEngines | None = None,
-        join: Join | None = None,
         clock: Clock = time.monotonic,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
@@ -119,8 +114,6 @@ class Supervisor:
         self._admit = admit
         self._mend = mend
         self._fleet = fleet
-        self._engines = engines
-        self._join = join
         self._clock = clock
         self._sleep = sleep
         self._guards: dict[Member, asyncio.Task[None]] = {}
@@ -177,9 +170,9 @@ class Supervisor:
             await cancelled(guard)
 
     async def _guard(self, member: Member) -> None:
-        fleet, spec, engines, join = self._fleet, member.spec, self._engines, self._join
+        fleet, again = self._fleet, member.again
         budget = RestartBudget(fleet.max_restarts, fleet.restart_window_s, fleet.restart_backoff_s, self._clock)
-        launched = spec is None and engines is not None
+        launched = again is not None and member.process is not None
 
         async def until_dead() -> None:
             # An engine has to be known as restarting from the moment of its death, or requests would give up.
@@ -192,15 +185,13 @@ class Supervisor:
                 logger.info("engine %s is restarted in %g s", member.name, seconds)
             await self._sleep(seconds)
 
-        if spec is not None and join is not None:
-            await keep_running(until_dead, lambda: self._rejoin(member, spec, join), budget, wait)
-        elif launched and engines is not None:
-            await keep_running(until_dead, lambda: self._restart(member, engines), budget, wait)
-        else:
+        if again is None:
             await until_dead()
+        else:
+            await keep_running(until_dead, lambda: self._start_again(member, again), budget, wait)
         member.lifecycle.restarts = False
         self._roster.announce()
-        if launched or spec is not None:
+        if again is not None:
             logger.error(
                 "engine %s stays dead: it died again after %s restarts within %g s (fleet.max_restarts); the last "
                 "reason: %s", member.name, fleet.max_restarts, fleet.restart_window_s, member.lifecycle.reason,
@@ -281,25 +272,23 @@ class Supervisor:
             if not self._roster.ended:  # else no engine has failed
                 await self._roster.mark_dead(member, f"could not join: {error}")
 
-    async def _rejoin(self, member: Member, spec: ServerSpec, join: Join) -> bool:
-        """Wait until a DEAD engine of someone else answers; True: it is SYNCING."""
+    async def _until_it_answers(self, member: Member) -> None:
         while True:
             try:
                 await member.control.health(self._fleet.hang_timeout_s)
-                break
             except PenstockError:
                 await self._sleep(self._fleet.health_interval_s)
-        return await self._again(member, "answers again", lambda: join(member.lifecycle, spec, [member]))
+            else:
+                return
 
-    async def _restart(self, member: Member, engines: LaunchedEngines) -> bool:
-        """Restart a DEAD engine; True: it is SYNCING."""
-        return await self._again(member, "restarted", lambda: engines.start(member.lifecycle, member.gpus))
-
-    async def _again(self, member: Member, reason: str, start: Callable[[], Awaitable[Member]]) -> bool:
-        member.lifecycle.to(State.LAUNCHING, reason)
+    async def _start_again(self, member: Member, again: Callable[[], Awaitable[Member]]) -> bool:
+        """Start a DEAD engine, or await one of someone else; True: it is SYNCING."""
+        if member.process is None:
+            await self._until_it_answers(member)
+        member.lifecycle.to(State.LAUNCHING, "answers again" if member.process is None else "restarted")
         self._roster.announce()
         try:
-            new = await start()
+            new = await again()
         except PenstockError as error:
             if member.state is not State.DEAD:
                 member.lifecycle.to(State.DEAD, f"did not start: {error}")
