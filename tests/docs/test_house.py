@@ -26,7 +26,7 @@ SIDE_ROOMS = tuple(
     for room in (
         "cli", "engine.adapters", "engine.experts", "engine.lacking", "engine.layouts", "engine.openai",
         "engine.vanilla", "facade",
-        "fleet.adapters", "fleet.attach", "fleet.calls", "fleet.connect", "fleet.delivery",
+        "fleet.adapters", "fleet.attach", "fleet.calls", "fleet.commands", "fleet.connect", "fleet.delivery",
         "fleet.elastic", "fleet.native", "fleet.pausing", "fleet.ray", "fleet.remote", "fleet.service",
         "fleet.skyrl_paths",
         "fleet.vllm_router", "gateway", "observe", "plugin.adapter_worker",

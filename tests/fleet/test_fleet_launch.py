@@ -289,7 +289,7 @@ async def test_engines_and_router_obey_their_fleet_alone(tmp_path: Path, workers
 async def test_a_policy_that_is_refused_leaves_the_fleet_able_to_speak_to_its_router() -> None:
     async with Fleet.launch("sim-model", **SIM) as fleet:
         with pytest.raises(UserError, match="no option of a policy: 'port'"):
-            await fleet._roster.set_policy({"policy": "requests", "port": 1})
+            await fleet._elastic.set_policy({"policy": "requests", "port": 1})
         with pytest.raises(ConfigError, match="prefix_length"):
             await fleet.set_policy("requests", prefix_length=10**30)
         await fleet.set_policy("requests")

@@ -14,6 +14,7 @@ from patience import WAIT_S
 from penstock import Fleet
 from penstock.aio import cancelled
 from penstock.errors import DeadlineError, EngineHTTPError, PenstockError, UserError
+from penstock.fleet.elastic import Elastic
 from penstock.fleet.member import State
 from penstock.fleet.router_process import RouterGuard, settle
 from penstock.router.admin_client import RouterAdmin
@@ -241,14 +242,15 @@ async def test_an_operation_goes_on_when_a_router_that_stood_still_was_told_agai
 @virtual
 async def test_a_policy_is_kept_by_the_fleet_and_a_wrong_one_changes_nothing() -> None:
     bench, router = await failing()
-    await bench.roster.set_policy({"policy": "prefix-aware, requests", "prefix_length": 77})
-    await bench.roster.set_policy({"policy": "round-robin"})
+    elastic: Any = Elastic(bench.roster, bench.operations, None, FleetConfig(), engines=None, attached=None)
+    await elastic.set_policy({"policy": "prefix-aware, requests", "prefix_length": 77})
+    await elastic.set_policy({"policy": "round-robin"})
     router.known = Membership()  # it was started again
     await bench.roster.restore()
     assert router.known.policy == {"policy": "round-robin", "prefix_length": 77}
     for wrong, says in (({"policy": "fastest"}, "no policy 'fastest'"), ({"prefix_length": 0}, "prefix_length")):
         with pytest.raises(UserError, match=says):
-            await bench.roster.set_policy(wrong)
+            await elastic.set_policy(wrong)
     assert router.known.policy == {"policy": "round-robin", "prefix_length": 77}
 
 

@@ -11,6 +11,7 @@ from supervise_rig import begins_to_return, dies_and_returns, restarting, until_
 
 from penstock.engine.control import ControlClient
 from penstock.errors import PenstockError, StateError
+from penstock.fleet.commands import command
 from penstock.fleet.engines import LaunchedEngines
 from penstock.fleet.member import Lifecycle, Member, State, fan_out
 from virtual_time import virtual
@@ -59,7 +60,7 @@ async def test_an_engine_lives_though_its_predecessor_fails_a_command_late(*, re
             await engine.abort()
 
         old = bench.roster.members[0].control
-        asking = asyncio.create_task(bench.roster.command(abort, what="abort", deadline_s=5.0, refusable=refusable))
+        asking = asyncio.create_task(command(bench.roster, abort, what="abort", deadline_s=5.0, refusable=refusable))
         await dies_and_returns(bench, restarts, "a", 0)
         go.set()
         await asking
@@ -72,7 +73,7 @@ async def test_an_engine_that_is_being_started_is_not_given_up_for_what_its_pred
     bench = await Bench("ab").started()
     async with restarting(bench) as restarts:
         bench.engine["a"].faults["abort"] = "hang"
-        asking = asyncio.create_task(bench.roster.command(lambda e: e.abort(), what="abort", deadline_s=0.1))
+        asking = asyncio.create_task(command(bench.roster, lambda e: e.abort(), what="abort", deadline_s=0.1))
         await asked(bench)
         await begins_to_return(bench, restarts, "a")
         await asking

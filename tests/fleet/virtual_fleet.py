@@ -250,16 +250,18 @@ class VirtualEngines:
         self._network = network
         self._nodes: dict[Lifecycle, Node] = {}
 
-    async def start(self, lifecycle: Lifecycle, gpus: Sequence[str]) -> Member:  # noqa: ARG002 - as LaunchedEngines has it
+    async def start(self, lifecycle: Lifecycle, gpus: Sequence[str]) -> Member:
         await asyncio.sleep(START_S)
         if self.failures:
             self.failures -= 1
             lifecycle.to(State.DEAD, "did not start")
             raise EngineStartError("did not start", engine=lifecycle.engine)
         node = self._nodes[lifecycle] = self._network.add(lifecycle.engine)
-        return await connect_engine(
+        member = await connect_engine(
             lifecycle, node.url, AsyncExitStack(), api_key=None, control_timeout_s=DEADLINE_S, process=node
         )
+        member.again = partial(self.start, lifecycle, gpus)
+        return member
 
     async def end(self, lifecycle: Lifecycle) -> None:
         if (node := self._nodes.pop(lifecycle, None)) is not None:

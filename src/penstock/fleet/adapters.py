@@ -22,6 +22,7 @@ from penstock.errors import (
     WeightsError,
     seconds,
 )
+from penstock.fleet.commands import command
 from penstock.fleet.member import Member, fan_out
 from penstock.fleet.operations import OperationQueue
 from penstock.fleet.roster import Roster
@@ -157,7 +158,8 @@ class FleetAdapters:
             known = self._of(name)
             if not known.resumed.is_set():
                 raise StateError(f"adapter {name!r} is already paused; resume it first")
-            await self._roster.command(
+            await command(
+                self._roster,
                 lambda engine: engine.adapters.pause(name),
                 what=f"pause of adapter {name!r}",
                 deadline_s=self._timeout_s,
@@ -173,7 +175,8 @@ class FleetAdapters:
             known = self._of(name)
             if known.resumed.is_set():
                 raise StateError(f"adapter {name!r} is not paused; pause it first")
-            await self._roster.command(
+            await command(
+                self._roster,
                 lambda engine: engine.adapters.resume(name),
                 what=f"resume of adapter {name!r}",
                 deadline_s=self._timeout_s,
@@ -301,7 +304,8 @@ class FleetAdapters:
                 self._highest[name] = await self._highest_at_engines(name)
                 self._check(name, version)
             number = self._highest[name] + 1 if version is None else version
-            outcome = await self._roster.command(
+            outcome = await command(
+                self._roster,
                 lambda engine: engine.adapters.load(name, number, files.source, timeout_s=timeout_s, kv=kv),
                 what=f"version {number} of adapter {name!r}",
                 deadline_s=timeout_s + MARGIN_S,

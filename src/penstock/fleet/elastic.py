@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -26,7 +26,7 @@ from penstock.fleet.member import SERVABLE, Lifecycle, Member, State, Substate
 from penstock.fleet.operations import Operations
 from penstock.fleet.roster import Roster
 from penstock.fleet.supervise import Supervisor
-from penstock.settings import MOST_ENGINES, FleetConfig, ServerSpec
+from penstock.settings import MOST_ENGINES, FleetConfig, RouterConfig, ServerSpec, validate
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -120,6 +120,21 @@ class Elastic:
     @property
     def starting(self) -> tuple[str, ...]:
         return tuple(life.engine for life in self._placed)
+
+    async def set_policy(self, changes: Mapping[str, Any]) -> None:
+        """Place requests by other policies from now on; see `Fleet.set_policy`."""
+        if not self._roster.by_rank:
+            raise UserError("vllm-router has no placement that can be changed; keep router.kind=penstock")
+        if odd := changes.keys() - {"policy", "prefix_length", "overload_threshold"}:
+            raise UserError(f"no option of a policy: {', '.join(map(repr, sorted(odd)))}")
+        before, wanted = self._roster.policy, {**self._roster.policy, **changes}
+        checked = validate(RouterConfig, wanted).model_dump()
+        self._roster.policy = {name: checked[name] for name in wanted}
+        try:
+            await self._roster.push_membership()
+        except UserError:  # every later message would have it too
+            self._roster.policy = before
+            raise
 
     # --- engines that come -------------------------------------------------------------------------------------------
 

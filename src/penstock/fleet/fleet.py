@@ -176,7 +176,7 @@ class Fleet(Engine):
         """
         names = policy if isinstance(policy, str) else ",".join(policy)
         given = {"policy": names, "prefix_length": prefix_length, "overload_threshold": overload_threshold}
-        await self._roster.set_policy({name: value for name, value in given.items() if value is not None})
+        await self._elastic.set_policy({name: value for name, value in given.items() if value is not None})
 
     def key_of(self, engine: str) -> str | None:
         """Return the key for calls to an engine past the router; None: it asks for none. Never show or log it."""

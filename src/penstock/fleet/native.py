@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.engine.capabilities import PENSTOCK, require
 from penstock.engine.control import ControlClient
 from penstock.errors import EngineHTTPError, MissingCapabilityError, StateError
+from penstock.fleet.commands import command
 from penstock.fleet.member import Member, foreign_to
 from penstock.fleet.roster import Roster
 from penstock.http import as_json
@@ -90,7 +91,8 @@ class NativeCalls:
                 roster.keep_kv(version)
             roster.highest_version = version  # an engine that fails on the way may have taken it
             with foreign_to(roster.live()):
-                await roster.command(
+                await command(
+                    roster,
                     lambda engine: engine.native_update(update_info, version=version),
                     what=f"native update to weight version {version}",
                     deadline_s=CALLS * self._timeout_s,

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from penstock.aio import Changes, in_thread
 from penstock.engine.capabilities import Capability, require
 from penstock.errors import EngineError, PenstockError, StateError
-from penstock.fleet.member import Call, Member, State, Substate, ask, put
+from penstock.fleet.member import Member, State, Substate, ask, put
 from penstock.fleet.roster import Occupation, Roster
 from penstock.fleet.stores import Stores
 from penstock.fleet.update import Updater, check_kv
 from penstock.rooms import plugged_in
 from penstock.settings import FleetConfig
-from penstock.types import KV, PauseMode, UpdateReport
+from penstock.types import KV, UpdateReport
 from penstock.weights.manifest import WeightManifest, differ
 
 if TYPE_CHECKING:
@@ -290,18 +290,12 @@ class Operations:
         return None
 
     async def _wake(self, member: Member) -> None:
-        """Wake a server of others that was dead to us while it slept.
+        """Wake an engine that joins, where it sleeps and has to load weights or serve."""
+        raise NotImplementedError
 
-        Where the fleet sleeps as well, and it needs no weights, it sleeps on: others may use that memory now. An engine
-        of which a part sleeps is woken wholly, since vLLM's sleep takes an engine that is all awake.
-        """
-        able = member.info.capabilities
-        loads = able.plugin and not member.has(self._roster.version)
-        if not able.sleep or ("weights" in self._asleep and self._asleep == member.asleep and not loads):
-            return
-        for tag in sorted(member.asleep, reverse=True):  # the weights first
-            await ask(member, lambda engine, tag=tag: engine.wake_up([tag]), deadline_s=self._control_s)
-            member.asleep -= {tag}
+    async def _bring_to_state(self, member: Member) -> None:
+        """Have an engine that joins sleep, pause or run, as the fleet does. MissingCapabilityError: it cannot."""
+        raise NotImplementedError
 
     async def bring_to_version(self, member: Member) -> bool:
         """Make an engine that is SYNCING confirm the fleet's version. What it has as loaded is version 0.
@@ -342,24 +336,3 @@ class Operations:
             logger.warning("weight version %d was not given again: %r", version, found)
             return None
         return found
-
-    async def _bring_to_state(self, member: Member) -> None:
-        """Have an engine sleep, pause or run, as the fleet does. MissingCapabilityError: it cannot."""
-
-        async def one(call: Call[None]) -> None:
-            await ask(member, call, deadline_s=self._control_s)
-
-        asleep, able = self._asleep, member.info.capabilities
-        if asleep or self.paused:
-            needed: Capability = "sleep" if asleep else "pause"
-            require(((member.name, able),), needed, "join a fleet that is paused or sleeps")
-        if asleep:
-            member.asleep = asleep
-            await one(lambda engine: engine.sleep(1))
-            if back := sorted(MEMORY_TAGS - asleep):
-                await one(lambda engine: engine.wake_up(back))
-        elif self.paused:
-            # A server that others started has KV of its own, which must not outlive a native update.
-            await one(lambda engine: engine.pause(PauseMode.KEEP, clear_cache=True))
-        elif member.process is None and able.pause:  # paused by its owner, or by us when it was torn
-            await one(lambda engine: engine.resume())

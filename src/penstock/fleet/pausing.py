@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.aio import settled
-from penstock.engine.capabilities import Capability
+from penstock.engine.capabilities import Capability, require
 from penstock.engine.control import ControlClient, CoreState
 from penstock.errors import DeadlineError, EngineDeadError, PenstockError, StateError, UserError, seconds
+from penstock.fleet.commands import command
 from penstock.fleet.member import SERVABLE, Call, Member, State, ask, fan_out, foreign_to, why
 from penstock.fleet.operations import MEMORY_TAGS, Operations
 from penstock.fleet.roster import Roster
@@ -55,8 +56,11 @@ class AllOperations(Operations):
                     self._move_all(State.PAUSED, f"pause_generation ({mode})")
                     self.paused, self.kv_stays = True, not clear_cache
                     return
-                await self._roster.command(
-                    lambda engine: engine.resume(), what="resume after the pause", deadline_s=self._control_s
+                await command(
+                    self._roster,
+                    lambda engine: engine.resume(),
+                    what="resume after the pause",
+                    deadline_s=self._control_s,
                 )
                 if late is None:
                     raise StateError("the pause was ended while it waited for requests; every engine goes on as before")
@@ -83,7 +87,7 @@ class AllOperations(Operations):
                 raise StateError("generation is not paused; pause_generation first")
             async with self._gate_closed():
                 self.paused = False
-                await self._roster.command(lambda engine: engine.resume(), what="resume", deadline_s=self._control_s)
+                await command(self._roster, lambda engine: engine.resume(), what="resume", deadline_s=self._control_s)
                 self._move_all(State.SERVING, "resume_generation")
             return None
 
@@ -193,13 +197,49 @@ class AllOperations(Operations):
                 if not self.queue.closed:
                     raise
 
+    async def _wake(self, member: Member) -> None:
+        """Wake a server of others that was dead to us while it slept.
+
+        Where the fleet sleeps as well, and it needs no weights, it sleeps on: others may use that memory now. An engine
+        of which a part sleeps is woken wholly, since vLLM's sleep takes an engine that is all awake.
+        """
+        able = member.info.capabilities
+        loads = able.plugin and not member.has(self._roster.version)
+        if not able.sleep or ("weights" in self._asleep and self._asleep == member.asleep and not loads):
+            return
+        for tag in sorted(member.asleep, reverse=True):  # the weights first
+            await ask(member, lambda engine, tag=tag: engine.wake_up([tag]), deadline_s=self._control_s)
+            member.asleep -= {tag}
+
+    async def _bring_to_state(self, member: Member) -> None:
+        """Have an engine sleep, pause or run, as the fleet does. MissingCapabilityError: it cannot."""
+
+        async def one(call: Call[None]) -> None:
+            await ask(member, call, deadline_s=self._control_s)
+
+        asleep, able = self._asleep, member.info.capabilities
+        if asleep or self.paused:
+            needed: Capability = "sleep" if asleep else "pause"
+            require(((member.name, able),), needed, "join a fleet that is paused or sleeps")
+        if asleep:
+            member.asleep = asleep
+            await one(lambda engine: engine.sleep(1))
+            if back := sorted(MEMORY_TAGS - asleep):
+                await one(lambda engine: engine.wake_up(back))
+        elif self.paused:
+            # A server that others started has KV of its own, which must not outlive a native update.
+            await one(lambda engine: engine.pause(PauseMode.KEEP, clear_cache=True))
+        elif member.process is None and able.pause:  # paused by its owner, or by us when it was torn
+            await one(lambda engine: engine.resume())
+
     async def _pause_engines(
         self, mode: PauseMode, *, clear_cache: bool, timeout_s: float | None = None
     ) -> tuple[str, ...]:
         """The names of those that did not pause within `timeout_s`; without one, an engine that is late is dead."""
         # `wait` ends with the longest request in flight, the other modes at once.
         deadline_s = timeout_s or (self._request_s if mode is PauseMode.WAIT else self._control_s)
-        outcome = await self._roster.command(
+        outcome = await command(
+            self._roster,
             lambda engine: engine.pause(mode, clear_cache=clear_cache, timeout_s=deadline_s),
             what=f"pause ({mode})",
             deadline_s=deadline_s,
@@ -221,10 +261,10 @@ class AllOperations(Operations):
         return None if work.cancelled() else work.result()
 
     async def refusable(self, call: Call[None], what: str, *, needs: Capability | None = None) -> None:
-        """Have every engine do what all of them may refuse; see `Roster.command`."""
+        """Have every engine do what all of them may refuse; see `commands.command`."""
         if needs is not None:
             self._require(needs, what)
-        await self._roster.command(call, what=what, deadline_s=self._control_s, refusable=True)
+        await command(self._roster, call, what=what, deadline_s=self._control_s, refusable=True)
 
     def _move_all(self, state: State, reason: str) -> None:
         for member in self._roster.live():

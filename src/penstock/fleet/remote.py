@@ -153,9 +153,6 @@ class AdoptedRoster(Roster):
             raise EngineDeadError(self.lost or str(error)) from error
         return result
 
-    async def set_policy(self, changes: Mapping[str, Any]) -> None:
-        await self.call("set_policy", changes=changes)
-
     async def follow(self, client: FleetClient) -> None:
         """Take every state that comes, until the owner is gone; calls under way fail then."""
         try:

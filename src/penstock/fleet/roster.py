@@ -16,15 +16,13 @@ from penstock.errors import (
     DeadlineError,
     EngineDeadError,
     EngineError,
-    EngineHTTPError,
     PenstockError,
     StateError,
     UserError,
 )
-from penstock.fleet.member import SERVABLE, Call, EngineStatus, FanOut, Member, State, ask, fan_out, updatable, why
+from penstock.fleet.member import SERVABLE, Call, EngineStatus, Member, State, ask, fan_out, updatable, why
 from penstock.router.admin_client import RouterState
 from penstock.router.memory import Membership
-from penstock.settings import RouterConfig, validate
 from penstock.types import EngineStats
 
 logger = logging.getLogger(__name__)
@@ -124,7 +122,8 @@ class Roster(Changes):
         self.admin = admin
         self._tearing: set[ControlClient] = set()
         self._closed = closed
-        self._policy: Mapping[str, Any] = {}
+        self.policy: Mapping[str, Any] = {}
+        """What the router is to place requests by, where its own options do not say."""
         self._epoch = -1
         self._confirmed: Membership | None = None
         """What the router has confirmed last."""
@@ -324,21 +323,6 @@ class Roster(Changes):
         self._closed = closed
         await self.push_membership()
 
-    async def set_policy(self, changes: Mapping[str, Any]) -> None:
-        """Place requests by other policies from now on; see `Fleet.set_policy`."""
-        if not self.by_rank:
-            raise UserError("vllm-router has no placement that can be changed; keep router.kind=penstock")
-        if odd := changes.keys() - {"policy", "prefix_length", "overload_threshold"}:
-            raise UserError(f"no option of a policy: {', '.join(map(repr, sorted(odd)))}")
-        before, wanted = self._policy, {**self._policy, **changes}
-        checked = validate(RouterConfig, wanted).model_dump()
-        self._policy = {name: checked[name] for name in wanted}
-        try:
-            await self.push_membership()
-        except UserError:  # every later message would have it too
-            self._policy = before
-            raise
-
     async def restore(self) -> None:
         """Bring a router, such as one that was restarted, to the fleet's state."""
         async with self._calling:
@@ -384,7 +368,7 @@ class Roster(Changes):
         # A stopped process keeps its connections, and may not be ours to end: the router breaks them off.
         left = (m for m in self.members if m.state in {State.DEAD, State.STOPPED})
         cut = tuple(entry.name for member in left for entry in member.entries())
-        return Membership(epoch, entries, self._closed, self._policy, cut)
+        return Membership(epoch, entries, self._closed, self.policy, cut)
 
     async def _push(self) -> None:
         known, self._confirmed = self._epoch >= 0, None
@@ -443,55 +427,3 @@ class Roster(Changes):
                 self._tearing.discard(engine)
 
         return tearing
-
-    async def command(
-        self,
-        call: Call[T],
-        *,
-        what: str,
-        deadline_s: float,
-        refusable: bool = False,
-        may_be_late: bool = False,
-        tears: bool = False,
-    ) -> FanOut[T]:
-        """Make every live engine do something that changes its state; one that fails is dead at once.
-
-        Args:
-            call: the control call.
-            what: names it in reasons, such as `pause`.
-            deadline_s: seconds for each engine.
-            refusable: an engine that answers with an HTTP error has changed nothing. It stays if all others refused
-                too, and then the first refusal is raised.
-            may_be_late: one that does not answer in time stays as well; what it has done, the caller undoes.
-            tears: the weights of one that fails may be half written.
-
-        Raises:
-            EngineDeadError: none is left, or was there, and none is coming back.
-            EngineHTTPError: all refused, and `refusable`.
-        """
-        members = self.live()
-        asked = {m.name: m.control for m in members}
-
-        async def failed(member: Member, error: PenstockError) -> None:
-            spared = (refusable and isinstance(error, EngineHTTPError)) or (
-                may_be_late and isinstance(error, DeadlineError)
-            )
-            if not spared:
-                await self.mark_dead(member, f"{what} failed: {error}", torn=tears)
-
-        outcome = await fan_out(members, self.tears(call) if tears else call, deadline_s=deadline_s, on_failure=failed)
-        # Of those that were spared and not restarted meanwhile:
-        refused = [
-            m
-            for m in members
-            if not may_be_late and m.name in outcome.failures and m.state in SERVABLE and m.control is asked[m.name]
-        ]
-        if refused and not outcome.results:
-            raise outcome.failures[refused[0].name]
-        for member in refused:  # the others did it: this engine is in another state than the fleet
-            await self.mark_dead(member, f"{what} failed: {outcome.failures[member.name]}")
-        if members and not self.live():
-            raise EngineDeadError(f"{what}: no engine is left ({why(members)})")
-        if not members:
-            self.raise_if_lost()
-        return outcome

@@ -204,8 +204,7 @@ CALLS: Mapping[type, tuple[str, tuple[str, ...]]] = {
     ),
     NativeCalls: ("native_", ("init", "update")),
     FleetAdapters: ("adapter_", ("update_from", "load", "unload", "pause", "resume", "wait", "pin", "statuses")),
-    Roster: ("", ("set_policy",)),
-    Elastic: ("", ("add", "attach", "drain", "remove")),
+    Elastic: ("", ("add", "attach", "drain", "remove", "set_policy")),
 }
 """Methods that other processes can call, and the first letters of these calls.
 
@@ -251,7 +250,7 @@ class Endpoint:
             return
         refuse_second(self._url)
         operations, calls = self._operations, dict[str, Call]()
-        for part in (operations, operations.native, operations.adapters, self._roster, self._elastic):
+        for part in (operations, operations.native, operations.adapters, self._elastic):
             prefix, names = CALLS[type(part)]
             calls |= {f"{prefix}{name}": getattr(part, name) for name in names}
         calls |= {"state": self._state, "stop": partial(self._stop, end)}

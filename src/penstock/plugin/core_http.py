@@ -108,7 +108,8 @@ class CoreServer:
 
     def _end(self, stranger: Any) -> None:
         self._strangers.pop(stranger).cancel()
-        stranger.force_close()
+        # Of many at once, the oldest has no transport before the next turn of the loop.
+        asyncio.get_running_loop().call_soon(stranger.force_close)
 
     async def _answer(self, http: web.BaseRequest) -> web.Response:
         fields = [(name.lower(), value) for name, value in http.raw_headers]
