@@ -107,6 +107,7 @@ async def live(nano_path: Path, hold: Hold, tmp_path_factory: pytest.TempPathFac
     # The same tests run on a GPU machine: PENSTOCK_TEST_ENGINE='{"profile": "gpu", "extra_args": {...}}'.
     given = json.loads(os.environ.get("PENSTOCK_TEST_ENGINE", '{"profile": "cpu"}'))
     tools = {"enable-auto-tool-choice": True, "tool-call-parser": "hermes"}
+    tools |= {"weight-transfer-config": '{"backend": "tests_shm"}'}  # `native_backend.py`
     options = {"model": str(nano_path), "max_model_len": 1024, "dtype": "float32"}
     extra_args = {**tools, **hold.extra_args, **given.get("extra_args", {})}
     config = EngineConfig(**{**options, **given, "extra_args": extra_args})

@@ -30,7 +30,7 @@ SIDE_ROOMS = tuple(
         "fleet.elastic", "fleet.native", "fleet.pausing", "fleet.ray", "fleet.remote", "fleet.service",
         "fleet.skyrl_paths",
         "fleet.vllm_router", "gateway", "observe", "plugin.adapter_worker",
-        "plugin.adapters", "plugin.cores", "plugin.kept_kv", "plugin.native",
+        "plugin.adapters", "plugin.cores", "plugin.kept_kv",
         "plugin.quantised", "rollout", "prefix_hash", "router.figures", "router.kv",
         "router.other_policies", "router.workers", "sim", "token_meter", "train", "weights.broadcast",
         "weights.cuda_ipc", "weights.delta", "weights.disk", "weights.group", "weights.transfer",

@@ -41,7 +41,7 @@ def plain_vllm(model: Path, log: Path, ranks: int, hold: Hold) -> AbstractAsyncC
     options = {
         "model": model, "max-model-len": 512, "dtype": "float32", "block-size": 32,
         "kv-cache-memory-bytes": 64 << 20, "data-parallel-size": ranks, "logprobs-mode": "processed_logprobs",
-        "weight-transfer-config": '{"backend": "penstock_shm"}', **hold.extra_args,
+        "weight-transfer-config": '{"backend": "tests_shm"}', **hold.extra_args,
     }  # fmt: skip
     return plain_server(options, ["--enable-scale-out", "--enforce-eager", "--no-enable-chunked-prefill"], env, log)
 

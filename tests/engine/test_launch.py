@@ -41,7 +41,6 @@ def test_options_reach_vllm_and_the_key_stays_off_the_command_line(nano_path):
         "--max-num-batched-tokens 4096",
         "--enable-sleep-mode",
         "--logprobs-mode processed_logprobs",
-        "penstock_shm",
     ):
         assert option in line
     assert "secret" not in line

@@ -150,7 +150,11 @@ class Cores:
         )  # fmt: skip
         parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=cores)
         self.vllm_config = SimpleNamespace(
-            model_config=model, parallel_config=parallel, lora_config=None, kv_transfer_config=None
+            model_config=model,
+            parallel_config=parallel,
+            lora_config=None,
+            kv_transfer_config=None,
+            weight_transfer_config=SimpleNamespace(backend="nccl"),
         )
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
@@ -217,7 +221,7 @@ async def test_info_says_what_the_engine_is_and_warms_it_up_once(monkeypatch) ->
     await middleware._info([], cores, b"")
     assert cores.done.count("penstock_warm_up") == 1
     assert (said["weight_version"], said["kv_kept"], said["logprobs_mode"]) == (3, True, "processed_logprobs")
-    assert (said["lora"], said["dtype"], said["dp"]) == (False, "bfloat16", 2)
+    assert (said["lora"], said["dtype"], said["dp"], said["weight_transfer"]) == (False, "bfloat16", 2, "nccl")
     assert (said["model"], said["instance"]) == ("policy", "1f")
     cores.vllm_config.model_config.logprobs_mode, cores.label = "raw_logprobs", "4"
     said = await middleware._info([], cores, b"")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,6 +21,7 @@ from penstock.settings import EngineConfig
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 
+OURS = replace(PENSTOCK, weight_transfer="nccl")
 PLAIN = Capabilities(plugin=False, weight_transfer="nccl", lora=True)
 
 
@@ -36,13 +36,13 @@ async def found(**config: Any) -> EngineInfo:
 
 async def test_with_the_plugin_nothing_is_lacking() -> None:
     info = await found(data_parallel_size=2)
-    assert (info.capabilities, info.dp, info.vocab_size, info.engine) == (PENSTOCK, 2, 1024, "sim")
+    assert (info.capabilities, info.dp, info.vocab_size, info.engine) == (OURS, 2, 1024, "sim")
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits", "processed_logits"])
 async def test_with_the_plugin_logprobs_are_of_what_is_sampled_from_only_where_it_says_so(mode: str) -> None:
     """A person may start the server without the option, and vLLM's default ignores the temperature."""
-    assert (await found(logprobs_mode=mode)).capabilities == replace(PENSTOCK, sampled_logprobs=False)
+    assert (await found(logprobs_mode=mode)).capabilities == replace(OURS, sampled_logprobs=False)
 
 
 async def test_plain_vllm_as_the_docs_start_it() -> None:
@@ -172,11 +172,9 @@ def test_the_command_that_gives_the_plugin_has_all_that_a_launch_gives(tmp_path:
     (tmp_path / "config.json").write_text("{}")
     launched = server_command(EngineConfig(model=str(tmp_path), profile="cpu"), port=8001, api_key=None).argv[1:]
     assert typed[:2] == list(launched[:2])
-    assert "--weight-transfer-config" in typed
 
     def settings(argv: Sequence[str]) -> dict[str, Any]:
-        values = {name: value for name, value in pairwise(argv) if name.startswith("--")}
-        return {**values, "--weight-transfer-config": json.loads(values["--weight-transfer-config"])}
+        return {name: value for name, value in pairwise(argv) if name.startswith("--")}
 
     given = settings(launched) | {"--model": "MODEL"}
     assert settings(typed) == {name: given[name] for name in settings(typed)}

@@ -85,7 +85,6 @@ class FakeEngine:
         self.prepared: int | None = None
         self.layout = layout
         self.capabilities = replace(PENSTOCK, weight_transfer="nccl")
-        """With vLLM's own native transfer: what is native is none of our business."""
         self.calls: dict[str, Any] = {}
         self.torn = False
         self.lora: dict[str, tuple[int, bytes]] = {}
@@ -303,6 +302,7 @@ class Bench:
             control_timeout_s=DEADLINE_S,
             request_timeout_s=30.0,
         )
+        self.operations.native._joined = frozenset(self.engine.values())  # a trainer's communicator
 
     async def started(self) -> Bench:
         await self.roster.push_membership()

@@ -241,7 +241,7 @@ async def test_an_operation_goes_on_when_a_router_that_stood_still_was_told_agai
 
 @virtual
 async def test_a_policy_is_kept_by_the_fleet_and_a_wrong_one_changes_nothing() -> None:
-    bench, router = await failing()
+    bench, router = await failing(("e0", "e1"))
     elastic: Any = Elastic(bench.roster, bench.operations, None, FleetConfig(), engines=None, attached=None)
     await elastic.set_policy({"policy": "prefix-aware, requests", "prefix_length": 77})
     await elastic.set_policy({"policy": "round-robin"})

@@ -9,14 +9,15 @@ import torch
 from fleet_fakes import Bench
 
 from penstock.engine.capabilities import PENSTOCK, Capabilities
-from penstock.errors import EngineHTTPError, MissingCapabilityError, UserError
+from penstock.errors import MissingCapabilityError, StateError, UserError
 from penstock.fleet.member import State
 from penstock.types import PauseMode
 from virtual_time import virtual
 
 JOIN = {"master_address": "127.0.0.1", "master_port": 1, "world_size": 4, "rank_offset": 1}
 NAMES = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[1]]}
-OURS = {"manifest": {}}
+IPC = replace(PENSTOCK, weight_transfer="ipc")
+NCCL = replace(PENSTOCK, weight_transfer="nccl")
 PLAIN = Capabilities(plugin=False, weight_transfer="nccl")
 
 
@@ -32,12 +33,12 @@ async def bench_of(**capabilities: Capabilities) -> Bench:
 
 @virtual
 async def test_engines_that_take_weights_in_different_ways_are_told_nothing() -> None:
-    bench = await bench_of(a=PENSTOCK, b=PENSTOCK, c=PLAIN)
-    ways = r"native weights in different ways: a, b by 'penstock_shm'; c by 'nccl'\. .* Nothing was changed$"
+    bench = await bench_of(a=IPC, b=IPC, c=PLAIN)
+    ways = r"native weights in different ways: a, b by 'ipc'; c by 'nccl'\. .* Nothing was changed$"
     for info in (JOIN, {}):
         with pytest.raises(MissingCapabilityError, match=f"^init_weight_update_communicator .*{ways}"):
             await bench.operations.native.init(info)
-    for info in (NAMES, OURS):
+    for info in (NAMES, {}):
         with pytest.raises(MissingCapabilityError, match=f"^update_named_weights .*{ways}"):
             await bench.operations.native.update(info, 1)
     assert bench.journal == []
@@ -48,50 +49,20 @@ async def test_engines_that_take_weights_in_different_ways_are_told_nothing() ->
 
 
 @virtual
-async def test_plain_engines_with_our_backend_take_what_launched_ones_do() -> None:
-    bench = await bench_of(a=PENSTOCK, b=replace(PLAIN, weight_transfer="penstock_shm"))
-    await bench.operations.native.init({})
-    await bench.operations.native.update(OURS, 1)
-    bench.check_belief()
-
-
-@virtual
-async def test_what_launched_engines_cannot_take_is_refused_and_none_dies_of_it() -> None:
-    bench = await bench_of(a=PENSTOCK, b=PENSTOCK)
-    for engine in bench.engine.values():
-        engine.faults["init"] = "refuse"  # as our backend does where init_info has anything in it
-    takes = r"penstock_shm', with an empty init_info .* Call update_weights, .* Nothing was changed"
-    with pytest.raises(
-        MissingCapabilityError, match=rf"^init_weight_update_communicator: .*{takes} \(engine a: no init"
-    ):
-        await bench.operations.native.init(JOIN)
-    bench.journal.clear()
-    refused = rf"^update_named_weights: a, b accepted no .* \(names, dtype_names, shapes\): .*{takes}$"
-    with pytest.raises(MissingCapabilityError, match=refused):
-        await bench.operations.native.update(NAMES, 1)
-    assert bench.journal == []
-    with pytest.raises(EngineHTTPError, match="no init"):
-        await bench.operations.native.init({})  # that is not why
-    await bench.operations.native.update(OURS, 1)
-    bench.check_belief()
-
-
-@virtual
 async def test_what_cannot_be_written_as_json_is_refused_and_none_dies_of_it() -> None:
-    bench = await bench_of(a=PENSTOCK, b=PENSTOCK)
+    bench = await bench_of(a=NCCL, b=NCCL)
     with pytest.raises(UserError, match=r"^init_info cannot be written as JSON .*torch\.dtype.* Nothing was sent$"):
         await bench.operations.native.init({"dtype": torch.float32})
     with pytest.raises(UserError, match=r"^update_info cannot be written as JSON .*torch\.dtype"):
-        await bench.operations.native.update({**OURS, "dtype": torch.float32}, 1)
+        await bench.operations.native.update({**NAMES, "dtype": torch.float32}, 1)
     assert bench.journal == []
-    await bench.operations.native.update(OURS, 1)
+    await bench.operations.native.update(NAMES, 1)
     bench.check_belief()
 
 
 @virtual
-async def test_engines_launched_with_another_backend_take_what_it_does_once_they_have_joined() -> None:
-    """That they have another is not known here, but they take an init_info that ours refuses."""
-    bench = await bench_of(a=PENSTOCK, b=PENSTOCK)
+async def test_each_engine_joins_with_its_own_rank_and_one_that_has_not_joined_is_named() -> None:
+    bench = await bench_of(a=NCCL, b=NCCL)
     await bench.operations.native.init(JOIN)
     assert [bench.engine[name].calls["init"]["rank_offset"] for name in "ab"] == [1, 2]
     await bench.operations.native.update(NAMES, 1)
@@ -99,7 +70,7 @@ async def test_engines_launched_with_another_backend_take_what_it_does_once_they
     member = bench.roster.members[1]
     member.control = bench.engine["b"] = type(bench.engine["b"])("b", bench.journal)  # as one that was started anew
     bench.journal.clear()
-    with pytest.raises(MissingCapabilityError, match=r"^update_named_weights: b accepted no "):
+    with pytest.raises(StateError, match=r"^update_named_weights: b joined no trainer since the start; call init_"):
         await bench.operations.native.update(NAMES, 2)
     assert bench.journal == []
 

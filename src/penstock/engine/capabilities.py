@@ -33,7 +33,7 @@ class Capabilities:
     """`/collective_rpc`."""
     lora: bool = True
     """Adapters can be loaded and unloaded while it runs."""
-    weight_transfer: str | None = "penstock_shm"
+    weight_transfer: str | None = None
     """The backend of vLLM's native weight transfer; None: it has none."""
     sampled_logprobs: bool = True
     """Logprobs are of what was sampled from: after temperature and the like."""
@@ -88,6 +88,7 @@ class EngineInfo:
                 kv_in_flight=bool(answer.get("kv_in_flight", False)),
                 sleep=bool(answer.get("sleep", True)),
                 lora=bool(answer.get("lora", True)),
+                weight_transfer=answer.get("weight_transfer"),
                 sampled_logprobs=answer["logprobs_mode"] in SAMPLED_FROM,
             ),
         )

@@ -12,8 +12,7 @@ DEV_MODE = "start it with the environment variable VLLM_SERVER_DEV_MODE=1"
 _BY_PENSTOCK = (
     "launch it by Penstock, or install penstock beside vLLM and start it by `VLLM_SERVER_DEV_MODE=1 python -m "
     "penstock.plugin.server --model MODEL --port 8001 --logprobs-mode processed_logprobs "
-    '--weight-transfer-config \'{"backend": "penstock_shm"}\' --middleware '
-    "penstock.plugin.middleware.PenstockMiddleware --worker-extension-cls "
+    "--middleware penstock.plugin.middleware.PenstockMiddleware --worker-extension-cls "
     "penstock.plugin.worker.WorkerExtension`; plain vLLM takes weights by update_named_weights"
 )
 _WITH_SLEEP = (

@@ -19,7 +19,7 @@ import orjson
 from penstock.aio import settled
 from penstock.errors import ConfigError, EngineStartError, PenstockError
 from penstock.http import HttpTransport
-from penstock.plugin import BACKEND, LOADER_VARIABLE, QUANTISING_LOADER
+from penstock.plugin import LOADER_VARIABLE, QUANTISING_LOADER
 from penstock.process import ChildProcess, remove_leftovers
 from penstock.rooms import plugged_in
 from penstock.settings import EngineConfig
@@ -122,7 +122,7 @@ def _options(config: EngineConfig, port: int, host: str, native: str | None) -> 
         "max-lora-rank": config.max_lora_rank if config.enable_lora else None,
         # An RL loss needs log-softmax(logits / T); vLLM's default ignores the temperature.
         "logprobs-mode": "processed_logprobs",
-        "weight-transfer-config": orjson.dumps({"backend": native or BACKEND}).decode(),
+        "weight-transfer-config": orjson.dumps({"backend": native}).decode() if native else None,
         "worker-extension-cls": None if native else "penstock.plugin.worker.WorkerExtension",
         "middleware": None if native else "penstock.plugin.middleware.PenstockMiddleware",
         "disable-uvicorn-access-log": True,

@@ -10,9 +10,9 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from penstock.engine.capabilities import PENSTOCK, require
+from penstock.engine.capabilities import require
 from penstock.engine.control import ControlClient
-from penstock.errors import EngineHTTPError, MissingCapabilityError, StateError
+from penstock.errors import MissingCapabilityError, StateError
 from penstock.fleet.commands import command
 from penstock.fleet.member import Member, foreign_to
 from penstock.fleet.roster import Roster
@@ -23,18 +23,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OURS = PENSTOCK.weight_transfer
-"""The backend that engines have which Penstock launches, unless their `extra_args` name another."""
 INIT, UPDATE = "init_weight_update_communicator", "update_named_weights"
 CALLS = 4
 """Control calls that one update is."""
-_OURS_TAKES = (
-    f"engines that Penstock launches take native weights by {OURS!r}, with an empty init_info and the update_info "
-    '{"manifest": ...}. Call update_weights, which does all of that; or launch them with another backend, such as '
-    "extra_args={'weight-transfer-config': '{\"backend\": \"nccl\"}'}. Nothing was changed"
-)
 _ALIKE = (
-    "Start all of them with one --weight-transfer-config; or those of others with Penstock's plugin, and call "
+    "Start all of them with one --weight-transfer-config, such as "
+    "extra_args={'weight-transfer-config': '{\"backend\": \"nccl\"}'}; or with Penstock's plugin, and call "
     "update_weights (docs/how-to/other-servers.md). Nothing was changed"
 )
 
@@ -53,8 +47,7 @@ class NativeCalls:
         """Call vLLM's `/init_weight_transfer_engine`; see `Fleet.init_weight_update_communicator`.
 
         Raises:
-            MissingCapabilityError: one has no native transfer, or they have different ones; or, when they were asked,
-                all have refused since theirs is ours.
+            MissingCapabilityError: one has no native transfer, or they have different ones.
             UserError: `init_info` cannot be sent.
         """
 
@@ -63,17 +56,11 @@ class NativeCalls:
             _check_backends(members, INIT)
             as_json("init_info", init_info)
             infos = _by_rank(members, init_info)
-            try:
-                with foreign_to(members):
-                    await self._operations.refusable(
-                        lambda engine: engine.init_weight_transfer(infos[engine]), "initialisation of weight transfer"
-                    )
-            except EngineHTTPError as refused:
-                if init_info and all(_is_ours(member) for member in members):
-                    raise MissingCapabilityError(f"{INIT}: {_OURS_TAKES} ({refused})") from refused
-                raise
-            # An empty one tells nothing: ours takes it too, for which there is nothing to join.
-            self._joined = frozenset(infos) if init_info else frozenset()
+            with foreign_to(members):
+                await self._operations.refusable(
+                    lambda engine: engine.init_weight_transfer(infos[engine]), "initialisation of weight transfer"
+                )
+            self._joined = frozenset(infos)
 
         await self._operations.queue.run(run)
 
@@ -111,21 +98,16 @@ class NativeCalls:
         """Refuse what would leave every engine with an update begun and nothing to end it, of which they are dead.
 
         Raises:
-            MissingCapabilityError: one has no native transfer, or they have different ones; or theirs is ours, as far
-                as is known, and `update_info` is for another.
+            MissingCapabilityError: one has no native transfer, or they have different ones.
+            StateError: one that was launched here has joined no communicator since its start.
             UserError: `update_info` cannot be sent.
         """
         _check_backends(members, UPDATE)
         as_json("update_info", update_info)
-        if "manifest" in update_info:
-            return
         # It is unknown here what a server of others has joined.
-        lacking = [m.name for m in members if _is_ours(m) and m.process is not None and m.control not in self._joined]
-        if lacking:
-            raise MissingCapabilityError(
-                f"{UPDATE}: {', '.join(lacking)} accepted no {INIT} since the start, and update_info is without a "
-                f"manifest ({', '.join(update_info) or 'empty'}): {_OURS_TAKES}"
-            )
+        outside = [m.name for m in members if m.process is not None and m.control not in self._joined]
+        if outside:
+            raise StateError(f"{UPDATE}: {', '.join(outside)} joined no trainer since the start; call {INIT} first")
 
 
 def _by_rank(members: Sequence[Member], init_info: Mapping[str, Any]) -> dict[ControlClient, dict[str, Any]]:
@@ -139,10 +121,6 @@ def _by_rank(members: Sequence[Member], init_info: Mapping[str, Any]) -> dict[Co
         tp, pp, dp = member.layout
         ranks += tp * pp * dp
     return infos
-
-
-def _is_ours(member: Member) -> bool:
-    return member.info.capabilities.weight_transfer == OURS
 
 
 def _check_backends(members: Sequence[Member], operation: str) -> None:

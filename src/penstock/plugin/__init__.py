@@ -1,6 +1,6 @@
 """The only code that runs inside vLLM, by vLLM's own extension points.
 
-- `register` (entry point `vllm.general_plugins`): our weight-transfer backend, and control in the engine core.
+- `register` (entry point `vllm.general_plugins`): control in the engine core.
 - `worker.WorkerExtension` (`--worker-extension-cls`): loads and checksums weights on a worker.
 - `middleware.PenstockMiddleware` (`--middleware`): our routes on the API server.
 - `server`: starts vLLM's API server as a child that ends with its launcher.
@@ -8,16 +8,11 @@
 Works with vLLM 0.26 to 0.33. `compat.py` has what tells them apart, `vllm_names.txt` every name of vLLM that is used.
 """
 
-# pyright: reportUnknownMemberType=false
-
 from __future__ import annotations
 
 import os
 
 from penstock.rooms import plugged_in
-
-BACKEND = "penstock_shm"
-"""Name of our backend for vLLM's `--weight-transfer-config`."""
 
 QUANTISING_LOADER = "penstock_quantising"
 """Name of our loader for vLLM's `--load-format`: it quantises a checkpoint of floats as it reads it."""
@@ -28,17 +23,9 @@ INSTANCE_VARIABLE = "PENSTOCK_INSTANCE"
 
 
 def register() -> None:
-    """Register the backend and extend the core; vLLM calls this in every process it starts, maybe more than once."""
-    from vllm.distributed.weight_transfer.factory import (  # noqa: PLC0415 - only inside vLLM
-        WeightTransferEngineFactory,
-    )
-
+    """Extend the core; vLLM calls this in every process it starts, maybe more than once."""
     from penstock.plugin import core, patches  # noqa: PLC0415 - only inside vLLM
 
-    if BACKEND not in WeightTransferEngineFactory._registry:  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
-        WeightTransferEngineFactory.register_engine(
-            BACKEND, "penstock.plugin.native", "SharedMemoryWeightTransferEngine"
-        )
     core.install()
     patches.install()
     if os.environ.get(LOADER_VARIABLE):

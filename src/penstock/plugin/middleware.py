@@ -100,6 +100,7 @@ class PenstockMiddleware:
             "logprobs_mode": config.model_config.logprobs_mode,
             # On CPUs vLLM answers that it sleeps, and frees nothing.
             "sleep": config.model_config.enable_sleep_mode and config.device_config.device_type != "cpu",
+            "weight_transfer": getattr(config.weight_transfer_config, "backend", None),
             "lora": config.lora_config is not None and _takes_adapters(),
             "control_port": await self._control_port(engine, keys),
         }

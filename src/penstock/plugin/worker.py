@@ -200,7 +200,7 @@ class Loader:
         return self._worker.model_runner.get_model()
 
 
-# --- vLLM's reload, as its native updates (`native.py`) use it too ---------------------------------------------------
+# --- vLLM's reload ----------------------------------------------------------------------------------------------------
 
 
 def begin(model: Any) -> None:

@@ -48,6 +48,7 @@ async def _info(call: Call) -> dict[str, Any]:
         "max_model_len": config.max_model_len,
         "transports": ["broadcast", "delta", "disk", "shared_memory"],
         "logprobs_mode": config.logprobs_mode,
+        "weight_transfer": config.weight_transfer_backend or None,
     }
 
 

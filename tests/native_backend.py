@@ -1,4 +1,7 @@
-"""vLLM's weight-transfer backend over shared memory, for vLLM's native calls (`/start_weight_update` and so on)."""
+"""A weight-transfer backend of vLLM over shared memory, so that tests run native updates on CPUs, where NCCL cannot.
+
+vLLM finds it by the entry point in `native_backend-1.dist-info`, which lies beside it on PYTHONPATH.
+"""
 # pyright: basic, reportMissingImports=false
 
 from __future__ import annotations
@@ -29,6 +32,16 @@ class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
     """One version: a `WeightManifest` in its JSON form."""
 
     manifest: dict[str, Any]
+
+
+NAME = "tests_shm"
+
+
+def register() -> None:
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if NAME not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(NAME, "native_backend", "SharedMemoryWeightTransferEngine")
 
 
 class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateInfo]):
