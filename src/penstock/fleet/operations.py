@@ -268,7 +268,8 @@ class Operations:
         if self.adapters.known:
             await self.adapters.give(member)
         control, roster = member.control, self._roster
-        await self._wake(member)
+        if member.asleep:
+            await self._wake(member)
         if not await self.bring_to_version(member):
             member.lifecycle.stay(
                 Substate.AWAITING_WEIGHTS,
@@ -279,7 +280,8 @@ class Operations:
             )
             roster.announce()
             return roster.version
-        await self._bring_to_state(member)
+        if self.paused or self._asleep or member.process is None:
+            await self._bring_to_state(member)
         if member.control is not control:
             raise StateError(f"engine {member.name} was restarted while it joined")
         roster.admit(member)
