@@ -20,7 +20,7 @@ PLACES = {
     "attach": "penstock.fleet.attach:AttachedServers",
     "attach.specs": "penstock.fleet.attach:specs_of",
     "capabilities.lacking": "penstock.engine.lacking:missing_capability",
-    "connect": "penstock.fleet.connect:connect",
+    "connect": "penstock.fleet.remote:connect",
     "control.cores": "penstock.plugin.cores:CoreCalls",
     "control_socket": "penstock.fleet.service:Endpoint",
     "control_socket.refuse_second": "penstock.fleet.service:refuse_second",

@@ -26,7 +26,7 @@ SIDE_ROOMS = tuple(
     for room in (
         "cli", "engine.adapters", "engine.experts", "engine.lacking", "engine.layouts", "engine.openai",
         "engine.vanilla", "facade",
-        "fleet.adapters", "fleet.attach", "fleet.calls", "fleet.commands", "fleet.connect", "fleet.delivery",
+        "fleet.adapters", "fleet.attach", "fleet.calls", "fleet.delivery",
         "fleet.elastic", "fleet.native", "fleet.pausing", "fleet.ray", "fleet.remote", "fleet.service",
         "fleet.skyrl_paths",
         "fleet.vllm_router", "gateway", "observe", "plugin.adapter_worker",
@@ -36,9 +36,9 @@ SIDE_ROOMS = tuple(
         "weights.cuda_ipc", "weights.delta", "weights.disk", "weights.group", "weights.transfer",
     )
 )  # fmt: skip
-SPINE_FILES, SPINE_LINES = 56, 14_373
+SPINE_FILES, SPINE_LINES = 56, 14_196
 """The most that the spine has now; the target is 60 files and 10,000 lines."""
-SOURCE_FILES, SOURCE_LINES = 230, 46_436
+SOURCE_FILES, SOURCE_LINES = 229, 46_285
 """The most that `src` has now; the target is 230 files and 38,000 lines."""
 
 

@@ -11,9 +11,9 @@ from supervise_rig import begins_to_return, dies_and_returns, restarting, until_
 
 from penstock.engine.control import ControlClient
 from penstock.errors import PenstockError, StateError
-from penstock.fleet.commands import command
 from penstock.fleet.engines import LaunchedEngines
 from penstock.fleet.member import Lifecycle, Member, State, fan_out
+from penstock.fleet.pausing import command
 from virtual_time import virtual
 
 

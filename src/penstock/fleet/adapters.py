@@ -22,9 +22,9 @@ from penstock.errors import (
     WeightsError,
     seconds,
 )
-from penstock.fleet.commands import command
 from penstock.fleet.member import Member, fan_out
 from penstock.fleet.operations import OperationQueue
+from penstock.fleet.pausing import command
 from penstock.fleet.roster import Roster
 from penstock.fleet.stores import is_local
 from penstock.fleet.update import check_kv

@@ -6,19 +6,27 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock.aio import settled
 from penstock.engine.capabilities import Capability, require
 from penstock.engine.control import ControlClient, CoreState
-from penstock.errors import DeadlineError, EngineDeadError, PenstockError, StateError, UserError, seconds
-from penstock.fleet.commands import command
-from penstock.fleet.member import SERVABLE, Call, Member, State, ask, fan_out, foreign_to, why
+from penstock.errors import (
+    DeadlineError,
+    EngineDeadError,
+    EngineHTTPError,
+    PenstockError,
+    StateError,
+    UserError,
+    seconds,
+)
+from penstock.fleet.member import SERVABLE, Call, FanOut, Member, State, ask, fan_out, foreign_to, why
 from penstock.fleet.operations import MEMORY_TAGS, Operations
 from penstock.fleet.roster import Roster
 from penstock.types import PauseMode
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 DROPS_WEIGHTS = 2
 """The sleep level that does not keep the weights."""
@@ -261,7 +269,7 @@ class AllOperations(Operations):
         return None if work.cancelled() else work.result()
 
     async def refusable(self, call: Call[None], what: str, *, needs: Capability | None = None) -> None:
-        """Have every engine do what all of them may refuse; see `commands.command`."""
+        """Have every engine do what all of them may refuse; see `command`."""
         if needs is not None:
             self._require(needs, what)
         await command(self._roster, call, what=what, deadline_s=self._control_s, refusable=True)
@@ -279,6 +287,63 @@ class _WaitingPause:
     """It is to end, and every engine to go on."""
     over: asyncio.Event = field(default_factory=asyncio.Event)
     """It has paused the fleet, or every engine goes on."""
+
+
+# --- A command to every engine ----------------------------------------------------------------------------------------
+
+
+async def command(
+    roster: Roster,
+    call: Call[T],
+    *,
+    what: str,
+    deadline_s: float,
+    refusable: bool = False,
+    may_be_late: bool = False,
+    tears: bool = False,
+) -> FanOut[T]:
+    """Make every live engine do something that changes its state; one that fails is dead at once.
+
+    Args:
+        roster: of the fleet.
+        call: the control call.
+        what: names it in reasons, such as `pause`.
+        deadline_s: seconds for each engine.
+        refusable: an engine that answers with an HTTP error has changed nothing. It stays if all others refused
+            too, and then the first refusal is raised.
+        may_be_late: one that does not answer in time stays as well; what it has done, the caller undoes.
+        tears: the weights of one that fails may be half written.
+
+    Raises:
+        EngineDeadError: none is left, or was there, and none is coming back.
+        EngineHTTPError: all refused, and `refusable`.
+    """
+    members = roster.live()
+    asked = {m.name: m.control for m in members}
+
+    async def failed(member: Member, error: PenstockError) -> None:
+        spared = (refusable and isinstance(error, EngineHTTPError)) or (
+            may_be_late and isinstance(error, DeadlineError)
+        )
+        if not spared:
+            await roster.mark_dead(member, f"{what} failed: {error}", torn=tears)
+
+    outcome = await fan_out(members, roster.tears(call) if tears else call, deadline_s=deadline_s, on_failure=failed)
+    # Of those that were spared and not restarted meanwhile:
+    refused = [
+        m
+        for m in members
+        if not may_be_late and m.name in outcome.failures and m.state in SERVABLE and m.control is asked[m.name]
+    ]
+    if refused and not outcome.results:
+        raise outcome.failures[refused[0].name]
+    for member in refused:  # the others did it: this engine is in another state than the fleet
+        await roster.mark_dead(member, f"{what} failed: {outcome.failures[member.name]}")
+    if members and not roster.live():
+        raise EngineDeadError(f"{what}: no engine is left ({why(members)})")
+    if not members:
+        roster.raise_if_lost()
+    return outcome
 
 
 # --- Engines that other processes changed -----------------------------------------------------------------------------
