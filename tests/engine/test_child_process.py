@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from patience import WAIT_S
-from penstock import process
+from penstock import process, process_group
 from penstock.engine.launch import EngineProcess, reserved_port
 from penstock.errors import EngineStartError
 from penstock.process import ChildProcess
@@ -23,7 +23,7 @@ from penstock.settings import EngineConfig
 
 FAMILY = """
 import subprocess, sys
-from penstock.process import watch_lifeline
+from penstock.process_group import watch_lifeline
 watch_lifeline()
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print(child.pid, flush=True)
@@ -33,7 +33,7 @@ if sys.argv[1] == "stay":
 
 NAMES = """
 import mmap, os, pathlib, sys, time
-from penstock.process import watch_lifeline
+from penstock.process_group import watch_lifeline
 watch_lifeline()
 with open(sys.argv[1], "w+b") as file:
     file.truncate(4096)
@@ -45,7 +45,7 @@ time.sleep(600)
 
 SEMAPHORE = """
 import multiprocessing, time
-from penstock.process import watch_lifeline
+from penstock.process_group import watch_lifeline
 watch_lifeline()
 lock = multiprocessing.get_context("spawn").Lock()
 print(f"sem.{lock._semlock.name[1:]} there", flush=True)
@@ -54,7 +54,7 @@ time.sleep(600)
 
 ENDS_WHEN_ASKED = """
 import os, signal, time
-from penstock.process import watch_lifeline
+from penstock.process_group import watch_lifeline
 watch_lifeline()
 signal.signal(signal.SIGTERM, lambda *_: exit(0))
 print(os.getpid(), "there", flush=True)
@@ -75,7 +75,7 @@ asyncio.run(main())
 
 SLOW_TO_DIE = """
 import os, signal, subprocess, sys
-from penstock.process import kill_group
+from penstock.process_group import kill_group
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 kills = []
 os.kill = lambda pid, number: kills.append((pid, number))
@@ -136,7 +136,7 @@ async def test_a_group_ends_though_no_file_descriptor_is_left(
     child = await ChildProcess.start([sys.executable, "-c", FAMILY, "leave"], name="family", log=tmp_path / "log")
     grandchild = int(await first_line(child))
     if lacks == "proc":
-        monkeypatch.setattr(process, "_processes_of", refuses)
+        monkeypatch.setattr(process_group, "_processes_of", refuses)
     else:
         monkeypatch.setattr(os, "pidfd_open", refuses)
         members = process.group_members

@@ -20,7 +20,8 @@ from penstock.aio import settled
 from penstock.errors import ConfigError, EngineStartError, PenstockError
 from penstock.http import HttpTransport
 from penstock.plugin import LOADER_VARIABLE, QUANTISING_LOADER
-from penstock.process import ChildProcess, remove_leftovers
+from penstock.process import ChildProcess
+from penstock.process_group import remove_leftovers
 from penstock.rooms import plugged_in
 from penstock.settings import EngineConfig
 

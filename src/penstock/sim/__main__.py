@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 from penstock.errors import PenstockError, UserError
-from penstock.process import raise_file_limit, watch_lifeline
+from penstock.process import raise_file_limit
+from penstock.process_group import watch_lifeline
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 

@@ -19,7 +19,8 @@ import uvloop
 from penstock.aio import cancelled
 from penstock.errors import PenstockError, error_to_json
 from penstock.fleet.supervise import RestartBudget, keep_running
-from penstock.process import ChildProcess, StartReport, raise_file_limit, watch_lifeline
+from penstock.process import ChildProcess, StartReport, raise_file_limit
+from penstock.process_group import watch_lifeline
 
 logger = logging.getLogger(__name__)
 
