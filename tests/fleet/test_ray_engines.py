@@ -90,6 +90,22 @@ def test_an_engine_on_another_node_is_not_without_a_key() -> None:
         host_of("e0", "127.0.0.2", "127.0.0.1", with_key=False)
 
 
+@pytest.mark.parametrize("token", ["", "0" * 64])
+async def test_a_token_that_a_cluster_refuses_is_said(
+    token: str, nodes: RayNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_AUTH_TOKEN")
+    if token:
+        monkeypatch.setenv("RAY_AUTH_TOKEN", token)
+    else:
+        monkeypatch.delenv("RAY_AUTH_MODE")
+    with pytest.raises(
+        ConfigError, match=r"asks for a token, and refuses .*; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN"
+    ):
+        await Fleet.launch("sim-model", engines=1, **options(nodes))
+    assert processes("fleet.ray_driver") == []
+
+
 @pytest.mark.slow
 async def test_a_lost_node_is_engines_lost_and_they_come_back_elsewhere(nodes: RayNodes, tmp_path: Path) -> None:
     params = SamplingParams(max_tokens=400, detokenize=False)
