@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +88,12 @@ async def test_sessions_keep_their_engine_when_processes_die_but_for_few() -> No
         before = await homes()
         assert set(before.values()) == {backend.name.encode() for backend in r.backends}
         for _ in range(2):
-            victim = (await r.admin.engines()).workers[0]
+            state = await r.admin.engines()
+            victim, killed_at = state.workers[0], time.time()
+            assert state.counted_since < killed_at
             os.kill(victim, signal.SIGKILL)
             await all_up(r, gone=victim)
+            assert (await r.admin.engines()).counted_since >= killed_at, "its counts are gone"
             after = await homes()
             assert sum(before[name] != after[name] for name in names) <= len(names) // 20
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,6 +21,8 @@ WHY = {
     404: "{} is no router of Penstock, and no process of yours on this machine owns a fleet behind it",
 }
 """By status of the router's answer; None: there was none."""
+PIPE_WIDTH = 400
+"""Columns where no terminal says how many: rich takes 80 then, and cuts what is longer."""
 LOADS = {"outstanding": "requests", "sessions": "sessions", "resident_tokens": "tokens"}
 
 
@@ -95,6 +98,15 @@ async def _report(url: str | None, api_key: str | None) -> dict[str, Any]:
     return {"url": address, **owner, **router, "engines": engines}
 
 
+def _since(report: Mapping[str, Any]) -> str:
+    """From when on requests are counted: a router process that is started again has lost its count."""
+    count, began = len(report["workers"]), datetime.fromtimestamp(report["counted_since"]).astimezone()
+    if not report["counted_since"]:
+        return "so far"
+    of = f"so far, the newest of {count} router workers counting " if count > 1 else ""
+    return f"{of}since {began:%Y-%m-%d %H:%M:%S}"
+
+
 def _print(report: Mapping[str, Any]) -> None:
     from rich.console import Console  # noqa: PLC0415
 
@@ -102,7 +114,8 @@ def _print(report: Mapping[str, Any]) -> None:
     if "pid" in report:
         title += f": weight version {report['version']}, owned by process {report['pid']}"
     if "held" in report:
-        title += f"; {report['requests']:,} requests so far, {report['held']} held"
+        requests = f"{report['requests']:,} request{'s' * (report['requests'] != 1)}"
+        title += f"; {requests} {_since(report)}, {report['held']} held"
         title += ", gate closed" if report["gate_closed"] else ""
     gpus = ("GPUs",) if any(engine.get("gpus") for engine in engines) else ()
     columns = ("engine", "state", "version", *LOADS.values(), "KV", "address", *gpus)
@@ -119,7 +132,9 @@ def _print(report: Mapping[str, Any]) -> None:
             *(",".join(engine.get("gpus", ())) for _ in gpus),
         )
     console = Console()
-    console.print(title, highlight=False)
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
+    console.print(title, highlight=False, soft_wrap=True)
     console.print(table)
     for engine in engines:
         if engine.get("reason") and engine["state"] != "serving":

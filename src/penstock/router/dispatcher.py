@@ -437,6 +437,7 @@ class Dispatcher:
             placements=dict(placement.rules),
             policy=placement.config.model_dump(include={"policy", "prefix_length", "overload_threshold"}),
             workers=(os.getpid(),),
+            counted_since=self.metrics.since,
             engines=tuple(self._load_of(backend) for backend in self.backends.values()),
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
@@ -359,6 +360,7 @@ class Metrics:
     """Payload towards engines, and answers towards clients, framing of bodies included."""
 
     def __init__(self) -> None:
+        self.since = time.time()
         self.errors: Counter[str] = Counter()
         """Those that the router answered itself, by code."""
         self.rejected: Counter[str] = Counter()

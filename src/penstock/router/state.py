@@ -58,7 +58,7 @@ class RouterState:
     sessions: int
     """Sessions that have a home."""
     requests: int
-    """Requests taken in since the router started, its own admin calls not counted."""
+    """Requests taken in since `counted_since`, its own admin calls not counted."""
     engines: tuple[EngineLoad, ...]
     held_bytes: int = 0
     """Most bytes that are kept of requests that had to wait or came in pieces, until their answers begin."""
@@ -72,5 +72,7 @@ class RouterState:
     """`policy`, `prefix_length` and `overload_threshold` that are in force; empty where the router does not say."""
     workers: tuple[int, ...] = ()
     """Process ids of those that serve."""
+    counted_since: float = 0.0
+    """Start of the process that started last, Unix time: a worker that ended took its counts along. 0: unknown."""
     in_step: bool = True
     """All of them are of this epoch; one that was started again has no engines at first."""

@@ -162,6 +162,7 @@ def merged(states: Sequence[RouterState]) -> RouterState:
     return replace(
         newest,
         workers=tuple(pid for state in states for pid in state.workers),
+        counted_since=max(state.counted_since for state in states),
         in_step=all(state.epoch == newest.epoch for state in states),
         gate_closed=any(state.gate_closed for state in states),
         held_by=_total(state.held_by for state in states),
