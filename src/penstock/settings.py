@@ -64,7 +64,12 @@ def _explain(section: type[Section], error: Mapping[str, Any]) -> str:
     whole = error["type"] == "value_error" and isinstance(given, (Mapping, Section))
     shown = repr(cast("object", given))
     got = "" if whole or shown in message else f", got {shown}"
-    return re.sub(r"//\S*@", "//***@", f"{named}{message}{got}")  # a URL may hold a password
+    return without_password(f"{named}{message}{got}")
+
+
+def without_password(text: str) -> str:
+    """Hide user and password of the URLs in a text."""
+    return re.sub(r"//\S*@", "//***@", text)
 
 
 def _fields_at(section: type[Section], path: Sequence[str]) -> list[str]:

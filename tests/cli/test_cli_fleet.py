@@ -10,12 +10,15 @@ import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import datetime
 from pathlib import Path
 
 import psutil
 import pytest
 from openai import OpenAI
 from run_cli import END_S, PENSTOCK, Server, environment, penstock, serving, wait_for_text
+
+from penstock.cli.status import _since
 
 SERVE = ("serve", "m", "--sim", "--engines", "2", "--port", "0")
 
@@ -56,6 +59,7 @@ def test_engines_are_added_drained_and_removed_without_a_key(server: Server, run
     assert fleet("remove", "e1") == "e1 has left"
     table = penstock("status", f"{server.url}/v1", PENSTOCK_RUNTIME_DIR=runtime).stdout.strip()
     assert "weight version 0, owned by process" in table
+    assert re.search(r"; \d requests since 20\d\d-\d\d-\d\d \d\d:\d\d:\d\d, 0 held$", table.splitlines()[0])
     assert [line.split()[:2] for line in table.splitlines()[2:]] == [["e2", "serving"], ["e3", "serving"]]
     with serving(tmp_path / "log", "sim", "--port", "0", PENSTOCK_API_KEY="secret") as other:
         added = penstock("fleet", "add", "--attach", f"{other.url}#dp=1", PENSTOCK_RUNTIME_DIR=runtime)
@@ -67,6 +71,16 @@ def test_engines_are_added_drained_and_removed_without_a_key(server: Server, run
         assert OpenAI(base_url=f"{other.url}/v1", api_key="secret").models.list().data, "it runs on"
     client = OpenAI(base_url=f"{server.url}/v1", api_key="secret")
     assert client.completions.create(model="m", prompt="Hello", max_tokens=5).usage
+
+
+def test_status_says_from_when_on_requests_are_counted() -> None:
+    """A router worker that ended took its count along."""
+    began = datetime(2026, 11, 26, 13, 0, 12).astimezone()
+    one = {"workers": (7,), "counted_since": began.timestamp()}
+    assert _since(one) == "since 2026-11-26 13:00:12"
+    of_two = "so far, the newest of 2 router workers counting since 2026-11-26 13:00:12"
+    assert _since({**one, "workers": (7, 8)}) == of_two
+    assert _since({"workers": (), "counted_since": 0.0}) == "so far"
 
 
 def test_an_interrupted_order_is_said_to_go_on(tmp_path: Path) -> None:
@@ -130,7 +144,7 @@ def test_of_several_fleets_none_is_guessed(args: str, tmp_path: Path) -> None:
         done = penstock(*args.split(), PENSTOCK_RUNTIME_DIR=str(tmp_path))
         assert done.returncode == 2
         assert done.stderr == (
-            "penstock: several fleets are here: http://127.0.0.1:8000, http://127.0.0.1:9000; say which with --url\n"
+            "penstock: several fleets are here: http://127.0.0.1:8000, http://127.0.0.1:9000; give the address of one\n"
         )
         assert not asked()
 

@@ -69,6 +69,9 @@ async def test_servers_of_another_model_are_refused() -> None:
                 await fleet.attach(other.url)
             await fleet.attach(third.url)
             await check_serves(fleet, engines=2)
+            await fleet.remove("e0")
+            with pytest.raises(UserError, match=r"that of engine e2 1024$"):
+                await fleet.attach(other.url)
 
 
 async def test_a_server_is_taken_once_by_whatever_address_and_another_name_is_a_warning(

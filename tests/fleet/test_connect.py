@@ -140,7 +140,7 @@ async def test_what_is_not_there_or_something_else() -> None:
     async with engines(1) as (server,):
         with pytest.raises(EngineDeadError, match="no process of yours on this machine owns a fleet at"):
             await Fleet.connect(server.url)
-        with pytest.raises(UserError, match="two engines have the url"):
+        with pytest.raises(UserError, match="is named twice; give each server once"):
             await Fleet.connect([server.url, server.url])
     with pytest.raises(EngineDeadError):
         await Fleet.connect([server.url])

@@ -94,5 +94,5 @@ def specs_of(servers: Iterable[str | ServerSpec]) -> tuple[ServerSpec, ...]:
     specs = tuple(s if isinstance(s, ServerSpec) else validate(ServerSpec, s) for s in given)
     places = [place_of(spec.url) for spec in specs]
     if twice := next((spec.url for spec in specs if places.count(place_of(spec.url)) > 1), None):
-        raise UserError(f"the server {twice} is named twice; two engines have the url then")
+        raise UserError(f"the server {twice} is named twice; give each server once")
     return specs

@@ -201,7 +201,8 @@ class Elastic:
         return tuple(task.result() for task in joins)
 
     async def _attach(self, spec: ServerSpec) -> str:
-        member = await self._attached.join(Lifecycle(f"e{next(self._numbers)}"), spec, self._roster.members)
+        there = [one for one in self._roster.members if one.state is not State.STOPPED]
+        member = await self._attached.join(Lifecycle(f"e{next(self._numbers)}"), spec, there)
         try:
             self._watch(member)
         except UserError as error:

@@ -33,6 +33,7 @@ from penstock.fleet.native import NativeCalls
 from penstock.fleet.pausing import AllOperations
 from penstock.fleet.roster import Roster
 from penstock.fleet.skyrl_paths import add_skyrl_paths
+from penstock.settings import without_password
 
 FOLDER_ENV = "PENSTOCK_RUNTIME_DIR"
 """Names a folder other than /tmp. XDG_RUNTIME_DIR and TMPDIR are not read: a login and a Slurm job of one user differ
@@ -44,6 +45,7 @@ LONGEST = 107
 PREFIX = "/control"
 QUIET_S = 5.0
 """`state` is answered after so long without a change; its caller learns from the answer that we live."""
+SUCH_AS = "give one such as http://127.0.0.1:8000"
 _ADDRESS = TypeAdapter(HttpUrl)
 
 logger = logging.getLogger(__name__)
@@ -76,9 +78,11 @@ def folder() -> Path:
 def router_address(url: str) -> str:
     """Return a router's address without a slash or the `/v1` of OpenAI clients at its end. UserError: it is none."""
     try:
-        _ADDRESS.validate_python(url)
+        given = _ADDRESS.validate_python(url)
     except ValidationError:
-        raise UserError(f"{url!r} is not an address; give one such as http://127.0.0.1:8000") from None
+        raise UserError(f"{without_password(url)!r} is not an address; {SUCH_AS}") from None
+    if given.username or given.password or given.query is not None or given.fragment is not None:
+        raise UserError(f"a router's address has no user, query or fragment; {SUCH_AS}")
     return url.rstrip("/").removesuffix("/v1")
 
 
