@@ -135,7 +135,7 @@ async def test_a_saved_model_that_the_database_does_not_know_stays_and_is_named(
         async with found.process(database=f"sqlite:///{tmp_path}/another.db") as service:
             new = await service.model()
             assert found.learner.models.keys() == {saved, new}
-            assert f"a creation that failed left {never} in the learner" in caplog.text
+            assert f"the learner drops {never}, which was never saved" in caplog.text
             assert f"holds saved models that the database does not know: {saved}" in caplog.text
         async with found.process() as service:
             assert "metrics" in await service.result(await service.step(saved, 2))

@@ -315,7 +315,7 @@ class Training:
                 ", ".join(saved),
             )
         for model in sorted(unknown.keys() - set(saved)):
-            logger.warning("a creation that failed left %s in the learner; it was never saved, and is dropped", model)
+            logger.warning("the learner drops %s, which was never saved: the database does not know it", model)
             body = orjson.dumps({"model_id": model})
             await self._learner.post("drop_model", model, f"{model}:unknown", body, incarnation)
 
