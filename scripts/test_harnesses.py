@@ -39,8 +39,7 @@ from penstock.gateway.agent import AgentGenerator  # noqa: E402
 from penstock.gateway.app import serving  # noqa: E402
 from penstock.gateway.graph import Limits  # noqa: E402
 from penstock.rollout.environment import Environment, Task  # noqa: E402
-from penstock.rollout.generator import GeneratorInput  # noqa: E402
-from penstock.types import Trajectory  # noqa: E402
+from penstock.rollout.generator import GeneratorInput, Trajectory  # noqa: E402
 
 CACHE = Path(os.environ.get("PENSTOCK_HARNESSES") or Path.home() / ".cache" / "penstock" / "harnesses")
 CONTEXT = 131_072

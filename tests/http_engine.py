@@ -144,10 +144,10 @@ class HTTPEngine(Engine):
         await self.control.wake_up(tags)
 
     async def init_weight_update_communicator(self, init_info: Mapping[str, Any]) -> None:
-        await self.control.init_weight_transfer(init_info)
+        await self.control.native.init(init_info)
 
     async def update_named_weights(self, update_info: Mapping[str, Any], *, version: int) -> None:
-        await self.control.native_update(update_info, version=version)
+        await self.control.native.update(update_info, version=version)
         self._version = version
 
     async def update_weights(

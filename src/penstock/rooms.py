@@ -34,6 +34,7 @@ PLACES = {
     "layouts.check": "penstock.engine.layouts:check",
     "launch.simulated": "penstock.engine.layouts:simulated_options",
     "lent.check": "penstock.weights.transfer:check_same_bits",
+    "native.calls": "penstock.engine.vanilla:NativeTransfer",
     "native": "penstock.fleet.native:NativeCalls",
     "operations": "penstock.fleet.pausing:AllOperations",
     "openai": "penstock.engine.openai:OpenAICalls",

@@ -6,8 +6,8 @@ from typing import Any
 
 from gateway_rig import Rig as GatewayRig
 from penstock.gateway.graph import Node, Session
+from penstock.rollout.generator import Trajectory
 from penstock.rollout.tokenizer import Tokenizer
-from penstock.types import Trajectory
 
 
 class Rig(GatewayRig):

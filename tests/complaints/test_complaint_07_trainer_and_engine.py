@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Pretr
 from nano_models import state_of
 from penstock.config import TrainConfig
 from penstock.errors import ConfigError
+from penstock.rollout.generator import Trajectory
 from penstock.train.grpo import Trainee, datum_of
 from penstock.train.learner import LocalLearner
 from penstock.train.losses import LossSpec
 from penstock.train.step_metrics import LogprobAlarm
-from penstock.types import Trajectory
 
 SMALL = {
     "vocab_size": 24,

@@ -73,6 +73,23 @@ class FakeAdapterCalls:
         self._engine.paused_adapters.discard(name)
 
 
+class FakeNativeTransfer:
+    """`NativeTransfer` of a fake engine."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self._engine = engine
+
+    async def init(self, init_info: Mapping[str, Any]) -> None:
+        await self._engine.at("init")
+        self._engine.calls["init"] = init_info
+
+    async def update(self, update_info: Mapping[str, Any], *, version: int) -> None:
+        if not self._engine.paused:
+            raise StateError("not paused")
+        await self._engine.at("native")
+        self._engine.version = version
+
+
 class FakeEngine:
     """Keeps the state that a real engine would, so that it can be compared with what the fleet believes."""
 
@@ -89,6 +106,7 @@ class FakeEngine:
         self.torn = False
         self.lora: dict[str, tuple[int, bytes]] = {}
         self.adapters = FakeAdapterCalls(self)
+        self.native = FakeNativeTransfer(self)
         """Version and bytes of each adapter."""
         self.in_flight: dict[str, int] = {}
         self.idle_s: dict[str, float] = {}
@@ -171,16 +189,6 @@ class FakeEngine:
     ) -> list[Any]:
         await self.at("rpc")
         return [f"{self.name}.{rank}" for rank in range(self.layout[0] * self.layout[1] * self.layout[2])]
-
-    async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
-        await self.at("init")
-        self.calls["init"] = init_info
-
-    async def native_update(self, update_info: Mapping[str, Any], *, version: int) -> None:
-        if not self.paused:
-            raise StateError("not paused")
-        await self.at("native")
-        self.version = version
 
     async def prepare_weights(self, manifest: WeightManifest) -> None:
         await self.at("prepare")

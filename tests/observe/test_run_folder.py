@@ -18,8 +18,8 @@ from penstock.errors import ConfigError, UserError
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Summary
 from penstock.observe.trajectory_log import SHOWN, pick, record_of, to_markdown
+from penstock.rollout.generator import Trajectory
 from penstock.settings import EngineConfig
-from penstock.types import Trajectory
 
 
 def config_of(**changes: object) -> RunConfig:

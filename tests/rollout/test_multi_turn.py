@@ -18,12 +18,12 @@ from http_engine import HTTPEngine
 from penstock.errors import ConfigError, PenstockError
 from penstock.rollout.chat_template import ChatTemplate
 from penstock.rollout.environment import Environment, Task, Turn
-from penstock.rollout.generator import GeneratorInput
+from penstock.rollout.generator import GeneratorInput, Trajectory
 from penstock.rollout.multi_turn import MultiTurnGenerator, TokenRow
 from penstock.rollout.tokenizer import Tokenizer, load_tokenizer
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
-from penstock.types import Sample, SamplingParams, Trajectory, VersionSpan
+from penstock.types import Sample, SamplingParams, VersionSpan
 from sim_verify import verify
 
 CONFIG = SimConfig(vocab_size=98, eos_token_id=2, eos_share=0.2, tokens_per_second=20_000, max_model_len=1024)

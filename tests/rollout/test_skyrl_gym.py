@@ -14,10 +14,10 @@ from gateway_rig import Engine, logprob
 from penstock.config import EnvironmentConfig
 from penstock.errors import ConfigError, PenstockError
 from penstock.rollout.environment import Environment, load_environment
-from penstock.rollout.generator import GeneratorInput
+from penstock.rollout.generator import GeneratorInput, Trajectory
 from penstock.rollout.multi_turn import MultiTurnGenerator
 from penstock.rollout.tokenizer import Tokenizer
-from penstock.types import SamplingParams, Trajectory
+from penstock.types import SamplingParams
 
 pytest.importorskip("skyrl_gym")
 sys.path.append(str(Path(__file__).parent))

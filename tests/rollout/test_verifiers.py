@@ -14,10 +14,10 @@ from penstock.errors import ConfigError, UserError
 from penstock.gateway.agent import AgentGenerator
 from penstock.gateway.app import serving
 from penstock.rollout.environment import Environment, load_environment
-from penstock.rollout.generator import GeneratorInput
+from penstock.rollout.generator import GeneratorInput, Trajectory
 from penstock.rollout.multi_turn import MultiTurnGenerator
 from penstock.rollout.tokenizer import Tokenizer
-from penstock.types import SamplingParams, Trajectory
+from penstock.types import SamplingParams
 
 pytest.importorskip("verifiers.v1")
 sys.path.append(str(Path(__file__).parent))

@@ -124,10 +124,10 @@ async def test_a_resume_while_the_memory_is_away_waits_for_it(engine):
 
 async def test_dropped_weights_that_came_natively_count(engine):
     sim, control = engine
-    await control.init_weight_transfer({})
+    await control.native.init({})
     await sim.post("/sleep?level=2")
     await sim.post("/wake_up?tags=weights")
-    await control.native_update({}, version=5)
+    await control.native.update({}, version=5)
     request = asyncio.create_task(sim.generate(TOKENS))
     assert await still(sim), "KV is not back"
     await sim.post("/wake_up?tags=kv_cache")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from penstock.rollout.generator import Trajectory
 from penstock.train.grpo import Trainee, datum_of
 from penstock.train.losses import LossSpec
-from penstock.types import Trajectory
 
 VOCABULARY = 24
 

@@ -14,9 +14,10 @@ from training_setup import Characters, Letters, config_of
 from penstock.engine.interface import Engine
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Reporter
+from penstock.rollout.generator import Trajectory
 from penstock.rollout.single_turn import SingleTurnGenerator
 from penstock.train.trainer import train
-from penstock.types import SamplingParams, Trajectory, UpdateReport
+from penstock.types import SamplingParams, UpdateReport
 
 STEPS = 4
 LONGEST_S = 60.0

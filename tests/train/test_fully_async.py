@@ -23,10 +23,10 @@ from penstock.engine.interface import Engine
 from penstock.errors import StateError
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Reporter, Summary
-from penstock.rollout.generator import GeneratorInput, GeneratorOutput
+from penstock.rollout.generator import GeneratorInput, GeneratorOutput, Trajectory
 from penstock.rollout.single_turn import SingleTurnGenerator
 from penstock.train.trainer import train
-from penstock.types import Sample, SamplingParams, Trajectory, UpdateReport
+from penstock.types import Sample, SamplingParams, UpdateReport
 
 
 class CountingLearner:

@@ -17,10 +17,11 @@ from penstock.engine.interface import Engine
 from penstock.errors import ConfigError, StateError
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Reporter
+from penstock.rollout.generator import Trajectory
 from penstock.rollout.single_turn import SingleTurnGenerator
 from penstock.train.schedules import SCHEDULES, check_schedule
 from penstock.train.trainer import train
-from penstock.types import SamplingParams, Trajectory, UpdateReport
+from penstock.types import SamplingParams, UpdateReport
 
 DEMO = Path(__file__).parents[2] / "examples" / "DEMO.yaml"
 

@@ -8,9 +8,9 @@ import pytest
 
 from penstock.config import TrainConfig, load_config
 from penstock.errors import ConfigError, StateError
+from penstock.rollout.generator import Trajectory
 from penstock.train.rank_group import address_towards
 from penstock.train.step_metrics import LogprobAlarm, batch_metrics, check_ages, replayed_share, token_ages
-from penstock.types import Trajectory
 
 
 def trajectory(versions: tuple[int, ...], loss_mask: tuple[int, ...]) -> Trajectory:

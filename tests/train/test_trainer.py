@@ -30,14 +30,14 @@ from penstock.errors import (
 )
 from penstock.observe.run_folder import RunFolder
 from penstock.rollout.environment import Task
-from penstock.rollout.generator import Generator, GeneratorInput, GeneratorOutput
+from penstock.rollout.generator import Generator, GeneratorInput, GeneratorOutput, Trajectory
 from penstock.sim.config import Fault, FaultKind, Phase
 from penstock.train import rollouts
 from penstock.train.interface import Outputs
 from penstock.train.learner import LocalLearner
 from penstock.train.rollouts import group_seed
 from penstock.train.trainer import train
-from penstock.types import FinishReason, Sample, SamplingParams, TensorSpec, Trajectory, VersionSpan
+from penstock.types import FinishReason, Sample, SamplingParams, TensorSpec, VersionSpan
 from sim_verify import verify
 
 

@@ -20,7 +20,6 @@ from penstock.errors import (
     EngineHTTPError,
     MissingCapabilityError,
     PenstockError,
-    StateError,
     TransferError,
     WeightsError,
 )
@@ -106,6 +105,11 @@ class ControlClient:
     def adapters(self) -> Any:
         """Calls for LoRA adapters, `adapters.AdapterCalls`."""
         return plugged_in("adapters.calls")(self)
+
+    @cached_property
+    def native(self) -> Any:
+        """VLLM's own weight transfer (R18), `vanilla.NativeTransfer`."""
+        return plugged_in("native.calls")(self)
 
     async def info(self) -> EngineInfo:
         """Return version, sizes, state and what the engine can do.
@@ -259,22 +263,6 @@ class ControlClient:
         answer: Any = await self.at_core("/penstock/weights/loss", body, timeout_s + self.timeout_s)
         return None if answer is None else TokenLoss(**answer)
 
-    async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
-        """Call vLLM's native /init_weight_transfer_engine (R18)."""
-        await self.post("/init_weight_transfer_engine", {"init_info": dict(init_info)})
-
-    async def native_update(self, update_info: Mapping[str, Any], *, version: int) -> None:
-        """Do vLLM's native start, update, finish (R18).
-
-        StateError: the engine is not paused: vLLM 0.26 to 0.32 dies of a start while requests run.
-        """
-        if not await self.is_paused():
-            raise StateError(f"engine {self.name}: pause generation before a native weight update")
-        await self.post("/start_weight_update")
-        await self.post("/update_weights", {"update_info": dict(update_info)})
-        await self.post("/finish_weight_update", {"weight_version": str(version)})
-        await self._label(version)
-
     async def close(self) -> None:
         await self.http.close()
         if self._core is not None:
@@ -289,10 +277,6 @@ class ControlClient:
             checksum=str(answer.get("checksum", "")),
             kept=int(answer["kept"]),
         )
-
-    async def _label(self, version: int) -> None:
-        if (await self.info()).weight_version != version:  # vLLM 0.26 takes no label
-            await self.post("/penstock/weights/label", {"version": version})
 
     async def _connect_core(self, port: int | None) -> None:
         """Speak to the engine's core at `port` from now on, for calls that must not wait behind tokens."""

@@ -26,7 +26,7 @@ from penstock.engine.capabilities import SAMPLED_FROM, Capabilities, EngineInfo,
 from penstock.engine.client import Answer, Continuation
 from penstock.engine.control import ControlClient, CoreState
 from penstock.engine.openai import Stream
-from penstock.errors import EngineError, EngineHTTPError, MissingCapabilityError, reading
+from penstock.errors import EngineError, EngineHTTPError, MissingCapabilityError, StateError, reading
 from penstock.http import HttpTransport, Reply
 from penstock.types import KV, EngineUpdate, SamplingParams
 from penstock.wire import GENERATE, version_number
@@ -105,6 +105,33 @@ class VanillaAdapterCalls(AdapterCalls):
     async def served(self) -> dict[str, AdapterLoad]:
         """Return the adapters as `AdapterCalls` does; none without our plugin, which alone counts them."""
         return await super().served() if self._control.has_plugin else {}
+
+
+class NativeTransfer:
+    """Calls of vLLM's native weight transfer to one engine (R18)."""
+
+    def __init__(self, control: ControlClient) -> None:
+        self._control = control
+
+    async def init(self, init_info: Mapping[str, Any]) -> None:
+        """Call vLLM's native /init_weight_transfer_engine (R18)."""
+        await self._control.post("/init_weight_transfer_engine", {"init_info": dict(init_info)})
+
+    async def update(self, update_info: Mapping[str, Any], *, version: int) -> None:
+        """Do vLLM's native start, update, finish (R18).
+
+        StateError: the engine is not paused: vLLM 0.26 to 0.32 dies of a start while requests run.
+        """
+        if not await self._control.is_paused():
+            raise StateError(f"engine {self._control.name}: pause generation before a native weight update")
+        await self._control.post("/start_weight_update")
+        await self._control.post("/update_weights", {"update_info": dict(update_info)})
+        await self._control.post("/finish_weight_update", {"weight_version": str(version)})
+        await self._label(version)
+
+    async def _label(self, version: int) -> None:
+        if (await self._control.info()).weight_version != version:  # vLLM 0.26 takes no label
+            await self._control.post("/penstock/weights/label", {"version": version})
 
 
 async def identify(http: HttpTransport, *, timeout_s: float) -> EngineInfo:

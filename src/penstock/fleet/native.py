@@ -58,7 +58,7 @@ class NativeCalls:
             infos = _by_rank(members, init_info)
             with foreign_to(members):
                 await self._operations.refusable(
-                    lambda engine: engine.init_weight_transfer(infos[engine]), "initialisation of weight transfer"
+                    lambda engine: engine.native.init(infos[engine]), "initialisation of weight transfer"
                 )
             self._joined = frozenset(infos)
 
@@ -80,7 +80,7 @@ class NativeCalls:
             with foreign_to(roster.live()):
                 await command(
                     roster,
-                    lambda engine: engine.native_update(update_info, version=version),
+                    lambda engine: engine.native.update(update_info, version=version),
                     what=f"native update to weight version {version}",
                     deadline_s=CALLS * self._timeout_s,
                     tears=True,

@@ -22,10 +22,9 @@ from penstock.gateway.graph import Limits, Node, Session
 from penstock.gateway.service import Gateway, Tenant
 from penstock.process import ChildProcess
 from penstock.rollout.environment import Environment, Task, user_code
-from penstock.rollout.generator import Generator, GeneratorInput, GeneratorOutput
+from penstock.rollout.generator import Generator, GeneratorInput, GeneratorOutput, Trajectory
 from penstock.rollout.single_turn import Places, finite_reward
 from penstock.rollout.tokenizer import Tokenizer
-from penstock.types import Trajectory
 
 log = logging.getLogger(__name__)
 STOP_S = 2.0 * GRACE_S

@@ -17,8 +17,9 @@ from typing import Any
 from penstock.errors import UserError, whole_number
 from penstock.gateway.dialect import SAMPLING
 from penstock.gateway.messages import ChatMessage, GatewayError, Tool, tools_key
+from penstock.rollout.generator import Trajectory
 from penstock.rollout.multi_turn import TokenRow
-from penstock.types import Sample, SamplingParams, Trajectory
+from penstock.types import Sample, SamplingParams
 
 ID_BYTES = 12
 RECORDED = (*SAMPLING, "max_tokens", "stop")

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from penstock.types import Trajectory
+from penstock.rollout.generator import Trajectory
 
 SHOWN = 8
 """Trajectories in trajectories.md, spread over the run."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 from penstock.errors import RequestError
 from penstock.rollout.environment import Task
 from penstock.rollout.tokenizer import Tokenizer
-from penstock.types import FinishReason, SamplingParams, Trajectory
+from penstock.types import FinishReason, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,42 @@ class GeneratorInput:
             given: Sequence[object] | None = getattr(self, name)
             if given is not None and len(given) != len(self.tasks):
                 raise RequestError(f"{name} has {len(given)} entries for {len(self.tasks)} tasks; give one for each")
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One episode in token space: what the trainer learns from (R27, R28).
+
+    `response_ids` holds everything after the prompt; `loss_mask` is 1 where the policy made the token and 0 where the
+    environment did. All per-token fields have the length of `response_ids`; tokens of the environment carry logprob
+    0.0 and the version of the turn before them.
+    """
+
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    loss_mask: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    reward: float
+    stop_reason: FinishReason
+    group_id: str
+    """Trajectories of one prompt share it; advantages are taken within it."""
+    episode_id: str = ""
+    """Trajectories of one episode share it, and weigh as much as one; empty: this is the episode's only one."""
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    kv_kept: tuple[bool, ...] = ()
+    """Of each token of `response_ids`: it attends to KV of older weights. Empty: none does."""
+    constrained: tuple[bool, ...] = ()
+    """Of each token of `response_ids`: it was sampled under a grammar, as was its logprob. Empty: none was."""
+    turn_rewards: tuple[tuple[int, float], ...] = ()
+    """Of an episode of several turns: the end of each turn in `response_ids`, and its own reward."""
+    routed_experts: Any = field(default=None, compare=False, repr=False)  # as of `Sample`
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.response_ids), len(self.loss_mask), len(self.logprobs), len(self.versions)}
+        lengths |= {len(given) for given in (self.kv_kept, self.constrained) if given}
+        if len(lengths) != 1:
+            raise ValueError(f"per-token fields of a trajectory differ in length: {sorted(lengths)}")
 
 
 @dataclass(frozen=True, slots=True)

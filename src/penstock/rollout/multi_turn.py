@@ -14,11 +14,11 @@ from penstock.engine.interface import Engine
 from penstock.errors import ConfigError, EngineError, PenstockError
 from penstock.rollout.chat_template import ChatTemplate
 from penstock.rollout.environment import Dialogue, Environment, Response, user_code
-from penstock.rollout.generator import Generator, GeneratorInput, GeneratorOutput
+from penstock.rollout.generator import Generator, GeneratorInput, GeneratorOutput, Trajectory
 from penstock.rollout.output_parser import OutputParser
 from penstock.rollout.single_turn import Places, SingleTurnGenerator, finite_reward, token_space
 from penstock.rollout.tokenizer import Tokenizer
-from penstock.types import FinishReason, Sample, SamplingParams, SessionId, Trajectory
+from penstock.types import FinishReason, Sample, SamplingParams, SessionId
 
 _SEED_STEP = 1_000_003
 _SEEDS = 2**63

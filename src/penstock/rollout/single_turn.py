@@ -13,9 +13,9 @@ from penstock.aio import all_or_first_error
 from penstock.engine.interface import Engine
 from penstock.errors import ConfigError, EngineError, PenstockError
 from penstock.rollout.environment import Environment, Task, user_code
-from penstock.rollout.generator import Generator, GeneratorInput, GeneratorOutput
+from penstock.rollout.generator import Generator, GeneratorInput, GeneratorOutput, Trajectory
 from penstock.rollout.tokenizer import Tokenizer
-from penstock.types import Sample, SamplingParams, Trajectory
+from penstock.types import Sample, SamplingParams
 
 
 class SingleTurnGenerator(Generator):

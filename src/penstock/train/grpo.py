@@ -22,11 +22,12 @@ from torch import Tensor
 from penstock.config import TrainConfig
 from penstock.errors import StateError, UserError
 from penstock.fleet.fleet import Fleet
+from penstock.rollout.generator import Trajectory
 from penstock.train.advantages import ADVANTAGES, group_indices
 from penstock.train.batching import collate
 from penstock.train.interface import AdamSpec, Datum, Learner, Outputs
 from penstock.train.losses import DROP_NOTHING, LOG_RATIO_LIMIT, LOSSES, Limits, LossSpec, loss_named
-from penstock.types import Trajectory, UpdateReport
+from penstock.types import UpdateReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from penstock.config import RunConfig
 from penstock.errors import PenstockError, StateError
 from penstock.rollout.environment import Environment, Task, user_code
-from penstock.rollout.generator import Generator, GeneratorInput, GeneratorOutput
+from penstock.rollout.generator import Generator, GeneratorInput, GeneratorOutput, Trajectory
 from penstock.train.resume import Progress
 from penstock.train.staleness import Pacer, StalenessWindow
 from penstock.train.step_metrics import SOLVED, policy_tokens
-from penstock.types import SamplingParams, Trajectory
+from penstock.types import SamplingParams
 
 TRIES = 3
 """How often samples are asked for that come back aborted; then they are left out."""

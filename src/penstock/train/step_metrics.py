@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from penstock.errors import StateError
 from penstock.observe.summary import STALENESS_PREFIX
-from penstock.types import Trajectory, UpdateReport
+from penstock.rollout.generator import Trajectory
+from penstock.types import UpdateReport
 
 LOGPROB_DIFFERENCE = "logprob_diff_max_equal"
 """The learner's name for the largest |trainer - engine logprob| over tokens of the version it held."""

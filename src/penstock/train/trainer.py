@@ -22,7 +22,7 @@ from penstock.observe.summary import Reporter, Summary
 from penstock.observe.trace import LEARNER, Loads, Tracer
 from penstock.observe.trajectory_log import pick, record_of
 from penstock.rollout.environment import Environment, Task
-from penstock.rollout.generator import Generator
+from penstock.rollout.generator import Generator, Trajectory
 from penstock.train.grpo import Trainee
 from penstock.train.parts import Parts, to_the_end
 from penstock.train.resume import Progress, save_checkpoint, take_up
@@ -38,7 +38,7 @@ from penstock.train.step_metrics import (
     replayed_share,
     update_metrics,
 )
-from penstock.types import Trajectory, UpdateReport
+from penstock.types import UpdateReport
 
 log = logging.getLogger(__name__)
 

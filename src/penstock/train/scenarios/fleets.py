@@ -16,13 +16,14 @@ from penstock.config import RunConfig
 from penstock.engine.launch import EngineProcess, reserved_port
 from penstock.fleet.fleet import Fleet
 from penstock.rollout.environment import load_environment
+from penstock.rollout.generator import Trajectory
 from penstock.rollout.tokenizer import load_tokenizer
 from penstock.train.grpo import datum_of
 from penstock.train.interface import AdamSpec, Datum
 from penstock.train.learner import LocalLearner
 from penstock.train.losses import LossSpec
 from penstock.train.scenarios.checks import LOGPROB_BARS, Check, length_check
-from penstock.types import PauseMode, Sample, SamplingParams, Trajectory
+from penstock.types import PauseMode, Sample, SamplingParams
 
 PROMPTS = 16
 TOKENS = 96
