@@ -36,9 +36,9 @@ SIDE_ROOMS = tuple(
         "weights.cuda_ipc", "weights.delta", "weights.disk", "weights.group", "weights.transfer",
     )
 )  # fmt: skip
-SPINE_FILES, SPINE_LINES = 57, 14_228
+SPINE_FILES, SPINE_LINES = 57, 14_177
 """The most that the spine has now; the target is 60 files and 10,000 lines."""
-SOURCE_FILES, SOURCE_LINES = 230, 46_358
+SOURCE_FILES, SOURCE_LINES = 230, 46_375
 """The most that `src` has now; the target is 230 files and 38,000 lines."""
 
 
