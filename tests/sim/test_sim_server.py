@@ -13,6 +13,7 @@ from own_answers import samples_of
 from penstock.errors import EngineStartError
 from penstock.sim import SimConfig, SimServer
 from penstock.types import SamplingParams
+from penstock.wire import RESUME_ARG
 from sim_verify import verify
 
 
@@ -119,6 +120,9 @@ async def test_chat_prompt_is_what_tokenize_says(sim):
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": 3}]}, 400, "BadRequestError", "content"),
         ("/v1/chat/completions", {"messages": [], "tool_choice": "required"}, 400, "BadRequestError", "no grammars"),
         ("/v1/completions", {"prompt": "x", "structured_outputs": {}}, 400, "BadRequestError", "no grammars"),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"extra_args": {RESUME_ARG: "[null]"}}}, 400,
+         "BadRequestError", "a sample: Input should be a valid dictionary"),
+        ("/abort_requests", {"request_ids": 3}, 400, "BadRequestError", "request_ids: Input should be a valid list"),
         ("/detokenize", {"tokens": [5000]}, 400, "BadRequestError", "out of vocabulary"),
         ("/pause?mode=maybe", None, 400, "BadRequestError", "mode"),
         ("/no/such/path", {}, 404, "Not Found", "Not Found"),
@@ -128,6 +132,19 @@ async def test_errors_have_vllms_form(sim, path, body, status, kind, words):
     got, answer = await sim.call("POST", path, body)
     assert (got, answer["error"]["code"], answer["error"]["type"]) == (status, status, kind)
     assert words in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("call", "body"),
+    [
+        ("weights/loss", {"version": "x", "timeout_s": 1}),
+        ("adapters/load", {"name": "a", "version": 1, "source": 3, "kv": "keep"}),
+        ("adapters/read", {}),
+    ],
+)
+async def test_malformed_calls_of_our_own_are_refused(sim, call, body):
+    status, answer = await sim.call("POST", f"/penstock/{call}", body)
+    assert (status, answer.keys()) == (400, {"error"})
 
 
 async def test_bad_json_and_large_bodies_are_refused():

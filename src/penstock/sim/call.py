@@ -335,4 +335,5 @@ def parts_to_resume(extra: Any, params: SamplingParams, engine: SimEngine) -> li
     given: Any = cast("dict[str, Any]", extra).get(RESUME_ARG) if isinstance(extra, dict) else None
     parts = [] if given is None or config.plain else parts_of(given, params.n)
     check = partial(check_part, room=config.max_model_len, vocab_size=config.vocab_size, logprobs=params.logprobs)
-    return [{**part, "logprobs": [position[0][1] for position in check(part)]} for part in parts]
+    checked = [(check(part), part) for part in parts]
+    return [{**part, "logprobs": [position[0][1] for position in positions]} for positions, part in checked]

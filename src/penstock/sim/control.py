@@ -181,7 +181,8 @@ async def _is_paused(call: Call) -> dict[str, Any]:
 
 async def _abort_requests(call: Call) -> dict[str, Any]:
     call.engine.check_alive()
-    return {"status": "aborted", "aborted": call.engine.abort(call.body.get("request_ids") or None, asked=True)}
+    ids = call.field("request_ids", list) if call.body.get("request_ids") else None
+    return {"status": "aborted", "aborted": call.engine.abort(map(str, ids) if ids else None, asked=True)}
 
 
 async def _reset_prefix_cache(call: Call) -> dict[str, Any]:
