@@ -29,11 +29,12 @@ SIDE_ROOMS = tuple(
         "fleet.adapters", "fleet.attach", "fleet.calls", "fleet.delivery",
         "fleet.elastic", "fleet.native", "fleet.pausing", "fleet.ray", "fleet.remote", "fleet.service",
         "fleet.skyrl_paths",
-        "fleet.vllm_router", "gateway", "observe", "plugin.adapter_worker",
+        "fleet.running_router", "gateway", "observe", "plugin.adapter_worker",
         "plugin.adapters", "plugin.cores", "plugin.kept_kv",
         "plugin.quantised", "rollout", "prefix_hash", "router.figures", "router.kv",
         "router.other_policies", "router.workers", "sim", "token_meter", "train", "weights.broadcast",
-        "weights.cuda_ipc", "weights.delta", "weights.disk", "weights.group", "weights.transfer",
+        "weights.checkpoint_names", "weights.cuda_ipc", "weights.delta", "weights.disk", "weights.group",
+        "weights.transfer",
     )
 )  # fmt: skip
 SPINE_FILES, SPINE_LINES = 57, 14_177

@@ -70,7 +70,7 @@ async def main(profile: str, model: str, marks: Path) -> None:
                 for i in range(4)
             ]
             # A sample has been reported by then (64 tokens), or the router would move its request unseen.
-            while min(stats.generation_tokens for stats in await roster.stats(None)) < 300:
+            while min(stats.generation_tokens for stats in await fleet._elastic.stats(None)) < 300:
                 if all(request.done() for request in requests):
                     break
                 await asyncio.sleep(0.01)

@@ -19,7 +19,7 @@ from penstock.engine.launch import EngineProcess, server_command
 from penstock.errors import ConfigError, EngineHTTPError
 from penstock.settings import EngineConfig
 from penstock.types import Sample, SamplingParams
-from penstock.weights.manifest import checkpoint_tensors
+from penstock.weights.checkpoint_names import checkpoint_tensors
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(420)]
 

@@ -163,7 +163,7 @@ def test_who_asks_for_it_by_name_still_empties_them() -> None:
 
 def test_tokens_of_the_base_model_get_no_adapter_on_cpus():
     """vLLM's own gives them the last one: `seen` shows it."""
-    from penstock.plugin.patches import spare_base_tokens
+    from penstock.plugin.adapter_worker import spare_base_tokens
 
     seen: list[torch.Tensor] = []
 

@@ -15,7 +15,8 @@ from nano_models import save_dense, save_moe
 from penstock.errors import WeightsError
 from penstock.plugin.cores import check_replicas
 from penstock.plugin.spec import TIED_HEAD, WeightSpec, expected_weights, weights_checksum
-from penstock.weights.manifest import TensorEntry, WeightManifest, checkpoint_tensors, kind_of
+from penstock.weights.checkpoint_names import checkpoint_tensors
+from penstock.weights.manifest import TensorEntry, WeightManifest, kind_of
 
 
 def spec_of(folder: Path) -> WeightSpec:

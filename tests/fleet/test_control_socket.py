@@ -19,6 +19,7 @@ import torch
 
 from patience import WAIT_S
 from penstock import Fleet, PauseMode, SamplingParams
+from penstock.engine.control import ControlClient
 from penstock.errors import (
     ConfigError,
     DeadlineError,
@@ -191,7 +192,9 @@ async def test_the_weights_of_a_trainer_that_was_killed_are_those_of_engines_tha
         back = lambda: ((m := fleet._roster.members[1]).state, m.lifecycle.reason) == joined  # noqa: E731
         assert await fleet._roster.until(back, deadline_s=WAIT_S), "the state is followed"
         assert fleet.weight_version == 2
-        assert (await fleet._roster.members[1].control.info()).weight_version == 2
+        control = ControlClient("e1", fleet._roster.members[1].url, api_key=fleet.key_of("e1"))
+        assert (await control.info()).weight_version == 2
+        await control.close()
         await check_serves(fleet, engines=2)
         assert (await fleet.update_weights([("w", torch.zeros(1000))])).version == 3
 

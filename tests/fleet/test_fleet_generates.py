@@ -134,7 +134,7 @@ async def test_figures_sizes_and_worker_calls(fleet: Fleet) -> None:
         )
         await fleet.abort_generation()
     assert set((await batch).stop_reasons) == {"abort"}
-    with pytest.raises(UserError, match="there is no engine 3; the fleet has engines 0 to 2"):
+    with pytest.raises(UserError, match="there is no engine 3; the fleet has e0, e1, e2"):
         await fleet.get_cache_usage(3)
 
 

@@ -16,7 +16,8 @@ from penstock.aio import cancelled
 from penstock.errors import DeadlineError, EngineHTTPError, PenstockError, UserError
 from penstock.fleet.elastic import Elastic
 from penstock.fleet.member import State
-from penstock.fleet.router_process import RouterGuard, settle
+from penstock.fleet.router_process import RouterGuard
+from penstock.fleet.running_router import settle
 from penstock.router.admin_client import RouterAdmin
 from penstock.router.memory import EngineEntry, Membership
 from penstock.router.server import Router

@@ -14,7 +14,7 @@ from patience import WAIT_S
 from penstock import Fleet, SamplingParams
 from penstock.errors import ConfigError, EngineDeadError, EngineHTTPError, StateError, UserError
 from penstock.fleet.member import State
-from penstock.fleet.vllm_router import VllmRouterAdmin
+from penstock.fleet.running_router import VllmRouterAdmin
 from penstock.router.memory import EngineEntry, Membership
 from penstock.router.server import Router
 from penstock.sim import SimConfig, SimServer

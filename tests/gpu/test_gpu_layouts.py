@@ -24,7 +24,7 @@ from penstock import Fleet
 from penstock.engine.launch import EngineProcess
 from penstock.settings import EngineConfig
 from penstock.types import Sample, SamplingParams
-from penstock.weights.manifest import checkpoint_tensors
+from penstock.weights.checkpoint_names import checkpoint_tensors
 
 pytestmark = [
     pytest.mark.gpu,

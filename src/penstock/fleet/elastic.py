@@ -1,4 +1,4 @@
-"""Engines that come and go while the others serve: add, attach, drain, remove."""
+"""Engines that come and go while the others serve: add, attach, drain, remove; where requests go, and their load."""
 
 from __future__ import annotations
 
@@ -22,16 +22,19 @@ from penstock.errors import (
 )
 from penstock.fleet.attach import AttachedServers, place_of, specs_of
 from penstock.fleet.engines import LaunchedEngines
-from penstock.fleet.member import SERVABLE, Lifecycle, Member, State, Substate
+from penstock.fleet.member import SERVABLE, EngineStatus, Lifecycle, Member, State, Substate, fan_out, why
 from penstock.fleet.operations import Operations
 from penstock.fleet.roster import Roster
 from penstock.fleet.supervise import Supervisor
 from penstock.settings import MOST_ENGINES, FleetConfig, RouterConfig, ServerSpec, validate
+from penstock.types import EngineStats, TokenLoss
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 P = ParamSpec("P")
 
+STATS_S = 10.0
+"""Deadline of reading an engine's metrics, or what an update cost it from the moment that this is known."""
 POLL_INTERVAL_S, LONGEST_POLL_INTERVAL_S = 0.05, 1.0
 """Seconds between the first two questions to the router for an engine's load, and at most. It sends no event, since a
 message for each last request would burden every request for a rare drain."""
@@ -135,6 +138,47 @@ class Elastic:
         except UserError:  # every later message would have it too
             self._roster.policy = before
             raise
+
+    # --- what engines are and do ------------------------------------------------------------------------------------
+
+    async def statuses(self, *, stats: bool) -> tuple[EngineStatus, ...]:
+        """Return the status of every engine that ever joined; without `stats` none of them is asked."""
+        roster = self._roster
+        asked = await fan_out(roster.live() if stats else (), lambda engine: engine.stats(), deadline_s=STATS_S)
+        return tuple(
+            EngineStatus(m.name, m.url, m.state, m.lifecycle.reason, m.weight_version, asked.results.get(m.name))
+            for m in roster.members
+        )
+
+    async def stats(self, index: int | None) -> tuple[EngineStats, ...]:
+        """Return the load of engine `index`, or of all that are alive.
+
+        Raises:
+            UserError: there is no engine of that index.
+            EngineDeadError: it does not serve, or none does.
+        """
+        members = self._roster.live()
+        if index is None and not members:
+            raise EngineDeadError(f"no engine is left now ({why(self._roster.members)})")
+        if index is not None:
+            member = self.find(index)
+            if member.state not in SERVABLE:
+                raise EngineDeadError(f"it is {member.state}: {member.lifecycle.reason}", engine=member.name)
+            members = (member,)
+        asked = await fan_out(members, lambda engine: engine.stats(), deadline_s=STATS_S)
+        asked.raise_first()
+        return tuple(asked.results.values())
+
+    async def losses(
+        self, engines: Sequence[str], version: int, adapter: str | None, timeout_s: float
+    ) -> dict[str, TokenLoss | None]:
+        """Return what an update cost each of these engines, by name; see `Fleet.recovered`."""
+        outcome = await fan_out(
+            [member for member in self._roster.live() if member.name in engines],
+            lambda engine: engine.token_loss(version, adapter=adapter, timeout_s=timeout_s),
+            deadline_s=timeout_s + STATS_S,
+        )
+        return dict(outcome.results)
 
     # --- engines that come -------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -13,7 +14,6 @@ from penstock.engine.interface import Engine
 from penstock.errors import StateError
 from penstock.fleet.member import EngineStatus, State
 from penstock.fleet.roster import Admin, Roster
-from penstock.fleet.update import recovered
 from penstock.rooms import plugged_in
 from penstock.settings import EngineConfig, FleetConfig, RouterConfig, ServerSpec
 from penstock.types import (
@@ -319,7 +319,9 @@ class Fleet(Engine):
         The next update ends the wait too, and so do `timeout_s` seconds; then the loss so far is reported. Engines that
         died have none.
         """
-        return await recovered(self._roster, report, timeout_s=timeout_s)
+        names = [engine.engine for engine in report.engines]
+        losses = await self._elastic.losses(names, report.version, report.adapter, timeout_s)
+        return replace(report, engines=tuple(replace(one, loss=losses.get(one.engine)) for one in report.engines))
 
     # --- engines that come and go ------------------------------------------------------------------------------------
 
@@ -375,12 +377,12 @@ class Fleet(Engine):
     async def get_num_unfinished_requests(self, index: int | None = None) -> int:
         """Count requests running or waiting on engine `index` or on all, without those that the router holds."""
         self._check_open()
-        return sum(stats.running + stats.waiting for stats in await self._roster.stats(index))
+        return sum(stats.running + stats.waiting for stats in await self._elastic.stats(index))
 
     async def get_cache_usage(self, index: int | None = None) -> float:
         """Fraction of KV blocks in use on engine `index`, or the mean over the engines."""
         self._check_open()
-        usages = [stats.kv_cache_usage for stats in await self._roster.stats(index)]
+        usages = [stats.kv_cache_usage for stats in await self._elastic.stats(index)]
         return sum(usages) / len(usages)
 
     async def collective_rpc(
@@ -442,7 +444,7 @@ class Fleet(Engine):
     async def engines(self, *, stats: bool = True) -> tuple[EngineStatus, ...]:
         """Return every engine that ever joined, in order: its state, why, and, with `stats`, its load."""
         self._check_open()
-        return await self._roster.statuses(stats=stats)
+        return await self._elastic.statuses(stats=stats)
 
     async def teardown(self) -> None:
         """End what this object launched and close its connections; again is harmless. Requests in flight fail."""

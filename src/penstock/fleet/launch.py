@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import shutil
 import tempfile
@@ -13,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from penstock.aio import all_or_first_error, cancelled
+from penstock.aio import all_or_first_error
 from penstock.engine.capabilities import smallest_vocabulary
 from penstock.engine.client import DataClient
 from penstock.engine.launch import resolve_profile, server_command
@@ -22,7 +21,7 @@ from penstock.fleet.engines import EngineFactory, LaunchedEngines, assign, visib
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.member import Lifecycle, Member, State
 from penstock.fleet.roster import Roster
-from penstock.fleet.router_process import OpenRouter, check_router, open_router, settle
+from penstock.fleet.router_process import OpenRouter, check_router, open_router
 from penstock.fleet.stores import Stores
 from penstock.fleet.supervise import Supervisor
 from penstock.guard import new_key
@@ -227,9 +226,6 @@ def _watch(
         supervisor.watch(member)
     if router.guard is not None:
         router.guard.watch(roster, fleet)
-    else:
-        settling = asyncio.create_task(settle(roster, fleet.health_interval_s), name="settle-router")
-        owned.push_async_callback(cancelled, settling)
 
 
 async def reachable(fleet: Fleet) -> Fleet:

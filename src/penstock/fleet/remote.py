@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Self, get_type_hints
 from pydantic import TypeAdapter
 
 from penstock.aio import cancelled, in_thread
-from penstock.engine.control import ControlClient
 from penstock.errors import (
     ConfigError,
     EngineDeadError,
@@ -106,8 +105,7 @@ async def adopt(client: FleetClient, url: str, terms: Terms) -> Fleet:
         state = await client.state()
         admin = RouterAdmin(url, state.admin_key)
         owned.push_async_callback(admin.close)
-        roster = AdoptedRoster(admin, client, control_timeout_s=terms.control_timeout_s)
-        owned.push_async_callback(roster.close)
+        roster = AdoptedRoster(admin, client)
         await roster.take(state)
         roster.raise_if_lost()
         store = SharedMemoryStore()
@@ -123,13 +121,12 @@ async def adopt(client: FleetClient, url: str, terms: Terms) -> Fleet:
 class AdoptedRoster(Roster):
     """The members as the owner last reported them. The owner alone changes them, and updates the router."""
 
-    def __init__(self, admin: RouterAdmin, client: FleetClient, *, control_timeout_s: float) -> None:
+    def __init__(self, admin: RouterAdmin, client: FleetClient) -> None:
         super().__init__(admin)
         self._client = client
         self.router_returns = True
         self.lost: str | None = None
         """Why the owner cannot be reached any more."""
-        self._control_s = control_timeout_s
         self._change = -1
 
     async def take(self, state: FleetState) -> None:
@@ -137,12 +134,9 @@ class AdoptedRoster(Roster):
         if state.change < self._change:
             return
         self._change = state.change
-        known = {member.name: member for member in self.members}
-        self.members = tuple(self._member(reported, known.get(reported.name)) for reported in state.members)
+        self.members = tuple(map(_member, state.members))
         self.version, self.highest_version, self.kv_kept_versions = state.version, state.used, frozenset(state.kept)
         self.announce()
-        for control in {m.control for m in known.values()} - {m.control for m in self.members}:
-            await control.close()
 
     def check_reachable(self) -> None:
         """Raise where the fleet was torn down here, or its owner is lost."""
@@ -175,26 +169,15 @@ class AdoptedRoster(Roster):
         self.announce()
         await client.close()
 
-    async def close(self) -> None:
-        for member in self.members:
-            await member.control.close()
 
-    def _member(self, reported: MemberState, known: Member | None) -> Member:
-        name, url, key = reported.name, reported.url, reported.api_key
-        same = known is not None and (known.url, known.api_key) == (url, key)
-        control = known.control if known is not None and same else None
-        member = Member(
-            name,
-            url,
-            control or ControlClient(name, url, api_key=key, timeout_s=self._control_s),
-            reported.info,
-            Lifecycle.reported(name, reported.state, reported.reason),
-            reported.weight_version,
-            api_key=key,
-            gpus=reported.gpus,
-        )
-        member.lifecycle.restarts = reported.is_restarting
-        return member
+def _member(reported: MemberState) -> Member:
+    life = Lifecycle.reported(reported.name, reported.state, reported.reason)
+    life.restarts = reported.is_restarting
+    nobody: Any = None  # the owner alone speaks to its engines
+    return Member(
+        reported.name, reported.url, nobody, reported.info, life, reported.weight_version,
+        api_key=reported.api_key, gpus=reported.gpus,
+    )  # fmt: skip
 
 
 @cache

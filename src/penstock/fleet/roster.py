@@ -20,16 +20,13 @@ from penstock.errors import (
     StateError,
     UserError,
 )
-from penstock.fleet.member import SERVABLE, Call, EngineStatus, Member, State, ask, fan_out, updatable, why
+from penstock.fleet.member import SERVABLE, Call, Member, State, ask, updatable, why
 from penstock.router.admin_client import RouterState
 from penstock.router.memory import Membership
-from penstock.types import EngineStats
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-STATS_S = 10.0
-"""Deadline of reading an engine's metrics."""
 ROUTER_BACK_S = 30.0
 """How long a call waits for a router that restarts, which takes a fraction of a second on an idle machine."""
 SILENCING_S = 2.0
@@ -37,7 +34,7 @@ SILENCING_S = 2.0
 
 
 class Admin(Protocol):
-    """The control side of a router: `router.admin_client.RouterAdmin`, `vllm_router.VllmRouterAdmin`."""
+    """The control side of a router: `router.admin_client.RouterAdmin`, `running_router.VllmRouterAdmin`."""
 
     async def announce(self, membership: Membership) -> None: ...
     async def engines(self) -> RouterState: ...
@@ -263,35 +260,6 @@ class Roster(Changes):
         for member in self.live():
             member.weight_version = version
         self.announce()
-
-    async def statuses(self, *, stats: bool = True) -> tuple[EngineStatus, ...]:
-        """Return the status of every engine that ever joined; without `stats` none of them is asked."""
-        asked = await fan_out(self.live() if stats else (), lambda engine: engine.stats(), deadline_s=STATS_S)
-        return tuple(
-            EngineStatus(m.name, m.url, m.state, m.lifecycle.reason, m.weight_version, asked.results.get(m.name))
-            for m in self.members
-        )
-
-    async def stats(self, index: int | None) -> list[EngineStats]:
-        """Return the load of engine `index`, or of all that are alive.
-
-        Raises:
-            UserError: there is no engine of that index.
-            EngineDeadError: it does not serve, or none does.
-        """
-        members = self.live()
-        if index is None and not members:
-            raise EngineDeadError(f"no engine is left now ({why(self.members)})")
-        if index is not None:
-            if not 0 <= index < len(self.members):
-                raise UserError(f"there is no engine {index}; the fleet has engines 0 to {len(self.members) - 1}")
-            member = self.members[index]
-            if member.state not in SERVABLE:
-                raise EngineDeadError(f"it is {member.state}: {member.lifecycle.reason}", engine=member.name)
-            members = (member,)
-        asked = await fan_out(members, lambda engine: engine.stats(), deadline_s=STATS_S)
-        asked.raise_first()
-        return list(asked.results.values())
 
     # --- the router --------------------------------------------------------------------------------------------------
 

@@ -6,21 +6,20 @@ import asyncio
 import logging
 import sys
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 from penstock.aio import cancelled
-from penstock.errors import ConfigError, DeadlineError, PenstockError
+from penstock.errors import DeadlineError, PenstockError
 from penstock.fleet.roster import Admin, Roster
 from penstock.fleet.supervise import RestartBudget, keep_running
 from penstock.process import ChildProcess
 from penstock.rooms import plugged_in
 from penstock.router.admin_client import RouterAdmin
-from penstock.router.memory import Membership
 from penstock.settings import ADMIN_KEY_ENV, KEY_ENV, FleetConfig, RouterConfig, refuse_open_host
 
 logger = logging.getLogger(__name__)
@@ -55,15 +54,6 @@ BACKOFF_S = 0.1
 STEADY_S = 60.0
 """A router that has run for so long is well: should it end, the wait before its restart is short again."""
 HUNG_CHECKS = 3
-
-
-async def settle(roster: Roster, interval_s: float) -> None:
-    """Send a router that someone else runs again what it may not have taken. Runs until it is cancelled."""
-    while True:
-        await roster.until(lambda: roster.router_uncertain)
-        await asyncio.sleep(interval_s)
-        with suppress(PenstockError):  # it is asked again
-            await roster.check_router()
 
 
 class RouterGuard:
@@ -137,26 +127,12 @@ class RouterGuard:
         return True
 
 
-_ADDRESS = {"kind", "url", "host", "port"}
-
-
 def check_router(config: RouterConfig, api_key: str | None) -> None:
     """Raise ConfigError for what can be known to be wrong before anything starts."""
-    if config.url is None:
-        if config.kind == "vllm-router":
-            raise ConfigError(
-                "router.kind=vllm-router needs router.url: a fleet starts no vllm-router of its own; start one "
-                "(`vllm-router --host 127.0.0.1 --port 30000 --policy consistent_hash`) and give its URL"
-            )
+    if config.url is None and config.kind == "penstock":
         refuse_open_host(config.host, api_key)
-        return
-    for name, default in RouterConfig().model_dump(exclude=_ADDRESS).items():
-        value = getattr(config, name)
-        if value != default:
-            raise ConfigError(
-                f"router.{name}={value} would have no effect: the router at {config.url} runs already, with options "
-                "of its own; leave it out"
-            )
+    else:
+        plugged_in("router.running.check")(config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +141,8 @@ class OpenRouter:
 
     url: str
     admin: Admin
-    guard: RouterGuard | None = None
-    """Keeps its process up; None where someone else started it."""
+    guard: Any = None
+    """Watches its process (`RouterGuard`), or what it knows (`running_router.Guard`)."""
     key: str | None = field(default=None, repr=False)
     """What its admin calls need; None: nothing."""
     ours: bool = True
@@ -183,42 +159,26 @@ async def open_router(
 ) -> OpenRouter:
     """A router that ends with `owned`, or the one that runs at `config.url`.
 
-    A router that is started here takes `api_key` from clients and `admin_key` from its fleet. One that runs on loses
-    its engines at the end, since they are gone by then or not ours to route to.
+    A router that is started here takes `api_key` from clients and `admin_key` from its fleet.
 
     Raises:
         EngineStartError: it did not start.
         EngineDeadError: no program answers at `config.url`; `UserError` or `EngineHTTPError`: it is another program.
     """
-    url, guard, key = config.url, None, api_key
-    if url is None:
-        key = admin_key or api_key
-        start = partial(RouterProcess.launch, log_dir=log_dir, api_key=api_key, admin_key=key)
-        router = await start(config)
-        url = router.url
-        again = config.model_copy(update={"port": urlsplit(url).port})
+    if config.url is not None:
+        return await plugged_in("router.running")(config, api_key, owned)
+    key = admin_key or api_key
+    start = partial(RouterProcess.launch, log_dir=log_dir, api_key=api_key, admin_key=key)
+    router = await start(config)
+    admin = RouterAdmin(router.url, key)
+    again = config.model_copy(update={"port": urlsplit(router.url).port})
 
-        async def relaunch() -> RouterProcess:
-            started = await start(again)
-            known.forget()  # the old one's ports may be another program's by now
-            return started
+    async def relaunch() -> RouterProcess:
+        started = await start(again)
+        admin.forget()  # the old one's ports may be another program's by now
+        return started
 
-        guard = RouterGuard(router, relaunch)
-    ours = config.kind == "penstock"
-    known = RouterAdmin(url, key)
-    admin = known if ours else plugged_in(f"router.{config.kind}")(url)
+    guard = RouterGuard(router, relaunch)
     owned.push_async_callback(admin.close)
-    if guard is not None:
-        owned.push_async_callback(guard.stop)  # before: it asks the router until it ends, and would open it again
-    else:
-        await admin.engines()
-        owned.push_async_callback(_withdraw, admin)
-    return OpenRouter(url, admin, guard, key, ours=ours)
-
-
-async def _withdraw(admin: Admin) -> None:
-    try:
-        await admin.announce(Membership((await admin.engines()).epoch + 1))
-    except PenstockError as error:
-        # The fleet ends all the same; the router's owner reads this.
-        logger.warning("the router does not know yet that this fleet's engines are gone: %s", error)
+    owned.push_async_callback(guard.stop)  # before: it asks the router until it ends, and would open it again
+    return OpenRouter(router.url, admin, guard, key)

@@ -208,7 +208,7 @@ CALLS: Mapping[type, tuple[str, tuple[str, ...]]] = {
     ),
     NativeCalls: ("native_", ("init", "update")),
     FleetAdapters: ("adapter_", ("update_from", "load", "unload", "pause", "resume", "wait", "pin", "statuses")),
-    Elastic: ("", ("add", "attach", "drain", "remove", "set_policy")),
+    Elastic: ("", ("add", "attach", "drain", "remove", "set_policy", "statuses", "stats", "losses")),
 }
 """Methods that other processes can call, and the first letters of these calls.
 

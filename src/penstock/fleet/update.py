@@ -25,9 +25,6 @@ from penstock.weights.manifest import WeightManifest, by_rank, kind_of
 
 logger = logging.getLogger(__name__)
 
-ANSWER_S = 10.0
-"""How long an engine may take to answer what an update cost it, from the moment that this is known."""
-
 
 def check_kv(kv: str) -> None:
     """Raise UserError if it is none of `KV`."""
@@ -236,18 +233,6 @@ class Updater:
             f"weight version {version} was not committed: {len(members)} engines were good {when}, min_engines is "
             f"{self.min_engines}{missing and '; ' + missing}"
         )
-
-
-async def recovered(roster: Roster, report: UpdateReport, *, timeout_s: float) -> UpdateReport:
-    """Add what an update cost each engine, as soon as all make tokens as before it; see `Fleet.recovered`."""
-    names = {engine.engine for engine in report.engines}
-    outcome = await fan_out(
-        [member for member in roster.live() if member.name in names],
-        lambda engine: engine.token_loss(report.version, adapter=report.adapter, timeout_s=timeout_s),
-        deadline_s=timeout_s + ANSWER_S,
-    )
-    engines = (replace(engine, loss=outcome.results.get(engine.engine)) for engine in report.engines)
-    return replace(report, engines=tuple(engines))
 
 
 def odd_ones_out(checksums: Mapping[str, str], layouts: Mapping[str, Hashable]) -> dict[str, str]:

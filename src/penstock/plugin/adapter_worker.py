@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
 import tempfile
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -169,3 +170,48 @@ def read_from(source: Mapping[str, Any]) -> Generator[str]:
         Path(folder, "adapter_model.safetensors").symlink_to(source["file"])
         Path(folder, "adapter_config.json").write_text(json.dumps(source["config"]))
         yield folder
+
+
+# --- Mends of vLLM's LoRA on CPUs -------------------------------------------------------------------------------------
+
+
+def mend() -> None:
+    """Patch the classes of this process; more than once is harmless."""
+    from vllm.lora.ops import torch_ops  # noqa: PLC0415 - only inside vLLM
+    from vllm.lora.ops.torch_ops import lora_ops  # noqa: PLC0415
+
+    for name in ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice"):
+        if not hasattr(op := getattr(torch_ops, name), "__wrapped__"):
+            for module in (torch_ops, lora_ops):  # what is imported from the one, and what calls the other
+                setattr(module, name, spare_base_tokens(op))
+    from vllm.platforms import current_platform  # noqa: PLC0415 - only inside vLLM
+    from vllm.v1.kv_cache_interface import KVCacheConfig  # noqa: PLC0415
+
+    if current_platform.is_cpu():
+        KVCacheConfig.needs_kv_cache_zeroing = ZEROED  # pyright: ignore[reportAttributeAccessIssue] - vLLM's property
+
+
+def spare_base_tokens(op: Callable[..., None]) -> Callable[..., None]:
+    """An operation of vLLM's LoRA on CPUs that leaves tokens without an adapter as they are.
+
+    Their index is -1, which selects the last adapter: a request of the base model that shares a step with one of an
+    adapter gets another tenant's adapter. vLLM's pull requests 48421 and 49656 (0.26 to 0.33); needed until a release
+    has one of them. GPUs have other operations, which pass over such tokens.
+    """
+
+    @functools.wraps(op)
+    def call(inputs: Any, weights: Any, output: Any, indices: Any, *args: Any, **kwargs: Any) -> None:
+        op(inputs.where((indices != -1).unsqueeze(1), 0), weights, output, indices, *args, **kwargs)
+
+    return call
+
+
+# --- KV of a request that overflowed ---------------------------------------------------------------------------------
+
+ZEROED = property(lambda _: True)
+"""`KVCacheConfig.needs_kv_cache_zeroing`: vLLM's own switch, which zeroes each block before a request gets it.
+
+An adapter with large weights leaves NaN and infinity in KV blocks. The CPU kernel multiplies the unused places of a
+block by 0, and 0 times NaN is NaN: the next request in such a block gets wrong tokens, whosever it is. vLLM turns the
+switch on for Mamba layers alone (0.26 to 0.33); needed until the kernel passes over unused places.
+"""

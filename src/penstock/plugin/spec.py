@@ -12,7 +12,7 @@ import torch
 from penstock.errors import WeightsError
 from penstock.rooms import plugged_in
 from penstock.weights.checksum import device_sums
-from penstock.weights.manifest import SAFETENSORS, SUMS, TIED_HEAD, WeightManifest, WeightSpec, checkpoint_tensors
+from penstock.weights.manifest import SAFETENSORS, SUMS, TIED_HEAD, WeightManifest, WeightSpec
 from penstock.weights.pack import dtype_name
 
 FLOATS = frozenset({"float32", "bfloat16", "float16"})
@@ -72,7 +72,7 @@ def _config_tensors(model_config: Any) -> list[Entry]:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config.hf_config)
     dtype = dtype_name(model_config.dtype)
-    return [(name, dtype, tuple(tensor.shape)) for name, tensor in checkpoint_tensors(model).items()]
+    return [(name, dtype, tuple(tensor.shape)) for name, tensor in plugged_in("checkpoint.tensors")(model).items()]
 
 
 # --- The checksum of what is in force --------------------------------------------------------------------------------

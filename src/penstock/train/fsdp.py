@@ -31,7 +31,7 @@ from penstock.train.passes import Sums
 from penstock.train.policy_model import PolicyModel, compute_dtype, weights_dtype
 from penstock.train.rank_group import RankGroup
 from penstock.types import TensorSpec
-from penstock.weights.manifest import checkpoint_names_of, distinct_tensors
+from penstock.weights.checkpoint_names import checkpoint_names_of, distinct_tensors
 
 # torch 2.13's name, or 2.11's, which is deprecated.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # pyright: ignore[reportDeprecated]

@@ -29,7 +29,7 @@ from penstock.train.loading import check_fits, load_whole, stored_dtypes
 from penstock.train.losses import LossSpec
 from penstock.train.passes import Share, Sums, Tally, loss_of, shared_passes
 from penstock.train.policy_model import PolicyModel, compute_dtype, weights_dtype
-from penstock.weights.manifest import checkpoint_tensors, is_adapter, plain_name
+from penstock.weights.checkpoint_names import checkpoint_tensors, is_adapter, plain_name
 
 if TYPE_CHECKING:
     from penstock.train.lora import Adapters

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from penstock.errors import UserError
 from penstock.train.interface import LoraSpec
-from penstock.weights.manifest import checkpoint_names_of
+from penstock.weights.checkpoint_names import checkpoint_names_of
 
 _PREFIX = "base_model.model."
 """PEFT's checkpoints name tensors as its own wrapper does, which is not used here."""

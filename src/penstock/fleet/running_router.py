@@ -1,0 +1,160 @@
+"""Routers that someone else started: Penstock's own kind, or a vllm-router with the fleet's engines as workers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import AsyncExitStack, suppress
+from typing import Any, Literal
+from urllib.parse import urlencode
+
+from penstock.aio import all_or_first_error, cancelled
+from penstock.errors import ConfigError, PenstockError, UserError
+from penstock.fleet.roster import Admin, Roster
+from penstock.fleet.router_process import OpenRouter
+from penstock.http import HttpTransport
+from penstock.router.admin_client import EngineLoad, RouterAdmin, RouterState
+from penstock.router.memory import Membership
+from penstock.settings import FleetConfig, RouterConfig
+
+logger = logging.getLogger(__name__)
+
+CALL_S = 15.0
+"""Deadline of one of its worker calls: it answers `/add_worker` after the worker's first good health check."""
+
+
+class VllmRouterAdmin:
+    """A vllm-router's workers as the full sets that a roster announces; see `router.admin_client.RouterAdmin`.
+
+    vllm-router has no gate, so new requests wait inside paused engines. It has no epochs, weight versions or draining.
+    It holds no request, and answers 503 where no engine is up. It drops the caller's key on every path but those that
+    generate, so engines with a key refuse `/tokenize`. It sends on its callers' key, so the engines of its fleet have
+    that one, and none of the fleet's own.
+
+    Every method raises `EngineDeadError` where the router is gone, `DeadlineError` after `CALL_S` seconds, `UserError`
+    where something else answers, and `EngineHTTPError` for a worker that it does not take.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._http = HttpTransport(url, name=f"vllm-router at {url}")
+        self._membership = Membership()
+
+    async def announce(self, membership: Membership) -> None:
+        """Make its workers those engines that are eligible; others are removed, whoever added them.
+
+        One that drains is removed too: vllm-router would send it new sessions as well. Its requests in flight go on.
+        It knows no epochs, so an older one is refused here (`StateError`): of this fleet's own messages the newest is
+        in force. Those that may not serve leave before others come. It has no gate, and breaks off nothing.
+        """
+        announced = self._membership.replaced_by(membership)
+        wanted = {entry.url for entry in announced.engines if entry.eligible and not entry.draining}
+        present = set((await self._workers()).keys())
+        for url in sorted(present - wanted):
+            await self._change("remove", url)
+        await all_or_first_error(self._change("add", url) for url in sorted(wanted - present))
+        self._membership = announced
+
+    async def engines(self) -> RouterState:
+        """The set in force. Of its figures it tells each worker's health and requests in flight; the others are 0."""
+        workers = await self._workers()
+        loads: list[EngineLoad] = []
+        for entry in self._membership.engines:
+            worker = workers.get(entry.url, {})
+            loads.append(
+                EngineLoad(
+                    name=entry.name,
+                    url=entry.url,
+                    weight_version=entry.weight_version,
+                    eligible=entry.url in workers,
+                    down=not worker.get("is_healthy", False),
+                    outstanding=worker.get("load", 0),
+                    requests=0,
+                )
+            )
+        epoch = self._membership.epoch
+        return RouterState(epoch=epoch, gate_closed=False, held=0, sessions=0, requests=0, engines=tuple(loads))
+
+    async def close(self) -> None:
+        await self._http.close()
+
+    async def _workers(self) -> dict[str, dict[str, Any]]:
+        """Its workers by URL."""
+        try:
+            answer = await self._http.get("/workers", timeout_s=CALL_S)
+            return {worker["url"]: worker for worker in answer["workers"]}
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{self._http.url} answers, but is no vllm-router ({error!r} in GET /workers)") from error
+
+    async def _change(self, what: Literal["add", "remove"], url: str) -> None:
+        await self._http.call("POST", f"/{what}_worker?{urlencode({'url': url})}", b"", timeout_s=CALL_S)
+
+
+# --- Any router that runs -------------------------------------------------------------------------------------------
+
+_ADDRESS = {"kind", "url", "host", "port"}
+
+
+def check(config: RouterConfig) -> None:
+    """Raise ConfigError for what can be known to be wrong before anything starts."""
+    if config.url is None:
+        raise ConfigError(
+            "router.kind=vllm-router needs router.url: a fleet starts no vllm-router of its own; start one "
+            "(`vllm-router --host 127.0.0.1 --port 30000 --policy consistent_hash`) and give its URL"
+        )
+    for name, default in RouterConfig().model_dump(exclude=_ADDRESS).items():
+        value = getattr(config, name)
+        if value != default:
+            raise ConfigError(
+                f"router.{name}={value} would have no effect: the router at {config.url} runs already, with options "
+                "of its own; leave it out"
+            )
+
+
+async def open_running(config: RouterConfig, api_key: str | None, owned: AsyncExitStack) -> OpenRouter:
+    """Return the router at `config.url`; raises as `open_router`.
+
+    It runs on, and loses its engines at the end of `owned`, since they are gone by then or not ours to route to.
+    """
+    url, ours = str(config.url), config.kind == "penstock"
+    admin = RouterAdmin(url, api_key) if ours else VllmRouterAdmin(url)
+    owned.push_async_callback(admin.close)
+    await admin.engines()
+    guard = Guard(admin)
+    owned.push_async_callback(guard.stop)
+    return OpenRouter(url, admin, guard, api_key, ours=ours)
+
+
+class Guard:
+    """Sends a router that someone else runs again what it may not have taken."""
+
+    def __init__(self, admin: Admin) -> None:
+        self._admin = admin
+        self._settling: asyncio.Task[None] | None = None
+
+    def watch(self, roster: Roster, fleet: FleetConfig) -> None:
+        self._settling = asyncio.create_task(settle(roster, fleet.health_interval_s), name="settle-router")
+
+    async def stop(self) -> None:
+        """Take the fleet's engines from it. Raises what broke the watch, if something did."""
+        try:
+            if self._settling is not None:
+                await cancelled(self._settling)
+        finally:
+            await _withdraw(self._admin)
+
+
+async def settle(roster: Roster, interval_s: float) -> None:
+    """Send a router again what it may not have taken. Runs until it is cancelled."""
+    while True:
+        await roster.until(lambda: roster.router_uncertain)
+        await asyncio.sleep(interval_s)
+        with suppress(PenstockError):  # it is asked again
+            await roster.check_router()
+
+
+async def _withdraw(admin: Admin) -> None:
+    try:
+        await admin.announce(Membership((await admin.engines()).epoch + 1))
+    except PenstockError as error:
+        # The fleet ends all the same; the router's owner reads this.
+        logger.warning("the router does not know yet that this fleet's engines are gone: %s", error)
