@@ -28,7 +28,6 @@ SIDE_ROOMS = tuple(
         "engine.vanilla", "facade",
         "fleet.adapters", "fleet.attach", "fleet.calls", "fleet.delivery",
         "fleet.elastic", "fleet.native", "fleet.pausing", "fleet.ray", "fleet.remote", "fleet.service",
-        "fleet.skyrl_paths",
         "fleet.running_router", "gateway", "observe", "plugin.adapter_worker",
         "plugin.adapters", "plugin.cores", "plugin.kept_kv",
         "plugin.quantised", "rollout", "prefix_hash", "router.figures", "router.kv",
