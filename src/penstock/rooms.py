@@ -16,7 +16,7 @@ PLACES = {
     "adapters.core": "penstock.plugin.adapters:CoreAdapters",
     "adapters.load": "penstock.plugin.adapter_worker:load_adapter",
     "adapters.mends": "penstock.plugin.adapter_worker:mend",
-    "adapters.served": "penstock.plugin.adapters:ServedAdapters",
+    "adapters.served": "penstock.plugin.served_adapters:ServedAdapters",
     "adapters.worker": "penstock.plugin.adapter_worker:worker_step",
     "attach": "penstock.fleet.attach:AttachedServers",
     "attach.specs": "penstock.fleet.attach:specs_of",

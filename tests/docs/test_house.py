@@ -30,7 +30,7 @@ SIDE_ROOMS = tuple(
         "fleet.elastic", "fleet.native", "fleet.pausing", "fleet.ray", "fleet.remote", "fleet.service",
         "fleet.running_router", "gateway", "observe", "plugin.adapter_worker",
         "plugin.adapters", "plugin.cores", "plugin.kept_kv",
-        "plugin.quantised", "rollout", "prefix_hash", "router.figures", "router.kv",
+        "plugin.quantised", "plugin.served_adapters", "rollout", "prefix_hash", "router.figures", "router.kv",
         "router.other_policies", "router.workers", "sim", "token_meter", "train", "weights.broadcast",
         "weights.checkpoint_names", "weights.cuda_ipc", "weights.delta", "weights.disk", "weights.group",
         "weights.transfer",

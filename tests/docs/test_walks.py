@@ -21,7 +21,7 @@ OTHER_WAYS = {"plugin/direct.py"}
 """Workers on the CPU load in another way; and an update drops the KV cache unless it is told otherwise."""
 HOOKS = {
     "engine/experts.py", "engine/layouts.py", "engine/vanilla.py", "fleet/adapters.py", "plugin/adapter_worker.py",
-    "plugin/adapters.py", "plugin/cores.py", "plugin/kept_kv.py", "token_meter.py",
+    "plugin/adapters.py", "plugin/served_adapters.py", "plugin/cores.py", "plugin/kept_kv.py", "token_meter.py",
 }  # fmt: skip
 """Of side rooms, run on the way: what may be launched, what may be asked of the engines, which adapters an engine gets
 that joins, whether an adapter's requests are held, whether a call is one of those led to several cores, whether a

@@ -22,7 +22,7 @@ VLLMS = {
     "params", "parent", "config", "model_config", "parallel", "worker", "_worker", "model_runner", "layer", "module",
     "impl", "info", "manager", "of_worker", "method", "child", "output", "completion", "layerwise", "engine_core",
     "sampling_params", "detokenizer", "logprobs_processor", "parent_req", "output_processor", "vllm_config",
-    "parallel_config", "MultiprocExecutor", "WeightTransferEngineFactory",
+    "parallel_config", "MultiprocExecutor",
 }  # fmt: skip
 """What the plugin's code calls objects of vLLM's, and their attributes that are such objects."""
 OTHERS = {

@@ -1,4 +1,4 @@
-"""LoRA adapters in the engine core and the API server: each has a version of its own, and can be paused alone.
+"""LoRA adapters in the engine core: each has a version of its own, and can be paused alone.
 
 vLLM's route reloads an adapter's files in place, with four faults for a trainer: requests in flight change over with
 their KV and without a mark; an adapter that was loaded in place is read from its files at every step (0.26 to 0.33);
@@ -13,8 +13,6 @@ A paused adapter's requests stay known to the scheduler, so that they can be abo
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import itertools
 import os
 import re
@@ -23,19 +21,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import orjson
 
 from penstock.errors import EngineError, StateError, WeightsError, parse_json
 from penstock.plugin import compat
 from penstock.plugin.adapter_worker import MOST_AHEAD, PLACE, READ_S
 from penstock.plugin.core import field, settle
-from penstock.plugin.cores import on_cores
-from penstock.plugin.hooks import RequestHooks
 from penstock.plugin.kept_kv import KeptKV
 from penstock.plugin.spec import WeightSpec
 from penstock.wire import ADAPTERS
@@ -45,9 +38,6 @@ _LOAD = _READ | {"id": int, "version": int, "kv": str}
 """Fields of calls."""
 _LAYER = re.compile(r"(.*\blayers\.\d+)\.")
 _HALF = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
-
-
-# --- in the core's process -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -316,82 +306,3 @@ def _shapes(file: Path) -> list[tuple[str, tuple[int, ...]]]:
             return [(name, tuple(tensors.get_slice(name).get_shape())) for name in tensors.keys()]  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise WeightsError(f"the adapter's file {file} cannot be read: {error}") from error
-
-
-# --- in the API server's process -------------------------------------------------------------------------------------
-
-
-class ServedAdapters:
-    """The adapters of one API server: their names in vLLM's table, and calls that every core answers."""
-
-    def __init__(self, hooks: RequestHooks) -> None:
-        self._hooks = hooks
-        self._changing = asyncio.Lock()
-
-    def routes(self, state: Any) -> dict[tuple[str, str], Any]:
-        """Calls by method and path, with the state of vLLM's app; each is called with its AsyncLLM and the body."""
-        return {
-            ("GET", ADAPTERS): functools.partial(self.served, state),
-            ("POST", ADAPTERS + "/read"): functools.partial(self.forward, "read"),
-            ("POST", ADAPTERS + "/load"): functools.partial(self.load, state),
-            ("POST", ADAPTERS + "/unload"): functools.partial(self.unload, state),
-            ("POST", ADAPTERS + "/pause"): functools.partial(self.forward, "pause"),
-            ("POST", ADAPTERS + "/resume"): functools.partial(self.forward, "resume"),
-        }
-
-    async def served(self, state: Any, engine: Any, _data: bytes) -> dict[str, Any]:
-        """Name every adapter that requests can ask for: its version, its requests, and since when it had none."""
-        known, now = state.openai_serving_models.lora_requests, time.monotonic()
-        in_flight = [state.lora_name for state in engine.output_processor.request_states.values()]
-        return {
-            name: {
-                "version": self._hooks.versions.adapters.get((0, name), {}).get("adapter_version"),
-                "in_flight": in_flight.count(name),
-                "idle_s": now - self._hooks.adapters_used.setdefault(name, now),
-            }
-            for name in known
-        }
-
-    async def load(self, state: Any, engine: Any, data: bytes) -> dict[str, Any]:
-        """Put a version of an adapter in force on every core, then let requests ask for it."""
-        body = parse_json(data, "the body", WeightsError)
-        name = field(body, "name", str)
-        models = state.openai_serving_models
-        if engine.vllm_config.lora_config is None:
-            raise WeightsError("the engine takes no adapters; launch it with enable_lora=true")
-        if models.is_base_model(name):
-            raise WeightsError(f"{name!r} is the name of the base model; give the adapter another")
-        from vllm.lora.request import LoRARequest  # noqa: PLC0415 - slow, and not needed by models without
-
-        self._hooks.install(engine)
-        async with self._changing:
-            known = models.lora_requests.get(name)
-            number = models.lora_id_counter.inc(1) if known is None else known.lora_int_id
-            order = orjson.dumps({**body, "id": number})
-            answers = await on_cores(engine, f"{ADAPTERS}/load", order)
-            models.lora_requests[name] = LoRARequest(name, number, PLACE + name)
-            self._hooks.adapters_used[name] = time.monotonic()
-        slowest = max(answers, key=lambda answer: answer["seconds"]["bubble"])
-        return {**slowest, **{name: sum(answer[name] for answer in answers) for name in ("preempted", "kept")}}
-
-    async def unload(self, state: Any, engine: Any, data: bytes) -> dict[str, Any]:
-        """Forget an adapter; harmless if there is none of that name. StateError: it has requests in flight."""
-        name = field(parse_json(data, "the body", WeightsError), "name", str)
-        models = state.openai_serving_models
-        async with self._changing:
-            if any(state.lora_name == name for state in engine.output_processor.request_states.values()):
-                raise StateError(f"adapter {name!r} has requests in flight; unload it when they have ended")
-            with ExitStack() as undo:
-                if (known := models.lora_requests.pop(name, None)) is not None:
-                    undo.callback(models.lora_requests.setdefault, name, known)
-                await on_cores(engine, f"{ADAPTERS}/unload", data)
-                undo.pop_all()
-        self._hooks.adapters_used.pop(name, None)
-        for key in [key for key in self._hooks.versions.adapters if key[1] == name]:
-            del self._hooks.versions.adapters[key]
-        return {"ok": True}
-
-    async def forward(self, step: str, engine: Any, data: bytes) -> dict[str, Any]:
-        self._hooks.install(engine)
-        answers = await on_cores(engine, f"{ADAPTERS}/{step}", data)
-        return {"held": sum(answer.get("held", 0) for answer in answers)}
