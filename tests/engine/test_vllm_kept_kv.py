@@ -27,7 +27,7 @@ async def hits(live) -> int:
 
 async def waiting_in_core(live) -> int:
     """Requests that wait in the scheduler; a paused engine's metrics stand still."""
-    return (await live.engine.control._at_core("/penstock/core", {}, 60.0))["waiting"]
+    return (await live.engine.control.at_core("/penstock/core", {}, 60.0))["waiting"]
 
 
 async def kept_update(live, seed):

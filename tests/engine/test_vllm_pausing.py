@@ -84,7 +84,7 @@ async def count(live):
 
 async def in_core(live):
     """Requests that the core knows; a paused engine's metrics stand still."""
-    state = await live.engine.control._at_core("/penstock/core", {}, 60.0)
+    state = await live.engine.control.at_core("/penstock/core", {}, 60.0)
     return state["running"] + state["waiting"]
 
 
