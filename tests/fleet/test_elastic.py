@@ -182,7 +182,7 @@ async def test_the_last_engines_stay_and_errors_name_what_is_there(
         await fleet.remove(2)
     with pytest.raises(UserError, match="the number of engines to add is a whole number from 1 to 4094, got 0"):
         await fleet.add_engines(0)
-    assert await fleet.drain(0)
+    assert await fleet.drain(0, timeout_s=0.0), "it is idle"
     with pytest.raises(
         UserError,
         match=r"without engine e1 the fleet would have 0 engines, .*min_engines=1; add one first",

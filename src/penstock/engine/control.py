@@ -125,7 +125,8 @@ class ControlClient:
                 raise
             does = "does not take the API key that was given" if self._key else "asks for an API key and none was given"
             raise EngineHTTPError(
-                f"{self.url} {does}; give the key that it was started with (PENSTOCK_API_KEY, api_key); "
+                f"{self.url} {does}; a fleet and its servers share one key, which `penstock serve` "
+                "(PENSTOCK_API_KEY) or Fleet (api_key) takes at its start; "
                 "an engine that a fleet launched obeys that fleet alone",
                 status=error.status,
                 engine=self.name,

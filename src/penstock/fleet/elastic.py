@@ -305,6 +305,8 @@ class Elastic:
         await asyncio.shield(departure)  # half an end would leave an engine that no call can end
 
     async def _until_idle(self, member: Member, timeout_s: float | None, *, sessions: bool) -> bool:
+        if not await self._busy(member, sessions=sessions):  # asked once also if there is no time
+            return True
         try:
             async with asyncio.timeout(self._drain_s if timeout_s is None else timeout_s):
                 interval_s = POLL_INTERVAL_S
