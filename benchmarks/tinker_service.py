@@ -88,6 +88,7 @@ def parser(description: str, parts: str) -> Any:
     options.add_argument("--engines", type=int, default=1)
     options.add_argument("--threads", type=int, default=1, help="of the learner and of the plain loop, on CPUs")
     options.add_argument("--eager", action="store_true", help="engines on GPUs start sooner, and compile nothing")
+    options.add_argument("--gpu-memory", type=float, help="the engine's share of a GPU's memory")
     options.add_argument("--tokens", type=int, default=32, help="of a sample")
     options.add_argument("--widths", default="1,64,512", help="of these, samples under way")
     options.add_argument("--parts", default=parts, help=f"of {', '.join(PARTS)}, one after another")
@@ -122,12 +123,14 @@ async def service_of(arguments: Any, longest: int, keys: str | None = None) -> A
         if keys is not None:
             file.touch(mode=0o600)
             file.write_text(keys)
+        memory = {} if arguments.gpu_memory is None else {"gpu_memory_utilization": arguments.gpu_memory}
         engine = EngineConfig(
             model=model,
             profile=arguments.profile,
             served_model_name=BASE,
             max_model_len=longest,
             enforce_eager=arguments.eager,
+            **memory,
         )
         config = ServiceConfig(
             engine,

@@ -1,6 +1,6 @@
 """Tenants of the Tinker service that train and sample at once, against one tenant with the same work in all.
 
-python benchmarks/tinker_tenants.py [--model 0.6b] [--profile gpu] [--tenants 8] [--seconds 90] [--out FILE] [--quick]
+python benchmarks/tinker_tenants.py [--model 0.6b] [--profile gpu] [--tenants 8] [--answers 512] [--quick]
 
 A tenant's round: samples with the weights of the round before, meanwhile `forward_backward` and `optim_step`, then its
 adapter goes to the engines in place. One tenant has rounds of as many samples and data as all the others together.
@@ -20,7 +20,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,9 +115,10 @@ Groups = dict[str, list[Tenant]]
 async def measured(arguments: Any, found: Findings) -> None:
     """The one row, what stands beside it, and the rows of `--parts`."""
     work, count = GPU if arguments.profile == "gpu" else CPU, arguments.tenants
+    work = replace(work, tokens=arguments.answers or work.tokens)
     names = [f"tenant{number}" for number in range(count + 1)]
     keys = "".join(f"{name}: {{key: tml-of-{name}}}\n" for name in names) + f"parts: {{key: {KEY}}}\n"
-    async with service_of(arguments, max(512, 2 * work.length), keys) as (service, model):
+    async with service_of(arguments, max(512, 2 * work.length, 2 * work.tokens), keys) as (service, model):
         many = [Tenant(service.url, f"tml-of-{name}", work) for name in names[1:]]
         groups = {"one": [Tenant(service.url, f"tml-of-{names[0]}", work.times(count))], "many": many}
         tenants = [tenant for group in groups.values() for tenant in group]
@@ -197,6 +198,7 @@ def main() -> int:
     """Measure, and print the document."""
     options = parser(__doc__ or "", "")
     options.add_argument("--tenants", type=int, default=8)
+    options.add_argument("--answers", type=int, help="tokens of a sample; default: 128 on GPUs, 32 elsewhere")
     options.add_argument("--seconds", type=float, help="of the turns; another one begins before; default: 240, quick 0")
     arguments = options.parse_args()
     if arguments.seconds is None:

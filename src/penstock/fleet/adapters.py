@@ -114,8 +114,8 @@ class FleetAdapters:
         async with self._in_order(name):
             return await self._update(name, AdapterFiles.adopt(source), version, kv, 0.0)
 
-    async def load(self, name: str, path: str, timeout_s: float) -> UpdateReport | None:
-        """Load what is saved at a path, as a new version if it is not what was loaded last.
+    async def load(self, name: str, path: str, timeout_s: float, *, fixed: bool = False) -> UpdateReport | None:
+        """Load what is saved at a path, as a new version if it is not what was loaded last; `fixed`: see `of_folder`.
 
         Returns:
             None if it was; engines that lost it have it again. Never None where this process does not see the files.
@@ -135,7 +135,7 @@ class FleetAdapters:
                 for member in self._roster.live():
                     await self._bring(member, name, known)
                 return None
-            files = read.pop() if read else await in_thread(lambda: AdapterFiles.of_folder(path))
+            files = read.pop() if read else await in_thread(lambda: AdapterFiles.of_folder(path, fixed=fixed))
             report = await self._put(name, files, None, timeout_s)
             self._saved[name] = saved, report.version
             return report
@@ -143,7 +143,7 @@ class FleetAdapters:
         if known_as_saved():
             return await self._turn("load_adapter", lambda: work([]))
         async with self._in_order(name):
-            files = await in_thread(lambda: AdapterFiles.of_folder(path))
+            files = await in_thread(lambda: AdapterFiles.of_folder(path, fixed=fixed))
             async with self._read_ahead(name, files, timeout_s) as read:
                 return await self._turn("load_adapter", lambda: work(read))
 

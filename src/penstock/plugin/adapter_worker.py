@@ -83,7 +83,8 @@ def read_ahead(worker: Any, order: Mapping[str, Any]) -> bool:
         return manager.penstock_read(order["name"], order["source"])
 
     def run() -> None:
-        settle(read, work)
+        with manager.penstock_reading:  # side by side they would wait for each other, and the first end as late as all
+            settle(read, work)
         with suppress(OSError):  # the core has stopped to wait
             end = os.open(order["done"], os.O_WRONLY | os.O_NONBLOCK)
             os.write(end, b"1")
@@ -134,6 +135,7 @@ def _sources(manager: Any) -> dict[int, Mapping[str, Any]]:
         manager._load_adapter = load_from_source  # noqa: SLF001
         manager.penstock_sources, manager.penstock_read = sources, read
         manager.penstock_ahead, manager.penstock_next = {}, None
+        manager.penstock_reading = threading.Lock()
     return manager.penstock_sources
 
 

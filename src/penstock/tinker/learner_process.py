@@ -344,7 +344,7 @@ class Operations:
         await asyncio.to_thread(write, folder)
         if adapter is not None:
             written = time.perf_counter()
-            report = await self.adapters.load(str(adapter), str(folder), ADAPTER_S)
+            report = await self.adapters.load(str(adapter), str(folder), ADAPTER_S, fixed=True)
             took = written - began, time.perf_counter() - written, 0.0 if report is None else report.bubble
             logger.info("%s: written in %.3f s, on the engines in %.3f s, which stopped for %.3f s", adapter, *took)
         return Answer.of_json({"type": "save_weights_for_sampler"})

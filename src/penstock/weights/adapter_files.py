@@ -6,11 +6,14 @@ call.
 
 from __future__ import annotations
 
+import io
 import json
+import mmap
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -65,7 +68,7 @@ class AdapterFiles:
         data = save(_checked(tensors))
         settings = _settings(config)
         if shared is None:
-            return cls._in_memory(data, settings)
+            return cls._in_memory(len(data), settings, lambda memory: memory.write(data))
         folder = shared / f"adapter-{secrets.token_hex(8)}"
         try:
             folder.mkdir(mode=0o700, parents=True)
@@ -77,19 +80,27 @@ class AdapterFiles:
         return cls({"path": str(folder)}, len(data), folder=folder)
 
     @classmethod
-    def of_folder(cls, path: str) -> AdapterFiles:
+    def of_folder(cls, path: str, *, fixed: bool = False) -> AdapterFiles:
         """Copy what PEFT has saved to a folder, since it may be saved again; what is no such folder is left to engines.
+
+        With `fixed` the files may be replaced and deleted, but are not written again: they are kept open, not copied.
 
         Raises:
             WeightsError: the settings cannot be read.
         """
-        try:
-            data, settings = Path(path, TENSORS).read_bytes(), Path(path, SETTINGS).read_bytes()
-        except OSError:  # other files, a name of the hub, or a folder on the engines' host
-            return cls({"path": path})
-        config: Any = parse_json(settings, SETTINGS, WeightsError)
-        files = cls._in_memory(data, _settings(config))
-        return cls({**files.place, "path": path}, files.nbytes, fd=files.fd)
+        with ExitStack() as undo:
+            try:
+                undo.callback(os.close, fd := os.open(Path(path, TENSORS), os.O_RDONLY | os.O_CLOEXEC))
+                data = Path(path, SETTINGS).read_bytes()
+            except OSError:  # other files, a name of the hub, or a folder on the engines' host
+                return cls({"path": path})
+            settings, size = _settings(parse_json(data, SETTINGS, WeightsError)), os.fstat(fd).st_size
+            if fixed:
+                undo.pop_all()
+                return cls({"file": path_of(fd), "config": settings, "path": path}, size, fd=fd)
+            copied = io.BufferedReader(io.FileIO(fd, closefd=False)).readinto
+            files = cls._in_memory(size, settings, copied)
+        return cls({**files.place, "path": path}, size, fd=files.fd)
 
     @classmethod
     def adopt(cls, source: Mapping[str, Any]) -> AdapterFiles:
@@ -101,11 +112,16 @@ class AdapterFiles:
         return cls({**source, "file": path_of(fd)}, os.fstat(fd).st_size, fd=fd)
 
     @classmethod
-    def _in_memory(cls, data: bytes, config: Mapping[str, Any]) -> AdapterFiles:
-        fd, mapping = sealed_memory("penstock-adapter", max(1, len(data)))
-        mapping[: len(data)] = data
-        mapping.close()
-        return cls({"file": path_of(fd), "config": dict(config)}, len(data), fd=fd)
+    def _in_memory(cls, size: int, config: Mapping[str, Any], fill: Callable[[mmap.mmap], int | None]) -> AdapterFiles:
+        fd, memory = sealed_memory("penstock-adapter", max(1, size))
+        with ExitStack() as undo:
+            undo.callback(os.close, fd)
+            with memory:
+                filled = fill(memory)
+            if filled != size:
+                raise WeightsError(f"the adapter's file has {size} bytes, of which {filled} came: is it being written?")
+            undo.pop_all()
+        return cls({"file": path_of(fd), "config": dict(config)}, size, fd=fd)
 
     def close(self) -> None:
         """Free it; engines must not need it any more. Call it once."""
