@@ -132,7 +132,7 @@ async def test_nobody_there_is_said_with_the_address() -> None:
 @pytest.mark.parametrize(
     ("key", "says"),
     [
-        (None, "asks for an API key and none was given; give the key"),
+        (None, "asks for an API key and none was given; a fleet and its servers share one key"),
         ("other", "does not take the API key that was given"),
     ],
 )
