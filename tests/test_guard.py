@@ -6,7 +6,8 @@ import socket
 
 import pytest
 
-from penstock.guard import HOSTS_ENV, Strangers, cross_site, has_key
+from penstock.guard import HOSTS_ENV, cross_site, has_key
+from penstock.weights.broadcast import Strangers
 
 
 @pytest.mark.parametrize(
