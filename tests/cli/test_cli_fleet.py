@@ -54,6 +54,7 @@ def test_engines_are_added_drained_and_removed_without_a_key(server: Server, run
     assert fleet("add") == "serving: e2"
     assert fleet("drain", "e0", "--timeout", "20") == "e0 is drained"
     assert states(runtime) == {"e0": "draining", "e1": "serving", "e2": "serving"}
+    assert "e0      drained " in penstock("status", PENSTOCK_RUNTIME_DIR=runtime).stdout
     assert fleet("remove", "e0") == "e0 has left"
     assert fleet("add") == "serving: e3"
     assert fleet("remove", "e1") == "e1 has left"

@@ -124,7 +124,7 @@ def _print(report: Mapping[str, Any]) -> None:
         color = {"serving": "green", "down": "red", "dead": "red"}.get(engine["state"], "yellow")
         table.add_row(
             engine["name"],
-            f"[{color}]{engine['state']}[/]",
+            f"[{color}]{'drained' if engine.get('drained') else engine['state']}[/]",
             str(engine["weight_version"]),
             *(f"{engine[name]:,}" if name in engine else "-" for name in LOADS),
             f"{engine['kv_usage']:.0%}" if engine.get("kv_usage", -1) >= 0 else "-",
