@@ -40,6 +40,7 @@ PLACES = {
     "native": "penstock.fleet.native:NativeCalls",
     "operations": "penstock.fleet.pausing:AllOperations",
     "openai": "penstock.engine.openai:OpenAICalls",
+    "openai.streams": "penstock.engine.openai:each_until_lost",
     "policy.bounded-sticky": "penstock.router.policies:BoundedSticky",
     "policy.kv-cache": "penstock.router.other_policies:KVCache",
     "policy.prefix-aware": "penstock.router.other_policies:PrefixAware",

@@ -17,6 +17,7 @@ import pytest
 
 from penstock.plugin import compat
 from penstock.plugin.compat import MARK, TokenVersions
+from penstock.plugin.cores import CoreCalls
 from penstock.plugin.hooks import RequestHooks
 from penstock.types import SamplingParams
 from penstock.wire import FINAL_ONLY, PROGRESS_HEADER, SPANS_HEADER, UNKNOWN_VERSION, generate_body
@@ -406,7 +407,7 @@ async def test_an_abort_that_somebody_asks_for_is_told_from_one_of_a_pause(path,
 
     async def during():
         engine.step(engine.sample("cmpl-x-0"), 1)
-        await spans.pass_on(abort, scope, receive, None)
+        await spans.pass_on(abort, scope, await CoreCalls(spans).lead(scope, receive), None)
 
     sent = await serve(spans, engine, during, headers=asked("0"))
     (news,) = orjson.loads(sent[-1]["body"])["samples"]

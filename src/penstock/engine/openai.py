@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import orjson
 
@@ -20,6 +21,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 FORMS = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
 DONE = b"data: [DONE]"
 Chunk = dict[str, Any]
+T = TypeVar("T")
 
 
 class OpenAICalls:
@@ -300,3 +302,36 @@ class StreamDeduplicator:
 
 _ONCE = frozenset({"role", "id", "type", "name", "finish_reason", "stop_reason"})
 """Fields that come once for a choice or a tool call, and are not text in parts."""
+
+
+async def each_until_lost(engines: Any, items: AsyncGenerator[T]) -> AsyncGenerator[T]:
+    """Yield what a stream does, none of which is None; raise `lost_error` of a roster as soon as no engine is left.
+
+    Read in the caller's own task, where a task for each item would cost as much as reading it.
+    """
+    waiting: asyncio.Timeout | None = None
+
+    def give_up(_: asyncio.Task[bool]) -> None:
+        if waiting is not None:
+            waiting.reschedule(0.0)
+
+    lost = asyncio.create_task(engines.until(engines.is_lost))
+    lost.add_done_callback(give_up)
+    try:
+        async with aclosing(items):
+            while True:
+                try:
+                    async with asyncio.timeout(0.0 if lost.done() else None) as waiting:
+                        item = await anext(items, None)
+                finally:
+                    waiting = None
+                if item is None:
+                    return
+                yield item
+    except TimeoutError:
+        raise engines.lost_error() from None
+    except EngineError:
+        engines.raise_if_lost()
+        raise
+    finally:
+        lost.cancel()

@@ -198,7 +198,7 @@ class Fleet(Engine):
     def each_while_serving(self, items: AsyncGenerator[T]) -> AsyncGenerator[T]:
         """Yield what a stream of `data` does, none of which is None; raise as `while_serving`."""
         self._check_open()
-        return self._roster.each_while_serving(items)
+        return plugged_in("openai.streams")(self._roster, items)
 
     @property
     def counters(self) -> Counters:

@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from penstock.engine.control import ControlClient, EngineInfo
 from penstock.errors import DeadlineError, EngineError, FanOutError, PenstockError, StateError, UserError
@@ -113,14 +113,6 @@ class Lifecycle:
         self.reason = ""
         """Why it stands there; empty before the first change. Read only."""
         self._substate: Substate | None = None
-
-    @classmethod
-    def reported(cls, engine: str, state: State, reason: str) -> Self:
-        """Return the life of an engine whose table another process holds."""
-        life = cls(engine)
-        life.state, life.reason = state, reason
-        life.history.append(Change(state, state, reason))
-        return life
 
     @property
     def substate(self) -> Substate | None:

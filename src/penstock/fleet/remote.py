@@ -30,7 +30,7 @@ from penstock.fleet.calls import CallClient
 from penstock.fleet.elastic import Elastic
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.launch import LogFolder, PendingFleet, Terms, assemble, data_client, reachable
-from penstock.fleet.member import Lifecycle, Member, State
+from penstock.fleet.member import Change, Lifecycle, Member, State
 from penstock.fleet.native import NativeCalls
 from penstock.fleet.pausing import AllOperations
 from penstock.fleet.roster import Roster
@@ -165,13 +165,21 @@ class AdoptedRoster(Roster):
         self.router_returns = False
         for member in self.members:
             if member.state is not State.STOPPED:
-                member.lifecycle = Lifecycle.reported(member.name, State.DEAD, self.lost)
+                member.lifecycle = _life(member.name, State.DEAD, self.lost)
         self.announce()
         await client.close()
 
 
+def _life(engine: str, state: State, reason: str) -> Lifecycle:
+    """Return the life of an engine whose table the owner holds."""
+    life = Lifecycle(engine)
+    life.state, life.reason = state, reason
+    life.history.append(Change(state, state, reason))
+    return life
+
+
 def _member(reported: MemberState) -> Member:
-    life = Lifecycle.reported(reported.name, reported.state, reported.reason)
+    life = _life(reported.name, reported.state, reported.reason)
     life.restarts = reported.is_restarting
     nobody: Any = None  # the owner alone speaks to its engines
     return Member(

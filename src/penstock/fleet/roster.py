@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Collection, Coroutine, Generator, Mapping
-from contextlib import aclosing, contextmanager
+from collections.abc import Collection, Coroutine, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
@@ -170,38 +170,6 @@ class Roster(Changes):
         except EngineError:
             self.raise_if_lost()
             raise
-
-    async def each_while_serving(self, items: AsyncGenerator[T]) -> AsyncGenerator[T]:
-        """Yield what a stream does; raise as `while_serving`.
-
-        Read in the caller's own task, where a task for each item would cost as much as reading it.
-        """
-        waiting: asyncio.Timeout | None = None
-
-        def give_up(_: asyncio.Task[bool]) -> None:
-            if waiting is not None:
-                waiting.reschedule(0.0)
-
-        lost = asyncio.create_task(self.until(self.is_lost))
-        lost.add_done_callback(give_up)
-        try:
-            async with aclosing(items):
-                while True:
-                    try:
-                        async with asyncio.timeout(0.0 if lost.done() else None) as waiting:
-                            item = await anext(items, None)
-                    finally:
-                        waiting = None
-                    if item is None:
-                        return
-                    yield item
-        except TimeoutError:
-            raise self.lost_error() from None
-        except EngineError:
-            self.raise_if_lost()
-            raise
-        finally:
-            lost.cancel()
 
     def end(self) -> None:
         """End every wait for an engine: the fleet ends."""

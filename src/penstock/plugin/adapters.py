@@ -209,7 +209,7 @@ class CoreAdapters:
         for request in held:
             if scheduler.requests.get(request.request_id) is request:  # else it was aborted
                 scheduler._enqueue_waiting_request(request)  # noqa: SLF001
-        compat.wake_replicas(self._core)
+        _wake_replicas(self._core)
         return {"ok": True}
 
     def add(self, add_request: Callable[..., None], request: Any, wave: int) -> None:
@@ -217,7 +217,7 @@ class CoreAdapters:
         lora = request.lora_request
         if lora is not None and lora.lora_path.startswith(PLACE) and lora.lora_name not in self.loaded:
             # It was unloaded while the request was on its way here.
-            compat.abort_unknown(self._core, request)
+            _abort_unknown(self._core, request)
             return
         add_request(self._core, request, wave)
         if lora is not None and lora.lora_name in self._held:
@@ -250,6 +250,22 @@ class CoreAdapters:
             queue.remove_requests(chosen)
         for request in chosen:
             self._held[_adapter_of(request)].append(request)
+
+
+def _abort_unknown(core: Any, request: Any) -> None:
+    """End a request that the scheduler has not taken."""
+    from vllm.v1.engine import FinishReason  # noqa: PLC0415 - only inside vLLM
+
+    compat.put_output(core, (request.client_index,), request_id=request.request_id, finish_reason=FinishReason.ABORT)
+
+
+def _wake_replicas(core: Any) -> None:
+    """Let the data-parallel replicas of a core, which step together, begin to step, as vLLM's `add_request` does."""
+    from vllm.v1.engine import EngineCoreOutputs  # noqa: PLC0415 - only inside vLLM
+
+    if getattr(core, "has_coordinator", False) and not core.engines_running:
+        core.engines_running = True
+        core.output_queue.put_nowait((-1, EngineCoreOutputs(start_wave=core.current_wave)))
 
 
 def _adapter_of(request: Any) -> str:

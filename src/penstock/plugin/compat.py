@@ -73,17 +73,11 @@ def send_mark(core: Any, **said: Any) -> None:
     adapters; `kept` and `anew` are requests that keep KV of older weights, and that compute it anew.
     """
     name = MARK + json.dumps(said)
-    _put_output(core, range(len(core.addresses.outputs)), request_id=name)
+    put_output(core, range(len(core.addresses.outputs)), request_id=name)
 
 
-def abort_unknown(core: Any, request: Any) -> None:
-    """End a request that the scheduler has not taken."""
-    from vllm.v1.engine import FinishReason  # noqa: PLC0415 - only inside vLLM
-
-    _put_output(core, (request.client_index,), request_id=request.request_id, finish_reason=FinishReason.ABORT)
-
-
-def _put_output(core: Any, clients: Iterable[int], **fields: Any) -> None:
+def put_output(core: Any, clients: Iterable[int], **fields: Any) -> None:
+    """Send an output that no step made to some API servers."""
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs  # noqa: PLC0415 - only inside vLLM
 
     output = EngineCoreOutput(new_token_ids=[], **fields)
@@ -98,15 +92,6 @@ def preempt(scheduler: Any, request: Any) -> None:
         request.async_tokens_to_discard, request.num_output_placeholders = request.num_output_placeholders, 0
     else:
         scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)  # noqa: SLF001
-
-
-def wake_replicas(core: Any) -> None:
-    """Let the data-parallel replicas of a core, which step together, begin to step, as vLLM's `add_request` does."""
-    from vllm.v1.engine import EngineCoreOutputs  # noqa: PLC0415 - only inside vLLM
-
-    if getattr(core, "has_coordinator", False) and not core.engines_running:
-        core.engines_running = True
-        core.output_queue.put_nowait((-1, EngineCoreOutputs(start_wave=core.current_wave)))
 
 
 def waiting_queues(scheduler: Any) -> list[Any]:

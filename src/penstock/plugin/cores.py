@@ -17,6 +17,8 @@ from contextvars import ContextVar
 from typing import Any
 from urllib.parse import parse_qs
 
+import orjson
+
 from penstock.errors import WeightsError, parse_json
 from penstock.plugin import compat
 from penstock.plugin.core import field
@@ -29,6 +31,7 @@ _WEIGHTS = "/penstock/weights/"
 _OK = 200
 _LED = frozenset({"/pause", "/resume", "/sleep", "/wake_up", "/finish_weight_update", "/collective_rpc"})
 """vLLM's own calls that end in `PauseState`, in the cores."""
+_ABORTS = frozenset({"/abort_requests", "/inference/v1/abort_requests"})
 _release: ContextVar[bool] = ContextVar("penstock_release", default=False)
 """The pause that this task serves asks for vLLM's own abort."""
 
@@ -95,12 +98,18 @@ class CoreCalls:
 
     # vLLM's own.
 
-    def lead(self, scope: dict[str, Any]) -> None:
-        """Lead the call that this is to the cores, if it is one of those."""
-        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in _LED:
+    async def lead(self, scope: dict[str, Any], receive: Any) -> Any:
+        """Lead the call that this is to the cores, if it is one of those; return the `receive` for vLLM."""
+        if scope["type"] != "http" or scope["method"] != "POST":
+            return receive
+        if scope["path"] in _ABORTS:
+            names, receive = await _names_in(receive)
+            self._hooks.note_aborts(names)
+        if scope["path"] in _LED:
             self.install(scope["app"].state.engine_client)
             asked = parse_qs(scope.get("query_string", b"").decode(errors="replace")).get("release", [""])
             _release.set(asked[-1].lower() in {"true", "1"})
+        return receive
 
     def install(self, engine: Any) -> None:
         if self._core is not None:
@@ -150,6 +159,29 @@ class CoreCalls:
 
 def _mode(mode: str) -> str:
     return mode if _release.get() else mode_in_core(mode)
+
+
+async def _names_in(receive: Any) -> tuple[frozenset[str] | None, Any]:
+    """Names of the requests in an abort call (None: all), and a `receive` that gives its body again.
+
+    A call that vLLM refuses, or whose client leaves too early, names none.
+    """
+    messages: list[dict[str, Any]] = []
+    while not messages or messages[-1].get("more_body"):
+        messages.append(await receive())
+
+    async def again() -> dict[str, Any]:
+        return messages.pop(0) if messages else await receive()
+
+    try:
+        body = orjson.loads(b"".join(message.get("body", b"") for message in messages))
+    except orjson.JSONDecodeError:
+        body = None
+    ids = body.get("request_ids") if isinstance(body, dict) else {}
+    if not ids and isinstance(body, dict):
+        return None, again
+    names = [ids] if isinstance(ids, str) else ids if isinstance(ids, list) else ()
+    return frozenset(name for name in names if isinstance(name, str)), again
 
 
 async def on_cores(engine: Any, path: str, data: bytes) -> list[Any]:

@@ -16,15 +16,12 @@ import re
 import time
 from typing import Any
 
-import orjson
-
 from penstock.errors import RequestError
 from penstock.plugin.compat import TokenVersions, seed_versions
 from penstock.plugin.progress import CURRENT, RequestProgress, SampleProgress, serve
 from penstock.wire import GENERATE, PROGRESS_HEADER, RESUME_ARG, check_part, parts_of
 
 GENERATION = frozenset({GENERATE, "/v1/completions", "/v1/chat/completions"})
-ABORTS = frozenset({"/abort_requests", "/inference/v1/abort_requests"})
 BEAM = re.compile("-[0-9a-f]{16}-beam-[0-9]+$")
 """vLLM's beam search makes a request of every token of every beam, so neither versions nor progress are reported."""
 
@@ -53,10 +50,6 @@ class RequestHooks:
     async def pass_on(self, app: Any, scope: dict[str, Any], receive: Any, send: Any) -> None:
         """Serve a request of vLLM's own, and report its progress (`progress.py`)."""
         posted = scope["path"] if scope["type"] == "http" and scope["method"] == "POST" else None
-        if posted in ABORTS:
-            names, receive = await _names_in(receive)
-            for request in self._in_flight:
-                request.asked |= names is None or not names.isdisjoint(request.names)
         if posted not in GENERATION:
             await app(scope, receive, send)
             return
@@ -71,6 +64,11 @@ class RequestHooks:
         finally:
             CURRENT.reset(token)
             self._in_flight.discard(request)
+
+    def note_aborts(self, names: frozenset[str] | None) -> None:
+        """Note that a client asks for the end of these requests; None: of all."""
+        for request in self._in_flight:
+            request.asked |= names is None or not names.isdisjoint(request.names)
 
     def _add(
         self, processor: Any, add_request: Any, request: Any, prompt: Any, parent_req: Any = None,
@@ -125,29 +123,6 @@ class RequestHooks:
                 del in_flight.to_finish[request_id]
                 emit(sample.state, part)
                 processor._finish_request(sample.state)  # noqa: SLF001 - as vLLM does at the end of a request
-
-
-async def _names_in(receive: Any) -> tuple[frozenset[str] | None, Any]:
-    """Names of the requests in an abort call (None: all), and a `receive` that gives its body again.
-
-    A call that vLLM refuses, or whose client leaves too early, names none.
-    """
-    messages: list[dict[str, Any]] = []
-    while not messages or messages[-1].get("more_body"):
-        messages.append(await receive())
-
-    async def again() -> dict[str, Any]:
-        return messages.pop(0) if messages else await receive()
-
-    try:
-        body = orjson.loads(b"".join(message.get("body", b"") for message in messages))
-    except orjson.JSONDecodeError:
-        body = None
-    ids = body.get("request_ids") if isinstance(body, dict) else {}
-    if not ids and isinstance(body, dict):
-        return None, again
-    names = [ids] if isinstance(ids, str) else ids if isinstance(ids, list) else ()
-    return frozenset(name for name in names if isinstance(name, str)), again
 
 
 # --- Resumed samples -------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ class PenstockMiddleware:
                 await _answer(send, status, {"error": error})
             return
         if scope["type"] != "http" or not scope["path"].startswith("/penstock/"):
-            self._cores.lead(scope)
+            receive = await self._cores.lead(scope, receive)
             await self._hooks.pass_on(self.app, scope, receive, send)
             return
         route = {
