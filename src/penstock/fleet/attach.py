@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, cast
@@ -23,6 +23,8 @@ class AttachedServers:
         self._connections = AsyncExitStack()
         self._api_key = api_key
         self._control_s = control_timeout_s
+        self.joined: Callable[[], None] = lambda: None
+        """Called when one has joined: from then on, engines may be without our plugin."""
 
     async def join(self, lifecycle: Lifecycle, spec: ServerSpec, beside: Sequence[Member] = ()) -> Member:
         """Ask a server what it is; it is SYNCING then. The engines `beside` it serve the model that it has to serve.
@@ -52,6 +54,7 @@ class AttachedServers:
                 raise
             self._connections.push_async_callback(owned.pop_all().aclose)
         member.again = partial(self.join, lifecycle, spec, (member,))
+        self.joined()
         return member
 
     async def close(self) -> None:

@@ -200,6 +200,13 @@ async def assemble(
     store = Stores(fleet, roster.updatable, terms.control_timeout_s)
     owned.callback(store.close)
     data = data_client(router.url, terms.api_key, roster, owned, terms)
+
+    def read_others() -> None:
+        data.unreported = plugged_in("replies.vanilla")(roster.asked)
+
+    attached.joined = read_others
+    if any(member.process is None for member in members):
+        read_others()
     operations = plugged_in("operations")(
         roster,
         store,
@@ -248,7 +255,6 @@ def data_client(url: str, api_key: str | None, roster: Roster, owned: AsyncExitS
         stream_chunk_tokens=terms.fleet.stream_chunk_tokens,
     )
     data.http.back = roster.router_back
-    data.unreported = plugged_in("replies.vanilla")(roster.asked)
     owned.push_async_callback(data.close)
     return data
 

@@ -50,6 +50,7 @@ from penstock.fleet.service import (
 )
 from penstock.guard import new_key
 from penstock.http import UnreachableError
+from penstock.rooms import plugged_in
 from penstock.router.admin_client import RouterAdmin
 from penstock.settings import FleetConfig, RouterConfig, ServerSpec, check_key, refuse_unknown, section
 from penstock.types import KV, UpdateReport
@@ -112,6 +113,7 @@ async def adopt(client: FleetClient, url: str, terms: Terms) -> Fleet:
         owned.callback(store.close)
         elastic = Remote(Elastic, roster.call)
         data = data_client(url, terms.api_key or state.admin_key, roster, owned, terms)
+        data.unreported = plugged_in("replies.vanilla")(roster.asked)
         follower = asyncio.create_task(roster.follow(client), name="follow-fleet")
         owned.push_async_callback(cancelled, follower)
         operations: Any = RemoteOperations(roster, store)
