@@ -38,7 +38,7 @@ SIDE_ROOMS = tuple(
 )  # fmt: skip
 SPINE_FILES, SPINE_LINES = 57, 13_901
 """The most that the spine has now; the target is 60 files and 10,000 lines."""
-SOURCE_FILES, SOURCE_LINES = 231, 46_401
+SOURCE_FILES, SOURCE_LINES = 231, 46_403
 """The most that `src` has now; the target is 230 files and 38,000 lines."""
 
 

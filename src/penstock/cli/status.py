@@ -138,4 +138,6 @@ def _print(report: Mapping[str, Any]) -> None:
     console.print(table)
     for engine in engines:
         if engine.get("reason") and engine["state"] != "serving":
-            console.print(f"{engine['name']} {engine['state']}: {engine['reason']}", markup=False, highlight=False)
+            restarts = " (it is started again)" * (engine["state"] == "dead" and engine["is_restarting"])
+            line = f"{engine['name']} {engine['state']}: {engine['reason']}{restarts}"
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
