@@ -9,6 +9,7 @@ import pytest
 
 from penstock import wire
 from penstock.fleet.service import CALLS
+from penstock.fleet.skyrl_paths import SKYRL
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "penstock"
@@ -34,8 +35,9 @@ def missing(names: set[str], page: str = PAGE) -> set[str]:
         found(CODE_OF_REFUSAL, "router"),
         found(ROUTE, "."),
         {f"{prefix}{name}" for prefix, names in CALLS.values() for name in names},
+        {f"/skyrl/v1/{name}" for name in SKYRL},
     ],
-    ids=["headers", "error codes", "routes", "calls of the owner"],
+    ids=["headers", "error codes", "routes", "calls of the owner", "SkyRL's paths"],
 )
 def test_every_name_is_there(names: set[str]) -> None:
     assert names

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import torch
 from test_connect import GOOD, connected, engines
@@ -18,6 +19,7 @@ from penstock import Fleet, SamplingParams
 from penstock.errors import DeadlineError, EngineHTTPError, StateError, UserError
 from penstock.fleet import adapters
 from penstock.fleet.member import State
+from penstock.fleet.service import socket_of
 from penstock.sim.config import FaultKind
 from penstock.sim.server import SimServer
 from penstock.types import Sample
@@ -323,6 +325,40 @@ async def test_another_process_updates_pauses_and_waits_by_the_owner() -> None:
             assert sample.spans[0].adapter_version == 1
         await first.unload_adapter("x")
         assert not servers[1].engine.adapters.loaded
+
+
+async def test_the_owners_socket_has_skyrls_paths() -> None:
+    async with engines(1) as servers, connected(servers) as fleet:
+        tenants = Tenants(fleet, servers)
+        await tenants.update("x")
+        path = socket_of(fleet.url)
+        task = asyncio.create_task(fleet.sample([1, 2], 2, PARAMS, adapter="x"))
+        await begun(servers, 2)
+        async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(path))) as http:
+
+            async def post(name: str, **body: Any) -> tuple[int, Any]:
+                async with http.post(f"http://localhost/skyrl/v1/{name}", json=body) as answer:
+                    return answer.status, await answer.json()
+
+            for _ in range(2):
+                assert await post("abort_lora_requests", lora_name="x") == (
+                    200,
+                    {"status": "ok", "aborted": [], "count": 2},
+                )
+            assert await post("wait_lora_unpaused", lora_name="x", timeout_s=0.01) == (
+                200,
+                {"status": "ok", "paused": True},
+            )
+            waiting = asyncio.create_task(post("wait_lora_unpaused", lora_name="x"))
+            await tenants.update("x")
+            for _ in range(2):
+                assert await post("resume_lora_requests", lora_name="x") == (200, {"status": "ok"})
+            assert await waiting == (200, {"status": "ok", "paused": False})
+            assert (await post("abort_lora_requests"))[0] == 400
+            assert (await post("abort_lora_requests", lora_name="y"))[0] == 400
+            assert (await post("wait_lora_unpaused", lora_name="x", timeout_s=-1))[0] == 400
+        for sample in await task:
+            tenants.check([1, 2], sample, "x", 1, 2)
 
 
 def test_the_digest_of_a_simulated_adapter_is_that_of_its_bytes(tmp_path: Path) -> None:

@@ -32,10 +32,11 @@ class CallServer:
 
     def __init__(self, prefix: str, calls: Mapping[str, Call]) -> None:
         self._calls = calls
-        app = web.Application(client_max_size=MAX_BODY)
-        app.router.add_post(prefix + "/{call}", self._answer)
+        self.app = web.Application(client_max_size=MAX_BODY)
+        """For further paths, before `start`."""
+        self.app.router.add_post(prefix + "/{call}", self._answer)
         # A call that has begun runs to its end, also if its caller is gone.
-        self._runner = web.AppRunner(app, handler_cancellation=False, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(self.app, handler_cancellation=False, access_log=None, shutdown_timeout=1.0)
 
     async def start(self, listening: socket.socket) -> None:
         """Serve the connections of a bound socket, which `close` closes."""

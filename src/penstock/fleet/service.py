@@ -32,6 +32,7 @@ from penstock.fleet.member import State
 from penstock.fleet.native import NativeCalls
 from penstock.fleet.pausing import AllOperations
 from penstock.fleet.roster import Roster
+from penstock.fleet.skyrl_paths import add_skyrl_paths
 from penstock.settings import without_password
 
 FOLDER_ENV = "PENSTOCK_RUNTIME_DIR"
@@ -258,6 +259,7 @@ class Endpoint:
             calls |= {f"{prefix}{name}": getattr(part, name) for name in names}
         calls |= {"state": self._state, "stop": partial(self._stop, end)}
         server = CallServer(PREFIX, calls)
+        add_skyrl_paths(server.app, operations.adapters)
         listening = socket.socket(socket.AF_UNIX)
         listening.bind(str(path))
         os.chmod(path, SOCKET_MODE)  # noqa: PTH101 - in a coroutine; it takes microseconds
