@@ -58,9 +58,10 @@ class Worker:
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
-        self.release = {name: threading.Event() for name in ("x", "y")}
+        self.release = {name: threading.Event() for name in ("x", "y", "hub")}
         self.begun: queue.Queue[str] = queue.Queue()
         manager = SimpleNamespace(penstock_sources={}, penstock_ahead={}, penstock_next=None, penstock_read=self.read)
+        manager.penstock_reading = threading.Lock()
         self.model_runner = SimpleNamespace(lora_manager=manager)
 
     def read(self, name: str, _source: Any) -> str:
@@ -69,7 +70,7 @@ class Worker:
         return name
 
 
-def test_reads_overlap_and_each_ends_by_its_own_event(tmp_path: Path) -> None:
+def test_files_are_read_in_turn_and_each_read_ends_by_its_own_event(tmp_path: Path) -> None:
     workers = [Worker(), Worker()]
 
     def rpc(_method: str, args: tuple[str, Any]) -> list[bool]:
@@ -83,19 +84,28 @@ def test_reads_overlap_and_each_ends_by_its_own_event(tmp_path: Path) -> None:
     core = CoreAdapters(SimpleNamespace(collective_rpc=rpc), None, None)  # type: ignore[arg-type]
     source = str(saved(tmp_path)), {"r": 2}
     orders = {name: {"name": name, "source": {"file": source[0], "config": source[1], "key": name}} for name in "xy"}
+    orders["hub"] = {"name": "hub", "source": {"path": "somebody/adapter", "key": "hub"}}
     with ThreadPoolExecutor() as threads:
-        reads = {name: threads.submit(core.read, order, SPEC, in_core) for name, order in orders.items()}
-        for worker in workers:
-            assert {worker.begun.get(timeout=60.0) for _ in "xy"} == {"x", "y"}
+        reads = {}
+        for name in ("x", "y", "hub"):  # y waits for x, and what may come over a network for nobody
+            reads[name] = threads.submit(core.read, orders[name], SPEC, in_core)
+            if name != "y":
+                assert [worker.begun.get(timeout=60.0) for worker in workers] == [name] * 2
         again = threads.submit(core.read, orders["y"], SPEC, in_core)
-        workers[0].release["y"].set()
+        workers[0].release["x"].set()
+        assert workers[0].begun.get(timeout=60.0) == "y"
         assert not any(read.done() for read in reads.values()), "the other worker reads on"
-        workers[1].release["y"].set()
-        assert reads["y"].result(60.0) == again.result(60.0)
-        assert not reads["x"].done()
-        for worker in workers:
-            worker.release["x"].set()
+        workers[1].release["x"].set()
         reads["x"].result(60.0)
+        assert not reads["y"].done()
+        for worker in workers:
+            worker.release["y"].set()
+        assert reads["y"].result(60.0) == again.result(60.0)
+        assert workers[1].begun.get(timeout=60.0) == "y"
+        assert not reads["hub"].done()
+        for worker in workers:
+            worker.release["hub"].set()
+        reads["hub"].result(60.0)
     assert all(worker.begun.empty() for worker in workers), "nothing is read twice"
     bad = {"name": "z", "source": {"file": source[0], "config": {"r": 3}, "key": "z"}}
     for _ in range(2):

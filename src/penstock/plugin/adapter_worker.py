@@ -11,7 +11,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,8 @@ def read_ahead(worker: Any, order: Mapping[str, Any]) -> bool:
         return manager.penstock_read(order["name"], order["source"])
 
     def run() -> None:
-        with manager.penstock_reading:  # side by side they would wait for each other, and the first end as late as all
+        # Side by side, files would wait for each other, and the first be ready as late as all.
+        with manager.penstock_reading if "file" in order["source"] else nullcontext():
             settle(read, work)
         with suppress(OSError):  # the core has stopped to wait
             end = os.open(order["done"], os.O_WRONLY | os.O_NONBLOCK)
