@@ -6,8 +6,7 @@ import socket
 
 import pytest
 
-from penstock.guard import HOSTS_ENV, cross_site, has_key
-from penstock.weights.broadcast import Strangers
+from penstock.guard import HOSTS_ENV, Strangers, cross_site, has_key
 
 
 @pytest.mark.parametrize(

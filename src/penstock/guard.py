@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import socket
+import threading
 from collections.abc import Collection, Iterable
 
 HOSTS_ENV = "PENSTOCK_HOSTS"
@@ -110,3 +111,37 @@ def _is_ours(host: str, known: Collection[str]) -> bool:
         also = os.environ.get(HOSTS_ENV, "").lower().split(",")
         return name in {"localhost", socket.gethostname().lower(), *known, *(given.strip() for given in also)}
     return True
+
+
+class Strangers:
+    """Connections that have not shown the key: at most `most`; the oldest is closed for the next.
+
+    Without a bound, strangers could take all threads and descriptors; refusing new ones would keep the fleet out.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._sockets: dict[socket.socket, None] = {}
+        self._lock = threading.Lock()
+
+    def add(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._sockets[connection] = None
+            oldest = next(iter(self._sockets)) if len(self._sockets) > self._most else None
+            if oldest is not None:
+                del self._sockets[oldest]
+        if oldest is not None:
+            shut(oldest)
+
+    def remove(self, connection: socket.socket) -> None:
+        """Stop counting it: it has shown the key, or is closed."""
+        with self._lock:
+            self._sockets.pop(connection, None)
+
+
+def shut(connection: socket.socket) -> None:
+    """End a connection; a thread that reads from it or writes to it sees its end."""
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:  # it has ended already
+        return

@@ -400,8 +400,7 @@ def test_an_engine_whose_kv_leaves_it_keeps_none_in_flight_alone() -> None:
     with pytest.raises(StateError, match="the KV connector SharedStorage shares KV outside of the engine"):
         done.result(0)
     assert core.done == []
-    asked = respond(control_of(core).routes["/penstock/weights/apply"], b'{"version": 4, "kv": "lose"}')
-    status, answer = asked.result(WAIT_S)
+    status, answer = respond(control_of(core).routes["/penstock/weights/apply"], b'{"version": 4, "kv": "lose"}')
     assert status == 400
     assert "kv must be one of recompute, keep, keep_in_flight, got 'lose'" in answer["error"]
 

@@ -12,6 +12,7 @@ input queue.
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -168,7 +169,10 @@ class CoreControl:
 
     def control(self, path: str, data: bytes) -> Future[tuple[int, Any]]:
         """Status and answer of a route, as this core's port would give them."""
-        return respond(self.routes[path], data)
+        done: Future[tuple[int, Any]] = Future()
+        work = functools.partial(respond, self.routes[path], data)
+        threading.Thread(target=settle, args=(done, work), name="penstock-forwarded", daemon=True).start()
+        return done
 
     def kv_kept(self) -> int | None:
         """Version of the last update of ours, if that kept the KV cache."""

@@ -1,36 +1,38 @@
 """An HTTP server inside the engine core's process, for control that must not wait behind tokens.
 
-The API server's event loop is busy with every token of every stream. This server has a thread of its own, and one
-for each call. It listens where the API server does (`PENSTOCK_CONTROL_HOST`, else 127.0.0.1), and takes the same API
-key.
+The API server's event loop is busy with every token of every stream. This server has threads of its own. It listens
+where the API server does (`PENSTOCK_CONTROL_HOST`, else 127.0.0.1), and takes the same API key.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any, cast
 
 import orjson
-from aiohttp import web
 
 from penstock.errors import EngineError, PenstockError, StateError, TransferError, WeightsError
-from penstock.guard import cross_site, has_key
-from penstock.plugin.patches import attempt
+from penstock.guard import Strangers, cross_site, has_key, shut
+
+if TYPE_CHECKING:
+    from io import BufferedReader
 
 MAX_BODY = 64 * 2**20
 """A manifest of a 100k-tensor model is about 10 MB."""
 IDLE_S = 300.0
 """After so many seconds without a request a connection is closed."""
-BODY_S = 60.0
-"""Deadline of one request's body."""
+REQUEST_S = 60.0
+"""Deadline of one request's head and body, and of sending its answer."""
 STRANGER_S, STRANGERS = 10.0, 32
-"""Seconds that a connection has for its first head, and how many there may be that have not shown the key: the oldest
-gives way to the next."""
+"""Seconds that a connection has for its first request, and how many there may be that have not shown the key."""
+WORK_S = 3600.0
+"""Ends the thread of a call whose caller went away; callers have deadlines of their own."""
 
 Route = Callable[[Any], Future[Any]]
 
@@ -43,25 +45,16 @@ class RefusedError(EngineError):
         self.reply = reply
 
 
-def respond(route: Route, data: bytes) -> Future[tuple[int, Any]]:
-    """Call a route for a body in JSON, in a thread; the future has status and answer, once the work has ended."""
-    reply: Future[tuple[int, Any]] = Future()
-
-    def over(asked: Future[Any]) -> None:
-        error = asked.exception()
-        reply.set_result((200, asked.result()) if error is None else refusal(error))
-
-    def begin() -> None:
-        asked, error = attempt(lambda: route(orjson.loads(data) if data else {}), "a call of the engine core")
-        if error is None:
-            asked.add_done_callback(over)
-        elif isinstance(error, (KeyError, TypeError, ValueError, OverflowError, RecursionError)):
-            reply.set_result((400, {"error": f"malformed body: {error!r}"}))
-        else:
-            reply.set_result(refusal(error))
-
-    threading.Thread(target=begin, name="penstock-route", daemon=True).start()
-    return reply
+def respond(route: Route, data: bytes) -> tuple[int, Any]:
+    """Status and answer of a route for a body in JSON, once its work has ended."""
+    try:
+        asked = route(orjson.loads(data) if data else {})
+        error = asked.exception(WORK_S)
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as malformed:
+        return 400, {"error": f"malformed body: {malformed!r}"}
+    except (PenstockError, TimeoutError) as refused:
+        return refusal(refused)
+    return (200, asked.result()) if error is None else refusal(error)
 
 
 def refusal(error: BaseException) -> tuple[int, dict[str, Any]]:
@@ -75,6 +68,8 @@ def refusal(error: BaseException) -> tuple[int, dict[str, Any]]:
 class CoreServer:
     """Answers `POST PATH` with what the route of that path returns, to callers with one of `keys`.
 
+    Each connection has a thread of its own. One without the key gives way to the next if there are many of them.
+
     Raises:
         StateError: there is no key, so that the port would obey every user of the machine.
     """
@@ -82,63 +77,118 @@ class CoreServer:
     def __init__(self, routes: Mapping[str, Route], keys: Sequence[str]) -> None:
         if not keys:
             raise StateError("the engine core takes calls only with the API key, and there is none")
-        self._routes = routes
-        self._keys = keys
-        self._strangers: dict[Any, asyncio.TimerHandle] = {}
-        """Connections that have not shown the key, and what ends each."""
+        strangers = Strangers(STRANGERS)
+        handler = type("_Handler", (_Handler,), {"routes": dict(routes), "keys": tuple(keys), "strangers": strangers})
         host = os.environ.get("PENSTOCK_CONTROL_HOST", "127.0.0.1")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listening = socket.create_server((host, 0), family=family, backlog=128)
-        self.port: int = listening.getsockname()[1]
-        serve = self._serve(listening)
-        threading.Thread(target=asyncio.run, args=(serve,), name="penstock-control", daemon=True).start()
+        server = type("_Server", (_Server,), {"address_family": family, "strangers": strangers})
+        self._server: ThreadingHTTPServer = server((host, 0), handler)
+        self.port: int = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, name="penstock-control", daemon=True).start()
 
-    async def _serve(self, listening: socket.socket) -> None:
-        server, loop = web.Server(self._answer, access_log=None, keepalive_timeout=IDLE_S), asyncio.get_running_loop()
 
-        def connection() -> asyncio.Protocol:
-            made = server()
-            self._strangers[made] = loop.call_later(STRANGER_S, self._end, made)
-            if len(self._strangers) > STRANGERS:
-                self._end(next(iter(self._strangers)))
-            return made
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+    strangers: Strangers
 
-        await loop.create_server(connection, sock=listening)
-        await asyncio.Event().wait()
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self.strangers.add(request)
+        super().process_request(request, client_address)
 
-    def _end(self, stranger: Any) -> None:
-        self._strangers.pop(stranger).cancel()
-        # Of many at once, the oldest has no transport before the next turn of the loop.
-        asyncio.get_running_loop().call_soon(stranger.force_close)
+    def shutdown_request(self, request: Any) -> None:
+        self.strangers.remove(request)
+        super().shutdown_request(request)
 
-    async def _answer(self, http: web.BaseRequest) -> web.Response:
-        fields = [(name.lower(), value) for name, value in http.raw_headers]
-        key = next((value for name, value in fields if name == b"authorization"), b"")
-        if (why := cross_site(fields)) is not None:
-            status, answer = 403, {"error": why}
-        elif not has_key(key, self._keys):
-            status, answer = 401, {"error": "Unauthorized"}
-        else:
-            if (waiting := self._strangers.pop(http.protocol, None)) is not None:
-                waiting.cancel()
-            status, answer = await self._called(http)
-        response = web.Response(status=status, body=orjson.dumps(answer), content_type="application/json")
-        if http.protocol in self._strangers:
-            response.force_close()
-        return response
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
-    async def _called(self, http: web.BaseRequest) -> tuple[int, Any]:
-        route = self._routes.get(http.path) if http.method == "POST" else None
-        if route is None:
-            return 404, {"error": f"no such route: {http.method} {http.path}"}
-        data = bytearray()
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    # Head and body in one packet: in two, the second waits 40 ms for the other end's delayed ACK.
+    wbufsize = -1
+    disable_nagle_algorithm = True
+    routes: Mapping[str, Route]
+    keys: Sequence[str]
+    strangers: Strangers
+
+    def setup(self) -> None:
+        super().setup()
+        self._known = False
+        self._deadline: threading.Timer | None = None
+
+    def handle_one_request(self) -> None:
+        """Serve one request, whose head has a deadline from its first byte on."""
+        self.connection.settimeout(IDLE_S if self._known else STRANGER_S)
         try:
-            async with asyncio.timeout(BODY_S):
-                async for piece in http.content.iter_any():
-                    data += piece
-                    if len(data) > MAX_BODY:
-                        return 400, {"error": f"the body is larger than {MAX_BODY} bytes"}
+            self.close_connection = not cast("BufferedReader", self.rfile).peek(1)
+            if not self.close_connection:
+                self._allow(REQUEST_S if self._known else STRANGER_S)
+                super().handle_one_request()
         except TimeoutError:
-            http.protocol.force_close()
-            return 408, {"error": f"no whole body within {BODY_S:g} s"}
-        return await asyncio.wrap_future(respond(route, bytes(data)))
+            self.close_connection = True
+        finally:
+            self._allow(None)
+
+    def _allow(self, seconds: float | None) -> None:
+        """Shut the connection after so many seconds, in the place of the deadline before; None: not any more."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = None if seconds is None else threading.Timer(seconds, shut, (self.connection,))
+        if self._deadline is not None:
+            self._deadline.daemon = True
+            self._deadline.start()
+
+    def do_POST(self) -> None:
+        fields = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in self.headers.raw_items()]
+        lengths = self.headers.get_all("Content-Length", ["0"])
+        stated = len(lengths) == 1 and lengths[0].isdecimal() and "Transfer-Encoding" not in self.headers
+        length = int(lengths[0]) if stated and len(lengths[0]) <= 15 else None  # noqa: PLR2004 - digits
+        if (why := cross_site(fields)) is not None:
+            self._refuse(403, why, length)
+        elif not has_key(self.headers.get("Authorization", "").encode("latin-1"), self.keys):
+            self._refuse(401, "Unauthorized", length)
+        elif length is None or length > MAX_BODY:
+            larger = f"the body is larger than {MAX_BODY} bytes"
+            how = "a body says how many bytes it has, in one Content-Length of digits and without Transfer-Encoding"
+            self._refuse(400, how if length is None else larger, length)
+        else:
+            self._known = True
+            self.strangers.remove(self.request)
+            self._serve(length)
+
+    def _serve(self, length: int) -> None:
+        self._allow(REQUEST_S)
+        data = self.rfile.read(length)
+        self._allow(None)
+        if len(data) != length:
+            self.close_connection = True
+            self._answer(400, {"error": f"the body ended after {len(data)} bytes, and Content-Length said {length}"})
+        elif (route := self.routes.get(self.path)) is None:
+            self._answer(404, {"error": f"no such route: POST {self.path}"})
+        else:
+            self._answer(*respond(route, data))
+
+    def _refuse(self, status: int, why: str, length: int | None) -> None:
+        """Answer once the body was read, of which nothing is kept: a client that still sends may lose the answer."""
+        self.close_connection = True
+        left = min(length or 0, 2 * MAX_BODY)
+        while left > 0 and (piece := self.rfile.read(min(left, 2**16))):
+            left -= len(piece)
+        self._answer(status, {"error": why})
+
+    def _answer(self, status: int, answer: Any) -> None:
+        body = orjson.dumps(answer)
+        self.connection.settimeout(REQUEST_S)
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
+        """Log nothing: the caller does."""

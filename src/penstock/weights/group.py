@@ -37,7 +37,8 @@ from torch.distributed import Store
 from torch.distributed import distributed_c10d as c10d
 
 from penstock.errors import TransferError
-from penstock.weights.broadcast import GroupSpec, Strangers, shut
+from penstock.guard import Strangers, shut
+from penstock.weights.broadcast import GroupSpec
 
 HANDSHAKE_S, STRANGERS = 10.0, 1024
 """Seconds that a connection has to prove itself, and how many there may be that have not: members come all at once."""
