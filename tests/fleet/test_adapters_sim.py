@@ -361,6 +361,40 @@ async def test_the_owners_socket_has_skyrls_paths() -> None:
             tenants.check([1, 2], sample, "x", 1, 2)
 
 
+@pytest.mark.parametrize("call", ["abort_lora_requests", "resume_lora_requests"])
+async def test_skyrls_paths_are_harmless_when_several_calls_wait_for_their_turn(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with engines(1) as servers, connected(servers) as fleet:
+        await Tenants(fleet, servers).update("x")
+        if call == "resume_lora_requests":
+            await fleet.pause_generation(adapter="x")
+        owner, turn, waiting, turns = fleet._operations, asyncio.Event(), asyncio.Event(), 0
+        one_turn = owner.adapters._turn
+
+        async def counted(*args: Any) -> Any:
+            nonlocal turns
+            turns += 1
+            if turns == 4:
+                waiting.set()
+            return await one_turn(*args)
+
+        monkeypatch.setattr(owner.adapters, "_turn", counted)
+        other = asyncio.create_task(owner.queue.run(turn.wait))
+        async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(socket_of(fleet.url)))) as http:
+
+            async def post() -> int:
+                async with http.post(f"http://localhost/skyrl/v1/{call}", json={"lora_name": "x"}) as answer:
+                    return answer.status
+
+            posts = [asyncio.create_task(post()) for _ in range(4)]
+            await asyncio.wait_for(waiting.wait(), WAIT_S)
+            turn.set()
+            assert await asyncio.gather(*posts) == [200] * 4
+        await other
+        assert (await fleet.adapters())["x"].paused == (call == "abort_lora_requests")
+
+
 def test_the_digest_of_a_simulated_adapter_is_that_of_its_bytes(tmp_path: Path) -> None:
     from penstock.sim.update import content_of
 

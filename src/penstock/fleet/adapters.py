@@ -151,12 +151,18 @@ class FleetAdapters:
         """Forget an adapter on every engine. StateError: it has requests in flight somewhere; it stays everywhere."""
         await self._turn("unload_adapter", lambda: self._unload(name))
 
-    async def pause(self, name: str) -> None:
-        """Stop its requests at a token on every engine; new ones wait too. StateError: it is paused already."""
+    async def pause(self, name: str, *, again: bool = False) -> None:
+        """Stop its requests at a token on every engine; new ones wait too.
+
+        Raises:
+            StateError: it is paused already, unless that may be so (`again`).
+        """
 
         async def work() -> None:
             known = self._of(name)
             if not known.resumed.is_set():
+                if again:
+                    return
                 raise StateError(f"adapter {name!r} is already paused; resume it first")
             await command(
                 self._roster,
@@ -168,12 +174,14 @@ class FleetAdapters:
 
         await self._turn("pause_generation(adapter=...)", work, "plugin")
 
-    async def resume(self, name: str) -> None:
-        """Let its requests go on under the version in force. StateError: it is not paused."""
+    async def resume(self, name: str, *, again: bool = False) -> None:
+        """Let its requests go on under the version in force. StateError: it is not paused, and not `again`."""
 
         async def work() -> None:
             known = self._of(name)
             if known.resumed.is_set():
+                if again:
+                    return
                 raise StateError(f"adapter {name!r} is not paused; pause it first")
             await command(
                 self._roster,

@@ -19,14 +19,12 @@ POLL_S = 30.0
 
 
 async def _abort(adapters: FleetAdapters, name: str, _timeout_s: float) -> dict[str, Any]:
-    if not (await adapters.status(name)).paused:
-        await adapters.pause(name)
+    await adapters.pause(name, again=True)
     return {"aborted": [], "count": (await adapters.status(name)).in_flight}
 
 
 async def _resume(adapters: FleetAdapters, name: str, _timeout_s: float) -> dict[str, Any]:
-    if (await adapters.status(name)).paused:
-        await adapters.resume(name)
+    await adapters.resume(name, again=True)
     return {}
 
 
