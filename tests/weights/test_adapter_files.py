@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from patience import WAIT_S
 from penstock.errors import WeightsError
 from penstock.weights.adapter_files import SETTINGS, TENSORS, AdapterFiles
 
@@ -54,3 +57,24 @@ def test_settings_that_are_none_leave_nothing_open(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="lacks r"):
         AdapterFiles.of_folder(str(tmp_path / "a"), fixed=True)
     assert len([*Path("/proc/self/fd").iterdir()]) == before
+
+
+@pytest.mark.parametrize("name", [TENSORS, SETTINGS])
+def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(name: str, tmp_path: Path) -> None:
+    saved(tmp_path / "a", 1.0)
+    pipe = tmp_path / "a" / name
+    pipe.unlink()
+    os.mkfifo(pipe)
+    said = list[str]()
+
+    def load() -> None:
+        try:
+            AdapterFiles.of_folder(str(tmp_path / "a"))
+        except WeightsError as error:
+            said.append(str(error))
+
+    loading = threading.Thread(target=load, daemon=True)
+    loading.start()
+    loading.join(WAIT_S)
+    assert [str(pipe) in message and "no regular file" in message for message in said] == [True]
+    assert not any(os.path.realpath(link) == str(pipe.resolve()) for link in Path("/proc/self/fd").iterdir())

@@ -12,6 +12,7 @@ import mmap
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -86,12 +87,13 @@ class AdapterFiles:
         With `fixed` the files may be replaced and deleted, but are not written again: they are kept open, not copied.
 
         Raises:
-            WeightsError: the settings cannot be read.
+            WeightsError: the settings cannot be read, or one of the two is no regular file.
         """
         with ExitStack() as undo:
             try:
-                undo.callback(os.close, fd := os.open(Path(path, TENSORS), os.O_RDONLY | os.O_CLOEXEC))
-                data = Path(path, SETTINGS).read_bytes()
+                undo.callback(os.close, fd := _opened(Path(path, TENSORS)))
+                with open(_opened(Path(path, SETTINGS)), "rb") as opened:
+                    data = opened.read()
             except OSError:  # other files, a name of the hub, or a folder on the engines' host
                 return cls({"path": path})
             settings, size = _settings(parse_json(data, SETTINGS, WeightsError)), os.fstat(fd).st_size
@@ -129,6 +131,15 @@ class AdapterFiles:
             os.close(self.fd)
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _opened(path: Path) -> int:
+    """Open a file to read it; a pipe or a device, which may let a read wait for ever, is refused."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise WeightsError(f"{path} is no regular file; give a folder with PEFT's {TENSORS} and {SETTINGS}")
+    return fd
 
 
 def _checked(tensors: Iterable[tuple[str, Any]]) -> dict[str, torch.Tensor]:
