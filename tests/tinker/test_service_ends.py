@@ -8,13 +8,22 @@ import re
 import signal
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from sdk_rig import MODEL, call, client_of, close_clients
 
 import tinker
+from penstock import Fleet
+from penstock.tinker import sampling
+from penstock.tinker.api_process import serving
+from penstock.tinker.database import Database
+from penstock.tinker.service_state import Options
+from penstock.tinker.sessions import Sessions
+from penstock.tinker.tenants import read_keys
 from tinker import types
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -24,9 +33,9 @@ START_S = 600.0
 
 
 @asynccontextmanager
-async def command(data: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+async def command(data: Path, *more: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
     """`penstock tinker` over a simulated engine, and its URL."""
-    arguments = ["engine.profile=sim", "max_model_len=512", "served_model_name=sorter", "train.threads=1"]
+    arguments = ["engine.profile=sim", "max_model_len=512", "served_model_name=sorter", "train.threads=1", *more]
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "penstock", "tinker", str(MODEL), *arguments, "--data", str(data), "--port", "0",
         stdout=asyncio.subprocess.PIPE,
@@ -108,3 +117,54 @@ async def test_a_service_that_is_started_again_has_what_was_saved(tmp_path: Path
     async with command(tmp_path / "data") as (_, url):
         await call(lambda: second(url, *kept))
         await call(close_clients)
+
+
+async def test_samples_in_flight_when_the_owner_is_killed_are_answered_by_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sampling, "CONNECT_S", START_S)  # a start takes long here; the code has a minute
+    data, auth = tmp_path / "data", {"X-API-Key": "tml-of-a-test"}
+    url = f"sqlite:///{data}/service.db"
+
+    async def post(at: str, path: str, body: Any) -> httpx.Response:
+        async with httpx.AsyncClient(base_url=at, timeout=120.0) as http:
+            answer = await http.post(f"/api/v1/{path}", json=body, headers=auth)
+            assert answer.status_code == 200, answer.text
+            return answer
+
+    async def asked(at: str, sampler: str, seq: int) -> Any:
+        prompt, params = {"chunks": [{"tokens": [5, 6, 7]}]}, {"max_tokens": 400, "stop": []}
+        body = {"sampling_session_id": sampler, "seq_id": seq, "prompt": prompt, "sampling_params": params}
+        return (await post(at, "asample", body)).json()
+
+    async def answered(at: str, future: Any) -> None:
+        async with asyncio.timeout(START_S):
+            while True:
+                answer = await post(at, "retrieve_future", {"request_id": future["request_id"]})
+                if answer.headers["content-type"] != "application/json":
+                    return
+                assert answer.json().get("type") == "try_again", answer.json()
+
+    async with AsyncExitStack() as stack:
+        async with command(data, "engine.extra_args.tokens-per-second=0.5") as (owner, main):
+            session = (await post(main, "create_session", {"tags": [], "sdk_version": "0.38.0"})).json()["session_id"]
+            made = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "sorter"}
+            sampler = (await post(main, "create_sampling_session", made)).json()["sampling_session_id"]
+            further = await stack.enter_async_context(
+                serving(Options(data=data, database=url, tenants=read_keys(None), name="further", hold_s=5.0))
+            )
+            futures = [await asked(main, sampler, seq) for seq in range(8)]
+            cut = await asked(further, sampler, 8)  # it has reached the engines too
+            database = Database(url)
+            async with Fleet.connect((await Sessions(database).fact("fleet"))["proxy_url"]) as fleet:
+                async with asyncio.timeout(START_S):
+                    while [e.stats.running for e in await fleet.engines() if e.stats] != [9]:  # noqa: ASYNC110
+                        await asyncio.sleep(0.1)
+            children = descendants(owner.pid)
+            owner.kill()
+            await asyncio.gather(*map(ended, children))
+            await database.close()
+        async with command(data) as (_, main):
+            await asyncio.gather(*(answered(main, future) for future in futures))
+            await answered(further, cut)
+            await answered(further, await asked(further, sampler, 9))

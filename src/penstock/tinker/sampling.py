@@ -7,16 +7,25 @@ import math
 import secrets
 from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
 from penstock import wire
-from penstock.aio import all_or_first_error
+from penstock.aio import all_or_first_error, cancelled
 from penstock.engine.client import LEAST_HASHED, Continuation
 from penstock.engine.partial import Partial, whole_of
-from penstock.errors import EngineDeadError, EngineError, EngineHTTPError, UserError, reading
+from penstock.errors import (
+    DeadlineError,
+    EngineDeadError,
+    EngineError,
+    EngineHTTPError,
+    StateError,
+    UserError,
+    reading,
+)
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.member import State
 from penstock.prefix_hash import prefix_hashes
@@ -33,6 +42,11 @@ LOADS = 8
 """An adapter that others keep evicting is loaded so often for one sample."""
 RECONNECTS = 2
 """Of one sample, where the owner of the fleet did not answer in time, or is another one now."""
+CONNECT_S, AGAIN_S = 60.0, 1.0
+"""How long an owner is waited for, as a service that starts again takes, and the time between two attempts.
+
+The main process ends with its owner long before: its samples stay pending, and run at the next start.
+"""
 LOAD_S = 120.0
 REQUEST_S = 6 * 3600.0
 NO_TOKEN, NO_LOGPROB = 0, -99999.0
@@ -64,23 +78,42 @@ class FleetLink:
         self._url = url
         self._fleet: Fleet | None = None
         self._left: list[Fleet] = []
-        self._opening = asyncio.Lock()
+        self._opening: asyncio.Task[Fleet] | None = None
         self._loading: dict[str, asyncio.Task[Any]] = {}
 
     async def fleet(self) -> Fleet:
-        """Return a client of the fleet, opened at the first call.
+        """Return a client of the fleet, opened at the first call; an owner that is gone is waited for.
 
         Raises:
             UserError: nobody has said where the fleet is.
-            EngineError: its owner cannot be reached.
+            EngineError, StateError: its owner cannot be reached.
         """
-        async with self._opening:
-            if self._fleet is None:
-                url = await self._url()
-                if url is None:
-                    raise EngineError("this service knows no engines: no process on its database has named a fleet")
-                self._fleet = await Fleet.connect(url, request_timeout_s=REQUEST_S)
+        if self._fleet is not None:
             return self._fleet
+        if self._opening is None:  # one for all samples that wait
+            self._opening = asyncio.create_task(self._connect(), name="tinker-connect")
+            self._opening.add_done_callback(self._opened)
+        return await asyncio.shield(self._opening)
+
+    async def _connect(self) -> Fleet:
+        end = asyncio.get_running_loop().time() + CONNECT_S
+        while True:
+            url = await self._url()  # a new owner's is another
+            if url is None:
+                raise EngineError("this service knows no engines: no process on its database has named a fleet")
+            try:
+                self._fleet = await Fleet.connect(url, request_timeout_s=REQUEST_S)
+            except (EngineDeadError, DeadlineError, StateError):
+                if asyncio.get_running_loop().time() >= end:
+                    raise
+                await asyncio.sleep(AGAIN_S)
+            else:
+                return self._fleet
+
+    def _opened(self, done: asyncio.Task[Fleet]) -> None:
+        self._opening = None
+        if not done.cancelled():
+            done.exception()  # whoever waited has it
 
     async def load(self, source: Source) -> None:
         """Put a saved adapter on the fleet, once for all requests that wait for it."""
@@ -97,16 +130,21 @@ class FleetLink:
 
     async def lost(self, fleet: Fleet) -> bool:
         """Return whether `fleet` is no use any more: its owner went, or hung. The next call connects anew."""
-        if self._fleet is fleet:
+        if self._fleet is not fleet:
+            return True
+        with suppress(EngineDeadError, DeadlineError, StateError):  # of an owner that is gone, hangs, or ends
             engines = await fleet.engines(stats=False)
             if any(engine.state not in {State.DEAD, State.STOPPED} for engine in engines):
                 return False
+        if self._fleet is fleet:
             self._fleet = None
             self._left.append(fleet)  # others may still wait for answers over it
         return True
 
     async def close(self) -> None:
         """Close the connections."""
+        if self._opening is not None:
+            await cancelled(self._opening)
         for fleet in [*self._left, *([] if self._fleet is None else [self._fleet])]:
             await fleet.teardown()
 
@@ -131,11 +169,13 @@ class Sampling:
             try:
                 answers = await self._answers(fleet, request, source)
                 return Outcome(request.response(answers).SerializeToString(), PROTO_TYPE)
-            except EngineDeadError:
-                if not left or not await self._link.lost(fleet):
+            except (EngineError, StateError) as error:
+                status = error.status if isinstance(error, EngineHTTPError) else None
+                theirs = status in {_BAD, _UNPROCESSABLE}
+                if left and not theirs and await self._link.lost(fleet):
+                    continue
+                if status is None:
                     raise
-            except EngineHTTPError as error:
-                theirs = error.status in {_BAD, _UNPROCESSABLE}
                 return Outcome(error=str(error), category="user" if theirs else "server")
         raise AssertionError("the last attempt returns or raises")
 
