@@ -22,7 +22,7 @@ from penstock.fleet.member import State
 from penstock.fleet.service import socket_of
 from penstock.sim.config import FaultKind
 from penstock.sim.server import SimServer
-from penstock.types import Sample
+from penstock.types import PauseMode, Sample
 from sim_verify import verify
 
 CONFIG = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
@@ -325,6 +325,16 @@ async def test_another_process_updates_pauses_and_waits_by_the_owner() -> None:
             assert sample.spans[0].adapter_version == 1
         await first.unload_adapter("x")
         assert not servers[1].engine.adapters.loaded
+
+
+@pytest.mark.parametrize("mode", [PauseMode.WAIT, PauseMode.ABORT])
+async def test_a_pause_of_one_adapter_refuses_a_mode_that_it_has_not(mode: PauseMode) -> None:
+    async with engines(1) as servers, connected(servers) as fleet, Fleet.connect(fleet.url) as other:
+        await Tenants(fleet, servers).update("x")
+        for caller in (fleet, other):
+            with pytest.raises(UserError, match=f"mode is {mode}, .* stop at a token and keep their tokens"):
+                await caller.pause_generation(mode, adapter="x")
+        assert not (await fleet.adapters())["x"].paused
 
 
 async def test_the_owners_socket_has_skyrls_paths() -> None:

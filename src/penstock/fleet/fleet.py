@@ -226,13 +226,20 @@ class Fleet(Engine):
             timeout_s: seconds after which the pause is given up and generation goes on. Default: of the mode `wait`,
                 which lasts as long as the longest request in flight, a request's deadline; else a control call's.
             adapter: pause the requests of this LoRA adapter alone (R25). They stop at a token, keep their tokens and
-                are computed again at resume, under the version that is in force then. All other requests go on.
+                are computed again at resume, under the version that is in force then. All other requests go on. `mode`
+                must be `keep`; `clear_cache` and `timeout_s` change nothing.
 
         Raises:
             StateError: already paused.
+            UserError: another mode than `keep` with `adapter`.
             DeadlineError: not within `timeout_s`.
         """
         if adapter is not None:
+            if PauseMode(mode) is not PauseMode.KEEP:
+                raise UserError(
+                    f"mode is {mode!s}, which one adapter's pause has not: its requests stop at a token and keep their "
+                    "tokens; leave mode out"
+                )
             await self._operations.adapters.pause(adapter)
             return
         await self._operations.pause(mode, clear_cache=clear_cache, timeout_s=timeout_s)
