@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from penstock.engine.client import Counters, DataClient
 from penstock.engine.interface import Engine
-from penstock.errors import StateError
+from penstock.errors import StateError, UserError
 from penstock.fleet.member import EngineStatus, State
 from penstock.fleet.roster import Admin, Roster
 from penstock.rooms import plugged_in
