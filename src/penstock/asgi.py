@@ -202,15 +202,22 @@ async def serving_app(
         listener.close()
 
 
-async def read_body(http: Request, most: int, refused: Callable[[int, str], PenstockError]) -> bytes:
+async def read_body(
+    http: Request,
+    most: int,
+    refused: Callable[[int, str], PenstockError],
+    take: Callable[[int], object] = bool,
+) -> bytes:
     """Return the whole body of a request, of at most `most` bytes.
 
-    `refused` makes the error of an HTTP status and a message: 413, 408 after `BODY_S` seconds, or 499.
+    `refused` makes the error of an HTTP status and a message: 413, 408 after `BODY_S` seconds, or 499. `take` is told
+    the size of each piece before it is kept, and raises where there is no room for it.
     """
     data = bytearray()
     try:
         async with asyncio.timeout(BODY_S):
             async for piece in http.stream():
+                take(len(piece))
                 data += piece
                 if len(data) > most:
                     raise refused(413, f"the body is over {most / (1 << 20):g} MiB")

@@ -6,6 +6,7 @@ import asyncio
 import sqlite3
 import threading
 import time
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from tinker_rig import KEY, OTHER_KEY, Rig, fleet_of, parts, rig, until
 
 from patience import WAIT_S
 from penstock.errors import ConfigError, UserError
-from penstock.tinker import futures
+from penstock.tinker import bodies, futures
 from penstock.tinker.api_process import serving
 from penstock.tinker.bodies import check_fields
 from penstock.tinker.database import Database, usage
@@ -314,6 +315,43 @@ async def test_bodies_may_be_packed_and_are_bounded(tmp_path: Path, monkeypatch:
         wide = {"user_metadata": {"a": "x" * (1 << 20)}, "model_id": model}
         for path in ("create_session", "optim_step", "get_info"):  # such JSON is read while all others wait
             assert "1 MiB" in (await service.post(path, wide, status=413))["error"]
+
+
+async def test_bodies_under_way_are_bounded_for_each_tenant_and_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "MOST_OF_TENANT", 1 << 20)
+    monkeypatch.setattr(bodies, "MOST_OF_PROCESS", 3 << 19)
+    budget = bodies.BodyBudget()
+    monkeypatch.setattr("penstock.tinker.api.BodyBudget", lambda: budget)
+    large, packed = bytes(700_000), zstandard.ZstdCompressor().compress(bytes(4 << 20))
+    async with rig(tmp_path) as service:
+
+        async def send(data: Any, key: str = KEY, **more: str) -> int:
+            url, headers = "/api/v1/forward_backward", {"X-API-Key": key, "Content-Type": "application/x-protobuf"}
+            return (await service.http.post(url, content=data, headers=headers | more)).status_code
+
+        async def slow(hold: asyncio.Event) -> AsyncIterator[bytes]:
+            yield large
+            await hold.wait()
+
+        assert len(packed) < 1000
+        assert await send(packed, **{"Content-Encoding": "zstd"}) == 429
+        assert await send(large) == 400, "what was taken is given back"
+        mine, theirs = asyncio.Event(), asyncio.Event()
+        async with asyncio.timeout(WAIT_S):
+            first = asyncio.create_task(send(slow(mine)))
+            await until(lambda: budget._used["alice"] > 600_000)
+            assert await send(large) == 429
+            assert await send(large, OTHER_KEY) == 400
+            second = asyncio.create_task(send(slow(theirs), OTHER_KEY))
+            await until(lambda: budget._used["robert"] > 600_000)
+            assert await send(bytes(400_000), OTHER_KEY) == 429, "robert may have as much, all together may not"
+            await service.session()
+            mine.set()
+            theirs.set()
+            assert [await first, await second] == [400, 400]
+            assert await send(large) == 400
 
 
 async def test_futures_outlive_the_process(tmp_path: Path) -> None:

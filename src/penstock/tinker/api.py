@@ -15,7 +15,7 @@ from starlette.routing import Route
 from penstock.errors import PenstockError, StateError, UserError
 from penstock.guard import cross_site
 from penstock.tinker import requests as body
-from penstock.tinker.bodies import MOST_BODY, RefusedError, most_of_sample, read_body, training_request
+from penstock.tinker.bodies import MOST_BODY, BodyBudget, RefusedError, most_of_sample, read_body, training_request
 from penstock.tinker.checkpoints import MissingError, TinkerPath, as_json
 from penstock.tinker.futures import SAMPLE, GoneError, Operation
 from penstock.tinker.quotas import QuotaError
@@ -100,13 +100,16 @@ class _Calls:
 
     def __init__(self, state: ServiceState) -> None:
         self._state = state
+        self._bodies = BodyBudget()
 
     def guarded(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         """Let tenants pass, and answer errors as the SDK reads them."""
 
         async def handle(http: Request) -> Response:
             try:
-                return await handler(http, self._tenant(http))
+                tenant = self._tenant(http)
+                with self._bodies.of(tenant.name) as http.state.take:
+                    return await handler(http, tenant)
             except RefusedError as error:
                 return error_answer(str(error), error.status)
             except GoneError:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
+import threading
+from collections import Counter
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import zstandard
@@ -10,6 +13,7 @@ from google.protobuf.message import DecodeError
 from starlette.requests import Request
 
 from penstock import asgi
+from penstock.aio import in_thread
 from penstock.errors import UserError
 from penstock.tinker.schema import pb
 
@@ -21,6 +25,10 @@ TOKEN_BYTES, SAMPLE_BYTES = 16, 1 << 16
 """Of a token's id in JSON, and of all else in a request to sample."""
 SMALL = 1 << 16
 """Bytes of training data that are parsed at once; more are parsed in a thread."""
+MOST_OF_TENANT, MOST_OF_PROCESS = 2 * MOST_BODY, 8 * MOST_BODY
+"""Bytes of bodies under way: one of the largest fits as it came and unpacked, and four tenants may send such."""
+_PIECE = 1 << 20
+"""Bytes that are unpacked before they are counted."""
 
 
 class RefusedError(UserError):
@@ -31,6 +39,46 @@ class RefusedError(UserError):
         self.status = status
 
 
+class BodyBudget:
+    """Counts the bytes of bodies that are read, unpacked or parsed, of each tenant and of the process.
+
+    The first `SMALL` bytes of a request are free: small requests pass while large ones fill the process.
+    """
+
+    def __init__(self) -> None:
+        self._used: Counter[str] = Counter()
+        self._lock = threading.Lock()  # bodies are unpacked in threads
+
+    @contextmanager
+    def of(self, tenant: str) -> Generator[Callable[[int], None]]:
+        """Give what counts more bytes of one request; all are given back when the block ends.
+
+        What it gives raises RefusedError where there is no room: the SDK waits and sends the request again.
+        """
+        size = held = 0
+
+        def take(more: int) -> None:
+            nonlocal size, held
+            with self._lock:
+                charged = max(size + more - SMALL, 0) - held
+                for whose, used, most in (
+                    ("your", self._used[tenant], MOST_OF_TENANT), ("all", self._used.total(), MOST_OF_PROCESS)
+                ):  # fmt: skip
+                    if charged and used + charged > most:
+                        raise RefusedError(
+                            f"{whose} requests under way fill {most / (1 << 20):g} MiB; wait for them", 429
+                        )
+                self._used[tenant] += charged
+                size, held = size + more, held + charged
+
+        try:
+            yield take
+        finally:
+            with self._lock:
+                self._used[tenant] -= held
+                self._used += Counter()  # drops the tenants that have nothing under way
+
+
 def most_of_sample(context: int | None) -> int:
     """Return the bytes that a request to sample may have."""
     return MOST_BODY if context is None else SAMPLE_BYTES + context * TOKEN_BYTES
@@ -39,7 +87,7 @@ def most_of_sample(context: int | None) -> int:
 async def training_request(http: Request) -> tuple[bytes, Any]:
     """Return the body and the message of a request with training data. UserError: it is malformed, or too large."""
     data = await read_body(http, MOST_BODY)
-    return data, _parsed(data) if len(data) <= SMALL else await asyncio.to_thread(_parsed, data)
+    return data, _parsed(data) if len(data) <= SMALL else await in_thread(lambda: _parsed(data))
 
 
 def _parsed(data: bytes) -> Any:
@@ -52,25 +100,29 @@ def _parsed(data: bytes) -> Any:
 
 async def read_body(http: Request, most: int = MOST_JSON) -> bytes:
     """Return the whole body. RefusedError: it is too large, does not come, or cannot be unpacked."""
-    data = await asgi.read_body(http, most, lambda status, why: RefusedError(why, status))
+    take: Callable[[int], None] = http.state.take
+    data = await asgi.read_body(http, most, lambda status, why: RefusedError(why, status), take)
     encoding = http.headers.get("content-encoding", "identity")
     if encoding == "identity":
         return data
     if encoding != "zstd":
         raise RefusedError(f"Content-Encoding {encoding[:40]!r} is not known; send zstd or none", 415)
-    return await asyncio.to_thread(_unpacked, data, most)
+    return await in_thread(lambda: _unpacked(data, most, take))
 
 
-def _unpacked(data: bytes, most: int) -> bytes:
+def _unpacked(data: bytes, most: int, take: Callable[[int], None]) -> bytes:
+    unpacked = bytearray()
     unpacker = zstandard.ZstdDecompressor(max_window_size=1 << 27)
     try:
         with unpacker.stream_reader(data, read_across_frames=True) as reader:
-            unpacked = reader.read(most + 1)
+            while len(unpacked) <= most and (piece := reader.read(_PIECE)):
+                take(len(piece))
+                unpacked += piece
     except zstandard.ZstdError as error:
         raise RefusedError(f"the body is no zstd: {error}", 400) from error
     if len(unpacked) > most:
         raise RefusedError(f"the unpacked body is over {most / (1 << 20):g} MiB", 413)
-    return unpacked
+    return bytes(unpacked)
 
 
 # --- fields of training data -----------------------------------------------------------------------------------------
