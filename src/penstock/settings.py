@@ -210,7 +210,8 @@ class RouterConfig(Section):
     max_held: Positive = 100_000
     """Most requests that wait for a gate, an engine, or room on one."""
     max_held_bytes: Positive = 4 * 2**30
-    """Most bytes kept of requests that wait or come in pieces, until their answers begin; then 503."""
+    """Most bytes kept of requests that wait or come in pieces, until their answers begin; then 503. They take up to 1.2
+    times that of memory, since a body that comes in pieces grows ahead."""
     max_header_bytes: Positive = 65_536
     max_body_bytes: Positive = 256 * 2**20
     header_timeout_s: Seconds = 20.0

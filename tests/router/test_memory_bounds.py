@@ -6,7 +6,8 @@ import asyncio
 import tracemalloc
 
 import pytest
-from router_rig import answer_name, eventually, request, rig
+import uvloop
+from router_rig import Backend, Seen, answer_name, eventually, reply, request, rig
 
 from penstock import process
 
@@ -102,6 +103,38 @@ async def test_a_body_in_tiny_pieces_takes_no_more_than_its_bytes() -> None:
             client.connection_lost(None)
         assert kept < 3 * pieces
         assert r.router.dispatcher.gate.held_bytes == 0
+
+
+def test_a_long_body_is_kept_once() -> None:
+    size, piece = 32 * MB, b"x" * MB
+    reads = asyncio.Event()
+
+    async def deaf(backend: Backend, seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:  # noqa: ARG001
+        await reads.wait()
+        left = size
+        while left:
+            data = await reader.read(MB)
+            assert data.strip(b"x") == b""
+            left -= len(data)
+        writer.write(reply(b"read"))
+
+    async def run() -> None:
+        async with rig(deaf, read_bodies=False) as r:
+            client = await r.client()
+            tracemalloc.start()
+            try:
+                await client.send(request(headers=f"Content-Length: {size}\r\n"))
+                for _ in range(size // MB):
+                    await client.send(piece)
+                await asyncio.wait_for(r.backends[0].arrived.wait(), 60)
+                _, most = tracemalloc.get_traced_memory()
+            finally:
+                tracemalloc.stop()
+            assert size < most < 1.5 * size
+            reads.set()
+            assert (await client.receive()).body == b"read"
+
+    uvloop.run(run())  # as a router's process does
 
 
 async def test_strangers_give_way_where_descriptors_run_short(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,9 @@ from penstock.router.http import (
     parse_response,
 )
 
+_LONG = 65_536
+"""Bytes of a body from which on it is not copied to go out with its head."""
+
 
 class Exchange(Waiter, ConnectionUser):
     """The life of one request."""
@@ -104,7 +107,11 @@ class Exchange(Waiter, ConnectionUser):
         self._answer = Answer(self.request)
         connection.user = self
         head = self.request.to_engine(len(self._body), connection.backend.fields)
-        connection.transport.write(b"".join((head, self._body)))
+        if len(self._body) < _LONG:
+            connection.transport.write(b"".join((head, self._body)))
+        else:
+            connection.transport.write(head)
+            connection.transport.write(self._body)  # uvloop keeps it as it is until it has gone out
         return True
 
     def not_connected(self, error: OSError | None) -> None:
