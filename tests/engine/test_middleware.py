@@ -215,6 +215,7 @@ async def test_one_core_has_a_port_where_there_is_a_key(
 async def test_info_says_what_the_engine_is_and_warms_it_up_once(monkeypatch) -> None:
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     monkeypatch.setenv(INSTANCE_VARIABLE, "1f")
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
     cores, middleware = Cores(), PenstockMiddleware(behind)
     cores.label = "3"
     said = await middleware._info([], cores, b"")
@@ -226,6 +227,15 @@ async def test_info_says_what_the_engine_is_and_warms_it_up_once(monkeypatch) ->
     cores.vllm_config.model_config.logprobs_mode, cores.label = "raw_logprobs", "4"
     said = await middleware._info([], cores, b"")
     assert (said["logprobs_mode"], said["kv_kept"]) == ("raw_logprobs", False)
+
+
+@pytest.mark.parametrize("dev_mode", [None, "0"])
+async def test_native_transfer_is_not_reported_without_its_routes(dev_mode: str | None, monkeypatch) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    monkeypatch.delenv("VLLM_SERVER_DEV_MODE", raising=False)
+    if dev_mode is not None:
+        monkeypatch.setenv("VLLM_SERVER_DEV_MODE", dev_mode)
+    assert (await info(Cores(), []))["weight_transfer"] is None
 
 
 async def test_every_core_has_loaded_before_one_goes_on() -> None:

@@ -100,7 +100,7 @@ class PenstockMiddleware:
             "logprobs_mode": config.model_config.logprobs_mode,
             # On CPUs vLLM answers that it sleeps, and frees nothing.
             "sleep": config.model_config.enable_sleep_mode and config.device_config.device_type != "cpu",
-            "weight_transfer": getattr(config.weight_transfer_config, "backend", None),
+            "weight_transfer": getattr(config.weight_transfer_config, "backend", None) if _has_dev_mode() else None,
             "lora": config.lora_config is not None and _takes_adapters(),
             "control_port": await self._control_port(engine, keys),
         }
@@ -135,6 +135,11 @@ def _keys(scope: Scope) -> list[str]:
 def _takes_adapters() -> bool:
     """Whether vLLM lets adapters come while it runs, read as it does (`vllm.envs`)."""
     return os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0").strip().lower() in {"1", "true"}
+
+
+def _has_dev_mode() -> bool:
+    """Whether vLLM has its routes of native weight transfer, read as it does."""
+    return bool(int(os.environ.get("VLLM_SERVER_DEV_MODE", "0")))
 
 
 def _vllm_version() -> str:
