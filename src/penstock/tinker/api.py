@@ -107,6 +107,7 @@ class _Calls:
 
         async def handle(http: Request) -> Response:
             try:
+                await self._state.tenants.refresh()
                 tenant = self._tenant(http)
                 with self._bodies.of(tenant.name) as http.state.take:
                     return await handler(http, tenant)

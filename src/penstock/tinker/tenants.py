@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from penstock import config
-from penstock.errors import ConfigError, whole_number
+from penstock.errors import ConfigError, reading, whole_number
 
 logger = logging.getLogger(__name__)
 
 MOST_QUEUED, MOST_BYTES = 8192, 4 << 30
 MOST_SESSIONS, MOST_MODELS = 1024, 64
 LIMITS = ("max_queued", "max_bytes", "max_sessions", "max_models")
+SETTLED_S = 1.0
+"""A keys file that has changed is read when it has stayed the same for so long: before, it may be half written."""
 PREFIX = "tml-"
 """The SDK refuses keys that begin otherwise."""
 
@@ -48,13 +52,14 @@ class Tenants:
 
     Args:
         tenants: all of them.
-        file: that they were read from, and is read again at the first request after it has changed.
+        file: that they were read from, and is read again, in a thread, when it has changed.
     """
 
     def __init__(self, tenants: Sequence[Tenant], file: Path | None = None) -> None:
         self._tenants = tenants
         self._file = file
         self._stamp: tuple[int, ...] | None = None
+        self._reading = asyncio.Lock()
         self.open = any(tenant.key is None for tenant in tenants)
         """Any key will do."""
 
@@ -64,21 +69,34 @@ class Tenants:
 
     def of(self, key: str | None) -> Tenant | None:
         """Return the tenant of a key, compared in constant time; None if there is none."""
-        if self._file is not None and (stamp := _stamp(self._file)) != self._stamp:
-            self._stamp = stamp
-            self._read_again(self._file)
         given, found = (key or "").encode(), None
         for tenant in self._tenants:
             if key and (tenant.key is None or hmac.compare_digest(given, tenant.key.encode())):
                 found = tenant
         return found
 
-    def _read_again(self, file: Path) -> None:
+    async def refresh(self) -> None:
+        """Read the file again if it has changed and settled; a bad one leaves the tenants as they were."""
+        if self._file is None or not self._has_settled(_stamp(self._file)):
+            return
+        async with self._reading:
+            if self._has_settled(stamp := _stamp(self._file)):
+                await self._read_again(self._file, stamp)
+
+    def _has_settled(self, stamp: tuple[int, ...] | None) -> bool:
+        # One from the future is another clock's.
+        return stamp != self._stamp and not (stamp and 0 <= time.time_ns() - max(stamp[:2]) < SETTLED_S * 1e9)
+
+    async def _read_again(self, file: Path, stamp: tuple[int, ...] | None) -> None:
         try:
-            tenants = _tenants_of(file)
+            tenants = await asyncio.to_thread(_tenants_of, file)
         except ConfigError as error:
+            self._stamp = stamp
             logger.warning("the tenants stay as they were: %s", error)
             return
+        if _stamp(file) != stamp:  # it was written meanwhile
+            return
+        self._stamp = stamp
         if tenants != self._tenants:
             self._tenants = tenants
             logger.info("%s has changed; the tenants are %s", file, ", ".join(tenant.name for tenant in tenants))
@@ -94,7 +112,11 @@ def read_keys(file: Path | None) -> Tenants:
 
 
 def _tenants_of(file: Path) -> list[Tenant]:
-    tenants = [_tenant(name, values) for name, values in config.read_keys(file, "--keys").items()]
+    if _stamp(file) is not None and not file.is_file():  # to open a FIFO would wait for ever
+        raise ConfigError(f"--keys {file} is no regular file; give one, of mode 0600")
+    # YAML that is nested too deeply, a number of 5,000 digits, a name that does not encode
+    with reading(f"--keys {file}", ConfigError):
+        tenants = [_tenant(name, values) for name, values in config.read_keys(file, "--keys").items()]
     if len({tenant.key for tenant in tenants}) < len(tenants):
         raise ConfigError(f"--keys {file} gives one key to two tenants")
     return tenants
@@ -128,8 +150,11 @@ def _tenant(name: str, given: object) -> Tenant:
             f"tenant {name} has the unknown {', '.join(map(str, unknown))}; known: {', '.join(('key', *LIMITS))}"
         )
     key = values.pop("key", None)
-    if not isinstance(key, str) or not key.startswith(PREFIX) or len(key) < 12:  # noqa: PLR2004
-        raise ConfigError(f"tenant {name} needs a key that begins with {PREFIX} and has at least 12 characters")
+    if not isinstance(key, str) or not key.startswith(PREFIX) or len(key) < 12 or not key.isascii():  # noqa: PLR2004
+        raise ConfigError(
+            f"tenant {name} needs a key that begins with {PREFIX} and has at least 12 characters, of ASCII"
+        )
+    name.encode()
     for limit, most in values.items():
         whole_number(most, f"{limit} of tenant {name}", least=1, error=ConfigError)
     return Tenant(name, key, **values)
