@@ -64,7 +64,10 @@ class _Outcome(Generic[T]):
 
 
 async def settled(work: Awaitable[T], event: Coroutine[Any, Any, object]) -> asyncio.Future[T]:
-    """Run `work` to its end, or until `event` returns; returns its future, which is cancelled in the latter case."""
+    """Run `work` to its end, or until `event` returns; returns its future, which is cancelled in the latter case.
+
+    What `event` raises in that time ends `work` too, and is raised.
+    """
     working, watching = asyncio.ensure_future(work), asyncio.create_task(event)
     tasks = (working, watching)
     try:
@@ -73,6 +76,8 @@ async def settled(work: Awaitable[T], event: Coroutine[Any, Any, object]) -> asy
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
+    if working.cancelled() and not watching.cancelled():
+        watching.result()
     return working
 
 

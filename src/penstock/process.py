@@ -127,7 +127,8 @@ class ChildProcess:
         self._scratch = scratch
         self._shared: set[Path] = set()
         """Named shared memory that it had."""
-        self._earlier = earlier
+        self.earlier = earlier
+        """Bytes of its log that were there before it."""
         self._lifeline_fd = lifeline_fd
         self._reaper = asyncio.create_task(self._reap(), name=f"reap-{name}")
 
@@ -253,7 +254,7 @@ class ChildProcess:
     def said(self, most: int = 1 << 62) -> str:
         """Return what it has written to its log, without what was there before; of that the last `most` bytes."""
         with self.log.open("rb") as log:
-            log.seek(max(self._earlier, log.seek(0, os.SEEK_END) - most))
+            log.seek(max(self.earlier, log.seek(0, os.SEEK_END) - most))
             return log.read().decode(errors="replace")
 
     def says(self) -> str:

@@ -36,7 +36,7 @@ REACH_S = 5.0
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """A Ray that may not be part of a larger cluster, as on systems where it has none, listens on loopback only."""
 
-REFUSED, POLL_S = "InvalidAuthToken", 0.5
+REFUSED, POLL_S = b"InvalidAuthToken", 0.5
 """What Ray's log says of a token, and the time between two looks at it."""
 
 MARGIN_S = 30.0
@@ -80,9 +80,19 @@ class Driver(CallClient):
             raise EngineDeadError(f"the process that drives Ray failed: {said or error}") from error
 
     async def token_refused(self) -> None:
-        """Return once the cluster has refused our token: Ray tells its log so, and tries again for a minute or more."""
-        while REFUSED not in self.child.said():  # noqa: ASYNC110 - a file sends no event
-            await asyncio.sleep(POLL_S)
+        """Return once the cluster has refused our token: Ray tells its log so, and tries again for a minute or more.
+
+        ConfigError: the log cannot be read.
+        """
+        said = b""
+        try:
+            with self.child.log.open("rb") as log:
+                log.seek(self.child.earlier)
+                while REFUSED not in said:
+                    await asyncio.sleep(POLL_S)
+                    said = said[-len(REFUSED) :] + log.read()
+        except OSError as error:
+            raise ConfigError(f"Ray's log {self.child.log} cannot be read: {error.strerror}") from error
 
 
 class RayEngine:
