@@ -120,6 +120,8 @@ async def test_a_quota_counts_over_all_processes_and_in_bytes(tmp_path: Path) ->
     tenants = Tenants([Tenant("alice", KEY, max_bytes=4000), Tenant("robert", OTHER_KEY, max_queued=4)])
     async with rig(tmp_path, tenants=tenants) as service, service.second() as second:
         model, big = await service.model(OTHER_KEY), await service.model(KEY)
+        too_large = await service.post("optim_step", {"model_id": big, "seq_id": 9, "more": "x" * 4000}, status=400)
+        assert "and all of yours together may have 4000 (max_bytes)" in too_large["error"]
         service.learner.hold = asyncio.Event()
         body = {"model_id": model, "adam_params": {"learning_rate": 1.0}}
         for seq in range(1, 5):
@@ -183,6 +185,11 @@ async def test_what_cannot_run_is_a_failed_future_that_says_why(tmp_path: Path) 
             ("create_model", body, "trains sorter"),
             ("create_model", body | {"base_model": "sorter", "lora_config": None, "model_seq_id": 2}, "LoRA alone"),
             ("optim_step", {"model_id": model, "seq_id": 1}, "adam_params"),
+            (
+                "save_weights_for_sampler",
+                {"model_id": model, "sampling_session_seq_id": 1 << 64},
+                "sampling_session_seq_id",
+            ),
             ("save_weights", {"model_id": model, "seq_id": 2, "path": "../x"}, "a checkpoint's name"),
             ("save_weights", {"model_id": model, "seq_id": 3, "ttl_seconds": 1}, "ttl_seconds"),
             ("load_weights", {"model_id": model, "seq_id": 4, "path": "/etc/passwd", "optimizer": True}, "no path"),
@@ -202,6 +209,13 @@ async def test_what_cannot_run_is_a_failed_future_that_says_why(tmp_path: Path) 
                 "sorter",
             ),
             ("asample", {"prompt": {}}, "needs sampling_session_id"),
+            (
+                "create_model",
+                body | {"user_metadata": {"a": [1 << 70]}},
+                "user_metadata: Value error, it cannot be kept",
+            ),
+            ("create_session", {"user_metadata": {"a": 1 << 70}}, "Integer exceeds 64-bit range"),
+            ("optim_step", {"model_id": model, "seq_id": 1 << 64}, "seq_id: Input should be less than"),
             ("forward_backward", {"model_id": model}, "no ForwardBackwardRequest"),
             ("create_model", body | {"lora_config": {"rank": 4, "seed": 1 << 64}}, "lora_config.seed: Input should be"),
         ):

@@ -202,3 +202,16 @@ async def test_a_creation_that_fails_is_no_training_run(tmp_path: Path) -> None:
         found = await service.get("training_runs")
         assert [run["training_run_id"] for run in found["training_runs"]] == [model]
         assert (await service.get(f"sessions/{session}"))["training_run_ids"] == [model]
+
+
+async def test_a_model_that_was_never_saved_is_said_to_start_anew(tmp_path: Path) -> None:
+    async with mortal(tmp_path) as (service, life):
+        model = await service.model()
+        await service.result(await service.step(model, 1))
+        await life.aclose()
+        later = await service.step(model, 2)
+        await reborn(service, life, model)
+        failed = await service.result(later)
+        assert (
+            "was never saved by save_state: it starts anew, at step 0; its state at step 1 is lost" in failed["error"]
+        )

@@ -121,6 +121,11 @@ async def test_a_failure_is_an_answer_with_its_category(operations: Operations, 
     assert failed == {"error": "optim_step failed in the learner: RuntimeError: no memory", "category": "server"}
     for kind, body, message in (
         ("optim_step", b'{"optimizer_params": {"type": "dimuon"}}', "optimizer 'dimuon' is not supported"),
+        (
+            "optim_step",
+            b'{"adam_params": {"learning_rate": null}}',
+            "adam_params.learning_rate is a finite number, got null",
+        ),
         ("optim_step", b'{"adam_params": {"momentum": 1}}', "malformed optim_step request"),
         ("optim_step", b"[", "not JSON"),
         ("create_model", b'{"lora_config": {"rank": 64}}', "rank 64 is more than the engines of this service take"),

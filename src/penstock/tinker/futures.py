@@ -188,10 +188,15 @@ class Futures:
             False if it was accepted before, so that it runs once.
 
         Raises:
-            QuotaError: the tenant has to wait.
+            QuotaError: the tenant has to wait. UserError: it would wait for ever.
         """
         runs, size = executor or self.executor, len(operation.body)
         limits = tenant or Tenant(operation.tenant, max_queued=LARGEST, max_bytes=LARGEST)
+        if size > limits.max_bytes:
+            raise UserError(
+                f"this request has {size} bytes, and all of yours together may have {limits.max_bytes} (max_bytes); "
+                "send it in smaller parts"
+            )
         row = _row(operation, runs, state=PENDING, body=operation.body, size=size)
 
         def work(connection: Connection) -> int | str | None:

@@ -327,7 +327,11 @@ class Operations:
         if (other := values.get("optimizer_params")) is not None:
             _refuse_optimizer(other)
         with reading("optim_step request"):
-            adam = AdamSpec(**{name: float(value) for name, value in values["adam_params"].items()})
+            given: dict[str, Any] = values["adam_params"]
+            for name, value in given.items():
+                if type(value) not in {int, float}:  # JSON has no NaN: clients send null for it
+                    raise UserError(f"adam_params.{name} is a finite number, got {orjson.dumps(value).decode()[:80]}")
+            adam = AdamSpec(**{name: float(value) for name, value in given.items()})
         grad_norm = await self._in_thread(lambda: self.models.step(model, adam))
         return Answer.of_json({"metrics": {"grad_norm:mean": grad_norm}})
 

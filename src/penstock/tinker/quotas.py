@@ -23,8 +23,7 @@ _CHARGE = (
     .values(queued=_u.queued + bindparam("operations"), bytes=_u.bytes + bindparam("more"))
 )
 _TAKE = _CHARGE.where(
-    (_u.queued < bindparam("most_queued"))
-    & ((_u.bytes == 0) | (_u.bytes + bindparam("more") <= bindparam("most_bytes")))
+    (_u.queued < bindparam("most_queued")) & (_u.bytes + bindparam("more") <= bindparam("most_bytes"))
 )
 
 

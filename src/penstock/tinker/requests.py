@@ -4,15 +4,29 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+import orjson
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from penstock.errors import UserError
+from penstock.errors import LARGEST, UserError
 
 MOST_ID = 999_999_999
 """Of the ids that paths hold."""
 MOST_INT = (1 << 31) - 1
 """Of numbers that go to the engines."""
 LEAST_TTL_S, MOST_TTL_S = 3600, 10 * 366 * 24 * 3600
+
+
+def _storable(values: dict[str, Any]) -> dict[str, Any]:
+    try:
+        orjson.dumps(values)
+    except orjson.JSONEncodeError as error:
+        raise ValueError(f"it cannot be kept: {error}") from None
+    return values
+
+
+Stored = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
+Values = Annotated[dict[str, Any], AfterValidator(_storable)]
+"""Of the client's choice; what we cannot write again is refused."""
 
 
 class Body(BaseModel):
@@ -41,7 +55,7 @@ class CreateSession(Body):
     """`create_session`."""
 
     tags: list[str] = Field(default_factory=list[str])
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Values | None = None
     sdk_version: str = ""
     project_id: str | None = None
     display_name: str | None = None
@@ -76,16 +90,16 @@ class CreateModel(Body):
     session_id: str
     model_seq_id: int = Field(ge=0, le=MOST_ID)
     base_model: str
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Values | None = None
     lora_config: LoraConfig | None = None
-    optimizer_config: dict[str, Any] = Field(default_factory=lambda: {"type": "adamw"})
+    optimizer_config: Values = Field(default_factory=lambda: {"type": "adamw"})
 
 
 class ModelBody(Body):
     """An operation on a model; also `get_info`."""
 
     model_id: str
-    seq_id: int | None = None
+    seq_id: Stored | None = None
 
 
 class SaveWeights(ModelBody):
@@ -100,7 +114,7 @@ class SaveWeights(ModelBody):
 class SaveForSampler(SaveWeights):
     """`save_weights_for_sampler`."""
 
-    sampling_session_seq_id: int | None = Field(default=None, ge=0)
+    sampling_session_seq_id: int | None = Field(default=None, ge=0, le=LARGEST)
     kind: Literal["snapshot", "inflight"] = "snapshot"
 
 
@@ -108,14 +122,14 @@ class LoadWeights(Body):
     """`load_weights`: into a model that is there, or as the first request of a new one."""
 
     model_id: str | None = None
-    seq_id: int | None = None
+    seq_id: Stored | None = None
     session_id: str | None = None
     model_seq_id: int | None = Field(default=None, ge=0, le=MOST_ID)
     base_model: str | None = None
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Values | None = None
     path: str
     optimizer: bool
-    optimizer_config: dict[str, Any] | None = None
+    optimizer_config: Values | None = None
     weights_access_token: str | None = None
 
 
@@ -123,7 +137,7 @@ class CreateSampler(Body):
     """`create_sampling_session`."""
 
     session_id: str
-    sampling_session_seq_id: int = Field(ge=0)
+    sampling_session_seq_id: int = Field(ge=0, le=LARGEST)
     base_model: str | None = None
     model_path: str | None = None
 
@@ -174,7 +188,7 @@ class SampleAddress(Body):
     """What names the future of an `asample`; also `join_sampling_session`."""
 
     sampling_session_id: str | None = None
-    seq_id: int | None = None
+    seq_id: Stored | None = None
     num_samples: int = 1
 
 

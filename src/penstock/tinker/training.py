@@ -66,7 +66,7 @@ class _Lane:
 class Training:
     """Runs the operations of each model one after another; those of several models side by side.
 
-    If the learner dies, it comes back with each model as it was last saved. A model that lost something by it fails
+    If the learner dies, it comes back with each model as last saved or made. A model that lost something by it fails
     its operations with the reason, until the client has fetched one of these failures. Later ones go on from what was
     restored.
     """
@@ -282,8 +282,8 @@ class Training:
     async def _note_death(self, model: str, error: EngineDeadError) -> str:
         """Mark the model whose operation was cut; returns the reason."""
         reason = (
-            f"{error}. The model goes on from its last save; what came after it is lost. Save more often, or repeat "
-            "the steps since the last save"
+            f"{error}. The model goes on from its last save_state or load, or anew if it had none; what came after is "
+            "lost. Call save_state more often, or repeat the steps since then"
         )
         await self._database.run(_changed(model, lost=reason, lost_at=time.time()))
         return reason
@@ -368,9 +368,11 @@ def _compare(connection: Connection, incarnation: str, held: Mapping[str, Mappin
             _changed(row.id, live=False, lost=reason, lost_at=now)(connection)
         elif row.lost is not None or row.gradient or int(there.get("steps", -1)) != row.steps:
             steps = int(there.get("steps", 0))
+            never = "was never saved by save_state: it starts anew"
+            now_is = never if there.get("saved") is None else "is again as its last save_state or load left it"
             reason = row.lost or (
-                f"the learner was started again. Model {row.id} is again as it was last saved, at step {steps}; "
-                f"its state at step {row.steps} is lost"
+                f"the learner was started again. Model {row.id} {now_is}, at step {steps}; its state at step "
+                f"{row.steps} is lost"
             )
             _changed(row.id, steps=steps, gradient=False, lost=reason, lost_at=row.lost_at or now)(connection)
     return there_are
