@@ -217,7 +217,8 @@ async def assemble(
         paused=roster.members[0].info.paused,
     )
     supervisor = Supervisor(roster, admit=operations.admit, mend=operations.mend, fleet=fleet)
-    _watch(router, roster, supervisor, owned, fleet)
+    owned.push_async_callback(supervisor.stop)
+    _watch(router, roster, supervisor, fleet)
     data.http.suspect = supervisor.probe_all
     elastic = plugged_in("elastic")(roster, operations, supervisor, fleet, engines=engines, attached=attached)
     owned.push_async_callback(elastic.close)
@@ -225,10 +226,7 @@ async def assemble(
     return Fleet(router.url, roster, operations, elastic, data, owned.pop_all(), endpoint)
 
 
-def _watch(
-    router: OpenRouter, roster: Roster, supervisor: Supervisor, owned: AsyncExitStack, fleet: FleetConfig
-) -> None:
-    owned.push_async_callback(supervisor.stop)
+def _watch(router: OpenRouter, roster: Roster, supervisor: Supervisor, fleet: FleetConfig) -> None:
     for member in roster.members:
         supervisor.watch(member)
     if router.guard is not None:
