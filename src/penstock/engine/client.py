@@ -186,6 +186,18 @@ class DataClient:
         end = self._end() if end is None else end
         return str((await self._asked("/detokenize", {"tokens": list(token_ids)}, end))["prompt"])
 
+    def headers_of(
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        session_id: SessionId | None = None,
+        group_id: str | None = None,
+    ) -> dict[str, str]:
+        """Return what a router can place a request by."""
+        hashed = self.routed and len(token_ids) >= LEAST_HASHED
+        hashes = plugged_in("prefix_hashes")(token_ids) if hashed else None
+        return wire.request_headers(len(token_ids), params, session_id, group_id=group_id, prefix_hashes=hashes)
+
     async def close(self) -> None:
         """Close the connections for good; requests in flight fail and are not sent again."""
         await self.http.end()
@@ -204,9 +216,7 @@ class DataClient:
         if self.unreported is not None:
             self.unreported.check(params)
         end = self._end()
-        hashed = self.routed and len(token_ids) >= LEAST_HASHED
-        hashes = plugged_in("prefix_hashes")(token_ids) if hashed else None
-        headers = wire.request_headers(len(token_ids), params, session_id, group_id=group_id, prefix_hashes=hashes)
+        headers = self.headers_of(token_ids, params, session_id, group_id)
         body = wire.generate_body(token_ids, params, adapter=adapter)
         request = Continuation(self, GENERATE, body, headers=headers, timeout_s=self.request_timeout_s)
         answer = await request.answer()

@@ -15,7 +15,7 @@ import orjson
 
 from penstock import wire
 from penstock.aio import all_or_first_error, cancelled
-from penstock.engine.client import LEAST_HASHED, Continuation
+from penstock.engine.client import Continuation
 from penstock.engine.partial import Partial, whole_of
 from penstock.errors import (
     DeadlineError,
@@ -28,7 +28,6 @@ from penstock.errors import (
 )
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.member import State
-from penstock.prefix_hash import prefix_hashes
 from penstock.tinker.futures import Operation, Outcome
 from penstock.tinker.requests import SampleBody
 from penstock.tinker.schema import PROTO_TYPE, pb
@@ -197,10 +196,7 @@ class Sampling:
 
 async def _ask(fleet: Fleet, request: _Request, adapter: str | None, index: int, group: str | None) -> _Answer:
     body = request.body(index, adapter)
-    headers = wire.request_headers(
-        len(request.prompt), request.params, None, group_id=group,
-        prefix_hashes=prefix_hashes(request.prompt) if len(request.prompt) >= LEAST_HASHED else None,
-    )  # fmt: skip
+    headers = fleet.data.headers_of(request.prompt, request.params, group_id=group)
     sent = Continuation(fleet.data, wire.GENERATE, body, headers=headers, timeout_s=REQUEST_S)
     answer = await fleet.while_serving(sent.answer())
     return _Answer(sent.partials.get(0), wire.padded(answer.spans or (), 1)[0], answer.body)
