@@ -119,8 +119,9 @@ async def test_a_service_that_is_started_again_has_what_was_saved(tmp_path: Path
         await call(close_clients)
 
 
-async def test_samples_in_flight_when_the_owner_is_killed_are_answered_by_the_next_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGINT])
+async def test_samples_in_flight_when_the_owner_ends_are_answered_by_the_next_start(
+    by: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(sampling, "CONNECT_S", START_S)  # a start takes long here; the code has a minute
     data, auth = tmp_path / "data", {"X-API-Key": "tml-of-a-test"}
@@ -161,7 +162,7 @@ async def test_samples_in_flight_when_the_owner_is_killed_are_answered_by_the_ne
                     while [e.stats.running for e in await fleet.engines() if e.stats] != [9]:  # noqa: ASYNC110
                         await asyncio.sleep(0.1)
             children = descendants(owner.pid)
-            owner.kill()
+            owner.send_signal(by)
             await asyncio.gather(*map(ended, children))
             await database.close()
         async with command(data) as (_, main):

@@ -170,7 +170,8 @@ def open_engine(url: str, *, new: bool = True) -> Engine:
             raise ConfigError(f"--database: there is no file {parsed.database}; give the service's own")
         if new and parsed.database and not parsed.database.startswith(":"):
             with suppress(OSError):  # the open below says why it cannot be; every tenant's tokens are in it
-                os.close(os.open(parsed.database, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
+                # One that is there is not opened: to close it would drop the locks that SQLite has in this process.
+                os.close(os.open(parsed.database, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
         _prepare_sqlite(engine)
     try:
         _migrate(engine)
