@@ -45,13 +45,13 @@ def note(frame, event, _):
     walk, code = mark[0], frame.f_code
     if (walk, code) in seen:
         return
-    at = code.co_filename.rfind("/penstock/")
+    at = code.co_filename.rfind("/src/penstock/")
     if at >= 0:
         while frame is not None:
             if "importlib._bootstrap" in frame.f_code.co_filename:
                 return  # it is imported, which is not yet run
             frame = frame.f_back
-        os.write(notes, f"{walk} {code.co_filename[at + 10:]} {code.co_firstlineno}\\n".encode())
+        os.write(notes, f"{walk} {code.co_filename[at + 14:]} {code.co_firstlineno}\\n".encode())
     seen.add((walk, code))
 
 signal.signal(signal.SIGUSR2, lambda *_: sys.setprofile(note))

@@ -37,7 +37,7 @@ T = TypeVar("T")
 MARGIN_S = 2.0
 """Longer than the engine's own deadline, so that its message arrives."""
 READ_AT_ONCE = 8
-"""Adapters that an engine which joins reads side by side."""
+"""Adapters that an engine which joins is given at once: it reads one while it puts another in force."""
 MOST_NAME = 256
 """Bytes, as a router's header takes them."""
 
