@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 from sample_run import sample_rows, sample_summary
@@ -11,14 +12,14 @@ from penstock.config import RunConfig
 from penstock.errors import UserError
 from penstock.observe.plots import (
     COLORS,
-    PLOTS,
+    PANELS,
+    DrawnRun,
+    Panel,
     compare_runs,
-    draw_learning,
-    draw_logprobs,
+    draw_accuracy,
     draw_plots,
     draw_seconds,
     draw_staleness,
-    draw_throughput,
 )
 from penstock.observe.run_folder import RunFolder
 from penstock.settings import EngineConfig
@@ -36,7 +37,7 @@ def test_every_plot_is_a_readable_picture(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, rows)
     folder.write_summary(sample_summary(rows))
     files = draw_plots(folder)
-    assert [file.stem for file in files] == ["learning", *PLOTS]
+    assert [file.stem for file in files] == [*PANELS, "seconds"]
     for file in files:
         with Image.open(file) as picture:
             assert picture.width >= 1000
@@ -46,7 +47,7 @@ def test_every_plot_is_a_readable_picture(tmp_path: Path) -> None:
 def test_a_run_under_way_is_drawn_too(tmp_path: Path) -> None:
     [row] = sample_rows(1)
     del row["logprob_difference"]  # no token of the trainer's own version yet
-    assert len(draw_plots(folder_with(tmp_path, [row]))) == 1 + len(PLOTS)
+    assert len(draw_plots(folder_with(tmp_path, [row]))) == len(PANELS) + 1
 
 
 def test_no_step_yet_is_said(tmp_path: Path) -> None:
@@ -65,56 +66,43 @@ def test_what_cannot_be_drawn_or_written_is_one_line(tmp_path: Path) -> None:
             draw(folder)
 
 
-def test_learning_shows_accuracy_from_before_the_first_step() -> None:
-    figure = Figure()
-    draw_learning(figure, sample_rows(10), {0: 0.44, 10: 0.7})
-    _, right = figure.axes
-    [line] = right.lines
-    assert list(line.get_xdata()) == [0, 10]
+def panel(draw: Panel, *runs: DrawnRun) -> Axes:
+    axes = Figure().add_subplot()
+    draw(axes, runs)
+    return axes
+
+
+def drawn(rows: list[dict[str, float]], evaluations: dict[int, float] | None = None) -> DrawnRun:
+    return DrawnRun("a", "#0072B2", rows, evaluations or {})
+
+
+def test_accuracy_is_shown_from_before_the_first_step() -> None:
+    run = drawn(sample_rows(10), {0: 0.44, 10: 0.7})
+    [line] = panel(draw_accuracy, run).lines
+    assert list(line.get_xdata()) == [0, run.minutes()[-1]]
     assert list(line.get_ydata()) == [0.44, 0.7]
 
 
 def test_seconds_stack_to_the_whole_step_with_what_was_done_after_it() -> None:
     rows = sample_rows(42)
-    figure = Figure()
-    draw_seconds(figure, rows)
-    *_, evaluation, top = figure.axes[0].containers
+    *_, evaluation, top = panel(draw_seconds, drawn(rows)).containers
     assert evaluation.get_label() == "evaluation"
-    drawn = {row["step"]: bar.get_height() for row, bar in zip(rows, evaluation, strict=True) if bar.get_height()}
-    assert drawn == pytest.approx({20: 0.8, 40: 0.8}), "on the step after which it was made"
+    shown = {row["step"]: bar.get_height() for row, bar in zip(rows, evaluation, strict=True) if bar.get_height()}
+    assert shown == pytest.approx({20: 0.8, 40: 0.8}), "on the step after which it was made"
     extra = {20: 1.1, 21: -1.1, 40: 1.1, 41: -1.1}  # a checkpoint too
     ends = [bar.get_y() + bar.get_height() for bar in top]
     assert ends == pytest.approx([row["seconds/step"] + extra.get(int(row["step"]), 0.0) for row in rows])
-    assert sum(ends) == pytest.approx(sum(row["seconds/step"] for row in rows))
 
 
 def test_the_sleep_of_colocated_engines_is_drawn_by_itself() -> None:
-    rows = [{**row, "seconds/sleep": 0.25} for row in sample_rows(3)]
-    figure = Figure()
-    draw_seconds(figure, rows)
-    [sleep] = [bars for bars in figure.axes[0].containers if bars.get_label() == "sleep and wake-up"]
+    axes = panel(draw_seconds, drawn([{**row, "seconds/sleep": 0.25} for row in sample_rows(3)]))
+    [sleep] = [bars for bars in axes.containers if bars.get_label() == "sleep and wake-up"]
     assert [bar.get_height() for bar in sleep] == [0.25] * 3
-    assert all(bar.get_height() >= 0 for bars in figure.axes[0].containers for bar in bars)
 
 
 def test_staleness_shares_add_up_and_no_age_is_left_out() -> None:
-    figure = Figure()
-    draw_staleness(figure, [{"staleness/0": 30, "staleness/3": 10}, {"staleness/0": 40}])
-    [bars] = figure.axes[0].containers
+    [bars] = panel(draw_staleness, drawn([{"staleness/0": 30, "staleness/3": 10}, {"staleness/0": 40}])).containers
     assert [bar.get_height() for bar in bars] == pytest.approx([0.875, 0, 0, 0.125])
-
-
-def test_the_steps_of_few_points_are_those_of_the_run_and_whole() -> None:
-    rows = sample_rows(40)
-    for row in rows[1:]:
-        del row["logprob_difference"]
-    figure = Figure()
-    draw_logprobs(figure, rows)
-    [axes] = figure.axes
-    assert axes.get_xlim() == (0, 41)
-    figure = Figure()
-    draw_throughput(figure, rows[:1])
-    assert all(tick == int(tick) for tick in figure.axes[0].get_xticks())
 
 
 def test_runs_are_compared_in_one_picture(tmp_path: Path) -> None:
@@ -139,9 +127,3 @@ def test_a_comparison_that_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(UserError, match=r"cannot write .*folder"):
         compare_runs([run, run], tmp_path / "folder")
-
-
-def test_where_nothing_is_solved_no_scale_is_below_zero() -> None:
-    figure = Figure()
-    draw_learning(figure, [{"step": step, "reward_mean": 0.0} for step in (1, 2)], {0: 0.0, 2: 0.0})
-    assert [axes.get_ylim() for axes in figure.axes] == [(-0.02, 0.1)] * 2

@@ -127,7 +127,7 @@ def plot(
     **Examples**
 
     - `penstock plot runs/demo`
-    - `penstock plot runs/sync runs/async --out schedules.png` (reward by step and by time, bubbles, staleness, idle)
+    - `penstock plot runs/sync runs/async --out schedules.png`
     """
     require_extra("train", "matplotlib")
     from penstock.errors import UserError  # noqa: PLC0415
