@@ -18,6 +18,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    TypeAdapter,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -31,6 +32,7 @@ Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 S = TypeVar("S", bound="Section")
+T = TypeVar("T")
 
 
 class Section(BaseModel):
@@ -39,22 +41,22 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-def validate(section: type[S], values: Mapping[str, Any]) -> S:
-    """Build one section; pydantic's errors become one `ConfigError` line."""
+def validate(section: type[T], values: Mapping[str, Any]) -> T:
+    """Build one section, or a dataclass of pydantic; its errors become one `ConfigError` line."""
     try:
-        return section.model_validate(values)
+        return TypeAdapter(section).validate_python(values)
     except ValidationError as error:
         raise ConfigError("; ".join(_explain(section, dict(e)) for e in error.errors())) from None
 
 
-def _explain(section: type[Section], error: Mapping[str, Any]) -> str:
-    location = [str(part) for part in error["loc"]]
-    key = ".".join(location)
-    if error["type"] == "extra_forbidden":
-        known = sorted(_fields_at(section, location[:-1]))
-        elsewhere = [name for name in _keys(section) if name.endswith(f".{location[-1]}")]
-        hint = did_you_mean(location[-1], known, "known here", elsewhere)
-        return f"unknown config key {key!r}; {hint}"
+def _explain(section: type[Any], error: Mapping[str, Any]) -> str:
+    key = ".".join(str(part) for part in error["loc"])
+    if error["type"] in {"extra_forbidden", "unexpected_keyword_argument"}:
+        *above, name = (part for part in error["loc"] if isinstance(part, str))  # the others are places in lists
+        keys = [(key.split("."), key) for key in _keys(section)]
+        here = [path[-1] for path, _ in keys if path[:-1] == above]
+        elsewhere = [] if above else [key for path, key in keys if path[-1] == name]
+        return f"unknown config key {key!r}; {did_you_mean(name, here, 'known here', elsewhere)}"
     if error["type"] == "missing":
         return f"config key {key!r} is required"
     named = f"config key {key!r}: " if key else ""
@@ -72,27 +74,13 @@ def without_password(text: str) -> str:
     return re.sub(r"//\S*@", "//***@", text)
 
 
-def _fields_at(section: type[Section], path: Sequence[str]) -> list[str]:
-    current: type[BaseModel] = section
-    for part in path:
-        if part.isdigit():  # an index: the step before led to the list's items
-            continue
-        annotation = current.model_fields[part].annotation if part in current.model_fields else None
-        kinds = (annotation, *get_args(annotation))
-        inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
-        if not inner:
-            return []
-        current = inner[0]
-    return list(current.model_fields)
-
-
-def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+def _keys(section: type[Any], prefix: str = "") -> Iterator[str]:
     """Yield every key of a tree, with its section before it."""
-    for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _keys(field.annotation, f"{prefix}{name}.")
-        else:
-            yield prefix + name
+    for name, field in section.__pydantic_fields__.items():
+        yield prefix + name
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, Section):
+                yield from _keys(kind, f"{prefix}{name}.")
 
 
 class EngineConfig(Section):

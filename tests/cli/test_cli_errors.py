@@ -106,7 +106,7 @@ def test_help_loads_nothing_heavy() -> None:
         (["serve", "m", "--sim", "routr.policy=random"], "there is no section 'routr'; known: engine, fleet, router"),
         (["serve", "m", "--sim", "router.policy=nope"], "requests, round-robin\n"),
         (["serve", "m", "--attach", "localhost:80"], "http://HOST:PORT, got 'localhost:80'\n"),
-        (["serve", "m", 'fleet.attach=[{"url": "http://h:1", "rank": 2}]'], "known here: dp, url"),
+        (["serve", "m", 'fleet.attach=[{"url": "http://h:1", "rank": 2}]'], "known here: url, dp"),
         (["fleet", "stop", "--url", "localhost:8000"], "'localhost:8000' is not an address"),
         (["serve", "m", "--sim", "--engines", "0"], "engines is 0 and there is nothing to attach"),
         (["serve", "m", "--sim", "--engines", "two"], "--engines"),

@@ -181,7 +181,7 @@ async def test_a_taken_port_is_one_clear_error(logs_go_to: Path) -> None:
 
 
 async def test_an_engine_that_does_not_start_ends_the_others_and_says_why(logs_go_to: Path) -> None:
-    with pytest.raises(EngineStartError, match=r"unknown sim option 'no_such_option'") as caught:
+    with pytest.raises(EngineStartError, match=r"unknown config key 'no_such_option'") as caught:
         await Fleet.launch("sim-model", engines=2, profile="sim", extra_args={"no-such-option": 1})
     (folder,) = logs_go_to.iterdir()
     assert str(folder) in str(caught.value), "its log is kept"
