@@ -315,7 +315,7 @@ async def each_until_lost(engines: Any, items: AsyncGenerator[T]) -> AsyncGenera
         if waiting is not None:
             waiting.reschedule(0.0)
 
-    lost = asyncio.create_task(engines.until(engines.is_lost))
+    lost = asyncio.create_task(engines.all_lost.wait())
     lost.add_done_callback(give_up)
     try:
         async with aclosing(items):

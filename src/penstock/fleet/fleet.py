@@ -9,9 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from penstock.aio import settled
 from penstock.engine.client import Counters, DataClient
 from penstock.engine.interface import Engine
-from penstock.errors import StateError, UserError
+from penstock.errors import EngineError, StateError, UserError
 from penstock.fleet.member import EngineStatus, State
 from penstock.fleet.roster import Admin, Roster
 from penstock.rooms import plugged_in
@@ -54,6 +55,7 @@ class Fleet(Engine):
         self.endpoint = endpoint
         """Its control socket (`service.Endpoint`), for other processes; None where another process owns the fleet."""
         self._roster = roster
+        self._all_lost = roster.all_lost
         self._operations: Any = operations
         self._elastic = elastic
         self.data = data
@@ -193,7 +195,13 @@ class Fleet(Engine):
         """Return what a request of `data` does; raise EngineDeadError as soon as no engine is left for it."""
         with closing(work):
             self._check_open()
-            return await self._roster.while_serving(work)
+            # Requests that find no engine wait in the router, which does not know whether one will come.
+            done = await settled(work, self._all_lost.wait())
+        if done.cancelled():
+            raise self._roster.lost_error()
+        if isinstance(done.exception(), EngineError):
+            self._roster.raise_if_lost()
+        return done.result()
 
     def each_while_serving(self, items: AsyncGenerator[T]) -> AsyncGenerator[T]:
         """Yield what a stream of `data` does, none of which is None; raise as `while_serving`."""

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Coroutine, Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from penstock.aio import Changes, settled
+from penstock.aio import Changes
 from penstock.engine.capabilities import Capabilities
 from penstock.engine.control import ControlClient
 from penstock.errors import (
     DeadlineError,
     EngineDeadError,
-    EngineError,
     PenstockError,
     StateError,
     UserError,
@@ -125,7 +124,16 @@ class Roster(Changes):
         self._confirmed: Membership | None = None
         """What the router has confirmed last."""
         self.ended = False
+        self.all_lost = asyncio.Event()
+        """Set while no engine is left and none is coming back, or the fleet ends: requests wait in vain."""
         self._calling = asyncio.Lock()
+
+    def announce(self) -> None:
+        if self.is_lost():
+            self.all_lost.set()
+        else:
+            self.all_lost.clear()
+        super().announce()
 
     @property
     def router_uncertain(self) -> bool:
@@ -156,20 +164,6 @@ class Roster(Changes):
         if self.ended:
             return StateError("this fleet was torn down")
         return EngineDeadError(f"no engine is left, and none is coming back ({why(self.members)})")
-
-    async def while_serving(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return what a request does; raise `lost_error` as soon as no engine is left for it.
-
-        Requests that find no engine wait in the router, which does not know whether one will come.
-        """
-        done = await settled(work, self.until(self.is_lost))
-        try:
-            if done.cancelled():
-                raise self.lost_error()
-            return done.result()
-        except EngineError:
-            self.raise_if_lost()
-            raise
 
     def end(self) -> None:
         """End every wait for an engine: the fleet ends."""
@@ -203,6 +197,7 @@ class Roster(Changes):
             member.check_beside([one for one in self.members if one.state is not State.STOPPED])
             member.ranks = member.ranks if self.by_rank else 1  # another's router sees it as one engine
             self.members = (*self.members, member)
+            self.announce()
 
     def check_version(self, version: int) -> None:
         """Refuse what is no number, or names other weights already, be it on tokens of an update that did not commit.
