@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hanging_learner import HANGS
 from sdk_rig import ANSWER, BASE, PROMPT, call, client_of, service_of
 
 import tinker
@@ -209,29 +207,3 @@ async def test_a_process_that_hangs_is_killed_and_what_was_lost_fails(service: S
     assert stopped[1] != service.api.pid
     for child in (service.learner, service.api):
         child.patience_s = 60.0
-
-
-@pytest.mark.slow
-async def test_a_learner_whose_thread_alone_hangs_is_started_again(service: Service, monkeypatch: pytest.MonkeyPatch):
-    options = service.learner.options
-    monkeypatch.setattr(service.learner, "module", "hanging_learner")
-    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    monkeypatch.setattr(service.learner, "env", {**service.learner.env, "PYTHONPATH": paths})
-    monkeypatch.setattr(service.learner, "options", lambda: json.dumps(json.loads(options()) | {"stall_s": 5.0}))
-    os.kill(service.learner.pid, signal.SIGKILL)
-
-    def work() -> None:
-        at = client_of(service.url)
-        client, other = [at.create_lora_training_client(BASE, rank=4, seed=seed).result() for seed in (7, 8)]
-        for each in (client, other):
-            each.save_state("kept").result()
-        hung = client.optim_step(types.AdamParams(learning_rate=HANGS))
-        behind = other.forward_backward([example(other)], "cross_entropy")
-        with pytest.raises(tinker.RequestFailedError, match=r"its thread did not come back within 5 s.* last save"):
-            hung.result()
-        with pytest.raises(tinker.RequestFailedError, match="last save"):
-            behind.result()
-        for each in (client, other):
-            trained(each, 1)
-
-    await call(work)

@@ -16,7 +16,7 @@ import torch
 from test_tinker_trainer import SIZES, base, data_of, models_of, request  # noqa: F401 - a fixture
 from tinker.proto.response_conv import deserialize_forward_backward_output
 
-from penstock.tinker.learner_process import Answer, Answers, Operations
+from penstock.tinker.learner_process import Answer, Operations
 from penstock.tinker.models import Models
 from penstock.train.interface import AdamSpec
 from penstock.train.learner import LocalLearner
@@ -34,7 +34,7 @@ class NoAdapters:
 async def operations(base: str, tmp_path: Path) -> AsyncGenerator[Operations]:  # noqa: F811
     models: Models = models_of(base, tmp_path)
     with ThreadPoolExecutor(1) as thread:
-        operations = Operations(models, NoAdapters(), Answers(tmp_path / "answers"), SIZES, thread, turn_tokens=400)
+        operations = Operations(models, NoAdapters(), SIZES, thread, turn_tokens=400)
         for number, (name, rank) in enumerate(TENANTS.items()):
             lora = {"lora_config": {"rank": rank, "seed": number, "train_unembed": name != "b"}}
             assert (await operations.run(f"{name}:0", "create_model", name, json.dumps(lora).encode())).status == 200

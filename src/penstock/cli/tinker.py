@@ -64,9 +64,6 @@ def tinker(
             "options.",
         ),
     ] = None,
-    stall_s: Annotated[
-        float, typer.Option(help="Seconds after which a piece of training work hangs: the learner restarts.", min=1)
-    ] = 3600.0,
     cpu: Cpu = False,
     gpu: Gpu = False,
 ) -> None:
@@ -91,7 +88,6 @@ def tinker(
     run = run_config(flags, options or [], SECTIONS)
     config = ServiceConfig(
         run.engine, run.fleet, run.router, run.train, data=data, host=host, port=port, keys=keys, database=database,
-        stall_s=stall_s,
     )  # fmt: skip
     check_engine(config.engine)
     run_until_signal(_serve(config))

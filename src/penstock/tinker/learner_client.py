@@ -19,7 +19,7 @@ ANSWER_S = 10.0
 RETURN_S = 300.0
 """A learner that died has so long to come back: its model is loaded again."""
 AGAIN_S = 0.25
-OK, ANOTHER, REFUSED, BROKEN = 200, 412, 422, 500
+OK, ANOTHER, REFUSED = 200, 412, 422
 INCARNATION = "X-Incarnation"
 """Header of an operation: the start of the learner that it is meant for."""
 
@@ -57,13 +57,9 @@ class LearnerClient:
             return None
         if status == OK:
             return Outcome(data, content_type)
-        if status >= BROKEN:  # its process ended while it worked
+        if status != REFUSED:
             said = data[:200].decode(errors="replace")
             raise EngineDeadError(f"the learner broke {kind} off with HTTP {status}: {said}")
-        if status != REFUSED:
-            return Outcome(
-                error=f"the learner answered {kind} with HTTP {status}: {data[:200].decode(errors='replace')}"
-            )
         with reading("answer of the learner", EngineError):
             answer = orjson.loads(data)
             return Outcome(error=str(answer["error"]), category=str(answer.get("category") or "server"))

@@ -10,7 +10,6 @@ start of it answers.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import os
 import secrets
@@ -52,16 +51,12 @@ logger = logging.getLogger(__name__)
 
 MOST_KEPT, MOST_KEPT_BYTES = 4096, 1 << 28
 """Answers that are kept for requests that come again."""
-FLEETING = frozenset({"forward_backward", "optim_step"})
-"""What they did is gone with this process: the next one does them again."""
 TURN = 4
 """Micro-batches of one model before another has its turn."""
 ADAPTER_S = 120.0
 """Deadline of an adapter on every engine."""
 _LOST = 70
-"""Exit status where a device, a rank or the learner's thread is lost."""
-LAST_WORDS_S = 1.0
-"""Between finding that the thread hangs and the end: the answer that says so goes out."""
+"""Exit status where a device or a rank is lost."""
 
 
 class LearnerOptions(Section):
@@ -81,12 +76,6 @@ class LearnerOptions(Section):
     max_tokens: int = Field(ge=1)
     """Of one datum."""
     train: TrainConfig
-    stall_s: float = Field(default=3600.0, gt=0)
-    """A piece of work in the learner's thread that takes longer hangs; this process then ends."""
-
-
-class HungError(Exception):
-    """The learner's thread does not come back from its work; the process is about to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,46 +93,22 @@ class Answer:
 
 
 class Answers:
-    """Answers by request id; the oldest are forgotten. Those whose effect outlives this process do too, in a folder."""
+    """Answers by request id, for requests that come again; the oldest are forgotten."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._sizes: OrderedDict[str, int] = OrderedDict()
-        self._held: dict[str, Answer] = {}
-        folder.mkdir(parents=True, exist_ok=True)
-        for file in sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime_ns):
-            self._sizes[file.name] = file.stat().st_size
-        self._bytes = sum(self._sizes.values())
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, Answer] = OrderedDict()
+        self._bytes = 0
 
     def get(self, request_id: str) -> Answer | None:
         """Return what was answered; None: nothing, or it was forgotten."""
-        if (name := _file_name(request_id)) not in self._sizes:
-            return None
-        if name in self._held:
-            return self._held[name]
-        status, content_type, body = (self._folder / name).read_bytes().split(b"\n", 2)
-        return Answer(int(status), content_type.decode(), body)
+        return self._kept.get(request_id)
 
-    def put(self, request_id: str, answer: Answer, *, lasts: bool = True) -> None:
-        """Keep an answer, of an operation whose effect `lasts` or is gone with this process."""
-        name = _file_name(request_id)
-        self._bytes += len(answer.body) - self._sizes.get(name, 0)
-        self._sizes[name] = len(answer.body)
-        if lasts:
-            part = self._folder / f"{name}.part"
-            part.write_bytes(b"%d\n%s\n%s" % (answer.status, answer.content_type.encode(), answer.body))
-            part.replace(self._folder / name)
-        else:
-            self._held[name] = answer
-        while len(self._sizes) > MOST_KEPT or self._bytes > MOST_KEPT_BYTES:
-            old, size = self._sizes.popitem(last=False)
-            self._bytes -= size
-            self._held.pop(old, None)
-            (self._folder / old).unlink(missing_ok=True)
-
-
-def _file_name(request_id: str) -> str:
-    return hashlib.blake2b(request_id.encode(), digest_size=16).hexdigest()
+    def put(self, request_id: str, answer: Answer) -> None:
+        """Keep an answer."""
+        self._kept[request_id] = answer
+        self._bytes += len(answer.body)
+        while len(self._kept) > MOST_KEPT or self._bytes > MOST_KEPT_BYTES:
+            self._bytes -= len(self._kept.popitem(last=False)[1].body)
 
 
 @dataclass(slots=True, eq=False)
@@ -175,31 +140,25 @@ class Operations:
     Args:
         models: of the learner.
         adapters: of the fleet that samples.
-        answers: kept for requests that come again.
         sizes: bounds of the base model.
         thread: the learner's one.
         turn_tokens: of a large batch so many are evaluated before other models have a turn.
-        stall_s: see `LearnerOptions`.
+        answers: kept for requests that come again.
     """
 
     models: Models
     adapters: RemoteAdapters
-    answers: Answers
     sizes: Sizes
     thread: ThreadPoolExecutor
     turn_tokens: int = 65_536
-    stall_s: float = 3600.0
+    answers: Answers = field(default_factory=Answers)
     _free: asyncio.Lock = field(default_factory=asyncio.Lock)
     _waiting: list[Waiting] = field(default_factory=list[Waiting])
     _running: dict[str, asyncio.Task[Answer]] = field(default_factory=dict[str, asyncio.Task[Answer]])
     _turns: dict[str, asyncio.Lock] = field(default_factory=dict[str, asyncio.Lock])
 
     async def run(self, request_id: str, kind: str, model: str, body: bytes) -> Answer:
-        """Do an operation once, however often it comes; it goes on if its caller does not wait.
-
-        Raises:
-            HungError: see there.
-        """
+        """Do an operation once, however often it comes; it goes on if its caller does not wait."""
         task = self._running.get(request_id)
         if task is None:
             if (kept := self.answers.get(request_id)) is not None:
@@ -213,10 +172,7 @@ class Operations:
         try:
             async with turn:
                 answer = await self._answer(kind, model, body)
-                try:
-                    self.answers.put(request_id, answer, lasts=kind not in FLEETING)
-                except OSError as error:
-                    logger.warning("the answer to %s cannot be kept for a second request: %s", request_id, error)
+                self.answers.put(request_id, answer)
                 return answer
         finally:
             del self._running[request_id]
@@ -228,8 +184,6 @@ class Operations:
             return await self._work(kind)(model, body)
         except LearnerError as error:
             _end(str(error))
-        except HungError:
-            raise
         except PenstockError as error:
             failed = {"error": str(error), "category": "user" if isinstance(error, UserError) else "server"}
         except Exception as error:  # one tenant's operation must not end another's: it fails with what torch says
@@ -314,9 +268,7 @@ class Operations:
         given = [(each.model, each.part) for each in parts]
         work = asyncio.ensure_future(self._hand_over(lambda: self.models.run_together(given)))
         await asyncio.wait([work])
-        if isinstance(error := work.exception(), HungError):
-            raise error
-        for each, outputs in zip(parts, [None] * len(parts) if error else work.result(), strict=True):
+        for each, outputs in zip(parts, [None] * len(parts) if work.exception() else work.result(), strict=True):
             each.alone = True
             if outputs is not None:
                 each.found.set_result(outputs)
@@ -366,18 +318,12 @@ class Operations:
         return Answer.of_json({"model_id": model, "type": "unload_model"})
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        async with self._free:  # in turn, and no work's time begins before it runs
+        async with self._free:  # in turn
             return await self._hand_over(work)
 
     async def _hand_over(self, work: Callable[[], T]) -> T:
         """Have the thread, which is free, do some work."""
-        loop = asyncio.get_running_loop()
-        running = loop.run_in_executor(self.thread, work)
-        if not (await asyncio.wait((running,), timeout=self.stall_s))[0]:
-            reason = f"its thread did not come back within {self.stall_s:g} s"
-            loop.call_later(LAST_WORDS_S, _end, reason)
-            raise HungError(reason)
-        return running.result()
+        return await asyncio.get_running_loop().run_in_executor(self.thread, work)
 
 
 def spec_of(lora: Mapping[str, Any]) -> LoraSpec:
@@ -416,10 +362,7 @@ def build_app(operations: Operations) -> Starlette:
         kind, model = headers.get("X-Operation", ""), headers.get("X-Model", "")
         if headers.get(INCARNATION, incarnation) != incarnation:
             return Response("this is another start of the learner", ANOTHER)
-        try:
-            answer = await operations.run(request.path_params["request_id"], kind, model, await request.body())
-        except HungError as error:
-            return Response(str(error), 500)
+        answer = await operations.run(request.path_params["request_id"], kind, model, await request.body())
         return Response(answer.body, answer.status, media_type=answer.content_type)
 
     async def models(_: Request) -> Response:
@@ -446,9 +389,9 @@ async def _serve(given: str) -> AsyncGenerator[str]:
         models = Models(await _learner(options, ranks), options.folder / "models", options.name, options.max_rank)
         await asyncio.get_running_loop().run_in_executor(thread, models.restore)
         client = await stack.enter_async_context(FleetClient.to(options.fleet))
-        sizes, kept = Sizes(options.vocabulary, options.max_tokens), Answers(options.folder / "answers")
+        sizes = Sizes(options.vocabulary, options.max_tokens)
         turn = TURN * micro_batch_tokens(options.train, default_device())
-        app = build_app(Operations(models, RemoteAdapters(client.call), kept, sizes, thread, turn, options.stall_s))
+        app = build_app(Operations(models, RemoteAdapters(client.call), sizes, thread, turn))
         watch = asyncio.create_task(_end_with(ranks), name="watch-ranks")
         stack.push_async_callback(cancelled, watch)
         await stack.enter_async_context(serving_app(app, listening_at(options.socket, "the learner"), "the learner"))

@@ -97,16 +97,18 @@ class Models:
         self.live[name] = Model(spec, steps, saved, steps)
 
     def create(self, name: str, spec: LoraSpec) -> None:
-        """Add a model that answers as the base does.
+        """Add a model that answers as the base does; one that is there stays: its creator was cut off before it knew.
 
         Raises:
-            UserError: there is one of that id, or the engines do not take the rank.
+            UserError: the engines do not take the rank.
         """
         if spec.rank > self.max_rank:
             raise UserError(
                 f"rank {spec.rank} is more than the engines of this service take; use at most {self.max_rank}, or have "
                 f"it started with max_lora_rank={spec.rank}"
             )
+        if name in self.live:
+            return
         self.learner.create_adapter(name, spec)
         self.live[name] = Model(spec)
         with ExitStack() as failed:
@@ -310,7 +312,9 @@ def _write(folder: Path, write: Callable[[Path], None]) -> None:
         write(part)
         if folder.is_dir():
             for file in part.iterdir():
-                file.replace(folder / file.name)
+                if (there := folder / file.name).is_dir():
+                    shutil.rmtree(there)
+                file.replace(there)
             part.rmdir()
         else:
             part.rename(folder)

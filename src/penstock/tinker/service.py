@@ -51,7 +51,6 @@ class ServiceConfig:
         port: of the API; 0: any free one.
         keys: file of the tenants' keys; None: one tenant, any key.
         database: SQLAlchemy's URL; None: SQLite in the data folder.
-        stall_s: training work of at most four micro-batches that takes longer hangs; the learner is started again.
     """
 
     engine: EngineConfig
@@ -63,7 +62,6 @@ class ServiceConfig:
     port: int = 0
     keys: Path | None = None
     database: str | None = None
-    stall_s: float = 3600.0
 
     @property
     def base_model(self) -> str:
@@ -188,7 +186,6 @@ def _learner(
         "max_rank": engine.max_lora_rank,
         "vocabulary": vocabulary,
         "max_tokens": about["max_context_length"],
-        "stall_s": config.stall_s,
         "train": config.train.model_copy(update={"lora": LoraConfig()}).model_dump(mode="json"),
     }
     gpus = visible_gpus()[: config.train.ranks] if resolve_profile(engine) == "gpu" else ()
