@@ -59,7 +59,7 @@ class Restarts:
         self.supervisor = Supervisor(
             bench.roster,
             admit=bench.operations.admit,
-            mend=bench.operations.mend,
+            check=bench.operations.check,
             fleet=fleet,
             clock=lambda: self.now,
             sleep=self.sleep,
@@ -77,7 +77,7 @@ class Restarts:
 @asynccontextmanager
 async def watched(bench: Bench, fleet: FleetConfig) -> AsyncIterator[None]:
     operations = bench.operations
-    supervisor = Supervisor(bench.roster, admit=operations.admit, mend=operations.mend, fleet=fleet)
+    supervisor = Supervisor(bench.roster, admit=operations.admit, check=operations.check, fleet=fleet)
     for member in bench.roster.members:
         supervisor.watch(member)
     try:

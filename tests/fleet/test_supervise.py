@@ -143,21 +143,6 @@ async def test_a_core_may_be_silent_while_a_call_of_ours_keeps_it_busy() -> None
 
 
 @virtual
-async def test_a_core_that_hangs_as_it_is_put_right_holds_up_no_operation() -> None:
-    bench = await Bench("ab").started()
-    bench.operations = Operations(
-        bench.roster, bench.store, FleetConfig(), control_timeout_s=3600.0, request_timeout_s=3600.0
-    )
-    said = CoreState(paused=True, weight_version=0)
-    bench.engine["a"].faults["question"] = "hang"
-    mending = asyncio.create_task(bench.operations.mend(bench.roster.members[0], said, 0.15))
-    await until(lambda: ("a", "question") in bench.journal)
-    async with asyncio.timeout(30.0):
-        await bench.operations.pause(PauseMode.KEEP, clear_cache=True)
-        await mending
-
-
-@virtual
 async def test_a_pause_that_waits_hides_no_core_that_hangs() -> None:
     bench = await Bench("ab").started()
     bench.operations._request_s = 3600.0
@@ -191,51 +176,32 @@ async def test_a_core_that_has_made_no_token_yet_compiles_its_kernels_in_peace()
 # --- what somebody else does to an engine ----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("paused", [True, False])
 @virtual
-async def test_an_engine_that_somebody_else_pauses_or_resumes_is_put_right(caplog) -> None:
+async def test_an_engine_that_another_process_pauses_or_resumes_starts_again(*, paused: bool) -> None:
     bench = await Bench("ab").started()
-    async with watched(bench, FleetConfig(health_interval_s=0.01)):
-        bench.engine["a"].paused = True
-        await until(lambda: not bench.engine["a"].paused)
-        await bench.operations.pause(PauseMode.KEEP, clear_cache=True)
-        bench.engine["b"].paused = False
-        await until(lambda: bench.engine["b"].paused)
-        await bench.operations.resume()
+    async with restarting(bench, FleetConfig(health_interval_s=0.01)) as restarts:
+        if not paused:
+            await bench.operations.pause(PauseMode.KEEP, clear_cache=True)
+        bench.engine["a"].paused = paused
+        await until(lambda: bool(restarts.engines.starts))
+        await until_serves(bench, "a", 0)
+        (reason,) = [c.reason for c in bench.roster.members[0].lifecycle.history if c.new is State.DEAD]
+        assert reason == f"another process {'paused' if paused else 'resumed'} it"
         bench.check_belief()
-    told = [record.getMessage() for record in caplog.records if "by another process" in record.getMessage()]
-    assert told == [
-        "engine a was paused by another process, and is resumed again",
-        "engine b was resumed by another process, and is paused again",
-    ]
 
 
 @virtual
-async def test_what_is_counted_of_others_is_known_from_the_first_time_that_an_engine_is_put_right() -> None:
+async def test_what_an_engine_said_before_a_call_of_ours_is_held_against_nobody() -> None:
     bench = await Bench("a").started()
     (member,) = bench.roster.members
-    bench.engine["a"].paused = True
-    await bench.operations.mend(member, await bench.engine["a"].state(), 30.0)
-    assert (bench.engine["a"].paused, member.foreign) == (False, 0)
-    bench.engine["a"].foreign = 1  # before another probe
-    await bench.operations.mend(member, await bench.engine["a"].state(), 30.0)
-    assert member.state is State.DEAD
-
-
-@pytest.mark.parametrize("when", ["before", "meanwhile"])
-@virtual
-async def test_a_teardown_meets_no_mend(when: str) -> None:
-    bench = await Bench("a").started()
-    (member,) = bench.roster.members
-    bench.engine["a"].paused = True
-    bench.engine["a"].busy.clear()
-    said = CoreState(paused=True, weight_version=0, torn=False, foreign=0)
-    mending = asyncio.create_task(bench.operations.mend(member, said, 30.0))
-    if when == "meanwhile":
-        await until(lambda: ("a", "question") in bench.journal)
-    await bench.operations.close()
-    async with asyncio.timeout(60.0):
-        await mending
-        await bench.operations.mend(member, said, 30.0)
+    answer = asyncio.get_running_loop().create_future()
+    checking = asyncio.create_task(bench.operations.check(member, answer))
+    await asyncio.sleep(0)
+    await bench.operations.pause(PauseMode.KEEP, clear_cache=True)
+    answer.set_result(CoreState(paused=False, weight_version=0, torn=False, foreign=0))
+    await checking
+    assert member.state is State.PAUSED
 
 
 @pytest.mark.parametrize("what", ["version", "torn", "foreign"])

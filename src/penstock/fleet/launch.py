@@ -216,7 +216,7 @@ async def assemble(
         recovery_timeout_s=engines.config.start_timeout_s if engines is not None else 0.0,
         paused=roster.members[0].info.paused,
     )
-    supervisor = Supervisor(roster, admit=operations.admit, mend=operations.mend, fleet=fleet)
+    supervisor = Supervisor(roster, admit=operations.admit, check=operations.check, fleet=fleet)
     owned.push_async_callback(supervisor.stop)
     _watch(router, roster, supervisor, fleet)
     data.http.suspect = supervisor.probe_all

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from penstock.aio import settled
 from penstock.engine.capabilities import Capability, require
-from penstock.engine.control import ControlClient, CoreState
+from penstock.engine.control import CoreState
 from penstock.errors import (
     DeadlineError,
     EngineDeadError,
@@ -185,25 +185,31 @@ class AllOperations(Operations):
         outcome.raise_for(f"collective_rpc {method!r}")
         return [result for results in outcome.results.values() for result in results]
 
-    async def mend(self, member: Member, said: CoreState, deadline_s: float) -> None:
-        """Put right what another process did to an engine, as its core `said`; see `put_right`.
+    async def check(self, member: Member, probe: Awaitable[CoreState | None]) -> None:
+        """Await what an engine's core says to `probe`; an engine that another process has changed is DEAD.
 
-        Nothing is done while an operation is under way, or the fleet sleeps or ends; the next probe sees it again.
-        `deadline_s` is the probe's: operations must not wait longer for a core that hangs.
+        Nothing can be told while an operation is under way or the fleet sleeps; the next probe sees it again.
         """
-        stale = self._roster.version < self._usable_from
-        restless = bool(self.queue.turns) or self._roster.occupation.going or bool(self._asleep) or stale
-        if member.state not in SERVABLE or not member.info.capabilities.plugin or restless:
+        before, control = self._undisturbed(), member.control
+        said = await probe
+        if said is None or before is None or before != self._undisturbed() or member.control is not control:
             return
-        unknown = member.foreign is None and said.foreign is not None
-        if unknown or said.paused != self.paused or wrong_weights(member, said):
-            try:
-                await self.queue.run(
-                    lambda: put_right(member, self._roster, paused=self.paused, deadline_s=deadline_s), occupies=False
-                )
-            except StateError:
-                if not self.queue.closed:
-                    raise
+        if member.state not in SERVABLE or not member.info.capabilities.plugin:
+            return
+        wrong = wrong_weights(member, said)
+        if wrong is None and said.paused == self.paused:
+            member.foreign = said.foreign
+            return
+        member.asleep = MEMORY_TAGS if said.asleep else member.asleep
+        paused = f"another process {'paused' if said.paused else 'resumed'} it"
+        await self._roster.mark_dead(member, wrong or paused, torn=wrong is not None)
+
+    def _undisturbed(self) -> tuple[int, int] | None:
+        """Return what stays the same while no call of ours changes an engine; None: one is under way, or all sleep."""
+        occupation, stale = self._roster.occupation, self._roster.version < self._usable_from
+        if self.queue.turns or occupation.going or self._asleep or stale:
+            return None
+        return self.queue.changes, occupation.begun
 
     async def _wake(self, member: Member) -> None:
         """Wake a server of others that was dead to us while it slept.
@@ -358,38 +364,3 @@ def wrong_weights(member: Member, state: CoreState) -> str | None:
     if None not in {state.foreign, member.foreign} and state.foreign != member.foreign:
         return "another process called a method of its workers, which may have changed its weights"
     return None
-
-
-async def put_right(member: Member, roster: Roster, *, paused: bool, deadline_s: float) -> None:
-    """Put right what another process did to an engine: resume it, pause it again, or end it for its weights' sake.
-
-    No operation may run; each of two calls has `deadline_s` seconds.
-    """
-
-    async def as_the_fleet(engine: ControlClient) -> None:
-        await (engine.pause(PauseMode.KEEP, clear_cache=False) if paused else engine.resume())
-
-    if roster.occupation.going:
-        return
-    calls, control = roster.occupation.begun, member.control
-    try:
-        state = await ask(member, lambda engine: engine.state(), deadline_s=deadline_s)
-    except PenstockError:
-        return  # it is left to the next probe
-    if roster.occupation.begun != calls:
-        return  # a call of ours may have done it
-    if member.state not in SERVABLE or member.control is not control:
-        return
-    if (wrong := wrong_weights(member, state)) is not None:
-        member.asleep = MEMORY_TAGS if state.asleep else member.asleep
-        await roster.mark_dead(member, wrong, torn=True)
-        return
-    member.foreign = state.foreign
-    if state.paused != paused:
-        was, now = ("paused", "resumed") if state.paused else ("resumed", "paused")
-        logger.warning("engine %s was %s by another process, and is %s again", member.name, was, now)
-        try:
-            await ask(member, as_the_fleet, deadline_s=deadline_s)
-        except PenstockError as error:
-            if member.control is control:
-                await roster.mark_dead(member, f"it could not be brought back to what the fleet does: {error}")

@@ -95,9 +95,9 @@ async def keep_running(
 class Supervisor:
     """Watches every member that it is given, until `release` or `stop`.
 
-    `admit` brings an engine that is SYNCING to the fleet's weights and lets it serve. `mend` puts right what another
-    process did to an engine, given what its core says and a deadline in seconds. A dead engine is started by its
-    `again`; one that someone else started, as soon as it answers.
+    `admit` brings an engine that is SYNCING to the fleet's weights and lets it serve. `check` awaits what a probe says
+    of an engine, and makes one DEAD that another process has changed. A dead engine is started by its `again`; one that
+    someone else started, as soon as it answers.
     """
 
     def __init__(
@@ -105,14 +105,14 @@ class Supervisor:
         roster: Roster,
         *,
         admit: Callable[[Member], Awaitable[None]],
-        mend: Callable[[Member, CoreState, float], Awaitable[None]],
+        check: Callable[[Member, Awaitable[CoreState | None]], Awaitable[None]],
         fleet: FleetConfig,
         clock: Clock = time.monotonic,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
         self._roster = roster
         self._admit = admit
-        self._mend = mend
+        self._check = check
         self._fleet = fleet
         self._clock = clock
         self._sleep = sleep
@@ -239,15 +239,12 @@ class Supervisor:
                 else:
                     await asyncio.wait((gone,), timeout=interval_s)
                 try:
-                    said = await probe(member.control, self._roster.occupation, hang_s=hang_s)
+                    await self._check(member, probe(member.control, self._roster.occupation, hang_s=hang_s))
                 except CoreSilentError as error:
                     if member.state in SERVABLE:  # what brings one in that is SYNCING has deadlines of its own
                         await self._roster.mark_dead(member, str(error))
                 except PenstockError as error:
                     await self._roster.mark_dead(member, f"health check failed: {error}")
-                else:
-                    if said is not None:
-                        await self._mend(member, said, hang_s)
         finally:
             await cancelled(gone)
 
