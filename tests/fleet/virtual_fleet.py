@@ -181,7 +181,7 @@ class VirtualRouter:
                 waiting.leave()
                 raise
             waiting.found = asyncio.get_running_loop().create_future()
-            entry = backend.engine.entry
+            entry = backend.entry
             node = self._network.nodes[entry.url]
             self._check_confirmed(entry, node)
             try:
@@ -189,11 +189,12 @@ class VirtualRouter:
                 await exchange.begun()
             except aiohttp.ClientConnectorError:
                 self.dispatcher.left(waiting.request, backend, 0.0)
-                self.dispatcher.placement.mark(backend.engine, down=True)
+                self.dispatcher.backend_refused(backend)
                 self.dispatcher.retry(waiting, "refused")
             except aiohttp.ServerDisconnectedError:
                 self.dispatcher.left(waiting.request, backend, 0.0)
                 waiting.tried.append(backend)
+                waiting.lost_on.add(backend)
                 self.dispatcher.retry(waiting, "hung_up")
             except BaseException:
                 self.dispatcher.left(waiting.request, backend, 0.0)

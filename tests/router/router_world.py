@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from router_rig import Backend, RawClient, Seen, eventually, read_body, reply, request
 
 from penstock.router.backend import Backend as RouterBackend
-from penstock.router.http import RequestHead
+from penstock.router.dispatcher import Waiter
 from penstock.router.memory import EngineEntry, Membership
 from penstock.router.server import Router
 from penstock.settings import RouterConfig
@@ -120,18 +119,18 @@ class World:
             case _:
                 writer.close()
 
-    def judge(self, request: RequestHead, tried: Sequence[RouterBackend], engine: RouterBackend) -> None:
+    def judge(self, waiter: Waiter, engine: RouterBackend) -> None:
         """Note what is wrong with a placement, by what the router has been told."""
-        asked = self.asked[int(request.target.partition(b"r=")[2])]
+        asked = self.asked[int(waiter.request.target.partition(b"r=")[2])]
         entry = self.entries.get(engine.name)
         session = asked.session
         wrong = [
             what
             for what, so in {
                 "not in the set": entry is None,
-                "down": engine.engine.down,
+                "down": engine.down,
                 "gate closed": self.closed,
-                "tried before": engine in tried,
+                "tried before": engine in waiter.tried,
             }.items()
             if so
         ]

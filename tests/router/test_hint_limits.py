@@ -9,12 +9,8 @@ from router_rig import Backend, Seen, answer_name, eventually, reply, request, r
 
 from patience import WAIT_S
 from penstock.errors import UserError
-from penstock.router.backend import Backend as RouterBackend
-from penstock.router.dispatcher import Dispatcher, Lane, Waiter
-from penstock.router.http import RefusalError, parse_request
-from penstock.router.memory import EngineEntry, Membership
+from penstock.router.memory import EngineEntry
 from penstock.router.placement import MOST_TOKENS, Placement
-from penstock.settings import RouterConfig
 
 HUGE = "X-Prompt-Tokens: 999999999999999\r\nX-Expected-Tokens: 999999999999999\r\n"
 METRICS = b'vllm:cache_config_info{block_size="10",num_gpu_blocks="100"} 1.0\nvllm:kv_cache_usage_perc 0.0\n'
@@ -86,51 +82,3 @@ def test_the_longest_context_of_any_engine_bounds_a_claim() -> None:
     assert placement.most_tokens == MOST_TOKENS
     with pytest.raises(UserError, match="max_model_len must be at least 1, got 0"):
         EngineEntry("e0", "http://h:1", max_model_len=0)
-
-
-class Asking(Waiter):
-    """A request with headers of its own."""
-
-    def placed(self, backend: RouterBackend) -> None:
-        pass
-
-    def refuse(self, refusal: RefusalError) -> None:
-        pytest.fail(str(refusal))
-
-
-def asking(headers: str) -> Asking:
-    return Asking(parse_request(request(headers=headers)))
-
-
-async def test_ten_thousand_versions_wait_in_as_few_lanes_as_engines_differ(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tries, find = 0, Dispatcher.find
-
-    def counted(dispatcher: Dispatcher, waiter: Waiter) -> RouterBackend | Lane:
-        nonlocal tries
-        tries += 1
-        return find(dispatcher, waiter)
-
-    monkeypatch.setattr(Dispatcher, "find", counted)
-    dispatcher = Dispatcher(RouterConfig(engine_metrics_interval_s=0, max_held=100_000))
-    old = EngineEntry("old", "http://h:1", weight_version=20_000)
-    new = EngineEntry("new", "http://h:2", weight_version=40_000)
-    dispatcher.announce(Membership(1, (old, new)))
-    for name in ("old", "new"):
-        dispatcher.placement.report_kv(dispatcher.placement.engines[name], kv_usage=0.0, kv_capacity=100)
-        dispatcher.gate.submit(asking(f"X-Session-ID: on {name}\r\nX-Prompt-Tokens: 90\r\n"))
-    waiting = [
-        asking(f"X-Session-ID: s{i}\r\nX-Weight-Version: {i}\r\nX-Prompt-Tokens: 50\r\n")
-        for i in (*range(10_000), *range(20_001, 30_000))
-    ]
-    for one in waiting:
-        one.request.prompt_tokens = 50
-        dispatcher.gate.submit(one)
-    assert len(dispatcher.gate.crowded) == 2, "any weights, and newer ones"
-    before = tries
-    dispatcher.gate.room()
-    for _ in range(20):
-        await asyncio.sleep(0)
-    assert tries - before == 2, "one for each lane"
-    await dispatcher.close()

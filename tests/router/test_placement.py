@@ -70,14 +70,6 @@ def test_only_engines_that_may_serve_are_chosen(policy: str) -> None:
     assert not p.could_serve(Hints(min_weight_version=5))
 
 
-def test_an_announcement_makes_an_engine_up_again() -> None:
-    p = placement(entries(1))
-    p.mark("e0", down=True)
-    assert turn(p, None) is None
-    p.set_engines(entries(1))
-    assert turn(p, None) == "e0"
-
-
 # --- sessions --------------------------------------------------------------------------------------------------------
 
 

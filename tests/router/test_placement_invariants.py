@@ -66,7 +66,7 @@ class Fleet(RuleBasedStateMachine):
             for flight in self.flights:
                 flight.left |= flight.engine == name
         for name, state in engines.items():
-            state.down = False
+            state.down = name in self.engines and self.engines[name].down
             if name not in self.engines and self.capacity:
                 self.p.report_kv(name, kv_usage=0.1, kv_capacity=self.capacity)
         self.engines = engines

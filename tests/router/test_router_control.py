@@ -160,7 +160,7 @@ async def test_the_owner_alone_decides_whether_an_engine_is_well() -> None:
 
 
 async def test_an_engine_whose_metrics_fail_is_not_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.router.backend._DEADLINE_S", 0.1)
+    monkeypatch.setattr("penstock.router.kv._DEADLINE_S", 0.1)
     taken = asyncio.Event()
 
     async def hang(reader: Reader, writer: Writer) -> None:

@@ -9,7 +9,7 @@ import pytest
 from router_rig import Backend, RawClient, Seen, answer_name, reply, request, rig
 
 from patience import WAIT_S
-from penstock.router.backend import BackendConnection
+from penstock.router.backend import Backend as RouterBackend
 from penstock.router.exchange import Exchange
 
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
@@ -22,13 +22,13 @@ async def test_a_thousand_wait_and_go_on_in_order_while_new_clients_are_accepted
 ) -> None:
     count = 1000
     sent: list[int] = []
-    connected = Exchange.connected
+    placed = Exchange.placed
 
-    def spy(exchange: Exchange, connection: BackendConnection) -> bool:
+    def spy(exchange: Exchange, backend: RouterBackend) -> None:
         sent.append(int(exchange.request.target.partition(b"?")[2]))
-        return connected(exchange, connection)
+        placed(exchange, backend)
 
-    monkeypatch.setattr(Exchange, "connected", spy)  # sees the router of this process only
+    monkeypatch.setattr(Exchange, "placed", spy)  # sees the router of this process only
     async with rig(answer_name, process=process) as r:
         await r.gate(closed=True)
         clients: list[RawClient] = []

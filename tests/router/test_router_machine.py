@@ -25,7 +25,7 @@ from router_world import NAMES, World
 
 from patience import WAIT_S
 from penstock.router.backend import Backend
-from penstock.router.dispatcher import Dispatcher, Lane, Waiter
+from penstock.router.dispatcher import Dispatcher, Wait, Waiter
 
 NAMES_OF_SESSIONS = ("s0", "s1", "s2", "s3", "s4", "s5")
 SESSIONS = st.sampled_from([None, *NAMES_OF_SESSIONS])
@@ -53,10 +53,10 @@ class RouterMachine(RuleBasedStateMachine):
         self.world = World()
         world, find = self.world, Dispatcher.find
 
-        def judged(dispatcher: Dispatcher, waiter: Waiter) -> Backend | Lane:
+        def judged(dispatcher: Dispatcher, waiter: Waiter) -> Backend | Wait:
             found = find(dispatcher, waiter)
             if isinstance(found, Backend):
-                world.judge(waiter.request, [engine for engine in waiter.tried if engine is not waiter.spared], found)
+                world.judge(waiter, found)
             return found
 
         self.patch = pytest.MonkeyPatch()

@@ -1,22 +1,14 @@
-"""The connections to one engine behind the router, and what is asked of it besides requests."""
+"""The connections to one engine behind the router."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import itertools
-import re
 import socket
 import time
-from collections import deque
-from collections.abc import Coroutine
-from contextlib import suppress
-from typing import Any, cast
+from typing import cast
 
-import orjson
-
-from penstock.process import backoff_s
-from penstock.router.memory import Engine
+from penstock.router.memory import Engine, EngineEntry
 
 RANK_HEADER = b"X-data-parallel-rank"
 """VLLM's: the data-parallel rank that is to have the request."""
@@ -37,17 +29,17 @@ class ConnectionUser:
     """A request that wants a connection, and then uses it."""
 
     def connected(self, connection: BackendConnection) -> bool:
-        """Take a connection that is free; False: it is not needed any more."""
+        """Take a new connection; False: it is not needed any more."""
         raise NotImplementedError
 
-    def not_connected(self, error: OSError | None) -> None:
-        """There is none; the error is None where the engine has left the set."""
+    def not_connected(self, error: OSError) -> None:
+        """There is none: the engine refused, or has left the fleet."""
         raise NotImplementedError
 
     def received(self, data: bytes) -> None:
         raise NotImplementedError
 
-    def lost(self, error: Exception | None) -> None:
+    def connection_lost(self, error: Exception | None) -> None:
         """The connection is gone; with the error, if there was one."""
         raise NotImplementedError
 
@@ -89,7 +81,7 @@ class BackendConnection(asyncio.BufferedProtocol):
         self.backend.open.discard(self)
         user, self.user = self.user, None
         if user is not None:
-            user.lost(exc)
+            user.connection_lost(exc)
 
     def set_reading(self, *, reading: bool) -> None:
         """Read the answer, or leave it with the engine while the client is slow."""
@@ -103,8 +95,8 @@ class BackendConnection(asyncio.BufferedProtocol):
         self.transport.abort()
 
 
-class Backend:
-    """One engine's connections, and counts of what became of them. The placement keeps all else that is known of it."""
+class Backend(Engine):
+    """One engine with its connections, and counts of what became of them."""
 
     openings = 0
     """How often the breaker opened."""
@@ -112,19 +104,13 @@ class Backend:
     """Answers that said that its core is dead."""
     failure = ""
     """Cause that the last of them gave; empty: there was none."""
-    requests = 0
+    sent = 0
     """Requests sent by this process."""
-    removed = False
-    asking: asyncio.Task[None] | None = None
-    """What was asked of it last besides requests: one thing at a time."""
     fields: bytes
     """Header lines that the router adds to every request for it."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.name = engine.name
-        self.address = engine.entry.address()
-        self.announced()
+    def __init__(self, entry: EngineEntry) -> None:
+        super().__init__(entry)
         self.read_buffer = memoryview(bytearray(READ_SIZE))
         """Where its connections read into, one at a time: what came is copied out at once."""
         self.open: set[BackendConnection] = set()
@@ -132,11 +118,11 @@ class Backend:
         """Oldest first; the youngest is used first, so that a burst's surplus ages and is closed. One that was lost
         stays until it is met."""
         self._connecting: set[asyncio.Task[None]] = set()
-        self._waiting: deque[ConnectionUser] = deque()
+        self._may_connect = asyncio.Semaphore(MAX_CONNECTING)
 
-    def announced(self) -> None:
-        """The fleet has announced it, perhaps with another key."""
-        rank, key = self.engine.entry.dp_rank, self.engine.entry.api_key
+    def announce(self, entry: EngineEntry) -> None:
+        super().announce(entry)
+        rank, key = entry.dp_rank, entry.api_key
         self.fields = (b"" if rank is None else b"%b: %d\r\n" % (RANK_HEADER, rank)) + (
             b"" if key is None else b"Authorization: Bearer %b\r\n" % key.encode()
         )
@@ -152,21 +138,32 @@ class Backend:
         return None
 
     def connect(self, user: ConnectionUser) -> None:
-        """Open a connection for `user`; it gets that, or one that another request has done with before."""
-        self._waiting.append(user)
-        if len(self._connecting) < MAX_CONNECTING:
-            self._connecting.add(asyncio.get_running_loop().create_task(self._connect()))
+        """Open a connection for `user`."""
+        task = asyncio.get_running_loop().create_task(self._connect(user))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+
+    async def _connect(self, user: ConnectionUser) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            async with self._may_connect, asyncio.timeout(CONNECT_TIMEOUT_S):
+                _, connection = await loop.create_connection(lambda: BackendConnection(self), *self.entry.address())
+            if self.left or connection.transport.is_closing():
+                connection.transport.abort()
+                raise ConnectionResetError("the engine has left the fleet, or closed the connection as it was opened")
+        except OSError as error:  # TimeoutError is one
+            user.not_connected(error)
+        else:
+            if not user.connected(connection):
+                self.release(connection, reusable=True)
 
     def release(self, connection: BackendConnection, *, reusable: bool) -> None:
         """Keep a connection that a request has done with for another one, or close it."""
         transport = connection.transport
-        if not reusable or self.removed or transport.get_write_buffer_size() or transport.is_closing():
+        if not reusable or self.left or transport.get_write_buffer_size() or transport.is_closing():
             transport.abort()
             return
         connection.set_reading(reading=True)
-        while self._waiting:
-            if self._waiting.popleft().connected(connection):
-                return
         connection.idle_since = time.monotonic()
         self._idle.append(connection)
 
@@ -175,22 +172,6 @@ class Backend:
         while self._idle and self._idle[0].idle_since <= now - IDLE_S:
             self._idle.pop(0).transport.abort()
 
-    def ask(self, work: Coroutine[Any, Any, None]) -> None:
-        """Ask something of it besides requests, in place of what is being asked now."""
-        self.stop_asking()
-        self.asking = asyncio.get_running_loop().create_task(work)
-
-    def stop_asking(self) -> None:
-        if self.asking is not None:
-            self.asking.cancel()
-
-    def remove(self) -> None:
-        """It left the set: requests in flight end as they may, nothing new is begun."""
-        self.removed = True
-        self.stop_asking()
-        self.close_idle(float("inf"))
-        self._fail(None)
-
     def cut(self) -> None:
         """Break off what is in flight, as if the engine had closed every connection: it goes on elsewhere, or ends."""
         for connection in list(self.open):
@@ -198,89 +179,10 @@ class Backend:
             connection.connection_lost(ConnectionAbortedError("the fleet has given it up"))
 
     async def close(self) -> None:
-        self.removed = True
-        self._waiting.clear()
+        self.left = True
         for connection in list(self.open):
             connection.transport.abort()
-        tasks = [*self._connecting, *([self.asking] if self.asking else [])]
+        tasks = list(self._connecting)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _connect(self) -> None:
-        loop = asyncio.get_running_loop()
-        while self._waiting:
-            try:
-                async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                    _, connection = await loop.create_connection(lambda: BackendConnection(self), *self.address)
-                if connection.transport.is_closing():
-                    raise ConnectionResetError("closed as soon as it was open")
-                self.release(connection, reusable=True)
-            except OSError as error:  # TimeoutError is one
-                self._fail(error)
-        self._connecting.discard(cast("asyncio.Task[None]", asyncio.current_task()))
-
-    def _fail(self, error: OSError | None) -> None:
-        while self._waiting:
-            self._waiting.popleft().not_connected(error)
-
-
-# --- What is asked of engines besides requests -----------------------------------------------------------------------
-
-
-_DEADLINE_S = 2.0
-_PROBE_S, _LONGEST_PROBE_S = 0.1, 2.0
-"""Before the first probe of an engine that is down, and the most that the wait doubles to."""
-_MAX_ANSWER = 8 << 20
-"""Bytes."""
-_DEAD_MESSAGE = "EngineCore encountered an issue"
-"""How the message of vLLM's `EngineDeadError` begins."""
-_ALIVE = re.compile(rb"HTTP/1\.[01] [234]\d\d ")
-"""Any answer but a 5xx says that a server is there and can serve; vLLM answers 503 once its engine is dead."""
-
-
-def cause_of_death(content: bytes) -> str:
-    """Message of the error in an answer that says that the engine's core is dead; empty: it does not say so."""
-    if _DEAD_MESSAGE.encode() not in content:
-        return ""
-    try:
-        answer: Any = orjson.loads(content)
-    except orjson.JSONDecodeError:
-        return ""
-    match answer:
-        case {"error": {"message": str(message)}} | {"answer": {"error": {"message": str(message)}}} if (
-            message.startswith(_DEAD_MESSAGE)
-        ):
-            return message
-        case _:
-            return ""
-
-
-async def wait_until_well(backend: Backend) -> None:
-    """Probe an engine that is down until it answers its health check, with anything but a server error."""
-    for failures in itertools.count():
-        # Another process's state: there is no event to wait for.
-        await asyncio.sleep(backoff_s(failures, _PROBE_S, _LONGEST_PROBE_S))
-        with suppress(OSError):
-            if _ALIVE.match(await read_answer(backend, "/health")):
-                return
-
-
-async def read_answer(backend: Backend, path: str) -> bytes:
-    """Ask one engine on a connection of its own; returns its answer with the head, as far as it came in time.
-
-    Raises:
-        OSError: it refused or broke off.
-    """
-    host, port = backend.address
-    answer = bytearray()
-    with suppress(TimeoutError):
-        async with asyncio.timeout(_DEADLINE_S):
-            reader, writer = await asyncio.open_connection(host, port)
-            try:
-                writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n".encode())
-                while len(answer) < _MAX_ANSWER and (piece := await reader.read(1 << 18)):
-                    answer += piece
-            finally:
-                writer.transport.abort()
-    return bytes(answer)

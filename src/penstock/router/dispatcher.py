@@ -1,10 +1,7 @@
 """Find an engine for each request, or have it wait: membership, placement, breakers and the gate together.
 
-Each request waits in a lane, and each lane has the event that ends its wait; nothing is polled, and no event looks at
-more requests than it may let go.
-
-Whether an engine is well is for the owner of the fleet to decide (`fleet/supervise.py`), which takes it out of the set.
-Here a request that finds an engine down leaves it out, until a probe finds it up.
+The owner of the fleet decides whether an engine is well (`fleet/supervise.py`), and takes it out of the set. Here a
+request that finds an engine down leaves it out for a moment; the next request after that tries it again.
 """
 
 from __future__ import annotations
@@ -12,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from enum import Enum
-from typing import NamedTuple
+from typing import cast
 
 from penstock.rooms import plugged_in
-from penstock.router.backend import Backend, wait_until_well
+from penstock.router.backend import Backend
 from penstock.router.http import RefusalError, RequestHead
 from penstock.router.memory import Engine, Membership, Metrics
 from penstock.router.placement import Placement
@@ -28,33 +25,23 @@ from penstock.settings import RouterConfig, validate
 
 _EXPIRE_S = 0.75
 """Between two looks for sessions that are idle or forgotten."""
+_DOWN_S = 0.5
+"""How long an engine gets no request after it refused one, or said that its core is dead."""
 _MOST_LOST = 2
 """A request that so many engines broke on gets no other: it may be what ends them."""
+_SLICE = 64
+"""Requests let go in one turn of the event loop, so that ten thousand of them do not keep it from accepting."""
 
 
-class Kind(Enum):
+class Wait(Enum):
     """What a request waits for."""
 
     TURN = "turn"
-    """The gate for all, and after it has opened those that came before."""
+    """The gate, and after it has opened those that came before."""
     ROOM = "room"
     """Load must fall: the policy admits no new session now."""
     NOWHERE = "nowhere"
     """No engine is up that may serve it."""
-
-
-class Lane(NamedTuple):
-    """Requests that the same event lets go, in order of arrival."""
-
-    kind: Kind
-    key: int = 0
-    """Of ROOM, see `Placement.needs`."""
-
-
-TURN, NOWHERE = Lane(Kind.TURN), Lane(Kind.NOWHERE)
-_SLICE = 64
-"""Requests let go in one turn of the event loop, so that ten thousand of them do not keep it from accepting."""
-_ABSENT = object()
 
 
 class Waiter:
@@ -62,26 +49,24 @@ class Waiter:
 
     buffered = 0
     """Most bytes that are kept of it."""
-    spared: Backend | None = None
-    """One of `tried` that may only have closed an idle connection: it gets the request again if no other can."""
+    held_bytes = 0
+    """What of `Gate.held_bytes` is its own."""
     hold_seconds = 0.0
     """Waited for an engine or for room so far."""
     gate_seconds = 0.0
-    """Waited at a closed gate so far."""
-    patience_used = 0.0
-    """Part of `hold_seconds` in which no engine was up."""
-    lane = TURN
-    queue: Queue
-    """The requests it waits among: those of its lane, or those of its lane that have been woken."""
-    since = open_since = 0.0
-    """When it began to wait there; the second by the clock that stands still while the gate is closed for all."""
-    held_bytes = 0
-    """What of `Gate.held_bytes` is its own."""
+    """Waited for its turn at the gate so far."""
+    wait: Wait | None = None
+    since = 0.0
+    """When it began to wait for that."""
+    nowhere_since = 0.0
+    """Since when no engine has taken it; 0: not yet."""
 
     def __init__(self, request: RequestHead) -> None:
         self.request = request
-        self.tried: list[Backend] = []
-        """Engines that took the request, and then closed the connection without an answer or were dead."""
+        self.lost_on: set[Engine] = set()
+        """Engines that took it, and then closed the connection without an answer or were dead."""
+        self.tried: list[Engine] = []
+        """Those of them that get it no more; the others may only have closed an idle connection."""
 
     def placed(self, backend: Backend) -> None:
         """It has an engine, where it counts until `Dispatcher.left`."""
@@ -92,64 +77,51 @@ class Waiter:
         raise NotImplementedError
 
 
-Queue = OrderedDict[Waiter, None]
-
-
 class Gate:
-    """Lets requests through in order of arrival, or holds them.
+    """Lets requests through in order of arrival, or holds them; nothing is polled.
 
-    Time at a closed gate is no part of `max_hold_s`: a pause may be as long as it likes, and no request fails of it.
-    Nor is time in which the engines are full: they are at work, and load will fall. `place` sends a request on its way,
-    or returns the lane where it has to wait.
+    A pause may be as long as it likes, and no request fails of it: `max_hold_s` begins anew when the gate opens. Nor
+    does a request fail while the engines are full: they are at work, and load will fall. `place` sends a request on its
+    way, or returns what it has to wait for.
     """
 
-    def __init__(self, config: RouterConfig, place: Callable[[Waiter], Lane | None]) -> None:
+    def __init__(self, config: RouterConfig, place: Callable[[Waiter], Wait | None]) -> None:
         self._config = config
         self._place = place
-        self._closed_at: float | None = None
-        self._closed_s = 0.0
-        """How long the gate was closed for all before, all times together."""
+        self.closed = False
+        self._opened_at = 0.0
         self.held_bytes = 0
         """Most bytes that are kept of requests that had to wait or came in pieces, until their answers begin."""
-        self._held: set[Waiter] = set()
-        self._turns: Queue = OrderedDict()
-        self.crowded: dict[Lane, Queue] = {}
-        """Lanes of the kind ROOM: only their first is tried, and the next when that one went."""
-        self._nowhere: Queue = OrderedDict()
-        self._woken: deque[Queue] = deque()
-        """Those for which an engine may be up now, to be tried before those that came after."""
+        self._queues: dict[Wait, OrderedDict[Waiter, None]] = {wait: OrderedDict() for wait in Wait}
+        self._turns = self._queues[Wait.TURN]
+        self._room = self._queues[Wait.ROOM]
+        """Only the first is tried when load falls, and the next when that one went."""
         self._passing = self._filling = self._filling_soon = False
 
-    @property
-    def closed(self) -> bool:
-        return self._closed_at is not None
-
     def __len__(self) -> int:
-        return len(self._held)
+        return sum(map(len, self._queues.values()))
 
-    def waits_for_room(self, lane: Lane) -> bool:
-        """Whether requests wait in that lane, and it is not their turn: a newcomer joins them."""
-        return not self._filling and lane in self.crowded
+    @property
+    def crowded(self) -> bool:
+        """Whether requests wait for room, and it is not their turn: a new session joins them."""
+        return bool(self._room) and not self._filling
 
     def held_by(self) -> dict[str, int]:
-        """How many wait for what, by the value of `Kind`."""
-        waiting = Counter(request.lane.kind for request in self._held)
-        return {kind.value: waiting[kind] for kind in Kind}
+        """How many wait for what, by the value of `Wait`."""
+        return {wait.value: len(queue) for wait, queue in self._queues.items()}
 
     def submit(self, request: Waiter) -> None:
-        lane = TURN if self._turns or self._woken or self._closed_at is not None else self._place(request)
-        if lane is None:
-            return
-        if len(self._held) >= self._config.max_held:
-            request.refuse(self._full())
+        wait = Wait.TURN if self._turns or self.closed else self._place(request)
+        if wait is None:
             return
         try:
+            if len(self) >= self._config.max_held:
+                raise self._full()
             self.keep(request, request.buffered - request.held_bytes)
         except RefusalError as refusal:
             request.refuse(refusal)
-            return
-        self._held.add(request)
-        self._enter(request, lane)
+        else:
+            self._enter(request, wait)
 
     def keep(self, request: Waiter, size: int) -> None:
         """Count bytes that are kept of a request; RefusalError: 503, too many are kept already."""
@@ -158,130 +130,104 @@ class Gate:
         self.held_bytes += size
         request.held_bytes += size
 
-    def discard(self, request: Waiter) -> None:
-        """Let a request wait no longer; harmless for one that does not."""
-        if request in self._held:
-            self._held.remove(request)
-            self._leave(request)
-
     def release(self, request: Waiter) -> None:
         """Count no more what was kept of a request: its answer has begun, or it is over."""
         self.held_bytes -= request.held_bytes
         request.held_bytes = 0
 
     def _full(self) -> RefusalError:
-        what = f"{len(self._held)} requests wait, and {self.held_bytes} bytes are kept"
+        what = f"{len(self)} requests wait, and {self.held_bytes} bytes are kept"
         return RefusalError(503, "queue_full", f"{what}; retry later, or raise max_held or max_held_bytes")
 
     def set(self, *, closed: bool) -> None:
-        if closed and self._closed_at is None:
-            self._closed_at = time.monotonic()
-        elif not closed:
-            if self._closed_at is not None:
-                self._closed_s += time.monotonic() - self._closed_at
-                self._closed_at = None
+        if self.closed and not closed:
+            self._opened_at = time.monotonic()
+        self.closed = closed
+        if not closed:
             self.recheck()
 
     def recheck(self) -> None:
-        """The engines have changed: one may serve now what none could before."""
-        if self._nowhere:
-            self._woken.append(self._nowhere)
-            self._nowhere = OrderedDict()
-        self._pass()
+        """The engines have changed: those that none could serve are tried again, before those that came after."""
+        for request in reversed(list(self._queues[Wait.NOWHERE])):
+            self.discard(request)
+            self._enter(request, Wait.TURN)
+            self._turns.move_to_end(request, last=False)
+        if not self._passing and self._turns:
+            self._passing = True
+            self._pass()
         self.room()
 
     def room(self) -> None:
         """Load has fallen: those that have waited for room longest are tried, soon, and once for many such events."""
-        if self.crowded and not self._filling_soon:
+        if self._room and not self._filling_soon:
             self._filling_soon = True
             asyncio.get_running_loop().call_soon(self._fill)
 
     def expire(self, now: float) -> None:
         """Refuse those for which no engine was up for too long; `now` is `time.monotonic()`."""
-        if self._closed_at is not None:
-            return
         longest_s = self._config.max_hold_s
-        began = self._open_time(now) - longest_s
-        late = [one for one in self._nowhere if one.open_since - one.patience_used <= began]
+        if self.closed or now - self._opened_at < longest_s:
+            return
+        late = [one for one in self._queues[Wait.NOWHERE] if one.nowhere_since <= now - longest_s]
         for request in late:
-            why = f"no engine{_needs(request.request)} could serve it for {longest_s:g} s; retry later or raise"
+            version = request.request.min_weight_version
+            needs = f" with weight version {version} or newer" if version else ""
+            why = f"no engine{needs} could serve it for {longest_s:g} s; retry later or raise max_hold_s"
             self.discard(request)
-            request.refuse(RefusalError(503, "held_too_long", f"{why} max_hold_s"))
+            request.refuse(RefusalError(503, "held_too_long", why))
 
-    def _enter(self, request: Waiter, lane: Lane) -> None:
-        request.lane = lane
-        request.since = time.monotonic()
-        request.open_since = self._open_time(request.since)
-        if lane.kind is Kind.ROOM:
-            request.queue = self.crowded.setdefault(lane, OrderedDict())
+    def discard(self, request: Waiter) -> None:
+        """Let a request wait no longer, and charge the time; harmless for one that does not wait."""
+        if request.wait is None:
+            return
+        del self._queues[request.wait][request]
+        waited = time.monotonic() - request.since
+        if request.wait is Wait.TURN:
+            request.gate_seconds += waited
         else:
-            request.queue = self._turns if lane is TURN else self._nowhere
-        request.queue[request] = None
+            request.hold_seconds += waited
+        request.wait = None
 
-    def _leave(self, request: Waiter) -> None:
-        """Take it out of its lane, and charge the time it spent there."""
-        lane, queue = request.lane, request.queue
-        if queue.pop(request, _ABSENT) is _ABSENT:
-            return  # it is being tried, and was charged before that
-        if not queue and self.crowded.get(lane) is queue:
-            del self.crowded[lane]
-        now = time.monotonic()
-        waited, opened = now - request.since, self._open_time(now) - request.open_since
-        at_gates = waited if lane is TURN else waited - opened
-        request.gate_seconds += at_gates
-        request.hold_seconds += waited - at_gates
-        if lane is NOWHERE:
-            request.patience_used += opened
+    def _enter(self, request: Waiter, wait: Wait) -> None:
+        request.wait, request.since = wait, time.monotonic()
+        if wait is Wait.ROOM:
+            request.nowhere_since = 0.0
+        elif wait is Wait.NOWHERE:
+            request.nowhere_since = request.nowhere_since or request.since
+        self._queues[wait][request] = None
 
-    def _try(self, request: Waiter) -> bool:
-        """Whether it went; else it waits again."""
-        self._leave(request)
-        lane = self._place(request)
-        if lane is not None and request in self._held:
-            self._enter(request, lane)
-            return False
+    def _try(self, request: Waiter) -> None:
+        """Place the request, or have it wait again."""
         self.discard(request)
-        return True
+        wait = self._place(request)
+        if wait is not None:
+            self._enter(request, wait)
 
     def _pass(self) -> None:
-        if not self._passing and (self._woken or self._turns):
-            self._passing = True
-            self._pass_slice()
-
-    def _pass_slice(self) -> None:
         for _ in range(_SLICE):
-            while self._woken and not self._woken[0]:
-                self._woken.popleft()
-            queue = self._woken[0] if self._woken else self._turns
-            if not queue or self._closed_at is not None:
+            if not self._turns or self.closed:
                 self._passing = False
                 return
-            self._try(next(iter(queue)))
-        asyncio.get_running_loop().call_soon(self._pass_slice)
+            self._try(next(iter(self._turns)))
+        asyncio.get_running_loop().call_soon(self._pass)
 
     def _fill(self) -> None:
-        """Try the first of each lane, and the next where it went; once for each time that load fell, and no more."""
+        """Try the first that waits for room, and the next where it went."""
         self._filling_soon = False
-        if self._closed_at is not None:  # opening tries them
+        if self.closed:  # opening tries them
             return
         self._filling = True
-        lanes = list(self.crowded)
-        for lane in lanes:
-            for _ in range(max(1, _SLICE // len(lanes))):
-                queue = self.crowded.get(lane)
-                if queue is None:
-                    break
-                request = next(iter(queue))
-                if not self._try(request) and request.lane == lane:  # no room for it: nor for those behind it
-                    request.queue.move_to_end(request, last=False)
-                    break
-            else:
-                self.room()  # for the next of them, in the next turn of the event loop
+        for _ in range(_SLICE):
+            if not self._room:
+                break
+            request = next(iter(self._room))
+            self._try(request)
+            if request.wait is Wait.ROOM:  # no room for it: nor for those behind it
+                self._room.move_to_end(request, last=False)
+                break
+        else:
+            self.room()  # for the next of them, in the next turn of the event loop
         self._filling = False
-
-    def _open_time(self, now: float) -> float:
-        """`now` by a clock that stands still while the gate is closed for all."""
-        return (now if self._closed_at is None else self._closed_at) - self._closed_s
 
 
 class Dispatcher:
@@ -295,8 +241,8 @@ class Dispatcher:
         self.metrics = Metrics()
         self.access_log = config.access_log
         self.membership = Membership()
-        self.backends: dict[str, Backend] = {}
-        self.placement = Placement(config, process)
+        self.placement = Placement(config, process, Backend)
+        self.backends = cast("dict[str, Backend]", self.placement.engines)
         self.gate = Gate(config, self._place)
         # An engine is asked as often by several processes together as by one.
         self._interval_s = config.engine_metrics_interval_s * config.workers
@@ -319,19 +265,8 @@ class Dispatcher:
         self.gate.set(closed=announced.closed)
 
     def _set_engines(self, announced: Membership) -> None:
-        self.placement.set_engines(announced.engines)
-        before, self.backends = self.backends, {}
-        for name, engine in self.placement.engines.items():
-            known = before.get(name)
-            if known is not None and known.engine is engine:
-                self.backends[name] = before.pop(name)
-                known.announced()
-                if not engine.down:
-                    known.stop_asking()
-            else:
-                self.backends[name] = Backend(engine)
-        for backend in before.values():
-            backend.remove()
+        for backend in cast("list[Backend]", self.placement.set_engines(announced.engines)):
+            backend.close_idle(float("inf"))
             self._leaving.add(backend)
         for backend in self._leaving:
             if backend.name in announced.cut:
@@ -346,70 +281,60 @@ class Dispatcher:
         self.gate.room()
         return known
 
-    def find(self, waiter: Waiter) -> Backend | Lane:
+    def find(self, waiter: Waiter) -> Backend | Wait:
         """Return an engine, where the request counts from now on until it has `left`, or what it has to wait for.
 
         Raises:
             RefusalError: 502, only those that were tried could serve it.
         """
-        request, tried = waiter.request, waiter.tried
-        placement, session_id = self.placement, request.session_id
+        request, placement, session_id = waiter.request, self.placement, waiter.request.session_id
         if self.gate.crowded and session_id is not None and placement.sessions.get(session_id) is None:
-            lane = Lane(Kind.ROOM, placement.needs(request))  # it opens a session, as others do that wait for room
-            if self.gate.waits_for_room(lane):
-                return lane
-        found = placement.place(request, time.monotonic(), [backend.engine for backend in tried])
-        if found is None and waiter.spared is not None:
-            still = [backend.engine for backend in tried if backend is not waiter.spared]
-            found = placement.place(request, time.monotonic(), still)
-        if isinstance(found, Engine):
-            backend = self.backends[found.name]
-            backend.requests += 1
-            return backend
+            return Wait.ROOM  # it opens a session, as others do that wait for room
+        found = placement.place(request, time.monotonic(), waiter.tried)
+        if isinstance(found, Backend):
+            found.sent += 1
+            return found
         if found is Defer.WAIT:
-            return Lane(Kind.ROOM, placement.needs(request))
-        if tried and placement.could_serve(request):
-            raise _engines_failed(tried)
-        return NOWHERE
+            return Wait.ROOM
+        if waiter.tried and placement.could_serve(request):
+            raise _engines_failed(waiter.tried)
+        return Wait.NOWHERE
 
     def left(self, request: RequestHead, backend: Backend, now: float) -> None:
         """The request is no longer with that engine: it was answered, failed, or is taken back."""
-        self.placement.done(request, backend.engine, now)
-        if self.gate.crowded:
-            self.gate.room()
+        self.placement.done(request, backend, now)
+        self.gate.room()
 
     def retry(self, waiter: Waiter, reason: str) -> None:
         """Place again a request that an engine did not take, or broke on; 502 for one that two engines broke on."""
-        if len(waiter.tried) >= _MOST_LOST:
-            waiter.refuse(_engines_failed(waiter.tried))
+        if len(waiter.lost_on) >= _MOST_LOST:
+            waiter.refuse(_engines_failed(waiter.lost_on))
             return
         self.metrics.retries[reason] += 1
         self.gate.submit(waiter)
 
-    def _place(self, waiter: Waiter) -> Lane | None:
+    def _place(self, waiter: Waiter) -> Wait | None:
         try:
             found = self.find(waiter)
         except RefusalError as refusal:
             waiter.refuse(refusal)
             return None
-        if isinstance(found, Lane):
+        if isinstance(found, Wait):
             return found
         waiter.placed(found)
         return None
 
-    def backend_refused(self, backend: Backend, *, dead: bool = False) -> None:
-        """It takes no requests, or is dead: it is left out until its breaker closes, see `Engine.down`."""
-        if backend.removed or backend.engine.down:
-            backend.engine.dead |= dead
+    def backend_refused(self, backend: Backend) -> None:
+        """It takes no requests, or is dead: it is left out for a moment."""
+        if backend.left or backend.down:
             return
         backend.openings += 1
-        self.placement.mark(backend.engine, down=True, dead=dead)
-        backend.ask(self._probe(backend))
-        self.gate.recheck()
+        self.placement.mark(backend, down=True)
+        self.gate.room()
+        asyncio.get_running_loop().call_later(_DOWN_S, self._close_breaker, backend)
 
-    async def _probe(self, backend: Backend) -> None:
-        await wait_until_well(backend)
-        self.placement.mark(backend.engine, down=False)
+    def _close_breaker(self, backend: Backend) -> None:
+        self.placement.mark(backend, down=False)
         self.gate.recheck()
 
     def sweep(self, now: float) -> None:
@@ -442,21 +367,20 @@ class Dispatcher:
         )
 
     def _load_of(self, backend: Backend) -> EngineLoad:
-        entry, view = backend.engine.entry, backend.engine.view
-        sessions = backend.engine.sessions
+        entry, view = backend.entry, backend.view
         return EngineLoad(
             **view._asdict(),
             url=entry.url,
             eligible=entry.eligible,
             draining=entry.draining,
             dp_rank=entry.dp_rank,
-            drained=entry.draining and not view.outstanding and not sessions,
-            down=backend.engine.down,
+            drained=entry.draining and not view.outstanding and not backend.sessions,
+            down=backend.down,
             breaker_openings=backend.openings,
             dead_answers=backend.dead_answers,
             failure=backend.failure,
-            sessions=sessions,
-            requests=backend.requests,
+            sessions=backend.sessions,
+            requests=backend.sent,
         )
 
     async def close(self) -> None:
@@ -466,11 +390,6 @@ class Dispatcher:
         await asyncio.gather(*[backend.close() for backend in (*self.backends.values(), *self._leaving)])
 
 
-def _engines_failed(tried: Sequence[Backend]) -> RefusalError:
-    names = ", ".join(dict.fromkeys(backend.name for backend in tried))
+def _engines_failed(tried: Iterable[Engine]) -> RefusalError:
+    names = ", ".join(sorted({engine.name for engine in tried}))
     return RefusalError(502, "engines_failed", f"every engine tried broke the request: {names}")
-
-
-def _needs(request: RequestHead) -> str:
-    version = request.min_weight_version
-    return f" with weight version {version} or newer" if version else ""

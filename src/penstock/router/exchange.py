@@ -7,12 +7,13 @@ engine's connection nor a share of its KV cache. It is kept until its answer beg
 
 from __future__ import annotations
 
-import re
 import time
-from typing import cast
+from typing import Any, cast
+
+import orjson
 
 from penstock.rooms import plugged_in
-from penstock.router.backend import OWN_SHORTAGES, Backend, BackendConnection, ConnectionUser, cause_of_death
+from penstock.router.backend import OWN_SHORTAGES, Backend, BackendConnection, ConnectionUser
 from penstock.router.client_connection import ClientConnection
 from penstock.router.dispatcher import Dispatcher, Waiter
 from penstock.router.http import (
@@ -93,7 +94,7 @@ class Exchange(Waiter, ConnectionUser):
     def placed(self, backend: Backend) -> None:
         """Send it on a connection of the pool; on a new one where none is idle, or an engine has lost it before."""
         self.backend = backend
-        connection = None if self.tried else backend.take()
+        connection = None if self.lost_on else backend.take()
         if connection is None:
             backend.connect(self)
         else:
@@ -105,6 +106,7 @@ class Exchange(Waiter, ConnectionUser):
             return False
         self._connection = connection
         self._answer = Answer(self.request)
+        self.nowhere_since = 0.0
         connection.user = self
         head = self.request.to_engine(len(self._body), connection.backend.fields)
         if len(self._body) < _LONG:
@@ -114,12 +116,12 @@ class Exchange(Waiter, ConnectionUser):
             connection.transport.write(self._body)  # uvloop keeps it as it is until it has gone out
         return True
 
-    def not_connected(self, error: OSError | None) -> None:
-        """The engine refused, or left the set; nothing was sent, so any engine may have the request."""
+    def not_connected(self, error: OSError) -> None:
+        """Nothing was sent, so any engine may have the request."""
         backend = self.backend
         if self.gone or backend is None:
             return
-        if error is not None and error.errno in OWN_SHORTAGES:
+        if error.errno in OWN_SHORTAGES:
             why = f"the router cannot open a connection ({error}); raise ulimit -n"
             self.refuse(RefusalError(503, "no_sockets", why))
             return
@@ -184,16 +186,13 @@ class Exchange(Waiter, ConnectionUser):
 
     # --- what goes wrong ---------------------------------------------------------------------------------------------
 
-    def lost(self, error: Exception | None) -> None:
+    def connection_lost(self, error: Exception | None) -> None:
         connection, self._connection = self._connection, None
         if connection is None:
             return
         if self._answer.response is None:
-            # On a connection used before, it may have closed that one as idle before our bytes arrived, or died of
-            # them.
+            # The engine may have closed a connection used before as idle, before our bytes arrived.
             stale = connection.reused and not self.first_byte_at
-            if stale:
-                self.spared = connection.backend
             self._lose(connection.backend, "stale" if stale else "hung_up")
         else:
             self._break(f"the engine closed the connection inside its answer{f': {error}' if error else ''}")
@@ -204,13 +203,15 @@ class Exchange(Waiter, ConnectionUser):
         if backend is not None:
             backend.dead_answers += 1
             backend.failure = cause
-            self._dispatcher.backend_refused(backend, dead=True)
+            self._dispatcher.backend_refused(backend)
             self._lose(backend, "dead")
 
     def _lose(self, backend: Backend, reason: str) -> None:
         """The engine broke on this request, or with it: another one gets it."""
         self._displace(backend)
-        self.tried.append(backend)
+        self.lost_on.add(backend)
+        if reason != "stale":
+            self.tried.append(backend)
         self.first_byte_at = 0.0
         self._dispatcher.retry(self, reason)
 
@@ -286,13 +287,14 @@ class Exchange(Waiter, ConnectionUser):
 
 # --- The engine's answer ---------------------------------------------------------------------------------------------
 
-_MAX_SUSPECT = 16_384
-"""Bytes of an answer, framing and all, that are read at most before it goes on: such an error has about 200."""
-_LINES, _EVENTS = b"application/x-ndjson", b"text/event-stream"
-_LINE_END, _EVENT_END = re.compile(rb"\n"), re.compile(rb"\r?\n\r?\n")
+_MOST_HELD_BACK = 16_384
+"""Bytes of a body that may tell of a death, at most; vLLM's error has about 200."""
+_STREAMS = (b"application/x-ndjson", b"text/event-stream")
 _MAX_HEAD = 262_144
 """Bytes; an engine's head is trusted more than a client's, but not without bound."""
 _OK, _ERROR = 200, 500
+_DEAD = "EngineCore encountered an issue"
+"""How the message of vLLM's `EngineDeadError` begins."""
 
 
 class Answer:
@@ -300,8 +302,8 @@ class Answer:
 
     `feed` it, then read what it has become. vLLM's API server outlives its engine core by about a second. In vLLM 0.26
     and 0.32 it then answers 500 with the message of `EngineDeadError`; a stream, which has its 200 already, begins with
-    an event that holds the same error, as Penstock's lines of progress do. Such an answer is a suspect until its
-    beginning is here. Any other error says something of the request and nothing of the engine.
+    a chunk that holds the same error, as Penstock's lines of progress do. So the beginning of such answers is held back
+    until it is whole. Any other error says something of the request and nothing of the engine.
     """
 
     response: ResponseHead | None = None
@@ -311,13 +313,10 @@ class Answer:
     done = False
     between_chunks = False
     """It is passed on as it comes, and the next byte is the first of a chunk."""
-    _suspect: tuple[ResponseHead, BodyReader, list[bytes]] | None = None
-    """Its head, and what reads the beginning of its body."""
-    _body: BodyReader | None = None
+    _head: ResponseHead | None = None
     _buffer = b""
-    """What came of the head, or of the body of a suspect."""
-    _start = b""
-    """The body of a suspect without its framing."""
+    """What came before the head may go on."""
+    _body: BodyReader
 
     def __init__(self, request: RequestHead) -> None:
         self._request = request
@@ -329,66 +328,66 @@ class Answer:
             FramingError: the body is not well-formed, or more came than the answer.
             RefusalError: 502, the head is not one of HTTP.
         """
-        if self._suspect is not None:
-            return self._read_suspect(*self._suspect, data)
-        return self._read_head(data) if self._body is None else self._follow(self._body, data, 0)
+        if self.response is None:
+            data = self._begin(self._buffer + data)
+            if self.response is None:
+                return b""
+        body = self._body
+        if body.feed(data) < len(data):
+            # Bytes after the answer: it is not the answer to this request, or the next one's would not be.
+            raise FramingError("the engine sent more than its answer")
+        self.done = body.done
+        self.between_chunks = body.between_chunks and not body.done
+        return data
 
-    def _read_head(self, data: bytes) -> bytes:
-        data, self._buffer = self._buffer + data, b""
+    def _begin(self, data: bytes) -> bytes:
+        """Read the head, and hold back a body that may tell of a death; returns the body once `response` is there."""
+        self._buffer = data
         end = data.find(b"\r\n\r\n") + 4
         if end < 4:  # noqa: PLR2004 - not found
             if len(data) > _MAX_HEAD:
                 what = f"the engine's head is longer than {_MAX_HEAD} bytes"
                 raise RefusalError(502, "bad_engine_response", what)
-            self._buffer = data
             return b""
-        response = parse_response(data[:end], self._request.method)
-        if not _is_suspect(response):
-            return self._begin(response, data, end)
-        payload: list[bytes] = []
-        self._suspect = response, body_reader(response.length, payload), payload
-        return self._read_suspect(*self._suspect, data[end:])
-
-    def _read_suspect(self, response: ResponseHead, body: BodyReader, payload: list[bytes], data: bytes) -> bytes:
-        """Keep it until enough of its body is here to see whether the core is dead."""
-        end = body.feed(data)
-        self._buffer += data
-        self._start += b"".join(payload) if response.length == CHUNKED else data[:end]
-        payload.clear()
-        start, done = self._start, body.done or body.size >= _MAX_SUSPECT
-        if _is_stream(response):
-            is_lines = response.content_type.startswith(_LINES)
-            first, *rest = (_LINE_END if is_lines else _EVENT_END).split(start, 1)
-            start, done = first if is_lines else first.partition(b"data:")[2], done or bool(rest)
-        self.death = cause_of_death(start) if done else ""
-        if self.death or not done:
+        head = self._head = self._head or parse_response(data[:end], self._request.method)
+        data = data[end:]
+        beginning = _beginning(head, data)
+        if beginning is None:
             return b""
-        came, self._buffer, self._suspect = self._buffer, b"", None
-        return self._begin(response, came, 0)
-
-    def _begin(self, response: ResponseHead, data: bytes, start: int) -> bytes:
-        self.response = response
-        if response.length == len(data) - start:  # all of it is here
-            self.done = True
-            return data[start:]
-        self._body = body_reader(response.length)
-        return self._follow(self._body, data, start)
-
-    def _follow(self, body: BodyReader, data: bytes, start: int) -> bytes:
-        if body.feed(data, start) < len(data):
-            # Bytes after the answer: it is not the answer to this request, or the next one's would not be.
-            raise FramingError("the engine sent more than its answer")
-        self.done = body.done
-        self.between_chunks = body.between_chunks and not body.done
-        return data[start:]
+        self.death = _cause_of_death(beginning)
+        if not self.death:
+            self.response, self._buffer, self._body = head, b"", body_reader(head.length)
+        return data
 
 
-def _is_suspect(response: ResponseHead) -> bool:
-    """Whether the beginning of the body has to be seen before the head goes to the client."""
-    if response.status == _ERROR:
-        return 0 < response.length <= _MAX_SUSPECT or response.length == CHUNKED
-    return response.status == _OK and response.length == CHUNKED and _is_stream(response)
+def _beginning(head: ResponseHead, body: bytes) -> bytes | None:
+    """What of a body may tell of a death: all of it, or its first chunk; None: it is not all here."""
+    if head.status == _ERROR and 0 < head.length <= _MOST_HELD_BACK:
+        return body if len(body) >= head.length else None
+    if head.status != _OK or head.length != CHUNKED or not head.content_type.startswith(_STREAMS):
+        return b""
+    line, ended, chunk = body.partition(b"\r\n")
+    if not ended:
+        return None if len(body) < _MOST_HELD_BACK else b""
+    try:
+        size = int(line, 16)
+    except ValueError:
+        return b""  # reading the body finds out
+    return chunk[:size] if len(chunk) >= size or size > _MOST_HELD_BACK else None
 
 
-def _is_stream(response: ResponseHead) -> bool:
-    return response.content_type.startswith((_LINES, _EVENTS))
+def _cause_of_death(beginning: bytes) -> str:
+    """Message of the error in a body that says that the engine's core is dead; empty: it does not say so."""
+    if _DEAD.encode() not in beginning:
+        return ""
+    try:
+        answer: Any = orjson.loads(beginning.removeprefix(b"data: ").partition(b"\n")[0])
+    except orjson.JSONDecodeError:
+        return ""
+    match answer:
+        case {"error": {"message": str(message)}} | {"answer": {"error": {"message": str(message)}}} if (
+            message.startswith(_DEAD)
+        ):
+            return message
+        case _:
+            return ""

@@ -95,9 +95,7 @@ _TARGET = re.compile(rb"/[!\"$-~]*")
 """No fragment (RFC 9112, 3.2.1), nothing outside ASCII."""
 _HOST = re.compile(rb"[0-9A-Za-z._:\[\]%-]*")
 _NOT_HOP_BY_HOP = {b"content-length", b"transfer-encoding", b"host", b"authorization", b"trailer"}
-_LONGEST_KNOWN, _MOST_KNOWN = 1024, 1024
-_PUBLIC = frozenset(b"accept accept-encoding accept-language content-type user-agent".split())
-"""Fields without a role that hold no secret and do not differ from request to request."""
+_LONGEST_KNOWN = 1024
 _MAX_DIGITS = 15
 _MAX_ID = 512
 _STATUS_LINES: dict[int, bytes] = {
@@ -177,8 +175,6 @@ class _Head:
     keep_alive: bool = True
     length: int = 0
     """Bytes of body, or CHUNKED."""
-    is_public: bool = True
-    """Nothing in it can be a secret or one request's own: a copy of it may be kept."""
     fields: bytes
     """Whole lines to pass on, without a word on framing and connection."""
     framing: bytes = b""
@@ -220,26 +216,11 @@ class ResponseHead(_Head):
 
 
 def parse_request(head: bytes) -> RequestHead:
-    """Judge one head, from the request line to the empty line; what is returned is never changed.
+    """Judge one head, from the request line to the empty line.
 
     Raises:
         RefusalError: with status 400, 417, 501 or 505.
     """
-    request = _known.get(head)
-    if request is None:
-        request = _request(head)
-        if request.is_public and len(head) <= _LONGEST_KNOWN:
-            if len(_known) >= _MOST_KNOWN:
-                _known.clear()
-            _known[head] = request
-    return request
-
-
-_known: dict[bytes, RequestHead] = {}
-"""Requests whose heads are equal to the byte, as those of one session can be, are read once; no secret is kept."""
-
-
-def _request(head: bytes) -> RequestHead:
     line = _REQUEST_LINE.match(head)
     if line is None:
         raise _malformed(f"malformed head: the request line is {shown(head.splitlines()[0])}")
@@ -257,9 +238,6 @@ def _request(head: bytes) -> RequestHead:
     if request.expect is not None and request.expect != b"100-continue":
         raise _malformed(f"cannot meet Expect: {shown(request.expect)}", 417, "bad_expectation")
     _finish(request, fields)
-    secret = request.authorization or request.x_api_key or request.hop_by_hop
-    own = request.prompt_tokens or request.expected_tokens or request.traceparent  # the placement may change the first
-    request.is_public = request.is_public and not (secret or own or b"?" in request.target)  # a query may hold a token
     return request
 
 
@@ -314,8 +292,6 @@ def _read_fields(head: bytes, start: int, roles: Mapping[bytes, _Role], judged: 
             setattr(judged, attribute, value)
             if not goes_on:
                 continue
-        elif name not in _PUBLIC:
-            judged.is_public = False
         kept.append(field)
     return kept
 

@@ -10,13 +10,16 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from penstock.prefix_hash import parse_prefix_hashes
-from penstock.router.backend import Backend, read_answer
+from penstock.router.backend import Backend
 from penstock.router.dispatcher import Dispatcher
 from penstock.router.memory import Engine
 from penstock.router.policies import PrefixHolder
 
 # --- usage ------------------------------------------------------------------------------------------------------------
 
+_DEADLINE_S = 2.0
+_MAX_ANSWER = 8 << 20
+"""Bytes."""
 _MOST_TOKENS = 1 << 53
 """A capacity beyond is none; integers up to it are exact in JSON too."""
 # Not prometheus_client's parser: this runs once a second for each engine in the event loop that carries the requests,
@@ -55,25 +58,32 @@ def parse_kv_stats(text: bytes | bytearray, dp_rank: int | None = None) -> KVSta
     return KVStats(sum(usages) / len(usages), capacity if capacity <= _MOST_TOKENS else 0)
 
 
-async def read_kv_stats(backend: Backend) -> KVStats | None:
-    """What an engine says of its KV cache; None: nothing, and if it is gone the next request finds out."""
-    with suppress(OSError):
-        return parse_kv_stats(await read_answer(backend, "/metrics"), backend.engine.entry.dp_rank)
-    return None
+async def read_metrics(backend: Backend) -> bytes:
+    """An engine's answer to `GET /metrics`, as far as it came in time; if it is gone, the next request finds out."""
+    host, port = backend.entry.address()
+    answer = bytearray()
+    with suppress(OSError):  # TimeoutError is one
+        async with asyncio.timeout(_DEADLINE_S):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                writer.write(f"GET /metrics HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n".encode())
+                while len(answer) < _MAX_ANSWER and (piece := await reader.read(1 << 18)):
+                    answer += piece
+            finally:
+                writer.transport.abort()
+    return bytes(answer)
 
 
 async def report_usage(dispatcher: Dispatcher, interval_s: float) -> None:
     """Ask every engine for its KV usage, again and again, and let placement know."""
 
     async def report(backend: Backend) -> None:
-        if (stats := await read_kv_stats(backend)) is not None:
-            dispatcher.placement.report_kv(backend.engine, kv_usage=stats.usage, kv_capacity=stats.capacity)
+        if (stats := parse_kv_stats(await read_metrics(backend), backend.entry.dp_rank)) is not None:
+            dispatcher.placement.report_kv(backend, kv_usage=stats.usage, kv_capacity=stats.capacity)
             dispatcher.gate.room()
 
     while True:
-        for backend in dispatcher.backends.values():
-            if backend.asking is None or backend.asking.done():
-                backend.ask(report(backend))
+        await asyncio.gather(*map(report, dispatcher.backends.values()))
         await asyncio.sleep(interval_s)  # another process's state: there is no event to wait for
 
 

@@ -132,8 +132,6 @@ class Engine:
 
     down = False
     """The breaker is open: a connection was refused, or an answer said that the core is dead."""
-    dead = False
-    """An answer said that its core is dead: until it is marked up, an announcement does not close the breaker."""
     left = False
     """It is in the set no longer: what lived there has no home."""
     kv_usage = -1.0
@@ -158,7 +156,6 @@ class Engine:
     def announce(self, entry: EngineEntry) -> None:
         self.entry = entry
         self.weight_version = entry.weight_version
-        self.down = self.dead
 
     @property
     def serves(self) -> bool:

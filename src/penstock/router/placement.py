@@ -5,9 +5,8 @@ The router's dispatcher and the discrete-event fleet use it alike. What it remem
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -28,8 +27,11 @@ class Placement:
     `process` is which of `config.workers` processes this is; each knows its own sessions and load.
     """
 
-    def __init__(self, config: RouterConfig | None = None, process: int = 0) -> None:
-        self._process = self._placed = process
+    def __init__(
+        self, config: RouterConfig | None = None, process: int = 0, make: Callable[[EngineEntry], Engine] = Engine
+    ) -> None:
+        self._placed = process
+        self._make = make
         self.set_policy(config or RouterConfig())
         self.engines: dict[str, Engine] = {}
         self.sessions = SessionTable()
@@ -60,10 +62,10 @@ class Placement:
 
     # --- engines -----------------------------------------------------------------------------------------------------
 
-    def set_engines(self, entries: Sequence[EngineEntry]) -> None:
-        """Take over a full set. Sessions of an engine that left have no home; its requests may still be `done`.
+    def set_engines(self, entries: Sequence[EngineEntry]) -> Collection[Engine]:
+        """Take over a full set, and return the engines that left: their sessions have no home.
 
-        An engine with another URL or rank than before is another engine, even under its old name.
+        Requests there may still be `done`. An engine with another URL or rank is another one, even under its old name.
         """
         before = dict(self.engines)
         self.engines.clear()
@@ -76,14 +78,15 @@ class Placement:
                 known.announce(entry)
                 self.engines[entry.name] = known
             else:
-                self.engines[entry.name] = Engine(entry)
+                self.engines[entry.name] = self._make(entry)
         for engine in before.values():
             engine.left, engine.place = True, -1
         self._arrange()
+        return before.values()
 
-    def mark(self, engine: Engine, *, down: bool, dead: bool = False) -> None:
-        """Note whether an engine takes connections; an announcement makes it up again, unless it is `dead`."""
-        engine.down, engine.dead = down, dead
+    def mark(self, engine: Engine, *, down: bool) -> None:
+        """Note whether an engine takes requests."""
+        engine.down = down
         self._arrange()
 
     def report_kv(self, engine: Engine, *, kv_usage: float, kv_capacity: int) -> None:
@@ -200,14 +203,6 @@ class Placement:
             self._arrange()
         return ceased
 
-    def needs(self, request: Hints) -> int:
-        """The weight version that a request asks for, as far as engines differ: equal needs can go to the same engines.
-
-        So there are no more of them than versions that engines have, whatever clients ask for.
-        """
-        place = bisect_left(self._versions, request.min_weight_version)
-        return 0 if not place else self._versions[place] if place < len(self._versions) else -1
-
     # --- parts of it -------------------------------------------------------------------------------------------------
 
     def _arrange(self) -> None:
@@ -275,8 +270,7 @@ class Placement:
                     self._stats.came_back(now - record.used, context - record.tokens, request.expected_tokens)
                 turn = "rehomed" if home is None else "stayed" if home is engine else "moved"
                 left = record.engine
-            if request.expected_tokens:  # else the head may be one that many requests share
-                request.counted_tokens = int(request.expected_tokens * self._added_share)
+            request.counted_tokens = int(request.expected_tokens * self._added_share)
             engine.add(1, tokens, request.counted_tokens)
             self._in_flight[session_id] = self._in_flight.get(session_id, 0) + 1
             self.sessions.record(session_id, engine, context or 1, now)
