@@ -26,7 +26,7 @@ def config(tp: int = 1, share: float = 0.9) -> EngineConfig:
         (4, 2, 0.9, "01234567", ["01", "23", "45", "67"]),
         (2, 1, 0.9, "0123", ["2", "3"]),  # the first ones are left to a trainer
         (2, 1, 0.4, "0", ["0", "0"]),
-        (3, 2, 0.3, "012", ["01", "20", "12"]),  # no engine has one GPU twice
+        (3, 2, 0.3, "012", ["01", "02", "12"]),  # no engine has one GPU twice
         (2, 8, 0.9, "", ["", ""]),  # not to be listed: as each finds them
     ],
 )
@@ -39,8 +39,8 @@ def test_every_engine_has_its_own_or_a_fair_share(
 @pytest.mark.parametrize(
     ("engines", "tp", "share", "message"),
     [
-        (4, 2, 0.9, "8 GPUs are needed (engines: 4, GPUs of each: 2) and there are 2 (4,5): ask for fewer, or gpu_mem"),
-        (1, 4, 0.1, "4 GPUs are needed (engines: 1, GPUs of each: 4) and there are 2 (4,5): ask for fewer"),
+        (4, 2, 0.9, "an engine needs 2 GPUs and 0 have room (4,5, 2 taken): ask for fewer engines, or lower gpu_mem"),
+        (1, 4, 0.1, "an engine needs 4 GPUs and 2 have room (4,5, 0 taken): ask for fewer engines"),
     ],
 )
 def test_too_few_are_said_before_anything_starts(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -162,27 +161,11 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def assign(config: EngineConfig, engines: int, gpus: Sequence[str]) -> list[tuple[str, ...]]:
-    """GPUs of each engine, from the last backwards, so that the first ones are left to a trainer.
-
-    Each has its own where there are enough; else they share, as far as `gpu_memory_utilization` leaves room.
-
-    Raises:
-        ConfigError: one engine needs more GPUs than there are, or sharing would need more memory than they have.
-    """
-    if not gpus:
-        return [()] * engines
-    ranks = config.tensor_parallel_size * config.pipeline_parallel_size * config.data_parallel_size
-    needed = engines * ranks
-    sharing = math.ceil(needed / len(gpus))
-    if ranks > len(gpus) or sharing * config.gpu_memory_utilization > 1:
-        share = f", or gpu_memory_utilization of at most {1 / sharing:.2g} to share them" if ranks <= len(gpus) else ""
-        raise ConfigError(
-            f"{needed} GPUs are needed (engines: {engines}, GPUs of each: {ranks}) and there are {len(gpus)} "
-            f"({','.join(gpus)}): ask for fewer{share}"
-        )
-    first = len(gpus) - needed
-    places = [range(first + engine * ranks, first + (engine + 1) * ranks) for engine in range(engines)]
-    return [tuple(gpus[place % len(gpus)] for place in of_engine) for of_engine in places]
+    """GPUs of each engine, from the last backwards, so that the first ones are left to a trainer; raises as `place`."""
+    taken: list[tuple[str, ...]] = []
+    for _ in range(engines):
+        taken.append(place(config, gpus, taken))
+    return taken[::-1]
 
 
 def place(config: EngineConfig, gpus: Sequence[str], taken: Sequence[Sequence[str]]) -> tuple[str, ...]:
@@ -199,7 +182,7 @@ def place(config: EngineConfig, gpus: Sequence[str], taken: Sequence[Sequence[st
     chosen = sorted(room, key=lambda name: used[name])[:ranks]
     if len(chosen) < ranks:
         raise ConfigError(
-            f"one engine more needs {ranks} GPUs and {len(room)} have room ({','.join(gpus)} with {sum(used.values())} "
-            "taken): remove an engine, or lower gpu_memory_utilization"
+            f"an engine needs {ranks} GPUs and {len(room)} have room ({','.join(gpus)}, {sum(used.values())} taken): "
+            f"ask for fewer engines, or lower gpu_memory_utilization ({config.gpu_memory_utilization:g}) to share them"
         )
     return tuple(name for name in gpus if name in chosen)
