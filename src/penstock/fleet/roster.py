@@ -259,14 +259,13 @@ class Roster(Changes):
         async with self._calling:
             await self._push()
 
-    async def check_router(self, answer_s: float | None = None) -> RouterState:
-        """Ask the router what it has, within `answer_s`, and restore what differs.
+    async def check_router(self) -> RouterState:
+        """Ask the router what it has, and restore what differs.
 
-        Raises as `Admin.engines`, or TimeoutError. Where restoring fails, `router_uncertain` stays.
+        Raises as `Admin.engines`. Where restoring fails, `router_uncertain` stays.
         """
         quiet, epoch = not self._calling.locked(), self._epoch
-        async with asyncio.timeout(answer_s):
-            state = await self.admin.engines()
+        state = await self.admin.engines()
         as_sent = state.in_step and state.epoch == epoch
         if (self.router_uncertain or not as_sent) and quiet and epoch == self._epoch:
             self._confirmed = None

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-from penstock.aio import cancelled
+from penstock.aio import cancelled, settled
 from penstock.errors import DeadlineError, PenstockError
-from penstock.fleet.roster import Admin, Roster
+from penstock.fleet.roster import Admin, Occupation, Roster
 from penstock.fleet.supervise import RestartBudget, keep_running
 from penstock.process import ChildProcess
 from penstock.rooms import plugged_in
@@ -53,7 +53,6 @@ BACKOFF_S = 0.1
 """Before the first restart: no request is served without a router, and it starts in a fraction of a second."""
 STEADY_S = 60.0
 """A router that has run for so long is well: should it end, the wait before its restart is short again."""
-HUNG_CHECKS = 3
 
 
 class RouterGuard:
@@ -93,21 +92,13 @@ class RouterGuard:
         await keep_running(until_ended, lambda: self._restart(roster), budget, asyncio.sleep)
 
     async def _until_hung(self, roster: Roster, fleet: FleetConfig) -> None:
-        clock = asyncio.get_running_loop().time
-        answered, missed, late = clock(), 0, False
-        # By number, since a sleep of ours is no silence of the router's, and by time, since a call has a deadline too.
-        while missed < HUNG_CHECKS or clock() - answered < fleet.hang_timeout_s:
-            if not late:
-                await asyncio.sleep(fleet.health_interval_s)
-            late = False
-            try:
-                await roster.check_router(fleet.hang_timeout_s / HUNG_CHECKS)
-                answered, missed = clock(), 0
-            except (DeadlineError, TimeoutError):
-                missed, late = missed + 1, True
-            except PenstockError:
-                # Refused or broken: if it is gone, its process says so; it may also be busy with its end.
-                answered, missed = clock(), 0
+        while True:
+            await asyncio.sleep(fleet.health_interval_s)
+            # Seconds in which this loop stands still are no silence of the router's.
+            answer = await settled(_answered(roster), Occupation().without(fleet.hang_timeout_s))
+            if answer.cancelled():
+                break
+            answer.result()
         logger.warning("the router has not answered for %g s: it is ended", fleet.hang_timeout_s)
         self._router.kill()  # a stopped process would take no other signal
 
@@ -125,6 +116,18 @@ class RouterGuard:
             return False
         logger.info("the router is back")
         return True
+
+
+async def _answered(roster: Roster) -> None:
+    """Return when the router answers, be it by an error: if it is gone, its process says so."""
+    while True:
+        try:
+            await roster.check_router()
+        except DeadlineError:  # the call's own
+            continue
+        except PenstockError:
+            pass
+        return
 
 
 def check_router(config: RouterConfig, api_key: str | None) -> None:
