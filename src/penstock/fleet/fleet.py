@@ -225,14 +225,15 @@ class Fleet(Engine):
     ) -> None:
         """Stop making tokens on every engine; return when none is made (R22, R23). New requests wait in the router.
 
-        While mode `wait` waits for requests, `abort_generation` ends it soon and `resume_generation` takes it back, as
-        does cancelling this call.
+        While mode `wait` waits for requests, `abort_generation` ends it soon and `resume_generation` takes it back.
+        Cancelling this call takes a pause of any mode back.
 
         Args:
             mode: what happens to requests in flight.
             clear_cache: recompute KV at resume, so that no cached block outlives its weights (G5).
-            timeout_s: seconds after which the pause is given up and generation goes on. Default: of the mode `wait`,
-                which lasts as long as the longest request in flight, a request's deadline; else a control call's.
+            timeout_s: seconds after which the pause is taken back and generation goes on. Without it, an engine that is
+                late is dead: in mode `wait`, which lasts as long as the longest request in flight, after a request's
+                deadline, else after a control call's.
             adapter: pause the requests of this LoRA adapter alone (R25). They stop at a token, keep their tokens and
                 are computed again at resume, under the version that is in force then. All other requests go on. `mode`
                 must be `keep`; `clear_cache` and `timeout_s` change nothing.

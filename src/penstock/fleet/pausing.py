@@ -35,59 +35,60 @@ DROPS_WEIGHTS = 2
 class AllOperations(Operations):
     """Every operation of a fleet, one at a time; the arguments are those of `Operations`."""
 
-    _waiting_pause: _WaitingPause | None = None
+    _waiting_pause: _Pause | None = None
 
     async def pause(self, mode: PauseMode | str, *, clear_cache: bool, timeout_s: float | None = None) -> None:
         """Close the gate, then pause every engine.
 
-        While one of mode `wait` waits for requests, `abort` and `resume` need no turn. `resume` ends it, and so does
-        cancelling its caller: all engines go on as before.
+        While one of mode `wait` waits for requests, `abort` and `resume` need no turn, and `resume` ends it. Cancelling
+        its caller takes a pause of any mode back: all engines go on as before. An engine that is late is dead, after
+        the deadline of a request, for a pause that waits, or of a control call.
 
         Raises:
-            DeadlineError: an engine has not paused within `timeout_s`; all go on as before. Without `timeout_s` it is
-                dead after the deadline of a request, for a pause that waits, or of a control call.
+            DeadlineError: it took longer than `timeout_s`; all go on as before.
             StateError: generation is paused already, or the pause was ended while it waited.
         """
         mode, timeout_s = PauseMode(mode), seconds(timeout_s)
         if timeout_s == 0:
             raise UserError(f"timeout_s of a pause must be positive, got {timeout_s:g}")
-        waiting = _WaitingPause()
+        attempt = _Pause()
 
         async def run() -> None:
             if self.paused:
                 raise StateError("generation is already paused; resume_generation first")
             self._require("pause", "pause_generation")
             async with self._gate_closed():
-                pausing = self._pause_engines(mode, clear_cache=clear_cache, timeout_s=timeout_s)
-                late = await (self._wait_for_requests(pausing, waiting) if mode is PauseMode.WAIT else pausing)
-                if late == ():
-                    self._move_all(State.PAUSED, f"pause_generation ({mode})")
-                    self.paused, self.kv_stays = True, not clear_cache
+                pausing = self._pause_engines(mode, clear_cache=clear_cache)
+                await (self._wait_for_requests(pausing, attempt) if mode is PauseMode.WAIT else pausing)
+                if attempt.given_up.is_set():
+                    await self._resume_engines("resume after the pause")
                     return
-                await command(
-                    self._roster,
-                    lambda engine: engine.resume(),
-                    what="resume after the pause",
-                    deadline_s=self._control_s,
-                )
-                if late is None:
-                    raise StateError("the pause was ended while it waited for requests; every engine goes on as before")
-                raise DeadlineError(
-                    f"pause ({mode}): {', '.join(late)} did not pause within {timeout_s:g} s; every engine goes on "
-                    "as before. A pause that waits takes as long as the longest request in flight",
-                    seconds=timeout_s or 0.0,
-                )
+                self._move_all(State.PAUSED, f"pause_generation ({mode})")
+                self.paused, self.kv_stays, attempt.done = True, not clear_cache, True
 
         try:
-            await self.queue.run(run, waiting.over.set, occupies=False)  # engines that wait go on with their steps
-        except asyncio.CancelledError:
-            waiting.given_up.set()
-            raise
+            async with asyncio.timeout(timeout_s):
+                # Engines that wait go on with their steps.
+                await self.queue.run(run, attempt.over.set, occupies=False)
+        except (TimeoutError, asyncio.CancelledError) as error:
+            attempt.given_up.set()
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            await attempt.over.wait()
+            if attempt.done:
+                return
+            raise DeadlineError(
+                f"pause ({mode}) took longer than {timeout_s:g} s; every engine goes on as before. A pause that waits "
+                "takes as long as the longest request in flight",
+                seconds=timeout_s or 0.0,
+            ) from None
+        if not attempt.done:
+            raise StateError("the pause was ended while it waited for requests; every engine goes on as before")
 
     async def resume(self) -> None:
         """Resume every engine, then open the gate; StateError if not paused."""
 
-        async def run() -> _WaitingPause | None:
+        async def run() -> _Pause | None:
             if (waiting := self._waiting_pause) is not None:
                 waiting.given_up.set()
                 return waiting
@@ -95,7 +96,7 @@ class AllOperations(Operations):
                 raise StateError("generation is not paused; pause_generation first")
             async with self._gate_closed():
                 self.paused = False
-                await command(self._roster, lambda engine: engine.resume(), what="resume", deadline_s=self._control_s)
+                await self._resume_engines("resume")
                 self._move_all(State.SERVING, "resume_generation")
             return None
 
@@ -246,33 +247,29 @@ class AllOperations(Operations):
         elif member.process is None and able.pause:  # paused by its owner, or by us when it was torn
             await one(lambda engine: engine.resume())
 
-    async def _pause_engines(
-        self, mode: PauseMode, *, clear_cache: bool, timeout_s: float | None = None
-    ) -> tuple[str, ...]:
-        """The names of those that did not pause within `timeout_s`; without one, an engine that is late is dead."""
+    async def _pause_engines(self, mode: PauseMode, *, clear_cache: bool) -> None:
         # `wait` ends with the longest request in flight, the other modes at once.
-        deadline_s = timeout_s or (self._request_s if mode is PauseMode.WAIT else self._control_s)
-        outcome = await command(
+        deadline_s = self._request_s if mode is PauseMode.WAIT else self._control_s
+        await command(
             self._roster,
             lambda engine: engine.pause(mode, clear_cache=clear_cache, timeout_s=deadline_s),
             what=f"pause ({mode})",
             deadline_s=deadline_s,
-            may_be_late=timeout_s is not None,
         )
-        late = (name for name, error in outcome.failures.items() if isinstance(error, DeadlineError))
-        return tuple(late) if timeout_s is not None else ()
 
-    async def _wait_for_requests(
-        self, pausing: Coroutine[Any, Any, tuple[str, ...]], waiting: _WaitingPause
-    ) -> tuple[str, ...] | None:
-        """Return what `pausing` does; None where the pause was ended while it waited."""
-        self._waiting_pause = waiting
+    async def _resume_engines(self, what: str) -> None:
+        await command(self._roster, lambda engine: engine.resume(), what=what, deadline_s=self._control_s)
+
+    async def _wait_for_requests(self, pausing: Coroutine[Any, Any, None], attempt: _Pause) -> None:
+        """Run `pausing` until it ends or is given up; abort and resume may pass it."""
+        self._waiting_pause = attempt
         try:
             async with self.queue.passable():
-                work = await settled(pausing, waiting.given_up.wait())
+                work = await settled(pausing, attempt.given_up.wait())
         finally:
             self._waiting_pause = None
-        return None if work.cancelled() else work.result()
+        if not work.cancelled():
+            work.result()
 
     async def refusable(self, call: Call[None], what: str, *, needs: Capability | None = None) -> None:
         """Have every engine do what all of them may refuse; see `command`."""
@@ -287,12 +284,14 @@ class AllOperations(Operations):
         self._roster.announce()
 
 
-@dataclass(frozen=True, slots=True)
-class _WaitingPause:
+@dataclass(slots=True)
+class _Pause:
     given_up: asyncio.Event = field(default_factory=asyncio.Event)
     """It is to end, and every engine to go on."""
     over: asyncio.Event = field(default_factory=asyncio.Event)
     """It has paused the fleet, or every engine goes on."""
+    done: bool = False
+    """It has paused the fleet."""
 
 
 # --- A command to every engine ----------------------------------------------------------------------------------------
@@ -305,7 +304,6 @@ async def command(
     what: str,
     deadline_s: float,
     refusable: bool = False,
-    may_be_late: bool = False,
     tears: bool = False,
 ) -> FanOut[T]:
     """Make every live engine do something that changes its state; one that fails is dead at once.
@@ -317,7 +315,6 @@ async def command(
         deadline_s: seconds for each engine.
         refusable: an engine that answers with an HTTP error has changed nothing. It stays if all others refused
             too, and then the first refusal is raised.
-        may_be_late: one that does not answer in time stays as well; what it has done, the caller undoes.
         tears: the weights of one that fails may be half written.
 
     Raises:
@@ -328,19 +325,12 @@ async def command(
     asked = {m.name: m.control for m in members}
 
     async def failed(member: Member, error: PenstockError) -> None:
-        spared = (refusable and isinstance(error, EngineHTTPError)) or (
-            may_be_late and isinstance(error, DeadlineError)
-        )
-        if not spared:
+        if not (refusable and isinstance(error, EngineHTTPError)):
             await roster.mark_dead(member, f"{what} failed: {error}", torn=tears)
 
     outcome = await fan_out(members, roster.tears(call) if tears else call, deadline_s=deadline_s, on_failure=failed)
     # Of those that were spared and not restarted meanwhile:
-    refused = [
-        m
-        for m in members
-        if not may_be_late and m.name in outcome.failures and m.state in SERVABLE and m.control is asked[m.name]
-    ]
+    refused = [m for m in members if m.name in outcome.failures and m.state in SERVABLE and m.control is asked[m.name]]
     if refused and not outcome.results:
         raise outcome.failures[refused[0].name]
     for member in refused:  # the others did it: this engine is in another state than the fleet
