@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from starlette.responses import Response
 from tinker_rig import OTHER_KEY, Rig, rig, until
 
 from penstock.errors import UserError
-from penstock.tinker import futures, service_state, sessions
+from penstock.tinker import futures, sessions
 from penstock.tinker.checkpoints import TinkerPath
 from penstock.tinker.database import Database, checkpoints
 from penstock.tinker.futures import Futures
@@ -128,45 +127,6 @@ async def test_a_sampler_that_is_not_used_any_more_gives_its_folder_back(
         assert (await service.http.delete(url, headers=headers)).status_code == 204
         assert [Path(folder).is_dir() for folder in await known.unused_folders()] == [True]
         await database.close()
-
-
-@pytest.mark.parametrize("change", ["overwrite", "delete", "delete elsewhere", "expire"])
-async def test_a_load_under_way_keeps_the_folder_that_it_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
-) -> None:
-    monkeypatch.setattr(service_state, "SWEEP_S", 0.05)
-    async with rig(tmp_path) as service, service.second() as second:
-        model = await service.model()
-        path = (await saved(service, model, 1, path="latest"))["path"]
-        (folder,) = tmp_path.glob("checkpoints/*/weights/*")
-        sent, free = asyncio.Event(), asyncio.Event()
-        load_weights = service.learner.load_weights
-
-        async def slow(name: str, body: bytes) -> Response:
-            sent.set()
-            await free.wait()
-            return await load_weights(name, body)
-
-        monkeypatch.setattr(service.learner, "load_weights", slow)
-        body = {"session_id": await service.session(), "model_seq_id": 0, "path": path, "optimizer": False}
-        load = await service.post("load_weights", body)
-        await sent.wait()
-        if change == "overwrite":
-            assert (await saved(service, model, 2, path="latest", overwrite=True))["path"] == path
-        elif change == "expire":
-            database = Database(service.options.database)
-            await database.run(lambda c: c.execute(checkpoints.update().values(expires=1.0)))
-            await database.close()
-        else:
-            process = service if change == "delete" else second
-            url = f"/api/v1/training_runs/{model}/checkpoints/weights/latest"
-            assert (await process.http.delete(url, headers={"X-API-Key": "tml-key-of-alice"})).status_code == 204
-        if change != "overwrite":
-            await service.post("weights_info", {"tinker_path": path}, status=404)
-        await asyncio.sleep(0.3)
-        free.set()
-        assert (await service.result(load)).get("path") == path
-        await until(lambda: not folder.exists())
 
 
 async def test_a_data_folder_that_was_moved_keeps_its_checkpoints(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ from sqlalchemy import Connection, func, insert, select, text
 
 from penstock.config import EngineConfig, FleetConfig, RouterConfig, TrainConfig
 from penstock.errors import ConfigError, StateError
-from penstock.tinker.database import Database, facts, futures, metadata, open_engine
-from penstock.tinker.schema import pb
+from penstock.tinker.database import Database, facts, metadata, open_engine
 from penstock.tinker.service import ServiceConfig, serving
 
 
@@ -29,25 +28,6 @@ async def test_the_migrations_make_the_tables_that_the_code_knows(tmp_path: Path
         with engine.begin() as connection:
             assert compare_metadata(MigrationContext.configure(connection), metadata) == []
         engine.dispose()
-
-
-async def test_a_forward_pass_that_waits_since_an_older_version_is_named_as_such(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path}/x.db"
-    engine = open_engine(url)
-    with engine.begin() as connection:
-        connection.execute(text("drop index ix_futures_scope"))
-        connection.execute(text("update alembic_version set version_num = 'a003'"))
-        row = {"tenant": "a", "kind": "forward_backward", "scope": "m", "executor": "main", "arrived": 0.0}
-        for state, only, seq in (("pending", True, 1), ("pending", False, 2), ("gone", True, 3)):
-            body = pb.ForwardBackwardRequest(model_id="m", seq_id=seq, forward_only=only).SerializeToString()
-            kept = body if state == "pending" else None
-            connection.execute(insert(futures).values(id=f"m:{seq}", state=state, body=kept, **row))
-    engine.dispose()
-    engine = open_engine(url)
-    with engine.begin() as connection:
-        kinds = connection.execute(select(futures.c.kind).order_by(futures.c.number)).scalars().all()
-        assert kinds == ["forward", "forward_backward", "forward_backward"]
-    engine.dispose()
 
 
 async def test_one_piece_of_work_that_fails_leaves_the_others_of_its_batch_whole(tmp_path: Path) -> None:

@@ -20,11 +20,10 @@ from patience import WAIT_S
 from penstock.errors import ConfigError, UserError
 from penstock.tinker import bodies, futures
 from penstock.tinker.api_process import serving
-from penstock.tinker.bodies import check_fields
 from penstock.tinker.database import Database, usage
 from penstock.tinker.database import futures as table
 from penstock.tinker.futures import Futures, Operation, Outcome
-from penstock.tinker.schema import pb
+from penstock.tinker.schema import check_fields, pb
 from penstock.tinker.sessions import Sessions
 from penstock.tinker.tenants import Tenant, Tenants, read_keys
 

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.tinker import learner_process, trainer
-from penstock.tinker.learner_process import Answer, Answers, Operations, build_app
+from penstock.tinker import learner_process, training_data
+from penstock.tinker.learner_process import Answer, Answers, LearnerQueue, build_app
 from penstock.tinker.models import Models
 from penstock.tinker.schema import pb
-from penstock.tinker.trainer import Sizes
+from penstock.tinker.training_data import Sizes
 from penstock.train.interface import Outputs
 
 
@@ -61,23 +61,23 @@ def learner() -> Learner:
 
 
 @pytest.fixture
-def operations(learner: Learner, tmp_path: Path) -> Iterator[Operations]:
+def operations(learner: Learner, tmp_path: Path) -> Iterator[LearnerQueue]:
     models = Models(learner, tmp_path / "models", "base", max_rank=8)  # pyright: ignore[reportArgumentType]
     with ThreadPoolExecutor(1) as thread:
-        yield Operations(models, Adapters(), Sizes(24, 64), thread)
+        yield LearnerQueue(models, Adapters(), Sizes(24, 64), thread)
         learner.go.set()
 
 
-async def create(operations: Operations, model: str) -> Answer:
+async def create(operations: LearnerQueue, model: str) -> Answer:
     return await operations.run(f"{model}:0", "create_model", model, b'{"lora_config": {"rank": 2}}')
 
 
-def step(operations: Operations, model: str, seq: int) -> asyncio.Task[Answer]:
+def step(operations: LearnerQueue, model: str, seq: int) -> asyncio.Task[Answer]:
     body = json.dumps({"adam_params": {"learning_rate": seq}}).encode()
     return asyncio.create_task(operations.run(f"{model}:{seq}", "optim_step", model, body))
 
 
-async def test_models_take_turns_and_each_keeps_its_order(operations: Operations, learner: Learner):
+async def test_models_take_turns_and_each_keeps_its_order(operations: LearnerQueue, learner: Learner):
     await create(operations, "a")
     await create(operations, "b")
     steps = [step(operations, model, seq) for model, seq in (("a", 1), ("a", 2), ("a", 3), ("b", 1), ("b", 2))]
@@ -88,7 +88,7 @@ async def test_models_take_turns_and_each_keeps_its_order(operations: Operations
     assert learner.done.index("b@1") < learner.done.index("a@2"), "a queue of one model holds up no other"
 
 
-async def test_a_repeated_request_runs_once_also_after_a_restart(operations: Operations, learner: Learner):
+async def test_a_repeated_request_runs_once_also_after_a_restart(operations: LearnerQueue, learner: Learner):
     await create(operations, "a")
     twice = [step(operations, "a", 1), step(operations, "a", 1)]
     await asyncio.sleep(0)
@@ -104,7 +104,7 @@ async def test_a_repeated_request_runs_once_also_after_a_restart(operations: Ope
     assert learner.done == ["a", "a@1", "a@1"], "a step that died with its process is made again"
 
 
-async def test_a_failure_is_an_answer_with_its_category(operations: Operations, learner: Learner):
+async def test_a_failure_is_an_answer_with_its_category(operations: LearnerQueue, learner: Learner):
     learner.go.set()
     refused = await operations.run("x", "optim_step", "nobody", b'{"adam_params": {}}')
     assert (refused.status, json.loads(refused.body)["category"]) == (422, "user")
@@ -132,7 +132,7 @@ async def test_a_failure_is_an_answer_with_its_category(operations: Operations, 
 
 @pytest.mark.parametrize(("width", "here"), [(64, True), (1 << 14, False)], ids=["small", "wide"])
 async def test_a_small_request_whose_answer_is_large_is_encoded_beside_the_loop(
-    operations: Operations,
+    operations: LearnerQueue,
     monkeypatch: pytest.MonkeyPatch,
     width: int,
     here: bool,  # noqa: FBT001
@@ -151,7 +151,7 @@ async def test_a_small_request_whose_answer_is_large_is_encoded_beside_the_loop(
 
     def encode(batch: Any, outputs: Any) -> bytes:
         threads.append(threading.current_thread())
-        return trainer.encode(batch, outputs)
+        return training_data.encode(batch, outputs)
 
     monkeypatch.setattr(learner_process, "encode", encode)
     answer = await operations.run("a:1", "forward", "a", message.SerializeToString())
@@ -168,7 +168,7 @@ def test_old_answers_are_forgotten(monkeypatch: pytest.MonkeyPatch):
     assert [answers.get(name) is None for name in "abc"] == [True, False, False]
 
 
-async def test_the_process_says_what_it_holds(operations: Operations, learner: Learner):
+async def test_the_process_says_what_it_holds(operations: LearnerQueue, learner: Learner):
     learner.go.set()
     transport = httpx.ASGITransport(build_app(operations))
     async with httpx.AsyncClient(transport=transport, base_url="http://learner") as http:

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from test_tinker_trainer import SIZES, base, data_of, models_of, request  # noqa: F401 - a fixture
+from test_training_data import SIZES, base, data_of, models_of, request  # noqa: F401 - a fixture
 from tinker.proto.response_conv import deserialize_forward_backward_output
 
-from penstock.tinker.learner_process import Answer, Operations
+from penstock.tinker.learner_process import Answer, LearnerQueue
 from penstock.tinker.models import Models
 from penstock.train.interface import AdamSpec
 from penstock.train.learner import LocalLearner
@@ -31,10 +31,10 @@ class NoAdapters:
 
 
 @pytest_asyncio.fixture
-async def operations(base: str, tmp_path: Path) -> AsyncGenerator[Operations]:  # noqa: F811
+async def operations(base: str, tmp_path: Path) -> AsyncGenerator[LearnerQueue]:  # noqa: F811
     models: Models = models_of(base, tmp_path)
     with ThreadPoolExecutor(1) as thread:
-        operations = Operations(models, NoAdapters(), SIZES, thread, turn_tokens=400)
+        operations = LearnerQueue(models, NoAdapters(), SIZES, thread, turn_tokens=400)
         for number, (name, rank) in enumerate(TENANTS.items()):
             lora = {"lora_config": {"rank": rank, "seed": number, "train_unembed": name != "b"}}
             assert (await operations.run(f"{name}:0", "create_model", name, json.dumps(lora).encode())).status == 200
@@ -44,7 +44,7 @@ async def operations(base: str, tmp_path: Path) -> AsyncGenerator[Operations]:  
 
 
 @pytest.fixture
-def rows(operations: Operations, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def rows(operations: LearnerQueue, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of each pass over the base."""
     policy, found = learner_of(operations).policy, list[int]()
     hidden = policy.hidden
@@ -57,21 +57,21 @@ def rows(operations: Operations, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def learner_of(operations: Operations) -> LocalLearner:
+def learner_of(operations: LearnerQueue) -> LocalLearner:
     return cast("LocalLearner", operations.models.learner)
 
 
-def evaluated(operations: Operations, name: str, seed: int, request_id: str) -> asyncio.Task[Answer]:
+def evaluated(operations: LearnerQueue, name: str, seed: int, request_id: str) -> asyncio.Task[Answer]:
     body = request("cross_entropy", data_of(seed, 2))
     return asyncio.create_task(operations.run(request_id, "forward_backward", name, body))
 
 
-def gradients(operations: Operations) -> dict[str, torch.Tensor]:
+def gradients(operations: LearnerQueue) -> dict[str, torch.Tensor]:
     named = {f"{n}/{k}": p for n in TENANTS for k, p in learner_of(operations)._parameters(n).items()}
     return {key: p.grad.clone() for key, p in named.items() if p.grad is not None}
 
 
-def forget(operations: Operations) -> None:
+def forget(operations: LearnerQueue) -> None:
     for name in TENANTS:
         learner_of(operations)._optimizer(name).zero_grad()
 
@@ -81,7 +81,7 @@ def logprobs_of(answer: Answer) -> list[Any]:
     return [each["logprobs"].to_numpy() for each in deserialize_forward_backward_output(answer.body).loss_fn_outputs]
 
 
-async def test_tenants_that_come_at_once_share_passes_and_get_their_own(operations: Operations, rows: list[int]):
+async def test_tenants_that_come_at_once_share_passes_and_get_their_own(operations: LearnerQueue, rows: list[int]):
     alone = [await evaluated(operations, name, 7 + i, f"{name}:2") for i, name in enumerate(TENANTS)]
     wanted, passes = gradients(operations), len(rows)
     forget(operations)
@@ -97,7 +97,7 @@ async def test_tenants_that_come_at_once_share_passes_and_get_their_own(operatio
             np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
-async def test_a_tenant_with_a_broken_adapter_fails_alone(operations: Operations):
+async def test_a_tenant_with_a_broken_adapter_fails_alone(operations: LearnerQueue):
     good = [name for name in TENANTS if name != "b"]
     for i, name in enumerate(good):
         await evaluated(operations, name, 7 + i, f"{name}:2")
@@ -118,7 +118,7 @@ async def test_a_tenant_with_a_broken_adapter_fails_alone(operations: Operations
     assert (await operations.run("a:4", "optim_step", "a", step)).status == 200
 
 
-async def test_a_refused_tenant_fails_alone(operations: Operations):
+async def test_a_refused_tenant_fails_alone(operations: LearnerQueue):
     answers = asyncio.gather(*(evaluated(operations, name, 5, f"{name}:2") for name in ("a", "nobody", "c")))
     good, bad, other = await answers
     assert (good.status, bad.status, other.status) == (200, 422, 200)
@@ -126,7 +126,7 @@ async def test_a_refused_tenant_fails_alone(operations: Operations):
     assert {key.split("/")[0] for key in gradients(operations)} == {"a", "c"}
 
 
-async def test_a_step_takes_nothing_of_a_batch_that_failed_in_part(operations: Operations):
+async def test_a_step_takes_nothing_of_a_batch_that_failed_in_part(operations: LearnerQueue):
     step = json.dumps({"adam_params": {"learning_rate": 0.1}}).encode()
     await evaluated(operations, "a", 7, "a:2")
     bad = await operations.run("a:3", "forward_backward", "a", request("importance_sampling", data_of(3)))
@@ -140,7 +140,7 @@ async def test_a_step_takes_nothing_of_a_batch_that_failed_in_part(operations: O
     assert (await operations.run("a:7", "optim_step", "a", step)).status == 200
 
 
-async def test_what_is_more_than_a_turn_waits_for_the_next(operations: Operations, rows: list[int]):
+async def test_what_is_more_than_a_turn_waits_for_the_next(operations: LearnerQueue, rows: list[int]):
     operations.turn_tokens = 1
     await asyncio.gather(*(evaluated(operations, name, 5, f"{name}:2") for name in TENANTS))
     assert max(rows) <= 40

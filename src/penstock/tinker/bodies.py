@@ -15,7 +15,7 @@ from starlette.requests import Request
 from penstock import asgi
 from penstock.aio import in_thread
 from penstock.errors import UserError
-from penstock.tinker.schema import pb
+from penstock.tinker.schema import check_fields, pb
 
 MOST_BODY = 256 << 20
 """Bytes of training data, also unpacked; the SDK's own chunks have 5 MB."""
@@ -123,69 +123,3 @@ def _unpacked(data: bytes, most: int, take: Callable[[int], None]) -> bytes:
     if len(unpacked) > most:
         raise RefusedError(f"the unpacked body is over {most / (1 << 20):g} MiB", 413)
     return bytes(unpacked)
-
-
-# --- fields of training data -----------------------------------------------------------------------------------------
-
-MOST_FIELDS = 1 << 18
-"""Of a body of training data; the SDK's chunks have at most 1,024 data, of about 30 fields each."""
-
-_Fields = dict[int, Any]
-"""Fields that have a length, by number: the fields of a message, or None for packed numbers; no text, no bytes."""
-
-
-def check_fields(body: bytes) -> None:
-    """Raise UserError for training data of too many fields, before they are parsed.
-
-    protobuf has no bound of its own. It parses 64 MiB of empty messages in 6 s, in which no other thread runs, and
-    takes 1.8 GiB for them.
-    """
-    left, todo = MOST_FIELDS, [(0, len(body), _FIELDS)]
-    if len(body) <= 2 * left:
-        return  # each has two bytes
-    try:
-        while todo:
-            at, end, known = todo.pop()
-            while at < end:
-                tag, at = _varint(body, at)
-                size, at = _varint(body, at) if tag & 7 in {0, 2} else (0, at + _FIXED.get(tag & 7, 0))
-                left -= 1
-                if tag & 7 == 2:  # noqa: PLR2004 - the kind of what has a length
-                    inside = known.get(tag >> 3, _TEXT)
-                    if inside is None:
-                        left -= size
-                    elif inside is not _TEXT:
-                        todo.append((at, at + size, inside))
-                    at += size
-                if left < 0:
-                    raise UserError(
-                        f"the request has more than {MOST_FIELDS} protobuf fields, as over 8,000 data of four inputs "
-                        "have; send fewer data in a request, and the tokens of each datum as one chunk"
-                    )
-    except IndexError:
-        raise UserError("the body is no ForwardBackwardRequest: it is cut off") from None
-
-
-def _varint(body: bytes, at: int) -> tuple[int, int]:
-    if (value := body[at]) < 128:  # noqa: PLR2004 - the last byte has no high bit
-        return value, at + 1
-    value, shift = value & 127, 7
-    for place in range(at + 1, at + 10):
-        value |= (body[place] & 127) << shift
-        if body[place] < 128:  # noqa: PLR2004
-            return value, place + 1
-        shift += 7
-    raise IndexError
-
-
-def _fields_of(message: Any) -> _Fields:
-    return {
-        field.number: None if field.message_type is None else _fields_of(field.message_type)
-        for field in message.fields
-        if field.type not in {field.TYPE_STRING, field.TYPE_BYTES}
-    }
-
-
-_FIELDS, _TEXT = _fields_of(pb.ForwardBackwardRequest.DESCRIPTOR), _Fields()
-_FIXED = {1: 8, 5: 4}
-"""Bytes of the kinds that have no length."""

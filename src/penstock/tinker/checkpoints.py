@@ -65,17 +65,11 @@ class Checkpoints:
     Args:
         database: holds their paths.
         data: the data folder; every checkpoint lies in it.
-        main: whether this process runs the operations that read checkpoints; it alone deletes folders.
     """
 
-    def __init__(self, database: Database, data: Path, *, main: bool = True) -> None:
+    def __init__(self, database: Database, data: Path) -> None:
         self._database = database
         self._data = data
-        self._main = main
-        self._readers: dict[str, str] = {}
-        """Folder that each operation reads."""
-        self._left: set[str] = set()
-        """Folders to be deleted once no operation reads them."""
 
     def folder(self, path: TinkerPath, number: int) -> Path:
         """Return a folder that no other save has: what it replaces stays whole until it is there."""
@@ -111,26 +105,6 @@ class Checkpoints:
         if row is None or (row.tenant != tenant and not row.public) or _expired(row):
             raise MissingError(f"there is no checkpoint {given}; it was never saved, was deleted, or has expired")
         return row
-
-    async def hold(self, reader: str, tenant: str, given: str, kind: str) -> Row[Any]:
-        """Return what `find` does; its folder stays until `release`, whatever becomes of the path meanwhile."""
-        row = await self.find(tenant, given, kind)
-        self._readers[reader] = row.folder
-        return row
-
-    async def release(self, reader: str) -> None:
-        """Delete what was only kept for an operation that has ended."""
-        if self._readers.pop(reader, None) is not None:
-            for folder in self._left.difference(self._readers.values()):
-                await self.delete(folder)
-
-    async def delete(self, folder: str) -> None:
-        """Delete a folder that no path names any more, once no operation reads it."""
-        if folder in self._readers.values():
-            self._left.add(folder)
-        else:
-            self._left.discard(folder)
-            await delete_folder(Path(folder))
 
     async def exists(self, path: TinkerPath) -> bool:
         """Return whether a checkpoint of that path is there."""
@@ -170,15 +144,10 @@ class Checkpoints:
         row = await self.find(tenant, str(path))
         if row.tenant != tenant:
             raise MissingError(f"there is no checkpoint {path}")
-        if self._main:
-            await self._drop(row)
-        else:  # the main process may be reading it
-            await self.change(tenant, path, expires=0.0)
+        await self._drop(row)
 
     async def expire(self) -> None:
-        """Delete what has outlived its time, in the main process."""
-        if not self._main:
-            return
+        """Delete what has outlived its time."""
         old = select(checkpoints).where(checkpoints.c.expires <= time.time())
         for row in await self._database.run(lambda c: list(c.execute(old).all())):
             await self._drop(row)
@@ -188,12 +157,12 @@ class Checkpoints:
         used = select(samplers.c.id).where(samplers.c.folder == row.folder).limit(1)
         in_use = await self._database.run(lambda c: (c.execute(gone), c.execute(used).first())[1])
         if in_use is None:
-            await self.delete(row.folder)
+            await delete_folder(row.folder)
         # One that a sampler reads stays on disk until it is used no longer (`Sessions.unused_folders`).
 
 
-async def delete_folder(folder: Path) -> None:
-    """Delete a folder that nothing names any more."""
+async def delete_folder(folder: str) -> None:
+    """Delete a folder that nothing names any more; a load that reads it fails."""
     try:
         await asyncio.to_thread(shutil.rmtree, folder)
     except FileNotFoundError:

@@ -82,15 +82,24 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A result as the client gets it, or the reason why there is none; `category` is the SDK's user or server."""
+    """A result as the client gets it, or the reason why there is none.
+
+    Attributes:
+        data: the result.
+        content_type: of it.
+        error: why there is none.
+        category: the SDK's `user` or `server`, of an error.
+        also: what the database is to hold with it.
+    """
 
     data: bytes = b"{}"
     content_type: str = JSON_TYPE
     error: str | None = None
     category: str = "server"
+    also: Also | None = field(default=None, compare=False)
 
 
-async def settled(work: Coroutine[Any, Any, Outcome]) -> Outcome:
+async def outcome_of(work: Coroutine[Any, Any, Outcome]) -> Outcome:
     """Return an outcome whatever `work` raises: a future that never ended would keep its client waiting for ever."""
     task = asyncio.ensure_future(work)
     try:
@@ -232,11 +241,11 @@ class Futures:
         if (running := self._running.get(request_id)) is not None:
             running.cancel = cancel
 
-    async def finish(self, operation: Operation, outcome: Outcome, also: Also | None = None) -> None:
-        """Keep an outcome, together with what `also` changes, and answer the polls that wait for it."""
-        await self._finish(operation.id, operation.tenant, len(operation.body), outcome, also)
+    async def finish(self, operation: Operation, outcome: Outcome) -> None:
+        """Keep an outcome, and answer the polls that wait for it."""
+        await self._finish(operation.id, operation.tenant, len(operation.body), outcome)
 
-    async def _finish(self, request_id: str, tenant: str, size: int, outcome: Outcome, also: Also | None) -> None:
+    async def _finish(self, request_id: str, tenant: str, size: int, outcome: Outcome) -> None:
         result = None if outcome.error is not None else outcome.data
         values = {
             "of": request_id, "state": DONE if outcome.error is None else FAILED, "result": result,
@@ -247,8 +256,8 @@ class Futures:
         def work(connection: Connection) -> None:
             if connection.execute(_END, values).rowcount:
                 charge(connection, tenant, -1, len(result or b"") - size)
-                if also is not None:
-                    also(connection)
+                if outcome.also is not None:
+                    outcome.also(connection)
 
         try:
             await self._database.run(work)
@@ -303,9 +312,7 @@ class Futures:
             raise GoneError
         if row.kind != SAMPLE:
             raise UserError(f"{request_id} is {row.kind}; samples alone can be cancelled")
-        await self._finish(
-            request_id, tenant, row.size, Outcome(error="cancelled by the client", category="user"), None
-        )
+        await self._finish(request_id, tenant, row.size, Outcome(error="cancelled by the client", category="user"))
         if running is not None and running.cancel is not None:
             running.cancel()
 
@@ -324,11 +331,11 @@ class Futures:
             discharge(connection, dropped & (f.size > 0))
             connection.execute(update(futures).where(dropped).values(state=GONE, result=None, size=0))
             forgotten = (f.state == GONE) & (f.finished < now - FORGET_S)
-            # A model's client has heard of a loss once it has fetched a failure that came after it. That failure is the
-            # only record of it: without this a client would hear of the same loss again when the failure goes.
-            told = forgotten & f.error.is_not(None) & f.retrieved.is_not(None) & (f.finished >= models.c.lost_at)
-            heard = exists().where(told & (f.scope == models.c.id))
-            connection.execute(update(models).where(heard).values(lost=None, lost_at=None))
+            # A client knows of a model's loss once it has fetched a failure that came after it. That failure is its
+            # only record: without this, later operations would fail for the same loss when the failure goes.
+            fetched_failure = f.error.is_not(None) & f.retrieved.is_not(None) & (f.finished >= models.c.lost_at)
+            known = exists().where(forgotten & fetched_failure & (f.scope == models.c.id))
+            connection.execute(update(models).where(known).values(lost=None, lost_at=None))
             connection.execute(delete(futures).where(forgotten))
 
         await self._database.run(work)

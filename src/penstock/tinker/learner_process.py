@@ -41,7 +41,7 @@ from penstock.tinker.children import run_child
 from penstock.tinker.learner_client import ANOTHER, INCARNATION
 from penstock.tinker.models import ALPHA, Models
 from penstock.tinker.schema import JSON_TYPE, PROTO_TYPE
-from penstock.tinker.trainer import Batch, Sizes, decode, encode, joined
+from penstock.tinker.training_data import Batch, Sizes, decode, encode, joined
 from penstock.train.batching import default_device, micro_batch_tokens
 from penstock.train.interface import AdamSpec, Learner, LoraSpec, Outputs
 from penstock.train.ranks import Ranks
@@ -134,7 +134,7 @@ class Waiting:
 
 
 @dataclass(slots=True)
-class Operations:
+class LearnerQueue:
     """Runs operations: of each model one after another, and one at a time in the thread of the learner.
 
     Args:
@@ -353,7 +353,7 @@ def _refuse_optimizer(given: Any) -> None:
         raise UserError(f"optimizer {kind!r} is not supported here; use AdamParams, the default")
 
 
-def build_app(operations: Operations) -> Starlette:
+def build_app(queue: LearnerQueue) -> Starlette:
     """Return the process's HTTP side."""
     incarnation = f"{os.getpid()}-{time.time_ns()}"
 
@@ -362,11 +362,11 @@ def build_app(operations: Operations) -> Starlette:
         kind, model = headers.get("X-Operation", ""), headers.get("X-Model", "")
         if headers.get(INCARNATION, incarnation) != incarnation:
             return Response("this is another start of the learner", ANOTHER)
-        answer = await operations.run(request.path_params["request_id"], kind, model, await request.body())
+        answer = await queue.run(request.path_params["request_id"], kind, model, await request.body())
         return Response(answer.body, answer.status, media_type=answer.content_type)
 
     async def models(_: Request) -> Response:
-        return Response(orjson.dumps(operations.models.status()))
+        return Response(orjson.dumps(queue.models.status()))
 
     async def health(_: Request) -> Response:
         return Response(orjson.dumps({"incarnation": incarnation}))
@@ -391,7 +391,7 @@ async def _serve(given: str) -> AsyncGenerator[str]:
         client = await stack.enter_async_context(FleetClient.to(options.fleet))
         sizes = Sizes(options.vocabulary, options.max_tokens)
         turn = TURN * micro_batch_tokens(options.train, default_device())
-        app = build_app(Operations(models, RemoteAdapters(client.call), sizes, thread, turn))
+        app = build_app(LearnerQueue(models, RemoteAdapters(client.call), sizes, thread, turn))
         watch = asyncio.create_task(_end_with(ranks), name="watch-ranks")
         stack.push_async_callback(cancelled, watch)
         await stack.enter_async_context(serving_app(app, listening_at(options.socket, "the learner"), "the learner"))

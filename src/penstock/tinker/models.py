@@ -20,7 +20,7 @@ from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariable
 
 from penstock.errors import CheckpointError, StateError, UserError, parse_json, reading
 from penstock.process import shortage
-from penstock.tinker.trainer import Batch
+from penstock.tinker.training_data import Batch
 from penstock.train.interface import AdamSpec, Learner, LoraSpec, Outputs
 from penstock.weights.adapter_files import SETTINGS, TENSORS
 

@@ -15,7 +15,7 @@ from penstock.errors import ConfigError, PenstockError, StateError
 from penstock.fleet.fleet import Fleet
 from penstock.tinker.checkpoints import Checkpoints, delete_folder
 from penstock.tinker.database import Database
-from penstock.tinker.futures import HOLD_S, SAMPLE, Futures, Operation, Outcome, settled
+from penstock.tinker.futures import HOLD_S, SAMPLE, Futures, Operation, Outcome, outcome_of
 from penstock.tinker.learner_client import LearnerClient
 from penstock.tinker.sampling import FleetLink, Sampling
 from penstock.tinker.sessions import Sessions
@@ -74,7 +74,7 @@ class ServiceState:
     def __init__(self, options: Options, database: Database) -> None:
         self.tenants = options.tenants
         self.sessions = Sessions(database)
-        self.checkpoints = Checkpoints(database, options.data, main=options.name == MAIN)
+        self.checkpoints = Checkpoints(database, options.data)
         self.link = FleetLink(self._proxy_url)
         self.training = Training(database, LearnerClient(options.learner), self.checkpoints, self.tenants)
         self.futures = Futures(database, options.name, self._start, hold_s=options.hold_s)
@@ -133,7 +133,7 @@ class ServiceState:
             source = await self.sessions.source(operation.tenant, operation.scope)
             return await self._sampling.run(operation, source, (await self.about()).max_context_length)
 
-        await self.futures.finish(operation, await settled(work()))
+        await self.futures.finish(operation, await outcome_of(work()))
 
     async def describe_fleet(self) -> None:
         """Tell the other processes, for ever, which router, engines and adapters there are."""
@@ -162,7 +162,7 @@ class ServiceState:
                 await self.futures.prune()
                 await self.checkpoints.expire()
                 for folder in await self.sessions.unused_folders():
-                    await delete_folder(Path(folder))
+                    await delete_folder(folder)
                 await self.drop_models(await self.sessions.silent())
                 await self.sessions.forget()
             except StateError as error:  # the database may be back the next time

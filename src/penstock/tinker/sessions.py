@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,9 +41,9 @@ class Sessions:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._known: OrderedDict[str, tuple[str, Source]] = OrderedDict()
+        self._known: dict[str, tuple[str, Source]] = {}
         self._used: dict[str, float] = {}
-        self._owners: OrderedDict[str, str] = OrderedDict()
+        self._owners: dict[str, str] = {}
         """Tenants of models; a model keeps its own."""
 
     # --- sessions ----------------------------------------------------------------------------------------------------
@@ -124,9 +123,9 @@ class Sessions:
     async def model(self, tenant: str, model: str) -> Row[Any]:
         """Return a tenant's model. UnknownError."""
         row = await self._mine(models, "model", tenant, model)
+        if len(self._owners) >= KNOWN:
+            self._owners.clear()
         self._owners[model] = tenant
-        if len(self._owners) > KNOWN:
-            self._owners.popitem(last=False)
         return row
 
     async def own_model(self, tenant: str, model: str) -> None:
@@ -178,9 +177,9 @@ class Sessions:
         known = self._known.get(sampler)
         if known is None:
             row = await self._mine(samplers, "sampler", tenant, sampler)
+            if len(self._known) >= KNOWN:
+                self._known.clear()
             known = self._known[sampler] = tenant, Source(row.adapter, row.folder)
-            if len(self._known) > KNOWN:
-                self._known.popitem(last=False)
         if known[0] != tenant:
             raise UnknownError(f"you have no sampler {sampler}")
         self._used[sampler] = time.time()
@@ -247,12 +246,7 @@ class Sessions:
 
     async def tell(self, name: str, value: Any) -> None:
         """Tell the other processes something."""
-
-        def work(connection: Connection) -> None:
-            if not connection.execute(update(facts).where(facts.c.name == name).values(value=value)).rowcount:
-                connection.execute(insert(facts).values(name=name, value=value))
-
-        await self._database.run(work)
+        await self._database.run(lambda connection: put_fact(connection, name, value))
 
     async def _mine(self, table: Table, what: str, tenant: str, given: str) -> Row[Any]:
         mine = select(table).where((table.c.id == given) & (table.c.tenant == tenant))
@@ -270,6 +264,12 @@ def new_model(tenant: str, model: str, session: str, base_model: str, lora: Any,
         "lora": lora, "user_metadata": _texts(user_metadata), "live": False, "steps": 0, "gradient": False,
     }  # fmt: skip
     return lambda connection: (connection.execute(insert(models).values(row)), None)[1]
+
+
+def put_fact(connection: Connection, name: str, value: Any) -> None:
+    """Add a fact, or change it."""
+    if not connection.execute(update(facts).where(facts.c.name == name).values(value=value)).rowcount:
+        connection.execute(insert(facts).values(name=name, value=value))
 
 
 def put_sampler(connection: Connection, sampler: Mapping[str, Any]) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import hmac
 import ipaddress
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +19,6 @@ logger = logging.getLogger(__name__)
 MOST_QUEUED, MOST_BYTES = 8192, 4 << 30
 MOST_SESSIONS, MOST_MODELS = 1024, 64
 LIMITS = ("max_queued", "max_bytes", "max_sessions", "max_models")
-SETTLED_S = 1.0
-"""A keys file that has changed is read when it has stayed the same for so long: before, it may be half written."""
 PREFIX = "tml-"
 """The SDK refuses keys that begin otherwise."""
 
@@ -59,7 +56,6 @@ class Tenants:
         self._tenants = tenants
         self._file = file
         self._stamp: tuple[int, ...] | None = None
-        self._reading = asyncio.Lock()
         self.open = any(tenant.key is None for tenant in tenants)
         """Any key will do."""
 
@@ -76,30 +72,18 @@ class Tenants:
         return found
 
     async def refresh(self) -> None:
-        """Read the file again if it has changed and settled; a bad one leaves the tenants as they were."""
-        if self._file is None or not self._has_settled(_stamp(self._file)):
-            return
-        async with self._reading:
-            if self._has_settled(stamp := _stamp(self._file)):
-                await self._read_again(self._file, stamp)
-
-    def _has_settled(self, stamp: tuple[int, ...] | None) -> bool:
-        # One from the future is another clock's.
-        return stamp != self._stamp and not (stamp and 0 <= time.time_ns() - max(stamp[:2]) < SETTLED_S * 1e9)
-
-    async def _read_again(self, file: Path, stamp: tuple[int, ...] | None) -> None:
-        try:
-            tenants = await asyncio.to_thread(_tenants_of, file)
-        except ConfigError as error:
-            self._stamp = stamp
-            logger.warning("the tenants stay as they were: %s", error)
-            return
-        if _stamp(file) != stamp:  # it was written meanwhile
+        """Read the file again if it has changed; a bad one, perhaps half written, leaves the tenants as they were."""
+        if self._file is None or (stamp := _stamp(self._file)) == self._stamp:
             return
         self._stamp = stamp
+        try:
+            tenants = await asyncio.to_thread(_tenants_of, self._file)
+        except ConfigError as error:
+            logger.warning("the tenants stay as they were: %s", error)
+            return
         if tenants != self._tenants:
             self._tenants = tenants
-            logger.info("%s has changed; the tenants are %s", file, ", ".join(tenant.name for tenant in tenants))
+            logger.info("%s has changed; the tenants are %s", self._file, ", ".join(each.name for each in tenants))
 
 
 def read_keys(file: Path | None) -> Tenants:

@@ -7,21 +7,21 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import orjson
-from sqlalchemy import Connection, Row, Update, bindparam, delete, func, insert, select, update
+from sqlalchemy import Connection, Row, Update, bindparam, delete, func, select, update
 
 from penstock.aio import cancelled
 from penstock.errors import EngineDeadError, UserError
-from penstock.tinker.checkpoints import Checkpoints, TinkerPath, checked_name, record, size_of
+from penstock.tinker.checkpoints import Checkpoints, TinkerPath, checked_name, delete_folder, record, size_of
 from penstock.tinker.database import Database, facts, futures, models, sessions
-from penstock.tinker.futures import Also, Futures, Operation, Outcome, settled
+from penstock.tinker.futures import Also, Futures, Operation, Outcome, outcome_of
 from penstock.tinker.learner_client import LearnerClient
 from penstock.tinker.requests import CreateModel, LoadWeights, SaveForSampler, SaveWeights
-from penstock.tinker.sessions import SILENT_S, put_sampler
+from penstock.tinker.sessions import SILENT_S, put_fact, put_sampler
 from penstock.tinker.tenants import Tenants
 
 logger = logging.getLogger(__name__)
@@ -35,24 +35,16 @@ class Prepared:
     """What the learner is sent, and what follows when it has done it.
 
     Attributes:
-        kind: the learner's name of the operation.
         body: as the learner takes it.
-        result: makes the client's result of the learner's; None: it is passed on.
+        result: the client's; None: the learner's.
         also: what the database is to hold then.
+        recorded: makes `also` of a save, once its files are written.
     """
 
-    kind: str
     body: bytes
     result: Mapping[str, Any] | None = None
     also: Also | None = None
-
-
-@dataclass(slots=True)
-class _Run:
-    """What follows an operation that has succeeded: what the database holds, and what is done then."""
-
-    also: Also | None = None
-    after: Callable[[], Awaitable[None]] | None = None
+    recorded: Callable[[], Awaitable[Also]] | None = None
 
 
 @dataclass(slots=True)
@@ -80,6 +72,8 @@ class Training:
         self._database = database
         self._learner = learner
         self._checkpoints = checkpoints
+        self._replaced: dict[str, str] = {}
+        """By operation: the folder that a save has put another in place of."""
         self._lanes: dict[str, _Lane] = {}
         self._incarnation: str | None = None
         self._meeting = asyncio.Lock()
@@ -102,24 +96,23 @@ class Training:
         async with asyncio.TaskGroup() as finishing:
             while lane.waiting:
                 operation = lane.waiting.popleft()
-                run = _Run()
-                outcome = await settled(self._outcome(operation, run))
+                outcome = await outcome_of(self._outcome(operation))
                 # The learner has the next one meanwhile; the database does what it is asked in order.
-                finished = finishing.create_task(self._finish(operation, outcome, run))
+                finished = finishing.create_task(self._finish(operation, outcome))
                 if not lane.waiting:
                     await finished
         self._lanes.pop(model, None)
 
-    async def _finish(self, operation: Operation, outcome: Outcome, run: _Run) -> None:
-        failed = outcome.error is not None and operation.id == f"{operation.scope}:create"
-        await self.futures.finish(operation, outcome, _forgotten(operation.scope) if failed else run.also)
+    async def _finish(self, operation: Operation, outcome: Outcome) -> None:
+        if outcome.error is not None and operation.id == f"{operation.scope}:create":
+            outcome = replace(outcome, also=_forgotten(operation.scope))
+        await self.futures.finish(operation, outcome)
         self._creating.get(operation.tenant, set()).discard(operation.scope)
-        await self._checkpoints.release(operation.id)
-        if run.after is not None:
-            await run.after()
+        if (folder := self._replaced.pop(operation.id, None)) is not None:
+            await delete_folder(folder)
 
-    async def _outcome(self, operation: Operation, run: _Run) -> Outcome:
-        """Run one operation; `run` says what else follows if it succeeds."""
+    async def _outcome(self, operation: Operation) -> Outcome:
+        """Run one operation."""
         incarnation = self._incarnation or await self._meet()
         row = await self._model(operation.scope)
         if (lost := await self._lost(row, operation)) is not None:
@@ -128,19 +121,20 @@ class Training:
         if not row.live and operation.kind != "drop_model":
             await self._count_model(operation.tenant, operation.scope)
         try:
-            outcome = await self._learner.post(prepared.kind, operation.scope, operation.id, prepared.body, incarnation)
+            outcome = await self._learner.post(
+                operation.kind, operation.scope, operation.id, prepared.body, incarnation
+            )
         except EngineDeadError as error:
             self._incarnation = None
             return Outcome(error=await self._note_death(operation.scope, error))
         if outcome is None:
             self._incarnation = None
-            return await self._outcome(operation, run)
+            return await self._outcome(operation)
         if outcome.error is not None:
             return outcome
-        run.also = prepared.also
-        if prepared.kind.startswith("save_"):
-            await self._saved(operation, prepared, run)
-        return outcome if prepared.result is None else Outcome(orjson.dumps(prepared.result))
+        also = prepared.also if prepared.recorded is None else await prepared.recorded()
+        data = outcome.data if prepared.result is None else orjson.dumps(prepared.result)
+        return replace(outcome, data=data, also=also)
 
     async def _count_model(self, tenant: str, model: str) -> None:
         """Count a model that is about to be created. UserError: its tenant has as many as it may."""
@@ -169,16 +163,15 @@ class Training:
             "save_weights_for_sampler": self._save_for_sampler,
             "load_weights": self._load,
         }
-        passed_on = {"forward": None, "forward_backward": _EVALUATED, "optim_step": _STEPPED}
-        makes = operation.kind in {"create_model", "load_weights"} and row.finished is None
-        if not (row.live or makes or operation.kind == "drop_model"):
-            raise _missing(row.id)
         if operation.kind == "drop_model":
-            return Prepared("drop_model", orjson.dumps({"model_id": row.id}), {}, _changed(row.id, live=False))
-        if operation.kind in passed_on:
-            change = passed_on[operation.kind]
-            return Prepared(operation.kind, operation.body, also=None if change is None else _done(change, row.id))
-        return await make[operation.kind](operation, row)
+            return Prepared(operation.body, also=_changed(row.id, live=False))
+        makes = operation.kind in {"create_model", "load_weights"} and row.finished is None
+        if not (row.live or makes):
+            raise _missing(row.id)
+        if operation.kind in make:
+            return await make[operation.kind](operation, row)
+        change = {"forward": None, "forward_backward": _EVALUATED, "optim_step": _STEPPED}[operation.kind]
+        return Prepared(operation.body, also=None if change is None else _done(change, row.id))
 
     async def _create(self, operation: Operation, row: Row[Any]) -> Prepared:
         given = CreateModel.of(operation.body)
@@ -186,71 +179,65 @@ class Training:
             raise UserError("create_model without lora_config would train all weights; this service trains LoRA alone")
         body = given.model_dump() | {"model_id": row.id}
         result = {"model_id": row.id, "type": "create_model"}
-        return Prepared("create_model", orjson.dumps(body), result, _changed(row.id, live=True))
+        return Prepared(orjson.dumps(body), result, _changed(row.id, live=True))
 
     async def _save(self, operation: Operation, row: Row[Any]) -> Prepared:
         given = SaveWeights.of(operation.body)
         path = TinkerPath(row.id, "weights", checked_name(given.path or f"auto-{operation.number}"))
         if not given.overwrite and await self._checkpoints.exists(path):
             raise UserError(f"{path} is there already; choose another name, or pass overwrite=True")
-        body = given.model_dump() | {"folder": str(self._checkpoints.folder(path, operation.number))}
-        return Prepared("save_weights", orjson.dumps(body), {"path": str(path), "type": "save_weights"})
+        return self._to_checkpoint(operation, row, path, given)
 
     async def _save_for_sampler(self, operation: Operation, row: Row[Any]) -> Prepared:
         given = SaveForSampler.of(operation.body)
-        result: dict[str, Any] = {"type": "save_weights_for_sampler"}
         if given.path is not None or given.sampling_session_seq_id is None:
-            name = checked_name(given.path or f"auto-{operation.number}")
-            path = TinkerPath(row.id, "sampler_weights", name)
+            path = TinkerPath(row.id, "sampler_weights", checked_name(given.path or f"auto-{operation.number}"))
             if await self._checkpoints.exists(path):
                 raise UserError(f"{path} is there already; choose another name")
-            more = {"folder": str(self._checkpoints.folder(path, operation.number)), "adapter_name": None}
-            return Prepared(
-                "save_weights_for_sampler",
-                orjson.dumps(given.model_dump() | more),
-                result | {"path": str(path)},
-            )
+            return self._to_checkpoint(operation, row, path, given)
         sampler = f"{row.session}:sample:{given.sampling_session_seq_id}"
         name = "inflight" if given.kind == "inflight" else sampler
         adapter = f"{row.id}:inflight" if given.kind == "inflight" else sampler
-        more = {"folder": str(self._checkpoints.sampler_folder(row.id, name)), "adapter_name": adapter}
-        body = orjson.dumps(given.model_dump() | more)
-        return Prepared("save_weights_for_sampler", body, result | {"sampling_session_id": sampler})
+        folder = str(self._checkpoints.sampler_folder(row.id, name))
+        values = {
+            "id": sampler, "session": row.session, "tenant": row.tenant, "base_model": row.base_model,
+            "folder": folder, "adapter": adapter,
+        }  # fmt: skip
+        return Prepared(
+            orjson.dumps({"folder": folder, "adapter_name": adapter}),
+            {"type": operation.kind, "sampling_session_id": sampler},
+            also=lambda connection: put_sampler(connection, values),
+        )
+
+    def _to_checkpoint(self, operation: Operation, row: Row[Any], path: TinkerPath, given: SaveWeights) -> Prepared:
+        """Save under a path, which then names the new folder instead of one that it had."""
+        folder = str(self._checkpoints.folder(path, operation.number))
+
+        async def recorded() -> Also:
+            if (old := await self._checkpoints.row(path)) is not None and old.folder != folder:
+                self._replaced[operation.id] = old.folder
+            values = {
+                "tenant": row.tenant, "folder": folder, "base_model": row.base_model, "lora": row.lora,
+                "expires": None if given.ttl_seconds is None else time.time() + given.ttl_seconds,
+                "size": await asyncio.to_thread(size_of, Path(folder)), "user_metadata": given.user_metadata,
+            }  # fmt: skip
+            return lambda connection: record(connection, path, values)
+
+        result = {"type": operation.kind, "path": str(path)}
+        return Prepared(orjson.dumps({"folder": folder, "adapter_name": None}), result, recorded=recorded)
 
     async def _load(self, operation: Operation, row: Row[Any]) -> Prepared:
         given = LoadWeights.of(operation.body)
         if given.weights_access_token is not None:
             raise UserError("weights_access_token: this service has no tokens for another's weights; publish them")
-        saved = await self._checkpoints.hold(operation.id, operation.tenant, given.path, "weights")
+        saved = await self._checkpoints.find(operation.tenant, given.path, "weights")
         if given.base_model is not None and given.base_model != saved.base_model:
             raise UserError(f"{given.path} is of {saved.base_model}, and base_model is {given.base_model}")
         if saved.base_model != row.base_model:
             raise UserError(f"{given.path} is of {saved.base_model}; this service trains {row.base_model}")
-        body = given.model_dump() | {"model_id": row.id, "folder": saved.folder, "lora_config": saved.lora}
+        body = {"folder": saved.folder} | given.model_dump(include={"optimizer", "optimizer_config"})
         result = {"path": given.path, "model_id": row.id, "type": "load_weights"}
-        also = _changed(row.id, live=True, gradient=False, lora=saved.lora)
-        return Prepared("load_weights", orjson.dumps(body), result, also)
-
-    async def _saved(self, operation: Operation, prepared: Prepared, run: _Run) -> None:
-        """Have a save recorded: a checkpoint's row, or a sampler's."""
-        body, result = orjson.loads(prepared.body), dict(prepared.result or {})
-        row = await self._model(operation.scope)
-        if (given := result.get("path")) is None:
-            values = {
-                "id": result["sampling_session_id"], "session": row.session, "tenant": row.tenant,
-                "base_model": row.base_model, "folder": body["folder"], "adapter": body["adapter_name"],
-            }  # fmt: skip
-            run.also = lambda connection: put_sampler(connection, values)
-            return
-        path, ttl = TinkerPath.of(given), body.get("ttl_seconds")
-        values = {
-            "tenant": row.tenant, "folder": body["folder"], "expires": None if ttl is None else time.time() + ttl,
-            "size": await asyncio.to_thread(size_of, Path(body["folder"])), "base_model": row.base_model,
-            "lora": row.lora, "user_metadata": body.get("user_metadata"),
-        }  # fmt: skip
-        if (old := await self._checkpoints.row(path)) is not None and old.folder != body["folder"]:
-            run.after = lambda: self._checkpoints.delete(old.folder)
-        run.also = lambda connection: record(connection, path, values)
+        return Prepared(orjson.dumps(body), result, _changed(row.id, live=True, gradient=False, lora=saved.lora))
 
     # --- a learner that dies -----------------------------------------------------------------------------------------
 
@@ -271,8 +258,8 @@ class Training:
         arrived = select(f.arrived).where(f.id == operation.id)
 
         def work(connection: Connection) -> bool:
-            told = connection.execute(seen).scalar()
-            if told is None or connection.execute(arrived).scalar_one() <= told:
+            seen_at = connection.execute(seen).scalar()
+            if seen_at is None or connection.execute(arrived).scalar_one() <= seen_at:
                 return True
             _changed(row.id, lost=None, lost_at=None)(connection)
             return False
@@ -316,8 +303,7 @@ class Training:
             )
         for model in sorted(unknown.keys() - set(saved)):
             logger.warning("the learner drops %s, which was never saved: the database does not know it", model)
-            body = orjson.dumps({"model_id": model})
-            await self._learner.post("drop_model", model, f"{model}:unknown", body, incarnation)
+            await self._learner.post("drop_model", model, f"{model}:unknown", b"{}", incarnation)
 
 
 # Built once: to build a statement costs more than SQLite takes to run it.
@@ -354,10 +340,7 @@ def _compare(connection: Connection, incarnation: str, held: Mapping[str, Mappin
     """Mark every model that the learner holds in another state than its clients know; returns those that there are."""
     there_are = set(connection.execute(select(models.c.id)).scalars())
     known = connection.execute(select(facts.c.value).where(facts.c.name == INCARNATION)).scalar()
-    if known is None:
-        connection.execute(insert(facts).values(name=INCARNATION, value=incarnation))
-    else:
-        connection.execute(update(facts).where(facts.c.name == INCARNATION).values(value=incarnation))
+    put_fact(connection, INCARNATION, incarnation)
     if known == incarnation:
         return there_are
     now = time.time()

@@ -21,7 +21,7 @@ from penstock.config import LoraConfig, TrainConfig
 from penstock.errors import StateError, UserError
 from penstock.tinker.learner_process import spec_of
 from penstock.tinker.models import Models
-from penstock.tinker.trainer import Sizes, decode, encode, joined
+from penstock.tinker.training_data import Sizes, decode, encode, joined
 from penstock.train.interface import AdamSpec
 from penstock.train.learner import LocalLearner
 from tinker import types

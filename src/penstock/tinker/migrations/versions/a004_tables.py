@@ -1,11 +1,11 @@
-"""The first tables."""
+"""All tables. Before the first release, older databases are not brought up."""
 
 from __future__ import annotations
 
 import sqlalchemy as sa
 from alembic import op
 
-revision = "a001"
+revision = "a004"
 down_revision = None
 
 BIG = sa.BigInteger().with_variant(sa.Integer, "sqlite")
@@ -49,7 +49,7 @@ def _create_what_runs() -> None:
         sa.Column("id", sa.String, nullable=False, unique=True),
         sa.Column("tenant", sa.String, nullable=False),
         sa.Column("kind", sa.String, nullable=False),
-        sa.Column("scope", sa.String, nullable=False),
+        sa.Column("scope", sa.String, nullable=False, index=True),
         sa.Column("executor", sa.String, nullable=False),
         sa.Column("state", sa.String, nullable=False),
         sa.Column("body", sa.LargeBinary),
@@ -60,7 +60,14 @@ def _create_what_runs() -> None:
         sa.Column("arrived", sa.Float, nullable=False),
         sa.Column("finished", sa.Float),
         sa.Column("retrieved", sa.Float),
+        sa.Column("size", BIG, nullable=False, server_default="0"),
         sa.Index("ix_futures_state", "state", "executor", "number"),
+    )
+    op.create_table(
+        "usage",
+        sa.Column("tenant", sa.String, primary_key=True),
+        sa.Column("queued", BIG, nullable=False),
+        sa.Column("bytes", BIG, nullable=False),
     )
 
 
@@ -76,6 +83,7 @@ def _create_what_is_kept() -> None:
         sa.Column("adapter", sa.String),
         sa.Column("folder", sa.String),
         sa.Column("used", sa.Float, nullable=False),
+        sa.Column("clients", sa.Integer, nullable=False, server_default="0"),
     )
     op.create_table(
         "checkpoints",
