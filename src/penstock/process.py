@@ -6,7 +6,6 @@ The child watches its lifeline (`process_group.py`). Its output is in a log file
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import os
 import re
@@ -33,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 GONE_S = 10.0
 """Wait for a group's end after its SIGKILL; a device's driver may hold a process for seconds."""
+
+POLL_S = 0.02
 
 STOP_S = 10.0
 """Between SIGTERM and SIGKILL."""
@@ -65,22 +66,6 @@ def most_connections() -> int:
 def backoff_s(failures: int, base_s: float = 0.05, cap_s: float = 120.0) -> float:
     """Seconds to wait before another try after `failures` in a row: doubles from `base_s` up to `cap_s`."""
     return min(base_s * 2.0 ** min(failures, 64), cap_s)
-
-
-_SHORTAGES = {
-    errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "the disk quota is used up",
-    errno.ENOMEM: "no memory is left",
-    errno.EMFILE: "this process has no file descriptor left (ulimit -n)",
-    errno.ENFILE: "this machine has no file descriptor left",
-    errno.EAGAIN: "this user may start no more processes (ulimit -u)",
-}
-
-
-def shortage(error: OSError) -> str:
-    """Say in words what the system lacks, with the file that the error is about."""
-    what = _SHORTAGES.get(error.errno or 0)
-    return str(error) if what is None else f"{what}{f': {error.filename}' if error.filename else ''}"
 
 
 def full_disk(log: Path) -> str:
@@ -194,7 +179,7 @@ class ChildProcess:
                 finally:
                     os.close(write_fd)
             except OSError as error:  # no memory, descriptor or room on a disk is left, or its log's folder is gone
-                raise EngineStartError(f"the {name} cannot be started: {shortage(error)}") from error
+                raise EngineStartError(f"the {name} cannot be started: {error}") from error
             failed.pop_all()  # the pipe is closed by the function that reads it
             failed.push_async_callback(child.wait)
             failed.callback(child.kill)
@@ -243,7 +228,7 @@ class ChildProcess:
             self.remember()
             kill_group(self.pid)
         except OSError as error:  # without a file descriptor left, the group cannot be listed
-            logger.warning("%s: its whole group is killed, unlisted: %s", self.name, shortage(error))
+            logger.warning("%s: its whole group is killed, unlisted: %s", self.name, error)
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
@@ -270,31 +255,15 @@ class ChildProcess:
         self._kill_group()  # usually it is empty
         try:
             async with asyncio.timeout(GONE_S):
-                for pid in group_members(self.pid):
-                    await _ended(pid)
+                while group_members(self.pid):  # noqa: ASYNC110 - grandchildren send us no event
+                    await asyncio.sleep(POLL_S)
         except TimeoutError:
             logger.warning("%s: processes of its group are not gone %g s after SIGKILL", self.name, GONE_S)
         except OSError as error:
-            logger.warning("%s: its group is not waited for: %s", self.name, shortage(error))
+            logger.warning("%s: its group is not waited for: %s", self.name, error)
         os.close(self._lifeline_fd)
         remove_leftovers(self._shared, self._scratch)
         return status
-
-
-async def _ended(pid: int) -> None:
-    """Return when a process has ended, also if it is not our child."""
-    try:
-        fd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    ended = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    loop.add_reader(fd, ended.set)
-    try:
-        await ended.wait()
-    finally:
-        loop.remove_reader(fd)
-        os.close(fd)
 
 
 class StartReport:

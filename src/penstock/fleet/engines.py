@@ -14,7 +14,6 @@ from penstock.aio import all_or_first_error
 from penstock.engine.launch import EngineProcess, resolve_profile
 from penstock.errors import ConfigError, EngineStartError, PenstockError, StateError
 from penstock.fleet.member import SERVABLE, EngineHandle, Lifecycle, Member, State, connect_engine
-from penstock.process import shortage
 from penstock.settings import EngineConfig
 
 
@@ -97,7 +96,7 @@ class LaunchedEngines:
             try:
                 process = await self._factory.launch(self.config, lifecycle.engine, gpus)
             except OSError as error:  # no memory, descriptor or room on a disk is left; that may pass
-                what = f"no process can be started for it: {shortage(error)}"
+                what = f"no process can be started for it: {error}"
                 raise EngineStartError(what, engine=lifecycle.engine) from error
             failed.push_async_callback(process.wait)
             failed.callback(process.kill)

@@ -19,7 +19,6 @@ from safetensors.numpy import save_file  # pyright: ignore[reportUnknownVariable
 from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 
 from penstock.errors import CheckpointError, StateError, UserError, parse_json, reading
-from penstock.process import shortage
 from penstock.tinker.training_data import Batch
 from penstock.train.interface import AdamSpec, Learner, LoraSpec, Outputs
 from penstock.weights.adapter_files import SETTINGS, TENSORS
@@ -319,6 +318,6 @@ def _write(folder: Path, write: Callable[[Path], None]) -> None:
         else:
             part.rename(folder)
     except OSError as error:
-        raise CheckpointError(f"cannot write {folder}: {shortage(error)}; free space and save again") from error
+        raise CheckpointError(f"cannot write {folder}: {error}; free space and save again") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)

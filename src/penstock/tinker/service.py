@@ -20,7 +20,6 @@ from penstock.fleet.engines import visible_gpus
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.service import LONGEST
 from penstock.guard import new_key
-from penstock.process import shortage
 from penstock.settings import EngineConfig, FleetConfig, RouterConfig
 from penstock.tinker.children import SupervisedChild
 from penstock.tinker.database import DATABASE, open_engine
@@ -242,7 +241,7 @@ class _owned:  # noqa: N801 - a context manager
             (self._data / "logs").mkdir(exist_ok=True)
             self._lock = (self._data / "owner.lock").open("w")
         except OSError as error:
-            raise ConfigError(f"--data {self._data} cannot be used: {shortage(error)}") from error
+            raise ConfigError(f"--data {self._data} cannot be used: {error}") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -29,7 +29,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from penstock.errors import CheckpointError, parse_json
-from penstock.process import shortage
 
 FORMAT = "penstock-checkpoint-3"
 KEEP = 2
@@ -196,7 +195,7 @@ def _refusals(path: Path) -> Generator[None]:
     try:
         yield
     except (OSError, dcp.api.CheckpointException) as error:
-        why = shortage(error) if isinstance(error, OSError) else _first(error)
+        why = str(error) if isinstance(error, OSError) else _first(error)
         # torch's own words for a full disk are "unexpected pos".
         free = next(shutil.disk_usage(near).free for near in path.parents if near.exists())
         full = "the disk is full, or nearly so: " if free < _LITTLE else ""

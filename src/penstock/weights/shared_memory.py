@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from penstock.errors import WeightsError
-from penstock.process import shortage
 from penstock.weights.manifest import Source, Store, TensorEntry, WeightManifest
 
 if TYPE_CHECKING:
@@ -142,7 +141,7 @@ def sealed_memory(name: str, size: int) -> tuple[int, mmap.mmap]:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
             mapping = mmap.mmap(fd, size)
         except OSError as error:
-            raise WeightsError(f"no {size} bytes of shared memory (ulimit -f?): {shortage(error)}") from error
+            raise WeightsError(f"no {size} bytes of shared memory (ulimit -f?): {error}") from error
         undo.pop_all()
     return fd, mapping
 
