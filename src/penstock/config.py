@@ -385,24 +385,18 @@ def check_on_hub(name: str, kind: Literal["model", "dataset"], file: str = "conf
     )
     from huggingface_hub.errors import (  # noqa: PLC0415
         EntryNotFoundError,
-        HfHubHTTPError,
         HFValidationError,
         HTTPError,  # pyright: ignore[reportPrivateImportUsage] - of httpx or of httpx2, as the hub's version has it
-        OfflineModeIsEnabled,
     )
 
     try:
-        if isinstance(try_to_load_from_cache(name, file, repo_type=kind), str):
-            return
-        get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind), timeout=HUB_S)
+        if not isinstance(try_to_load_from_cache(name, file, repo_type=kind), str):
+            get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind), timeout=HUB_S)
     except EntryNotFoundError:  # the repository is there
         return
-    except (HfHubHTTPError, HFValidationError):
-        why = "has none of that name, or does not let you read it: check the name, or set HF_TOKEN"
-    except OfflineModeIsEnabled:
-        why = "is not asked, as HF_HUB_OFFLINE is set: unset it, or give the path of a folder"
-    except (HTTPError, OSError):
-        why = "cannot be reached: give the path of a folder, or download it first where there is a network"
-    else:
-        return
-    raise UserError(f"no {kind} {name!r}: there is no such folder, and the Hugging Face hub {why}")
+    except (HFValidationError, HTTPError, OSError) as error:  # errors of an answer among them
+        why = str(error).strip().partition("\n")[0]
+        raise UserError(
+            f"no {kind} {name!r}: there is no such folder, and the Hugging Face hub gives none ({why}); check the "
+            "name, set HF_TOKEN, or give the path of a folder"
+        ) from error

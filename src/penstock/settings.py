@@ -235,10 +235,16 @@ def refuse_open_host(host: str, api_key: str | bytes | None) -> None:
         )
 
 
+def _address(url: str) -> str:
+    if not re.fullmatch(r"http://[^/\s@?#]+:\d{1,5}/*", url):  # a router takes no other form
+        raise ValueError(f"a server's address is http://HOST:PORT, got {url!r}")
+    return url.rstrip("/")
+
+
 class ServerSpec(Section):
     """A server that another process started; written as its URL, or `URL#dp=2` where `dp` is 2."""
 
-    url: str
+    url: Annotated[str, AfterValidator(_address)]
     dp: Positive | None = None
     """Data-parallel ranks that the router addresses one by one, each as an engine; default: all. 1: the server places
     requests on its ranks itself."""
@@ -246,21 +252,12 @@ class ServerSpec(Section):
     @model_validator(mode="before")
     @classmethod
     def _of_text(cls, given: Any) -> Any:
-        fields = {"url": given} if isinstance(given, str) else given
-        if isinstance(fields, cls):
-            return fields
-        if not isinstance(fields, dict):
-            what = f"a server is its URL or a ServerSpec, and not {given!r}; several are given one by one"
-            raise ValueError(what)  # noqa: TRY004 - pydantic's
-        known = cast("dict[str, Any]", fields)
-        if "url" not in known:
-            return known
-        url, mark, ranks = str(known["url"]).partition("#")
-        if not re.fullmatch(r"http://[^/\s@?#]+:\d{1,5}/*", url):  # a router takes no other form
-            raise ValueError(f"a server's address is http://HOST:PORT, got {url!r}")
-        if mark and not (ranks.startswith("dp=") and ranks[3:].isdigit()):
-            raise ValueError("behind # only dp=N can stand, the number of data-parallel ranks")
-        return {**known, "url": url.rstrip("/"), **({"dp": int(ranks[3:])} if mark else {})}
+        if isinstance(given, (cls, dict)):
+            return cast("Any", given)
+        if not isinstance(given, str):
+            raise ValueError("a server is its URL or a ServerSpec; several are given one by one")  # noqa: TRY004 - pydantic's
+        url, mark, ranks = given.partition("#dp=")
+        return {"url": url, "dp": ranks} if mark else {"url": url}
 
 
 Transport = Literal["shared_memory", "broadcast", "cuda_ipc", "disk", "delta"]
