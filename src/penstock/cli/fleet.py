@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from penstock.cli.common import Interrupted, run_until_signal, waiting
+from penstock.cli.common import run_until_signal, waiting
 from penstock.errors import UserError
 
 if TYPE_CHECKING:
@@ -59,8 +59,6 @@ def add(
     - `penstock fleet add 2 --url http://127.0.0.1:9000`
     - `penstock fleet add --attach http://10.0.0.5:8000`
     """
-    from penstock.fleet.member import other_name  # noqa: PLC0415
-
     if attach and count is not None:
         raise UserError(f"{count} to start and servers to --attach are two calls; give one of them")
 
@@ -69,10 +67,6 @@ def add(
         return names, await client.state()
 
     names, state = _run(url, join, f"attaching {', '.join(attach)}" if attach else f"starting {count or 1} more")
-    members = [(m.name, m.info) for m in state.members if m.state != "stopped"]
-    for name, info in members:
-        if name in names and (odd := other_name(name, info, members)):
-            typer.echo(f"warning: {odd}", err=True)
     waiting = [m.name for m in state.members if m.name in names and m.state == "syncing"]
     if serving := [name for name in names if name not in waiting]:
         typer.echo(f"serving: {', '.join(serving)}")
@@ -84,7 +78,7 @@ def add(
 def drain(engine: Name, *, timeout: Timeout = None, url: Url = None) -> None:
     """Send an engine nothing new, and wait until what it has is done. It stays in the fleet; `remove` ends it.
 
-    Exit status 1: it had something left at the end of the time.
+    Ctrl-C ends the wait alone. Exit status 1: it had something left at the end of the time.
 
     **Examples**
 
@@ -134,8 +128,4 @@ def _run(url: str | None, call: Callable[[FleetClient], Awaitable[T]], what: str
             with waiting(what, Console(stderr=True)):
                 return await call(client)
 
-    try:
-        return run_until_signal(run())
-    except Interrupted:
-        typer.echo(f"{what} goes on in the fleet; `penstock status` shows what comes of it", err=True)
-        raise
+    return run_until_signal(run())

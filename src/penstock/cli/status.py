@@ -98,15 +98,6 @@ async def _report(url: str | None, api_key: str | None) -> dict[str, Any]:
     return {"url": address, **owner, **router, "engines": engines}
 
 
-def _since(report: Mapping[str, Any]) -> str:
-    """From when on requests are counted: a router process that is started again has lost its count."""
-    count, began = len(report["workers"]), datetime.fromtimestamp(report["counted_since"]).astimezone()
-    if not report["counted_since"]:
-        return "so far"
-    of = f"so far, the newest of {count} router workers counting " if count > 1 else ""
-    return f"{of}since {began:%Y-%m-%d %H:%M:%S}"
-
-
 def _print(report: Mapping[str, Any]) -> None:
     from rich.console import Console  # noqa: PLC0415
 
@@ -115,7 +106,8 @@ def _print(report: Mapping[str, Any]) -> None:
         title += f": weight version {report['version']}, owned by process {report['pid']}"
     if "held" in report:
         requests = f"{report['requests']:,} request{'s' * (report['requests'] != 1)}"
-        title += f"; {requests} {_since(report)}, {report['held']} held"
+        began = datetime.fromtimestamp(report["counted_since"]).astimezone()  # a router that is restarted counts anew
+        title += f"; {requests} since {began:%Y-%m-%d %H:%M:%S}, {report['held']} held"
         title += ", gate closed" if report["gate_closed"] else ""
     gpus = ("GPUs",) if any(engine.get("gpus") for engine in engines) else ()
     columns = ("engine", "state", "version", *LOADS.values(), "KV", "address", *gpus)

@@ -69,13 +69,11 @@ def _run_here(
     check_port(settings.router.host, settings.router.port)
     if settings.fleet.engines:  # those of others run where they run
         check_engine(settings.engine)
-    found = _written(folder)
     try:
         _train(settings, launched, resume=resume, fresh=fresh)
     except Interrupted:
-        begun = resume or _written(folder) != found
-        command = shlex.join(["penstock", "train", str(config), *overrides])
-        typer.echo(_advice(folder, settings, command) if begun else "interrupted before the run began", err=True)
+        command = shlex.join(["penstock", "train", str(config), *overrides, "--resume"])
+        typer.echo(f"interrupted; {folder} goes on from its last checkpoint with: {command}", err=True)
         raise
     return folder
 
@@ -87,28 +85,6 @@ def _train(settings: RunConfig, launched: Mapping[str, str], *, resume: bool, fr
         from penstock.train.run import run  # noqa: PLC0415 - seconds: torch
 
         run_until_signal(run(settings, resume=resume, fresh=fresh, reporter=display, launched=launched))
-
-
-def _written(folder: Path) -> int | None:
-    """Time of the run folder's config, in ns, which distinguishes an earlier run of this name from ours."""
-    from penstock.observe.run_folder import CONFIG  # noqa: PLC0415
-
-    file = folder / CONFIG
-    return file.stat().st_mtime_ns if file.exists() else None
-
-
-def _advice(folder: Path, settings: RunConfig, command: str) -> str:
-    """How far an interrupted run is, and the command that goes on with it; `command` is that of a new run."""
-    from penstock.observe.run_folder import RunFolder  # noqa: PLC0415
-
-    steps = len(RunFolder(folder, settings).metrics())
-    done = f"interrupted after step {steps}" if steps else "interrupted before the end of the first step"
-    if any((folder / "checkpoints").glob("step-*[0-9]/record.json")):
-        return f"{done}; go on with: {command} --resume"
-    every = settings.train.checkpoint_every
-    return (
-        f"{done}, and there is no checkpoint yet (train.checkpoint_every={every}); start over with: {command} --fresh"
-    )
 
 
 def plot(
