@@ -40,13 +40,6 @@ def sent(service, prompts):
     return [b - a for a, b in zip(before, counts(service), strict=True)]
 
 
-def test_round_robin_and_requests(service):
-    service.create_load_balancer("round-robin")
-    assert sent(service, [[5, i] for i in range(30)]) == [10, 10, 10]
-    service.create_load_balancer(["requests"])
-    assert sent(service, [[5, i] for i in range(30)]) == [10, 10, 10]
-
-
 def test_a_shared_beginning_goes_where_it_is_and_spills_over_when_that_is_full(service):
     service.create_load_balancer(["prefix-aware", "requests"], prefix_length=64, overload_threshold=1.5)
     system = list(range(5, 205))

@@ -95,12 +95,6 @@ def test_a_models_own_defaults_do_not_replace_what_was_not_said():
     assert (again.temperature, again.top_k) == (1.0, 0)
 
 
-@pytest.mark.parametrize("params", [{"temperature": 0.5}, None, "greedy"])
-def test_other_parameters_than_vllms_are_refused(params):
-    with pytest.raises(RequestError, match="must be vllm"):
-        completion_fields(params)
-
-
 def test_what_a_completion_cannot_say_is_refused():
     with pytest.raises(RequestError, match="flat_logprobs"):
         completion_fields(SamplingParams(flat_logprobs=True))
@@ -178,8 +172,3 @@ def test_what_an_answer_lacks_is_said():
         request_output(answer(logprobs={"token_logprobs": [0.0]}), Prompt("a"), SamplingParams(logprobs=0), None, str)
     with pytest.raises(EngineError, match="3 samples"):
         request_output(answer(), Prompt("a"), SamplingParams(n=3), None, str)
-
-
-def test_text_is_left_out_where_it_was_not_asked_for():
-    out = request_output(answer(), Prompt(ids=[5]), SamplingParams(detokenize=False), None, str)
-    assert (out.outputs[0].text, out.prompt, out.prompt_token_ids) == ("", None, [5])

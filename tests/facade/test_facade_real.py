@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from nano_models import SHAPE, changed, logprobs_of
+from nano_models import changed, logprobs_of, save_adapter
 from penstock import AsyncVLLM
 
 pytest.importorskip("vllm")
@@ -64,18 +62,6 @@ def test_text_ids_and_logprobs_are_the_models(service, model):
     assert by_ids.outputs[0].token_ids == sample.token_ids
 
 
-def test_samples_stop_strings_and_a_seed(service):
-    params = SamplingParams(n=4, seed=5, max_tokens=40, logprobs=0)
-    one, two = service.generate(["7", "7"], params)
-    assert [s.token_ids for s in one.outputs] == [s.token_ids for s in two.outputs]
-    assert len({tuple(s.token_ids) for s in one.outputs}) == 4
-    text = service.generate("7", SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)).outputs[0].text
-    stop = text[5:7]
-    cut = service.generate("7", SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop=stop)).outputs[0]
-    assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
-    assert cut.text == text[: text.index(stop)]
-
-
 def test_prompt_logprobs(service, model):
     ids = [9, 8, 7, 6, 5, 20, 30]
     params = SamplingParams(max_tokens=1, prompt_logprobs=1, detokenize=False)
@@ -121,28 +107,7 @@ def test_a_timeout_stops_the_engine(service, hold):
     assert service.get_cache_usage(0) == 0.0
 
 
-def save_adapter(folder, nano_path, seed):
-    generator = torch.Generator().manual_seed(seed)
-    rank, width, out = 8, SHAPE["hidden_size"], SHAPE["num_attention_heads"] * SHAPE["head_dim"]
-    tensors = {}
-    for layer in range(SHAPE["num_hidden_layers"]):
-        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
-        tensors[f"{name}.lora_A.weight"] = torch.randn(rank, width, generator=generator)
-        tensors[f"{name}.lora_B.weight"] = torch.randn(out, rank, generator=generator)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": rank,
-        "lora_alpha": rank,
-        "target_modules": ["q_proj"],
-    }
-    (folder / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(nano_path)}))
-
-
-def test_an_adapter_that_was_saved_again_serves_its_new_weights_and_meets_no_kv_of_the_old(
-    service, nano_path, tmp_path
-):
+def test_an_adapter_that_was_saved_again_serves_its_new_weights_and_meets_no_kv_of_the_old(service, tmp_path):
     prompt = "12 34 " * 60  # several blocks of the prefix cache
 
     def first_logprobs(name: str) -> list[float]:
@@ -150,10 +115,10 @@ def test_an_adapter_that_was_saved_again_serves_its_new_weights_and_meets_no_kv_
         (sample,) = service.generate(prompt, GREEDY, lora_request=lora).outputs
         return sorted(entry.logprob for entry in sample.logprobs[0].values())
 
-    save_adapter(tmp_path, nano_path, seed=5)
+    save_adapter(tmp_path, seed=5)
     before = first_logprobs("again")
     assert first_logprobs("again") == pytest.approx(before, abs=1e-4)
-    save_adapter(tmp_path, nano_path, seed=6)
+    save_adapter(tmp_path, seed=6)
     now = first_logprobs("again")
     assert now != pytest.approx(before, abs=1e-3)
     assert now == pytest.approx(first_logprobs("fresh"), abs=1e-4)

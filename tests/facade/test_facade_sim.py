@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import subprocess
 import sys
@@ -32,7 +31,6 @@ from penstock.errors import (
     UserError,
 )
 from penstock.facade import vllm_like
-from penstock.http import HttpTransport
 
 SHORT = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=0)
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
@@ -75,13 +73,6 @@ def test_a_batch_keeps_its_order_and_samples_stay_together(service):
             assert [(span.version, span.start, span.end) for span in sample.weight_versions] == [
                 ("0", 0, len(sample.token_ids))
             ]
-
-
-def test_parameters_for_each_prompt(service):
-    outs = service.generate(["a", "b"], [SamplingParams(max_tokens=2), SamplingParams(max_tokens=5)])
-    assert [len(out.outputs[0].token_ids) for out in outs] == [2, 5]
-    with pytest.raises(RequestError, match="1 entries for 2 prompts"):
-        service.generate(["a", "b"], [SHORT])
 
 
 def test_bad_calls_are_refused_and_the_service_goes_on(service):
@@ -128,6 +119,13 @@ def _idle(service, within_s):
         time.sleep(0.01)
 
 
+def test_parameters_for_each_prompt(service):
+    outs = service.generate(["a", "b"], [SamplingParams(max_tokens=2), SamplingParams(max_tokens=5)])
+    assert [len(out.outputs[0].token_ids) for out in outs] == [2, 5]
+    with pytest.raises(RequestError, match="1 entries for 2 prompts"):
+        service.generate(["a", "b"], [SHORT])
+
+
 def test_one_replica_or_the_other(service):
     before = _made(service)
     service.generate(["a", "b", "c"], SHORT, actor_index=1)
@@ -145,24 +143,6 @@ def test_many_threads(service):
     with ThreadPoolExecutor(16) as pool:
         outs = list(pool.map(lambda i: service.generate([[5 + i]], SHORT)[0], range(64)))
     assert [list(out.prompt_token_ids) for out in outs] == [[5 + i] for i in range(64)]
-
-
-async def test_from_coroutines(service):
-    """Of another loop than the service's, which stays free meanwhile; cancelling reaches the engines."""
-    out, batch = await asyncio.gather(
-        service.generate_async("hello", SHORT), service.generate_async(["a", "b"], SHORT, timeout_seconds=WAIT_S)
-    )
-    assert isinstance(out, RequestOutput)
-    assert len(batch) == 2
-    task = asyncio.create_task(service.generate_async(["long"] * 8, LONG))
-    async with asyncio.timeout(WAIT_S):
-        while sum(await asyncio.to_thread(service.get_num_unfinished_requests)) < 8:  # noqa: ASYNC110 - no event
-            await asyncio.sleep(0.01)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    await asyncio.to_thread(_idle, service, 5.0)
-    assert isinstance(service.generate("blocking, inside a loop", SHORT), RequestOutput)
 
 
 def test_an_adapter_is_loaded_once_and_asked_for_by_name(service):
@@ -193,38 +173,6 @@ def test_an_adapter_that_was_saved_again_is_a_new_version(service, tmp_path):
         answers.add(tuple(output.token_ids))
     assert versions == [1, 2, 2, 3]
     assert len(answers) == 3
-
-
-def test_who_the_engines_are_is_known_without_asking_them(service, monkeypatch):
-    asked, call = [], HttpTransport.call
-
-    async def noted(http, method, path, *args, **kwargs):
-        asked.append(path)
-        return await call(http, method, path, *args, **kwargs)
-
-    monkeypatch.setattr(HttpTransport, "call", noted)
-    service.generate("a", SHORT, actor_index=1)
-    service.generate("a", SHORT, lora_request=LoRARequest("plain", 3, "/adapters/plain"))
-    service.create_load_balancer().select_actor("a")
-    assert "/penstock/adapters/load" in asked
-    assert "/metrics" not in asked
-    service.engine_stats()
-    assert asked.count("/metrics") == 2
-
-
-def test_an_adapter_survives_the_engine_that_had_it(service):
-    params = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0)
-    lora = LoRARequest("tone", 2, "/adapters/tone")
-    before = service.generate("a", params, lora_request=lora).outputs[0].token_ids
-
-    async def unload():
-        for engine in await service.fleet.engines():
-            http = HttpTransport(engine.url, api_key=service.fleet.key_of(engine.name))
-            await http.call("POST", "/v1/unload_lora_adapter", b'{"lora_name": "tone"}', timeout_s=WAIT_S)
-            await http.close()
-
-    service.call(unload())
-    assert list(service.generate("a", params, lora_request=lora).outputs[0].token_ids) == list(before)
 
 
 def test_collective_rpc_and_prefix_cache(service):

@@ -34,7 +34,7 @@ def test_a_call_under_way_when_it_closes_ends_with_an_error_of_ours() -> None:
         await asyncio.sleep(FOREVER_S)
 
     with ThreadPoolExecutor() as pool:
-        waiting = [pool.submit(loop.run, work()), pool.submit(asyncio.run, loop.result(work()))]
+        waiting = [pool.submit(loop.run, work())]
         assert begun.wait(ANSWER_S)
         loop.close()
         for each in waiting:
@@ -60,28 +60,3 @@ def test_a_call_that_comes_while_it_closes_is_refused() -> None:
         closing.result(ANSWER_S)
         with pytest.raises(StateError, match="shut down"):
             first.result(ANSWER_S)
-
-
-def test_closing_waits_for_what_was_cancelled_to_end() -> None:
-    """A start that is given up ends the engines that it has launched, which takes longer than a moment."""
-    loop = LoopThread("test")
-    begun, may_end, ended = threading.Event(), threading.Event(), threading.Event()
-    loop.submit(takes_its_cancellation(begun, may_end, ended))
-    assert begun.wait(ANSWER_S)
-    with ThreadPoolExecutor() as pool:
-        closing = pool.submit(loop.close)
-        with pytest.raises(TimeoutError):
-            closing.result(0.5)
-        may_end.set()
-        closing.result(ANSWER_S)
-    assert ended.is_set()
-
-
-async def test_a_callers_own_cancellation_stays_one() -> None:
-    loop = LoopThread("test")
-    call = asyncio.create_task(loop.result(asyncio.sleep(FOREVER_S)))
-    await asyncio.sleep(0)
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await call
-    loop.close()

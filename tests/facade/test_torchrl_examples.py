@@ -43,49 +43,6 @@ engine_args = AsyncEngineArgs(
 service = AsyncVLLM.launch(engine_args, num_replicas=2)
 """
 
-FROM_PRETRAINED = """
-from penstock import AsyncVLLM
-from vllm import SamplingParams
-
-service = AsyncVLLM.from_pretrained(
-    "Qwen/Qwen2.5-7B",
-    num_devices=2,
-    num_replicas=2,
-    max_model_len=4096
-)
-result = service.generate("Hello, world!", SamplingParams(max_tokens=50))
-
-# Enable FP32 output for better numerical stability
-service = AsyncVLLM.from_pretrained(
-    "Qwen/Qwen2.5-3B",
-    enable_fp32_output=True
-)
-"""
-
-CREATE_LOAD_BALANCER = """
-from penstock import AsyncVLLM
-
-service = AsyncVLLM.from_pretrained("Qwen/Qwen2.5-3B", num_replicas=3)
-
-# Use smart defaults (prefix-aware -> requests)
-lb = service.create_load_balancer()
-selected_actor_index = lb.select_actor(prompt="Hello world")
-chosen.append(selected_actor_index)
-
-# Simple single strategy
-lb = service.create_load_balancer("requests")
-selected_actor_index = lb.select_actor()
-chosen.append(selected_actor_index)
-
-# Custom strategy hierarchy
-lb = service.create_load_balancer(
-    ["prefix-aware", "kv-cache", "round-robin"],
-    prefix_length=16,
-    overload_threshold=2.0
-)
-selected_actor_index = lb.select_actor(prompt="Hello world")
-chosen.append(selected_actor_index)
-"""
 
 LOAD_BALANCER = """
 from penstock import AsyncVLLM
@@ -113,7 +70,7 @@ lb = LoadBalancer(
 )
 """
 # `chosen.append` is the test's own: it wants to see what was selected.
-EXAMPLES = {"first": FIRST, "from_pretrained": FROM_PRETRAINED, "create": CREATE_LOAD_BALANCER, "class": LOAD_BALANCER}
+EXAMPLES = {"first": FIRST, "class": LOAD_BALANCER}
 
 
 def simulated(code):

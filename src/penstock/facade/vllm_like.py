@@ -23,7 +23,6 @@ from penstock.errors import (
     DeadlineError,
     EngineDeadError,
     EngineError,
-    EngineHTTPError,
     RequestError,
     UserError,
 )
@@ -57,7 +56,6 @@ RPC_S = 60.0
 """Deadline of `collective_rpc` where none is given."""
 LOAD_S = 120.0
 """Deadline of one adapter on one engine: a few hundred megabytes from a slow disk."""
-NOT_FOUND = 404
 _NO_COMPILATION = '{"mode": 0}'
 _AWAY = frozenset({State.DEAD, State.LAUNCHING, State.SYNCING, State.STOPPED})
 """States in which an engine has no request and no cache."""
@@ -70,7 +68,7 @@ class GenerationTimeoutError(DeadlineError, TimeoutError):
 class AsyncVLLM:
     """Engines on this machine behind one router, for blocking code; get one with `from_pretrained` or `launch`.
 
-    Every method but `generate_async` blocks, and any thread may call it: an event loop in its own thread does the work.
+    Every method blocks, and any thread may call it: an event loop in its own thread does the work.
     Errors are `PenstockError`; a timeout is a `TimeoutError` too. `shutdown` ends the engines, as does the end of the
     program or of the last reference.
 
@@ -232,21 +230,6 @@ class AsyncVLLM:
             self._generate(prompts, sampling_params, prompt_token_ids, lora_request, timeout_seconds, actor_index)
         )
 
-    async def generate_async(
-        self,
-        prompts: Any = None,
-        sampling_params: Any = None,
-        *,
-        prompt_token_ids: Any = None,
-        lora_request: Any = None,
-        timeout_seconds: float | None = None,
-        actor_index: int | None = None,
-    ) -> RequestOutput | list[RequestOutput]:
-        """`generate` for coroutines of any event loop; its cancellation is one on the engines too."""
-        return await self._loop.result(
-            self._generate(prompts, sampling_params, prompt_token_ids, lora_request, timeout_seconds, actor_index)
-        )
-
     async def _generate(
         self, prompts: Any, sampling_params: Any, ids: Any, lora: Any, timeout_s: float | None, index: int | None
     ) -> RequestOutput | list[RequestOutput]:
@@ -266,7 +249,7 @@ class AsyncVLLM:
                     {**base, "prompt": p.text or "" if p.ids is None else list(p.ids), **sampling[id(one)]}
                     for p, one in zip(items, params, strict=True)
                 )
-                answers = await all_or_first_error(self._completion(target, body, lora) for body in bodies)
+                answers = await all_or_first_error(target.completion(body) for body in bodies)
         except TimeoutError as error:
             seconds = limit or 0.0
             raise GenerationTimeoutError(
@@ -276,16 +259,8 @@ class AsyncVLLM:
         outputs = [request_output(*each, lora, self._decode) for each in zip(answers, items, params, strict=True)]
         return outputs if batch else outputs[0]
 
-    async def _completion(self, target: Any, body: Mapping[str, Any], lora: Any) -> dict[str, Any]:
-        try:
-            return await target.completion(body)
-        except EngineHTTPError as error:
-            if lora is None or error.status != NOT_FOUND:
-                raise
-            return await target.completion({**body, "model": await self._load(lora, again=True)})
-
-    async def _load(self, lora: Any, *, again: bool = False) -> str:
-        """Load a `vllm.lora.request.LoRARequest` where its files changed, or `again` where an engine has lost it.
+    async def _load(self, lora: Any) -> str:
+        """Load a `vllm.lora.request.LoRARequest` where its files changed.
 
         Files that this process does not see are loaded once for each `lora_int_id`.
 
@@ -306,7 +281,7 @@ class AsyncVLLM:
             known = self._adapters.get(name)
             if known is not None and known[0] != path:
                 raise RequestError(f"adapter {name!r} is {known[0]}; give {path} another name")
-            if again or known != now:
+            if known != now:
                 await self.fleet.load_adapter(name, path, timeout_s=LOAD_S)
                 self._adapters[name] = now
         return name
