@@ -26,9 +26,8 @@ class Engine:
         self.meter.resume()
 
     def loss(self, version: int = 1) -> TokenLoss | None:
-        known: list[TokenLoss | None] = []
-        self.meter.when_known(version, known.append)
-        return known[0] if known else None
+        loss = self.meter.loss(version)
+        return loss.result() if loss is not None and loss.done() else None
 
 
 def test_a_pause_alone_costs_its_time():

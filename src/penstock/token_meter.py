@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Hashable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from penstock.types import TokenLoss
@@ -14,8 +15,6 @@ BACK, BACK_S = 0.8, 1.0
 """The rate is back where it was at least this share of the steady one for so many seconds."""
 KEPT_LOSSES = 8
 """Updates whose loss is remembered."""
-
-Known = Callable[[TokenLoss | None], object]
 
 
 @dataclass(slots=True)
@@ -57,8 +56,7 @@ class TokenMeter:
         self._window: deque[tuple[float, int]] = deque()
         """Time and tokens so far, of the steps of the last `STEADY_S` seconds."""
         self._open: _Update | None = None
-        self._losses: dict[Hashable, TokenLoss] = {}
-        self._asked: defaultdict[Hashable, list[Known]] = defaultdict(list)
+        self._losses: dict[Hashable, Future[TokenLoss]] = {}
 
     def step(self, tokens: int, in_flight: int) -> None:
         """Count a step's tokens; `in_flight` requests are left, running or waiting."""
@@ -78,14 +76,17 @@ class TokenMeter:
 
     def begin(self, name: Hashable, running: int) -> None:
         """Begin to measure an update of any name: of an engine that is making tokens, by `running` requests."""
-        now, rate = self._clock(), 0.0
-        if (before := self._open) is not None:
+        now, rate, before = self._clock(), 0.0, self._open
+        if before is not None:
             if before.name == name:  # it is sent again
                 return
             rate, running = before.rate, before.running
             self.close()
         elif running and self._window and now > self._window[0][0]:
             rate = (self._tokens - self._window[0][1]) / (now - self._window[0][0])
+        self._losses[name] = Future()
+        while len(self._losses) > KEPT_LOSSES:
+            del self._losses[next(iter(self._losses))]
         self._open = _Update(name, now, rate, max(1, running), _Mark(now, 0.0, 0.0), self._in_flight)
         if not rate:
             self._end(self._open.now, back=True)
@@ -105,12 +106,9 @@ class TokenMeter:
             self._advance(update, self._clock(), 0)
             self._end(update.now, back=False)
 
-    def when_known(self, name: Hashable, known: Known) -> None:
-        """Call `known` with the loss of an update as soon as it is known; None: it was not measured."""
-        if self._open is not None and self._open.name == name:
-            self._asked[name].append(known)
-        else:
-            known(self._losses.get(name))
+    def loss(self, name: Hashable) -> Future[TokenLoss] | None:
+        """Return what an update costs, which may not be known yet; None: it was not measured."""
+        return self._losses.get(name)
 
     def _advance(self, update: _Update, now: float, tokens: int) -> None:
         before = update.now
@@ -136,8 +134,4 @@ class TokenMeter:
             self._window.popleft()
         tokens = max(0.0, mark.expected - mark.made)
         loss = TokenLoss(tokens=tokens, seconds=mark.time - update.began, rate=update.rate, back=back)
-        self._losses[update.name] = loss
-        while len(self._losses) > KEPT_LOSSES:
-            del self._losses[next(iter(self._losses))]
-        for known in self._asked.pop(update.name, ()):
-            known(loss)
+        self._losses[update.name].set_result(loss)

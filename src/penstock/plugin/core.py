@@ -26,7 +26,7 @@ from penstock.plugin.patches import attempt
 from penstock.plugin.pause import UPDATE, WEIGHTS, PauseState, StepCap, clear_kv, mode_in_core
 from penstock.plugin.spec import WeightSpec, expected_weights
 from penstock.rooms import plugged_as, plugged_in
-from penstock.types import KV, TokenLoss
+from penstock.types import KV
 from penstock.weights.manifest import WeightManifest
 
 SPEC_TIMEOUT_S = 600.0
@@ -247,16 +247,12 @@ class CoreControl:
         """Answer what a version cost as soon as that is known, or what it cost so far after `timeout_s`."""
         version, timeout_s = field(body, "version", int), field(body, "timeout_s", int, float)
         update = version if (adapter := body.get("adapter")) is None else (str(adapter), version)
-        answer: Future[Any] = Future()
-
-        def answer_once(loss: TokenLoss | None) -> None:
-            if not answer.done():
-                answer.set_result(None if loss is None else asdict(loss))
-
         meter = self.pausing.meter
-        self.in_core(lambda: meter.when_known(update, answer_once))
-        if not wait((answer,), min(timeout_s, LOSS_S)).done:
+        known = self.in_core(lambda: meter.loss(update))
+        if not wait((known,), min(timeout_s, LOSS_S)).done:
             self.in_core(meter.close)
+        answer: Future[Any] = Future()
+        known.add_done_callback(lambda _: settle(answer, lambda: (loss := known.result()) and asdict(loss)))
         return answer
 
     def _after_step(self, update_from_output: Any, scheduled: Any, *args: Any) -> Any:

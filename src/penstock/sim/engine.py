@@ -295,9 +295,9 @@ class SimEngine:
 
     async def token_loss(self, version: int, adapter: str | None, timeout_s: float) -> TokenLoss | None:
         """What an update cost, as soon as it is known; after `timeout_s` what it cost so far."""
-        known = asyncio.get_running_loop().create_future()
-        update = version if adapter is None else (adapter, version)
-        self.meter.when_known(update, lambda loss: known.done() or known.set_result(loss))
+        if (loss := self.meter.loss(version if adapter is None else (adapter, version))) is None:
+            return None
+        known = asyncio.wrap_future(loss)
         if not (await asyncio.wait((known,), timeout=timeout_s))[0]:
             self.meter.close()
         return await known
