@@ -250,11 +250,9 @@ class GenerateBatch:
             raise RequestError(
                 f"session_ids has {len(self.session_ids)} entries for {len(self)} prompts; give one for each"
             )
-        # These are iterable too: they would be a prompt for each key, character or token.
-        _refuse_mapping(self.prompts, "prompts")
-        _refuse_mapping(self.prompt_token_ids, "prompt_token_ids")
-        if isinstance(self.prompts, str):
-            raise RequestError(f"prompts is one string; give a list of prompts: [{self.prompts[:40]!r}]")
+        for name in ("prompts", "prompt_token_ids"):
+            if isinstance(given := getattr(self, name), (str, Mapping)):  # iterable too, by character or key
+                raise RequestError(f"{name} is of type {type(cast('object', given)).__name__}; give a list of prompts")
         for i, prompt in enumerate(() if self.prompts is None else self.prompts):
             _check_prompt(prompt, f"prompts[{i}]")
         for i, ids in enumerate(() if self.prompt_token_ids is None else self.prompt_token_ids):
@@ -281,17 +279,9 @@ class GenerateBatch:
         return len(given) if given is not None else 0
 
 
-def _refuse_mapping(given: object, name: str) -> None:
-    if isinstance(given, Mapping):
-        keys = [str(key) for key in cast("Mapping[object, object]", given)]
-        raise RequestError(f"{name} is a mapping with the keys {keys}; give a list")
-
-
 def _check_prompt(prompt: object, where: str) -> None:
     if isinstance(prompt, str):
         return
-    if isinstance(prompt, Mapping):
-        raise RequestError(f"{where} is one message; a prompt is a string or a list of messages")
     if not isinstance(prompt, Sequence):
         raise RequestError(f"{where} is of type {type(prompt).__name__}; a prompt is a string or a list of messages")
     messages = cast("Sequence[object]", prompt)
