@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import socket
 
 import _common as common
 import pytest
@@ -28,11 +27,6 @@ def test_a_figure_alone_has_its_own_bar() -> None:
     assert not common.single("bubble in s", 0.07, bar=0.06, want="at most").ok
 
 
-def test_a_peer_that_measured_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="64 requests"):
-        common.compare("64 requests", 1.0, 0.0, bar=1, want="at least")
-
-
 def test_report_prints_one_document_and_says_whether_all_is_met(capsys: pytest.CaptureFixture[str]) -> None:
     good = common.compare("a", 1.0, 1.0, bar=0.97, want="at least")
     bad = common.compare("b", 0.5, 1.0, bar=0.97, want="at least")
@@ -44,11 +38,3 @@ def test_report_prints_one_document_and_says_whether_all_is_met(capsys: pytest.C
     assert [list(row) for row in document["rows"]] == [["case", "ours", "peer", "ratio", "bar", "ok"]] * 2
     assert [row["ok"] for row in document["rows"]] == [True, False]
     assert "python" in document["versions"]
-
-
-def test_the_machine_is_described_and_not_named() -> None:
-    machine = common.machine()
-    assert machine["cores"] >= 1
-    assert machine["memory_gib"] > 0.1
-    assert machine["cpu"]
-    assert socket.gethostname() not in json.dumps(machine)

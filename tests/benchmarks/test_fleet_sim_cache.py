@@ -88,23 +88,3 @@ def test_hits_and_evictions_are_those_of_blocks(seed: int) -> None:
         assert cache.pinned + cache.idle <= capacity or not cache.idle
     assert pinned > 1000
     assert refused > 10
-
-
-def test_what_is_found_is_whole_blocks_and_never_the_last_token() -> None:
-    cache = SegmentCache(1000, BLOCK)
-    chain = [("system", 20), ("session", 28)]
-    assert cache.hit(chain) == 0
-    assert cache.pin(chain)
-    assert cache.hit(chain) == 32  # of 48, the last block holds the last token
-    assert cache.hit([("system", 20), ("other", 90)]) == 16
-    cache.grow(5)
-    cache.release(chain, 5)
-    assert (cache.pinned, cache.idle) == (0, 48)
-    assert cache.hit([("system", 20), ("session", 60)]) == 48
-
-
-def test_without_caching_nothing_is_left_behind() -> None:
-    cache = SegmentCache(1000, BLOCK, caching=False)
-    assert cache.pin([("session", 64)])
-    cache.release([("session", 64)], 0)
-    assert (cache.pinned, cache.idle, cache.hit([("session", 64)])) == (0, 0, 0)

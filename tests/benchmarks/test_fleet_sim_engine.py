@@ -14,7 +14,6 @@ from fleet_sim.engine import FleetEngine, FleetSequence
 from fleet_sim.run import START_SPACING_S, FleetRun, FleetSetup
 from fleet_sim.speed import EngineLimits, EngineSpeed
 from fleet_sim.trace import AgentShape, GroupShape, Lengths, Trajectory, agents, groups
-from penstock.errors import RequestError
 from penstock.sim import SimConfig, SimEngine
 from penstock.types import SamplingParams
 from sim_verify import generate
@@ -39,17 +38,6 @@ def test_one_sequence_takes_what_its_steps_take() -> None:
     assert end == pytest.approx(3.0 + 0.01 + 2e-4 + 100 * (2e-5 + 1e-9 * 50) + steps)
     assert sequence.hit == 0
     assert engine.counters.generated == 50
-
-
-def test_an_arrival_waits_for_the_end_of_the_step_under_way() -> None:
-    speed = EngineSpeed(step_s=1.0, sequence_s=0.0, context_s=0.0, prefill_s=0.0)
-    engine = FleetEngine("e", speed, EngineLimits(kv_tokens=10_000))
-    engine.submit(FleetSequence([("a", 10)], 100), 0.0)
-    engine.advance(engine.wake)  # its prefill
-    engine.submit(FleetSequence([("b", 10)], 3), 4.25)
-    assert engine.wake == pytest.approx(5.0)
-    ended = drain(engine)
-    assert [(round(at, 6), s.output_tokens) for at, s in ended] == [(8.0, 3), (100.0, 100)]
 
 
 def test_long_prompts_are_computed_in_chunks_between_which_others_decode() -> None:
@@ -84,12 +72,6 @@ def test_no_token_is_lost_and_kv_is_never_over_capacity(seed: int) -> None:
     assert engine.counters.generated == sum(s.output_tokens for s in asked)
     assert engine.cache.pinned == 0
     assert (engine._context, engine._decoding, engine.outstanding) == (0, 0, 0)
-
-
-def test_what_never_fits_is_refused() -> None:
-    engine = FleetEngine("e", SPEED, EngineLimits(kv_tokens=1000))
-    with pytest.raises(RequestError, match="does not fit engine e, whose KV holds 1000"):
-        engine.submit(FleetSequence([("a", 900)], 100), 0.0)
 
 
 # --- against the fine-grained engine ----------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import pytest
 from fleet_sim.peers import (
     PEERS,
     PeerRouter,
-    TorchRLBalancer,
     VllmCacheAware,
     VllmConsistentHash,
     VllmStickyLeastLoaded,
@@ -81,12 +80,6 @@ def test_cache_aware_follows_the_system_prompt_until_loads_differ_by_64() -> Non
     assert len(placed) == 2  # one has 65 and then the others are less loaded
     assert max(placed.values()) == 65
     assert router.place(turn(0, 900), 0.0) != router.place(turn(1, 900), 0.0)  # even known sessions are sent away
-
-
-def test_torchrl_puts_one_system_prompt_on_one_replica() -> None:
-    router = TorchRLBalancer()
-    router.set_engines(entries(8))
-    assert len({router.place(turn(session), 0.0) for session in range(500)}) == 1
 
 
 @pytest.mark.parametrize("name", [*plugged_as("policy"), *PEERS])

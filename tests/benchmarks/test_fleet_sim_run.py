@@ -9,7 +9,7 @@ import pytest
 from fleet_sim_routers import RoundRobin
 
 from fleet_sim.router import FleetRequest
-from fleet_sim.run import FleetRun, FleetSetup, Incident, quantile
+from fleet_sim.run import FleetRun, FleetSetup, Incident
 from fleet_sim.speed import EngineLimits, EngineSpeed
 from fleet_sim.trace import AgentShape, GroupShape, Lengths, agents, groups
 from penstock.errors import StateError
@@ -116,8 +116,3 @@ def test_prefix_hashes_are_equal_as_far_as_prompts_are() -> None:
     assert (coarse[0], fine[0]) == (4, 1)
     assert coarse[1][:8] == fine[1][3:32:4]
     assert FleetRequest([("a", 100)], session_id=None, group_id=None, expected_tokens=1).prefix_hashes is None
-
-
-def test_quantiles_are_of_the_nearest_rank() -> None:
-    assert [quantile([3, 1, 2, 4], share) for share in (0.0, 0.25, 0.5, 0.99, 1.0)] == [1, 1, 2, 4, 4]
-    assert quantile([], 0.5) == 0

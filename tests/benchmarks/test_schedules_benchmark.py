@@ -39,16 +39,3 @@ def test_rates_leave_out_the_steps_that_fill_and_drain_the_pipeline() -> None:
     assert [row["step"] for row in schedules.full_steps(rows, 2)] == list(range(2, 12))
     assert [row["step"] for row in schedules.full_steps(rows[:4], 2)] == [2, 3], "a quick run keeps what lies between"
     assert schedules.full_steps(rows[:2], 2) == rows[:2]
-
-
-def test_results_name_the_gpus_of_a_schedule() -> None:
-    assert schedules.layout_of("colocated", 1)["gpus"] == 1
-    assert schedules.layout_of("async", 1)["gpus"] == 2
-    rows = schedules.rows_of([run_of("colocated", 8.0, target=0.5)])
-    assert [row.case for row in rows] == ["colocated on one GPU, s to the reward, 1 seeds"]
-
-
-def test_reward_of_a_model_of_random_weights_is_its_share_of_even_ids() -> None:
-    tokenizer = schedules.Ids(schedules.load_tokenizer(str(schedules.MODEL)).huggingface)
-    evens = schedules.Evens.__new__(schedules.Evens)
-    assert evens._reward(schedules.Task("one", ""), tokenizer.decode([2, 97, 5, 40])) == 0.5

@@ -76,31 +76,3 @@ def test_first_pages_are_short(name: str) -> None:
 def test_docs_are_short_together() -> None:
     counted = [path for path in (ROOT / "docs").rglob("*.md") if str(path.relative_to(ROOT)) not in NOT_COUNTED]
     assert sum(words(FENCED.sub("", path.read_text())) for path in counted) <= ALL_WORDS
-
-
-@pytest.mark.parametrize(
-    ("text", "fault"),
-    [
-        ("The engine waits. Word " + "word " * 35 + "end.", "37 words"),
-        ("One. Two.\n\n- " + "item " * 36, "36 words"),
-        ("Who comes late waits.", "opening"),
-        ("An engine dies. What it had goes on.", "opening"),
-        ("Engines serve.\n\n- Of these one waits.", "opening"),
-        ("It waits for `e0`. **That** engine serves.", "opening"),
-        ("The engine is told.", "word 'told'"),
-        ("The log names the engine. VLLM answers.", "word 'VLLM'"),
-        ("Yes. " + "Word " * 15 + "end. " + "Word " * 16 + "end.", "median sentence has 16"),
-    ],
-)
-def test_a_bad_text_is_noticed(text: str, fault: str) -> None:
-    assert any(fault in wrong for wrong in faults(text)), faults(text)
-
-
-def test_code_tables_and_link_targets_are_no_prose() -> None:
-    long = "word " * 40
-    text = f"# Of {long}\n\n| Who | {long} |\n|---|---|\n\n```python\n# What {long}\n```\n\n    Of {long}\n\n"
-    text += "See [the page](docs/page.md) now. What is it? An engine.\n\n1. First item.\n2. Second item\n   goes on.\n"
-    assert sentences(text) == [
-        "See [the page] now.", "What is it?", "An engine.", "First item.", "Second item goes on."
-    ]  # fmt: skip
-    assert not faults(text)

@@ -42,11 +42,3 @@ def missing(names: set[str], page: str = PAGE) -> set[str]:
 def test_every_name_is_there(names: set[str]) -> None:
     assert names
     assert not missing(names)
-
-
-def test_a_missing_name_is_noticed() -> None:
-    assert missing({"/penstock/core", "X-Group-ID"}, "`POST /penstock/cores` and X-Group-ID") == {
-        "/penstock/core",
-        "X-Group-ID",
-    }
-    assert missing({"statuses", "adapter_statuses"}, "`adapter_statuses`") == {"statuses"}

@@ -16,7 +16,6 @@ from patience import WAIT_S
 from penstock.errors import ConfigError
 from penstock.process import ChildProcess
 from penstock.sim import Fault, FaultKind, Phase, SimConfig
-from penstock.sim.__main__ import main
 from penstock.sim.config import FaultPlan
 from penstock.types import SamplingParams
 from penstock.weights.manifest import TensorEntry, WeightManifest
@@ -52,13 +51,10 @@ async def at_phase(sim, phase):
 PHASES = ["prepare", "pause", "load", "resume", "request", "health"]
 
 
-@pytest.mark.parametrize("phase", PHASES)
-async def test_refuse(phase):
-    async with sim_client() as sim:
-        await sim.post("/sim/fault", {"kind": "refuse", "phase": phase})
-        assert await at_phase(sim, phase) == 500
-        if phase != "load":
-            assert await at_phase(sim, phase) == 200, "a fault fires once"
+async def test_refuse_as_often_as_it_says():
+    fault = Fault(FaultKind.REFUSE, Phase.PAUSE, times=2)
+    async with sim_client(SimConfig(faults=(fault,))) as sim:
+        assert [await at_phase(sim, "pause") for _ in range(3)] == [500, 500, 200]
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -72,18 +68,9 @@ async def test_hang_until_cleared(phase):
         assert await task == 200
 
 
-@pytest.mark.parametrize(
-    "met",
-    [
-        [Fault(FaultKind.HANG, Phase.REQUEST), Fault(FaultKind.HANG, Phase.REQUEST)],
-        [Fault(FaultKind.HANG, Phase.REQUEST), Fault(FaultKind.REFUSE, Phase.REQUEST)],
-        [Fault(FaultKind.DELAY, Phase.REQUEST, seconds=2.0), Fault(FaultKind.HANG, Phase.REQUEST)],
-    ],
-    ids=lambda met: " and ".join(fault.kind for fault in met),
-)
 @virtual
-async def test_who_meets_several_faults_meets_none_of_them_after_they_were_cleared(met):
-    plan = FaultPlan(tuple(met))
+async def test_who_meets_several_faults_meets_none_of_them_after_they_were_cleared():
+    plan = FaultPlan((Fault(FaultKind.HANG, Phase.REQUEST), Fault(FaultKind.REFUSE, Phase.REQUEST)))
     visit = asyncio.create_task(plan.at(Phase.REQUEST))
     await asyncio.sleep(1.0)
     assert not visit.done()
@@ -91,7 +78,7 @@ async def test_who_meets_several_faults_meets_none_of_them_after_they_were_clear
     await visit
 
 
-@pytest.mark.parametrize("phase", [*PHASES, "now"])
+@pytest.mark.parametrize("phase", ["load", "request", "now"])
 async def test_exit_breaks_connections_and_closes_the_port(phase):
     async with sim_client() as sim:
         task = asyncio.create_task(sim.generate(4000)) if phase != "request" else None
@@ -226,12 +213,6 @@ async def test_delay_and_slow():
         assert time.perf_counter() - begin >= 0.25
 
 
-async def test_faults_set_at_the_start_fire_as_often_as_told():
-    fault = Fault(FaultKind.REFUSE, Phase.PAUSE, times=2)
-    async with sim_client(SimConfig(faults=(fault,))) as sim:
-        assert [await at_phase(sim, "pause") for _ in range(3)] == [500, 500, 200]
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -240,10 +221,7 @@ async def test_faults_set_at_the_start_fire_as_often_as_told():
         ("cut:phase=load", "cannot be set at 'load'"),
         ("hang:phase=lunch", "lunch"),
         ("exit:when=now", "unknown config key 'when'"),
-        ("exit:times=many", "'times': Input should be a valid integer"),
-        ("exit:times=0", "'times': Input should be greater than 0"),
         ("slow:factor=nan", "'factor': Input should be a finite number"),
-        ("delay:phase=load,seconds=-1", "'seconds': Input should be greater than"),
     ],
 )
 async def test_nonsense_faults_are_refused(text, words):
@@ -262,13 +240,6 @@ async def test_nonsense_faults_are_refused(text, words):
 def test_nonsense_options_are_refused(option, words):
     with pytest.raises(ConfigError, match=words):
         SimConfig.read([option], api_key=None)
-
-
-def test_the_module_says_how_it_is_called(capsys):
-    assert main(["--help"]) == 0
-    said = capsys.readouterr().out
-    assert "tokens_per_second" in said
-    assert "api_key" not in said
 
 
 @asynccontextmanager
@@ -309,8 +280,7 @@ async def test_process_dies_abruptly(tmp_path):
         assert await asyncio.wait_for(process.wait(), WAIT_S) == 1
 
 
-@pytest.mark.parametrize("option", ["vocab_size=-3", "fault=hang", "tensor_specs=nowhere.json"])
-async def test_process_refuses_bad_options(tmp_path, option):
-    async with sim_process(tmp_path, option) as (process, line):
+async def test_process_refuses_bad_options(tmp_path):
+    async with sim_process(tmp_path, "tensor_specs=nowhere.json") as (process, line):
         assert await asyncio.wait_for(process.wait(), WAIT_S) == 2
         assert line.startswith("error: ")

@@ -55,7 +55,6 @@ BODY = {"model": "sim-model", "max_tokens": TOKENS, "seed": 5}
 KINDS = {
     "tokens": lambda sim: sim.generate(TOKENS, seed=5, n=2),
     "completion": lambda sim: sim.post("/v1/completions", {**BODY, "prompt": [1, 2], "n": 2}),
-    "completion stream": lambda sim: sim.events("/v1/completions", {**BODY, "prompt": "ab", "stream": True}),
     "chat": lambda sim: sim.post("/v1/chat/completions", {**BODY, "messages": [{"role": "user", "content": "a"}]}),
     "chat stream": lambda sim: sim.events(
         "/v1/chat/completions", {**BODY, "messages": [{"role": "user", "content": "a"}], "stream": True}
@@ -72,7 +71,7 @@ def told(answer):
     return {key: value for key, value in answer.items() if key not in ("id", "request_id", "created")}
 
 
-@pytest.mark.parametrize("how", ["/pause?mode=abort", "/pause", "/sleep?level=1", "/sleep?level=2"])
+@pytest.mark.parametrize("how", ["/pause?mode=abort", "/sleep?level=1", "/sleep?level=2"])
 @pytest.mark.parametrize("kind", KINDS)
 async def test_it_sees_nothing_but_a_delay(engine, kind, how):
     sim, control = engine

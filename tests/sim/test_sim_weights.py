@@ -51,16 +51,6 @@ async def sim():
         yield client
 
 
-async def test_prepare_and_apply(sim, offer):
-    for version in (1, 2):
-        assert await sim.post("/penstock/weights/prepare", {"manifest": offer(version).to_json()}) == {"ok": True}
-        answer = await sim.post("/penstock/weights/apply", {"version": version, "kv": "recompute"})
-        assert set(answer["seconds"]) == {"pause", "load", "resume", "bubble"}
-        assert (answer["version"], answer["preempted"], len(answer["checksum"])) == (version, 0, 16)
-        info = await sim.get("/penstock/info")
-        assert (info["weight_version"], info["paused"]) == (version, False)
-
-
 def with_a(**change):
     return lambda a, b: (replace(a, **change), b)
 
