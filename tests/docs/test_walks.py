@@ -20,12 +20,10 @@ TITLES = {REQUEST: "A request", UPDATE: "An update", DEATH: "A death"}
 OTHER_WAYS = {"plugin/direct.py"}
 """Workers on the CPU load in another way; and an update drops the KV cache unless it is told otherwise."""
 HOOKS = {
-    "engine/experts.py", "engine/layouts.py", "fleet/adapters.py", "plugin/adapter_worker.py",
-    "plugin/adapters.py", "plugin/served_adapters.py", "plugin/cores.py", "plugin/kept_kv.py", "token_meter.py",
+    "engine/experts.py", "engine/layouts.py", "fleet/adapters.py", "token_meter.py",
 }  # fmt: skip
-"""Of side rooms, run on the way: what may be launched, which adapters an engine gets that joins, whether an adapter's
-requests are held, whether a call is one of those led to several cores, whether a request has KV of older weights, and
-the meter of lost tokens."""
+"""Of side rooms, run on the way: what may be launched, which adapters an engine gets that joins, and the meter of lost
+tokens."""
 
 ENGINES_SIDE = ("plugin/", "weights/")
 """What simulated engines, which have none of it, do not run."""

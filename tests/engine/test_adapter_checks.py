@@ -81,17 +81,20 @@ def test_files_are_read_in_turn_and_each_read_ends_by_its_own_event(tmp_path: Pa
         done.set_result(work())
         return done
 
-    core = CoreAdapters(SimpleNamespace(collective_rpc=rpc), None, None)  # type: ignore[arg-type]
+    control: Any = SimpleNamespace(
+        core=SimpleNamespace(collective_rpc=rpc, add_request=None), in_core=in_core, known_spec=lambda: SPEC
+    )
+    core = CoreAdapters(control)
     source = str(saved(tmp_path)), {"r": 2}
     orders = {name: {"name": name, "source": {"file": source[0], "config": source[1], "key": name}} for name in "xy"}
     orders["hub"] = {"name": "hub", "source": {"path": "somebody/adapter", "key": "hub"}}
     with ThreadPoolExecutor() as threads:
         reads = {}
         for name in ("x", "y", "hub"):  # y waits for x, and what may come over a network for nobody
-            reads[name] = threads.submit(core.read, orders[name], SPEC, in_core)
+            reads[name] = threads.submit(core.read, orders[name])
             if name != "y":
                 assert [worker.begun.get(timeout=60.0) for worker in workers] == [name] * 2
-        again = threads.submit(core.read, orders["y"], SPEC, in_core)
+        again = threads.submit(core.read, orders["y"])
         workers[0].release["x"].set()
         assert workers[0].begun.get(timeout=60.0) == "y"
         assert not any(read.done() for read in reads.values()), "the other worker reads on"
@@ -110,4 +113,4 @@ def test_files_are_read_in_turn_and_each_read_ends_by_its_own_event(tmp_path: Pa
     bad = {"name": "z", "source": {"file": source[0], "config": {"r": 3}, "key": "z"}}
     for _ in range(2):
         with pytest.raises(WeightsError, match="says r=3"):
-            core.read(bad, SPEC, in_core)
+            core.read(bad)

@@ -45,6 +45,7 @@ class Core:
         self.prepared = 4
         self.emptied = True
         self.refusals: list[str | None] = [None, None]
+        self.vllm_config = SimpleNamespace(lora_config=None, model_config="a config")
 
     def is_scheduler_paused(self) -> bool:
         return self.paused
@@ -361,7 +362,6 @@ def test_workers_that_sleep_or_refuse_prepare_nothing(store):
 
 def test_the_first_version_has_the_tensors_of_the_model_found_between_two_steps(store, monkeypatch):
     core, body, answers = Core(step_under_way=False), offer(store, torch.ones(2, 3)), queue.Queue[Future[Any]]()
-    core.vllm_config = SimpleNamespace(model_config="a config")
     found = iter([OSError("the checkpoint is gone"), SPEC])
 
     def expected_weights(config: Any) -> WeightSpec:

@@ -35,7 +35,8 @@ def test_a_request_is_salted_as_it_looks_for_kv_and_keeps_its_callers_salt() -> 
         return SimpleNamespace(**vars(request), block_hashes=["old"], update_block_hashes=lambda: None), 0
 
     manager = SimpleNamespace(get_computed_blocks=look_up)
-    core: Any = SimpleNamespace(scheduler=SimpleNamespace(kv_cache_manager=manager), preprocess_add_request=preprocess)
+    scheduler = SimpleNamespace(kv_cache_manager=manager, update_from_output=None)
+    core: Any = SimpleNamespace(scheduler=scheduler, preprocess_add_request=preprocess)
     kv = KeptKV(core, lambda lora: loads[lora.lora_name])
     kv.salt()
     kv.salt()

@@ -13,6 +13,7 @@ A paused adapter's requests stay known to the scheduler, so that they can be abo
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import re
@@ -23,15 +24,17 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import EngineError, StateError, WeightsError, parse_json
 from penstock.plugin import compat
 from penstock.plugin.adapter_worker import MOST_AHEAD, PLACE, READ_S
 from penstock.plugin.core import field, settle
-from penstock.plugin.kept_kv import KeptKV
 from penstock.plugin.spec import WeightSpec
 from penstock.wire import ADAPTERS
+
+if TYPE_CHECKING:
+    from penstock.plugin.core import CoreControl
 
 _READ: dict[str, type] = {"name": str, "source": dict}
 _LOAD = _READ | {"id": int, "version": int, "kv": str}
@@ -51,12 +54,9 @@ class LoadedAdapter:
 
 
 class CoreAdapters:
-    """The adapters of one engine core; methods run in the core's thread, between two steps.
+    """The adapters of one engine core; methods run in the core's thread, between two steps."""
 
-    `at_boundary` calls a function when no step is under way, with the scheduler held; see `CoreControl._change`.
-    """
-
-    def __init__(self, core: Any, at_boundary: Callable[..., Any], kv: KeptKV) -> None:
+    def __init__(self, control: CoreControl) -> None:
         self.loaded: dict[str, LoadedAdapter] = {}
         """By name; those that came past us are not among them."""
         self._held: dict[str, list[Any]] = {}
@@ -64,23 +64,24 @@ class CoreAdapters:
         self._loads = itertools.count(1)
         self._reads: dict[str, Future[float]] = {}
         """Reads whose `load` is to come, by the key of what they read."""
-        self._core = core
-        self._at_boundary = at_boundary
-        self._kv = kv
+        self._control = control
+        self._core = core = control.core
+        core.add_request = functools.partial(self._add, core.add_request)
 
-    def routes(self, control: Any) -> dict[str, Callable[[Any], Future[Any]]]:
-        """Calls of the core's port, by path; `control` is the core's `CoreControl`."""
+    def routes(self) -> dict[str, Callable[[Any], Future[Any]]]:
+        """Calls of the core's port, by path."""
+        control = self._control
 
         def read(body: Any) -> Future[Any]:
             order = {name: field(body, name, kind) for name, kind in _READ.items()}
             done: Future[Any] = Future()
-            settle(done, lambda: {"seconds": {"read": self.read(order, control.known_spec(), control.in_core)}})
+            settle(done, lambda: {"seconds": {"read": self.read(order)}})
             return done
 
         def load(body: Any) -> Future[Any]:
             order = {name: field(body, name, kind) for name, kind in _LOAD.items()}
             # Nothing to do, unless this engine joined since, or more have been read meanwhile than are kept.
-            order["read_s"] = self.read(order, control.known_spec(), control.in_core)
+            order["read_s"] = self.read(order)
 
             def work() -> Any:
                 control.pausing.require_awake()
@@ -100,19 +101,15 @@ class CoreAdapters:
         return {f"{ADAPTERS}/read": read, f"{ADAPTERS}/load": load, **changes}
 
     def load_of(self, lora_request: Any) -> int | None:
-        """Load that brought a request's adapter; None: it has none, or the adapter came past us. Any thread may ask."""
-        adapter = None if lora_request is None else self.loaded.get(lora_request.lora_name)
+        """Load that brought a request's adapter; None: it came past us. Any thread may ask."""
+        adapter = self.loaded.get(lora_request.lora_name)
         return None if adapter is None else adapter.load
 
-    def read(
-        self, order: dict[str, Any], spec: WeightSpec, in_core: Callable[[Callable[[], Any]], Future[Any]]
-    ) -> float:
+    def read(self, order: dict[str, Any]) -> float:
         """Check an adapter, and have the workers read it while the engine goes on; runs in the caller's own thread.
 
         Args:
             order: `name` and `source`; again for the `key` of one source reads nothing.
-            spec: of the engine's model.
-            in_core: see `CoreControl.in_core`.
 
         Returns:
             Seconds that it took.
@@ -125,23 +122,21 @@ class CoreAdapters:
         if read is mine:
             while len(self._reads) > MOST_AHEAD:  # their callers went away
                 self._reads.pop(next(iter(self._reads)), None)
-            settle(read, lambda: self._read(order, spec, in_core))
+            settle(read, lambda: self._read(order))
             if read.exception() is not None:  # for `load` to try again
                 self._reads.pop(order["source"]["key"], None)
         return read.result(2 * READ_S)
 
-    def _read(
-        self, order: dict[str, Any], spec: WeightSpec, in_core: Callable[[Callable[[], Any]], Future[Any]]
-    ) -> float:
+    def _read(self, order: dict[str, Any]) -> float:
         began = time.perf_counter()
-        check_adapter(order["source"], spec)
+        check_adapter(order["source"], self._control.known_spec())
         with tempfile.TemporaryDirectory(prefix="penstock-read-") as folder:
             given = {**order, "done": str(Path(folder, "done"))}
             os.mkfifo(given["done"], 0o600)
             end = os.open(given["done"], os.O_RDWR | os.O_NONBLOCK)
             try:
                 rpc = self._core.collective_rpc
-                left = sum(in_core(lambda: rpc("penstock_adapter", args=("read", given))).result(READ_S))
+                left = sum(self._control.in_core(lambda: rpc("penstock_adapter", args=("read", given))).result(READ_S))
                 (poll := select.poll()).register(end, select.POLLIN)
                 while left and poll.poll(1e3 * max(0.0, began + READ_S - time.perf_counter())):
                     left -= len(os.read(end, left))
@@ -162,9 +157,9 @@ class CoreAdapters:
             StateError: KV leaves the engine, so requests in flight alone cannot keep theirs.
         """
         if order["kv"] != "recompute":
-            self._kv.check()
+            self._control.kv.check()
         began = time.perf_counter()
-        return self._at_boundary(lambda: self._load(order, began), (order["name"], order["version"]))
+        return self._control.change(lambda: self._load(order, began), (order["name"], order["version"]))
 
     def _load(self, order: Mapping[str, Any], began: float) -> dict[str, Any]:
         name, version, paused = order["name"], order["version"], time.perf_counter()
@@ -176,11 +171,11 @@ class CoreAdapters:
             raise EngineError(f"some workers lack adapter {name!r}: {next(filter(None, problems))}")
         self.loaded[name] = LoadedAdapter(order["id"], next(self._loads))
         loaded = time.perf_counter()
-        self._kv.salt()
+        self._control.kv.salt()
         if order["kv"] == "recompute":
             preempted, kept = self._preempt(name), 0
         else:
-            preempted, kept = self._kv.keep_of(self._requests(name))
+            preempted, kept = self._control.kv.keep_of(self._requests(name))
         compat.send_mark(self._core, engine_index=self._core.engine_index, adapter=name, adapter_version=version)
         end = time.perf_counter()
         seconds = {"pause": paused - began, "load": loaded - paused, "resume": end - loaded, "bubble": end - began}
@@ -201,7 +196,7 @@ class CoreAdapters:
         running = any(_adapter_of(request) == name for request in self._core.scheduler.running)
         # Data-parallel replicas that step together hold together.
         together = hasattr(self._core, "dp_group")
-        return self._at_boundary(lambda: self._hold(name)) if running or together else self._hold(name)
+        return self._control.change(lambda: self._hold(name)) if running or together else self._hold(name)
 
     def resume(self, name: str) -> dict[str, Any]:
         """Let an adapter's requests go on; harmless if it is not paused."""
@@ -212,14 +207,14 @@ class CoreAdapters:
         _wake_replicas(self._core)
         return {"ok": True}
 
-    def add(self, add_request: Callable[..., None], request: Any, wave: int) -> None:
-        """`EngineCore.add_request`, for a request whose adapter may be gone or paused."""
+    def _add(self, add_request: Callable[..., None], request: Any, request_wave: int = 0) -> None:
+        """In place of the core's `add_request`, for a request whose adapter may be gone or paused."""
         lora = request.lora_request
         if lora is not None and lora.lora_path.startswith(PLACE) and lora.lora_name not in self.loaded:
             # It was unloaded while the request was on its way here.
             _abort_unknown(self._core, request)
             return
-        add_request(self._core, request, wave)
+        add_request(request, request_wave)
         if lora is not None and lora.lora_name in self._held:
             self._hold_back([request])
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict
+from functools import cached_property
 from typing import Any, get_args
 
 from penstock.errors import EngineError, StateError, TransferError, WeightsError
@@ -41,7 +42,7 @@ _CALL = object()
 
 def install() -> None:
     """Extend this process's EngineCoreProc; more than once is harmless."""
-    from vllm.v1.engine.core import EngineCore, EngineCoreProc  # noqa: PLC0415 - only inside vLLM
+    from vllm.v1.engine.core import EngineCoreProc  # noqa: PLC0415 - only inside vLLM
 
     if hasattr(EngineCoreProc, "penstock_control_port"):
         return
@@ -56,7 +57,6 @@ def install() -> None:
 
     EngineCoreProc._handle_client_request = handle_or_call  # noqa: SLF001
     EngineCoreProc.collective_rpc = _sendable(EngineCoreProc.collective_rpc)
-    EngineCore.add_request = _admitted(EngineCore.add_request)
     for name in ("control_port", "kv_kept", "control"):
         setattr(EngineCoreProc, f"penstock_{name}", _utility(getattr(CoreControl, name), control_of))
     for name in ("pause", "resume", "sleep", "wake_up", "weights_are_in"):
@@ -88,21 +88,11 @@ def _sendable(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _admitted(add_request: Callable[..., None]) -> Callable[..., None]:
-    """`EngineCore.add_request`, for requests whose adapter has changed or is paused."""
-
-    @functools.wraps(add_request)
-    def call(core: Any, request: Any, request_wave: int = 0) -> None:
-        control_of(core).adapters.add(add_request, request, request_wave)
-
-    return call
-
-
 def control_of(core: Any) -> CoreControl:
     """The control of vLLM's EngineCore, in its process."""
-    control: CoreControl | None = core.__dict__.get("_penstock_control")
-    # `setdefault`, since vLLM's input thread asks too.
-    return control or core.__dict__.setdefault("_penstock_control", CoreControl(core))
+    if "_penstock_control" not in core.__dict__:
+        core._penstock_control = CoreControl(core)  # noqa: SLF001
+    return core._penstock_control  # noqa: SLF001
 
 
 def check_bytes(manifest: WeightManifest) -> WeightManifest:
@@ -122,8 +112,6 @@ class CoreControl:
         self.core = core
         self.pausing = PauseState(core)
         self.step_cap = StepCap(core)
-        self.kv = plugged_in("kept_kv.core")(core, lambda lora: self.adapters.load_of(lora))  # noqa: PLW0108 - made below
-        self.adapters = plugged_in("adapters.core")(core, self._change, self.kv)
         scheduler = core.scheduler
         scheduler.update_from_output = functools.partial(self._after_step, scheduler.update_from_output)
         self.kept_version: int | None = None
@@ -137,7 +125,6 @@ class CoreControl:
             "/penstock/weights/load": lambda body: self.in_core(self._update(body).load),
             "/penstock/weights/commit": lambda body: self.in_core(self._update(body).commit),
             "/penstock/weights/loss": self._loss,
-            **self.adapters.routes(self),
             "/penstock/pause": self._pause,
             "/penstock/resume": lambda _: self.in_core(self.pausing.resume),
             "/penstock/core": lambda _: self.in_core(self._state),
@@ -146,6 +133,16 @@ class CoreControl:
         self._foreign = 0
         self._spec: WeightSpec | None = None
         self._server: CoreServer | None = None
+        self.adapters: Any = None
+        """`adapters.CoreAdapters` of an engine that takes some."""
+        if core.vllm_config.lora_config is not None:
+            self.adapters = plugged_in("adapters.core")(self)
+            self.routes |= self.adapters.routes()
+
+    @cached_property
+    def kv(self) -> Any:
+        """What updates that keep KV in flight need, `kept_kv.KeptKV`."""
+        return plugged_in("kept_kv.core")(self.core, lambda lora: lora and self.adapters.load_of(lora))
 
     def in_core(self, work: Callable[[], Any]) -> Future[Any]:
         """Let the core's thread call `work` between two steps; a future that it returns is waited for."""
@@ -202,7 +199,7 @@ class CoreControl:
         self.known_spec().check(manifest)
         return check_bytes(manifest).to_json()
 
-    def _change(self, work: Callable[[], Any], update: Hashable = None) -> Any:
+    def change(self, work: Callable[[], Any], update: Hashable = None) -> Any:
         """Call `work` between two steps, with none under way; a future if one is. `update` names what it costs."""
 
         def changed() -> Any:
@@ -257,7 +254,6 @@ class CoreControl:
 
     def _after_step(self, update_from_output: Any, scheduled: Any, *args: Any) -> Any:
         """In place of the scheduler's `update_from_output`, for which vLLM (0.26 to 0.33) has no hook."""
-        self.kv.before_output(scheduled)
         outputs = update_from_output(scheduled, *args)
         tokens = sum(len(one.new_token_ids) for of_client in outputs.values() for one in of_client.outputs)
         self.pausing.meter.step(tokens, sum(self.core.scheduler.get_request_counts()))

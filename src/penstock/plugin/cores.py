@@ -100,7 +100,7 @@ class CoreCalls:
 
     async def lead(self, scope: dict[str, Any], receive: Any) -> Any:
         """Lead the call that this is to the cores, if it is one of those; return the `receive` for vLLM."""
-        if scope["type"] != "http" or scope["method"] != "POST":
+        if scope["method"] != "POST":
             return receive
         if scope["path"] in _ABORTS:
             names, receive = await _names_in(receive)

@@ -61,6 +61,8 @@ class KeptKV:
             manager, core = self._core.scheduler.kv_cache_manager, self._core
             manager.get_computed_blocks = functools.partial(self._look_up, manager.get_computed_blocks)
             core.preprocess_add_request = functools.partial(self._salt, core.preprocess_add_request)
+            scheduler = core.scheduler
+            scheduler.update_from_output = functools.partial(self._before_output, scheduler.update_from_output)
 
     def _salt(self, preprocess: Any, request: Any) -> Any:
         """Salt a request before its blocks are hashed, in the core's input thread."""
@@ -120,8 +122,8 @@ class KeptKV:
         self._kept = (self._kept & scheduler.requests.keys()) | kept
         return len(kept)
 
-    def before_output(self, scheduled: Any) -> None:
-        """Tell of kept requests that this step has begun to compute anew; called before its outputs are sent."""
+    def _before_output(self, update_from_output: Any, scheduled: Any, *args: Any) -> Any:
+        """Tell of kept requests that this step has begun to compute anew, before its outputs are sent."""
         if self._kept:
             # A resumed request is among the new ones in vLLM's second model runner.
             begun = {*scheduled.scheduled_cached_reqs.resumed_req_ids}
@@ -129,6 +131,7 @@ class KeptKV:
             if anew := sorted(self._kept & begun):
                 send_mark(self._core, anew=anew)
             self._kept -= begun
+        return update_from_output(scheduled, *args)
 
 
 def _salt_for(request: Any, own: str | None, versions: tuple[int | None, int | None]) -> str | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Awaitable, Callable
+from functools import cached_property
 from importlib import metadata
 from typing import Any
 
@@ -20,7 +21,9 @@ from penstock.guard import DATA_PATHS, OPEN_PATHS, cross_site, has_key
 from penstock.plugin import INSTANCE_VARIABLE
 from penstock.plugin.core_http import MAX_BODY, RefusedError, refusal
 from penstock.plugin.hooks import RequestHooks
+from penstock.plugin.patches import takes_adapters
 from penstock.rooms import plugged_as, plugged_in
+from penstock.wire import ADAPTERS, INFO
 
 WEBSOCKET_REFUSED, WEBSOCKET_REASON = 1008, 120
 """Close code of a policy (RFC 6455, 7.4.1), and bytes of a reason that fit."""
@@ -42,9 +45,17 @@ class PenstockMiddleware:
     def __init__(self, app: Any) -> None:
         self.app = app
         self._hooks = RequestHooks()
-        self._cores = plugged_in("control.cores")(self._hooks)
-        self._adapters = plugged_in("adapters.served")(self._hooks)
         self._warm = False
+
+    @cached_property
+    def _cores(self) -> Any:
+        """Control calls that come here, `cores.CoreCalls`."""
+        return plugged_in("control.cores")(self._hooks)
+
+    @cached_property
+    def _adapters(self) -> Any:
+        """Calls for LoRA adapters, `served_adapters.ServedAdapters`."""
+        return plugged_in("adapters.served")(self._hooks)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] in {"http", "websocket"} and (refused := _refusal(scope)) is not None:
@@ -55,15 +66,11 @@ class PenstockMiddleware:
                 await _answer(send, status, {"error": error})
             return
         if scope["type"] != "http" or not scope["path"].startswith("/penstock/"):
-            receive = await self._cores.lead(scope, receive)
+            if scope["type"] == "http" and scope["path"] not in DATA_PATHS:
+                receive = await self._cores.lead(scope, receive)
             await self._hooks.pass_on(self.app, scope, receive, send)
             return
-        route = {
-            ("GET", "/penstock/info"): functools.partial(self._info, _keys(scope)),
-            **self._cores.routes,
-            **self._adapters.routes(scope["app"].state),
-        }.get((scope["method"], scope["path"]))
-        if route is None:
+        if (route := self._route(scope)) is None:
             await _answer(send, 404, {"error": f"no such route: {scope['method']} {scope['path']}"})
             return
         try:
@@ -73,6 +80,15 @@ class PenstockMiddleware:
         except PenstockError as error:
             status, answer = refusal(error)
         await _answer(send, status, answer)
+
+    def _route(self, scope: Scope) -> Any:
+        """Find what answers a call of ours: it takes vLLM's AsyncLLM and the body. None: nothing does."""
+        method, path = scope["method"], scope["path"]
+        if path == INFO:
+            return functools.partial(self._info, _keys(scope)) if method == "GET" else None
+        if path.startswith(ADAPTERS):
+            return self._adapters.routes(scope["app"].state).get((method, path))
+        return self._cores.routes.get((method, path))
 
     async def _info(self, keys: list[str], engine: Any, _data: bytes) -> dict[str, Any]:
         config, parallel = engine.vllm_config, engine.vllm_config.parallel_config
@@ -101,7 +117,7 @@ class PenstockMiddleware:
             # On CPUs vLLM answers that it sleeps, and frees nothing.
             "sleep": config.model_config.enable_sleep_mode and config.device_config.device_type != "cpu",
             "weight_transfer": getattr(config.weight_transfer_config, "backend", None) if _has_dev_mode() else None,
-            "lora": config.lora_config is not None and _takes_adapters(),
+            "lora": config.lora_config is not None and takes_adapters(),
             "control_port": await self._control_port(engine, keys),
         }
 
@@ -130,11 +146,6 @@ def _keys(scope: Scope) -> list[str]:
     options = getattr(scope["app"].state, "args", None)
     keys: list[str] = [key for key in getattr(options, "api_key", None) or [] if key]
     return keys or [key for key in (os.environ.get("VLLM_API_KEY"),) if key]
-
-
-def _takes_adapters() -> bool:
-    """Whether vLLM lets adapters come while it runs, read as it does (`vllm.envs`)."""
-    return os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0").strip().lower() in {"1", "true"}
 
 
 def _has_dev_mode() -> bool:

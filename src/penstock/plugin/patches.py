@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +27,13 @@ def install() -> None:
 
     if not hasattr(EngineCore._reset_caches, "__wrapped__"):  # noqa: SLF001
         EngineCore._reset_caches = keep_image_cache(EngineCore._reset_caches)  # noqa: SLF001
-    plugged_in("adapters.mends")()
+    if takes_adapters():
+        plugged_in("adapters.mends")()
+
+
+def takes_adapters() -> bool:
+    """Whether vLLM lets adapters come while it runs, read as it does (`vllm.envs`)."""
+    return os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0").strip().lower() in {"1", "true"}
 
 
 def attempt(work: Callable[[], Any], what: str) -> tuple[Any, Exception | None]:
