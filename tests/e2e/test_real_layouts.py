@@ -15,8 +15,8 @@ from hold import Hold
 from http_engine import HTTPEngine
 from nano_models import History, changed, save_moe
 from penstock import Fleet
-from penstock.engine.launch import EngineProcess, server_command
-from penstock.errors import ConfigError, EngineHTTPError
+from penstock.engine.launch import EngineProcess
+from penstock.errors import EngineHTTPError
 from penstock.settings import EngineConfig
 from penstock.types import Sample, SamplingParams
 from penstock.weights.checkpoint_names import checkpoint_tensors
@@ -143,22 +143,6 @@ async def test_every_data_parallel_replica_takes_an_update(nano_path: Path, hold
                 assert history.worst_difference(prompt, sample) < 1e-4
         finally:
             await engine.teardown()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tensor_parallel_size": 3}, r"attention heads \(4\) must be divisible by tensor parallel size \(3\)"),
-        ({"tensor_parallel_size": 2, "enable_expert_parallel": True}, "Number of experts in the model must be greater"),
-    ],
-)
-def test_what_is_refused_before_launch_vllm_refuses_too(nano_path: Path, options: dict, message: str) -> None:
-    from vllm.engine.arg_utils import EngineArgs
-
-    with pytest.raises(ConfigError, match="cannot be served with TP"):
-        server_command(EngineConfig(model=str(nano_path), profile="gpu", **options), port=1, api_key=None)
-    with pytest.raises(ValueError, match=message):
-        EngineArgs(model=str(nano_path), distributed_executor_backend="mp", **options).create_engine_config()
 
 
 def _agree(history: History, answers: list[tuple[list[int], tuple[int, ...], tuple[float, ...], tuple]]) -> None:

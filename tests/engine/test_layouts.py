@@ -18,12 +18,8 @@ from penstock.errors import ConfigError
 from penstock.plugin import compat
 from penstock.settings import EngineConfig
 
-DENSE = {
-    "num_hidden_layers": 2, "num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 180,
-}  # fmt: skip
-MOE = {**DENSE, "num_experts": 4, "moe_intermediate_size": 60}
-MIXTRAL = {**DENSE, "num_local_experts": 8}
-DEEPSEEK = {**DENSE, "num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 512, "n_routed_experts": 64}
+DENSE = {"num_hidden_layers": 2, "num_attention_heads": 12}
+MOE = {**DENSE, "num_experts": 4}
 
 
 def config(tp: int = 1, pp: int = 1, dp: int = 1, *, ep: bool = False, **more: Any) -> EngineConfig:
@@ -40,60 +36,25 @@ def config(tp: int = 1, pp: int = 1, dp: int = 1, *, ep: bool = False, **more: A
 @pytest.mark.parametrize(
     ("given", "model", "reason"),
     [
-        (config(tp=5), DENSE, "its 12 attention heads cannot be split evenly over tensor_parallel_size 5"),
-        (config(tp=6), DENSE, "its 4 key-value heads can be neither split nor copied evenly to 6 ranks"),
-        (config(tp=12), {**DENSE, "intermediate_size": 184}, "width of 184 cannot be split evenly over"),
-        (config(pp=3), DENSE, "its 2 layers are fewer than pipeline_parallel_size 3: a stage would have none"),
-        (config(tp=2, ep=True), DENSE, "enable_expert_parallel is set, and it has no experts"),
-        (config(tp=4, dp=2, ep=True), MOE, "its 4 experts are fewer than the 8 ranks (TP x DP)"),
-        (config(tp=4, dp=2), MOE, "each expert's width of 60 cannot be split evenly over 8 ranks (TP x DP)"),
-        (config(dp=7), MIXTRAL, "each expert's width of 180 cannot be split evenly over 7 ranks"),
-        (config(tp=5), {"text_config": DENSE, "vision_config": {"num_attention_heads": 5}}, "its 12 attention heads"),
-    ],
-)
-def test_what_no_device_runs_is_refused_with_the_numbers(
-    given: EngineConfig, model: dict[str, Any], reason: str
-) -> None:
-    with pytest.raises(ConfigError, match=re.escape(reason)) as caught:
-        check(given, "gpu", ModelShape.of(model))
-    tp, pp, dp = given.tensor_parallel_size, given.pipeline_parallel_size, given.data_parallel_size
-    assert str(caught.value).startswith(f"model m cannot be served with TP {tp}, PP {pp}, DP {dp}")
-
-
-@pytest.mark.parametrize(
-    ("given", "model"),
-    [
-        (config(), DENSE),
-        (config(tp=2, pp=2, dp=3), DENSE),
-        (config(tp=12), DENSE),  # every key-value head on three ranks
-        (config(tp=2, dp=2, ep=True), MOE),
-        (config(tp=2, dp=2), MOE),
-        (config(ep=True), MOE),
-        (config(tp=4, dp=2, ep=True), MIXTRAL),
-        (config(tp=8), {**DEEPSEEK, "moe_intermediate_size": 64}),  # latent keys and values are whole on each rank
-        (config(tp=5, pp=9), {}),  # it says nothing of itself
-        (config(tp=5), {"num_attention_heads": [12, 12]}),  # its layers differ: vLLM knows better
-    ],
-)
-def test_what_runs_on_gpus_is_not_refused(given: EngineConfig, model: dict[str, Any]) -> None:
-    check(given, "gpu", ModelShape.of(model))
-
-
-@pytest.mark.parametrize(
-    ("given", "model", "reason"),
-    [
         (config(pp=2), DENSE, "with more than one stage vLLM's CPU build dies of the first request"),
         (config(tp=2, ep=True), MOE, "experts would be spread over 2 ranks, and vLLM's CPU build dies"),
         (config(dp=2, ep=True), MOE, "experts would be spread over 2 ranks, and vLLM's CPU build dies"),
-        (config(dp=2), MOE, "which the 2 data-parallel replicas would share, and vLLM's CPU build dies"),
+        (
+            config(dp=2),
+            {"num_local_experts": 8},
+            "which the 2 data-parallel replicas would share, and vLLM's CPU build",
+        ),
+        (config(dp=2), {"text_config": {"n_routed_experts": 8}}, "which the 2 data-parallel replicas would share"),
         (config(enable_sleep_mode=True), DENSE, "answers that it sleeps but frees no memory"),
     ],
 )
 def test_what_only_gpus_run_is_refused_on_the_cpu(given: EngineConfig, model: dict[str, Any], reason: str) -> None:
     shape = ModelShape.of(model)
     check(given, "gpu", shape)
-    with pytest.raises(ConfigError, match=re.escape(reason)):
+    with pytest.raises(ConfigError, match=re.escape(reason)) as caught:
         check(given, "cpu", shape)
+    tp, pp, dp = given.tensor_parallel_size, given.pipeline_parallel_size, given.data_parallel_size
+    assert str(caught.value).startswith(f"model m cannot be served with TP {tp}, PP {pp}, DP {dp}")
 
 
 @pytest.mark.parametrize(
@@ -119,13 +80,9 @@ def test_more_ranks_than_the_machine_has_memory_for_are_refused_on_the_cpu(
         check(config(tp=4, dp=25), "cpu", shape)
 
 
-def test_a_machine_says_how_much_memory_it_has() -> None:
-    assert layouts.machine_bytes() > 2**28, "else these tests would not run"
-
-
 def test_every_reason_is_given_at_once() -> None:
-    with pytest.raises(ConfigError, match=r"12 attention heads.*2 layers are fewer.*no experts"):
-        check(config(tp=5, pp=4, ep=True), "gpu", ModelShape.of(DENSE))
+    with pytest.raises(ConfigError, match=r"more than one stage.*second model runner.*no experts.*several stages"):
+        check(config(pp=4, enable_return_routed_experts=True), "cpu", ModelShape.of(DENSE))
 
 
 @pytest.mark.parametrize(
@@ -145,10 +102,7 @@ def test_a_hub_name_is_checked_as_far_as_no_model_is_needed() -> None:
         )
 
 
-def test_a_launch_is_refused_by_the_models_own_config(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(DENSE))
-    with pytest.raises(ConfigError, match="its 12 attention heads"):
-        server_command(EngineConfig(model=str(tmp_path), profile="gpu", tensor_parallel_size=5), port=1, api_key=None)
+def test_a_config_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.json is not JSON that can be read"):
         server_command(EngineConfig(model=str(tmp_path), profile="gpu"), port=1, api_key=None)

@@ -22,7 +22,7 @@ from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 
 OURS = replace(PENSTOCK, weight_transfer="nccl")
-PLAIN = Capabilities(plugin=False, weight_transfer="nccl", lora=True)
+PLAIN = Capabilities(plugin=False, weight_transfer="nccl", lora=False)
 
 
 async def found(**config: Any) -> EngineInfo:

@@ -20,8 +20,8 @@ _WITH_SLEEP = (
     "a CPU vLLM frees no memory"
 )
 _WITH_LORA = (
-    "start it with --enable-lora and the environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or launch it by "
-    "Penstock with enable_lora=true"
+    "launch it by Penstock with enable_lora=true, or start it with Penstock's plugin, --enable-lora and the "
+    "environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
 )
 _WITH_TRANSFER = (
     f'{DEV_MODE} and, of vLLM 0.32 or newer, --weight-transfer-config \'{{"backend": "nccl"}}\' (or another backend)'

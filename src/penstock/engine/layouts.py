@@ -1,7 +1,7 @@
-"""Refuse what vLLM cannot run, before an engine is launched: layouts of ranks, and int8 or fp8.
+"""Refuse what an engine would die of, before it is launched: layouts of ranks on CPUs, experts, int8 or fp8.
 
-vLLM reports most of this itself, but half a minute into a start and from one of many processes. Some layouts it starts
-and then dies of. The rules are those of vLLM 0.26 to 0.32; what they need of a model is in its config.json.
+What vLLM refuses by itself, such as heads that cannot be split over ranks, is left to it. The rules are those of vLLM
+0.26 to 0.32; what they need of a model is in its config.json.
 """
 
 from __future__ import annotations
@@ -51,17 +51,10 @@ NOT_EXTRA: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What a model's config.json says of how it can be split. What is None refuses nothing."""
+    """What a model's config.json says of it. What is None refuses nothing."""
 
-    layers: int | None = None
-    heads: int | None = None
-    kv_heads: int | None = None
-    """None also where keys and values are latent (MLA), since each rank has them whole."""
-    width: int | None = None
-    """Of the dense feed-forward layers."""
     experts: int | None = None
     """Routed ones of a layer."""
-    expert_width: int | None = None
     vocabulary: int | None = None
     quantised: bool = False
 
@@ -70,25 +63,10 @@ class ModelShape:
         """Read a parsed config.json; of a multimodal model, its language model's part."""
         text: Any = config.get("text_config")
         given: Mapping[str, Any] = cast("Mapping[str, Any]", text) if isinstance(text, Mapping) else config
-
-        def first(*names: str) -> int | None:  # a model whose layers differ has lists here, which say nothing
-            sizes = (given.get(name) for name in names)
-            return next((size for size in sizes if type(size) is int and size > 0), None)
-
-        heads = first("num_attention_heads", "n_head", "n_heads")
-        experts = first("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts") or 0
-        width = first("intermediate_size", "n_inner", "ffn_dim")
-        latent = given.get("kv_lora_rank") is not None
-        return cls(
-            layers=first("num_hidden_layers", "n_layer", "n_layers"),
-            heads=heads,
-            kv_heads=None if latent else first("num_key_value_heads", "num_kv_heads") or heads,
-            width=None if experts else width,
-            experts=experts,
-            expert_width=(first("moe_intermediate_size") or width) if experts else None,
-            vocabulary=first("vocab_size"),
-            quantised=config.get("quantization_config") is not None,
-        )
+        names = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
+        experts = next((given[name] for name in names if given.get(name)), 0)
+        quantised = config.get("quantization_config") is not None
+        return cls(experts=experts, vocabulary=given.get("vocab_size"), quantised=quantised)
 
 
 def read_shape(model: str) -> ModelShape:
@@ -151,14 +129,13 @@ def _check_extra_args(config: EngineConfig, refused: Mapping[str, str]) -> None:
 
 
 def _rules(config: EngineConfig, cpu: bool, m: ModelShape) -> tuple[tuple[object, str], ...]:  # noqa: FBT001
-    """Return whether each rule is broken, and what it says: those of vLLM's CPU build (seen with 0.32), then a model's.
+    """Return whether each rule is broken, and what it says: those of vLLM's CPU build (seen with 0.32), then experts'.
 
     Experts are spread over data-parallel replicas too.
     """
     tp, pp, dp = config.tensor_parallel_size, config.pipeline_parallel_size, config.data_parallel_size
     ep, spread, dies = config.enable_expert_parallel, tp * dp, "vLLM's CPU build dies of"
-    needed, memory = tp * pp * dp * RANK_BYTES, machine_bytes()
-    heads, replay = m.heads and m.heads % tp, config.enable_return_routed_experts
+    needed, memory, replay = tp * pp * dp * RANK_BYTES, machine_bytes(), config.enable_return_routed_experts
     return (
         (cpu and pp > 1,
          (f"pipeline_parallel_size is {pp}, and with more than one stage {dies} the first request; use tensor or data "
@@ -180,19 +157,6 @@ def _rules(config: EngineConfig, cpu: bool, m: ModelShape) -> tuple[tuple[object
         (replay and pp > 1, f"pipeline_parallel_size is {pp}, and vLLM reports no experts of several stages"),
         (replay and not config.enable_prefix_caching,
          "vLLM reports experts with prefix caching alone; set enable_prefix_caching"),
-        (heads, f"its {m.heads} attention heads cannot be split evenly over tensor_parallel_size {tp}"),
-        (not heads and m.kv_heads and m.kv_heads % tp and tp % m.kv_heads,
-         f"its {m.kv_heads} key-value heads can be neither split nor copied evenly to {tp} ranks"),
-        (m.width and m.width % tp,
-         f"its feed-forward width of {m.width} cannot be split evenly over tensor_parallel_size {tp}"),
-        (m.layers and m.layers < pp,
-         f"its {m.layers} layers are fewer than pipeline_parallel_size {pp}: a stage would have none"),
-        (ep and m.experts == 0, "enable_expert_parallel is set, and it has no experts: its config.json names none"),
-        (ep and 0 < (m.experts or 0) < spread,
-         f"its {m.experts} experts are fewer than the {spread} ranks (TP x DP) that are to share them"),
-        (not ep and m.experts and m.expert_width and m.expert_width % spread,
-         (f"each expert's width of {m.expert_width} cannot be split evenly over {spread} ranks (TP x DP); "
-          "enable_expert_parallel spreads whole experts")),
     )  # fmt: skip
 
 

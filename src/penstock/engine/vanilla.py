@@ -12,29 +12,26 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import orjson
 
 from penstock import wire
 from penstock.aio import all_or_first_error
-from penstock.engine.adapters import AdapterCalls, AdapterLoad
 from penstock.engine.capabilities import SAMPLED_FROM, Capabilities, EngineInfo, require
 from penstock.engine.client import Answer, Continuation
 from penstock.engine.control import ControlClient, CoreState
 from penstock.engine.openai import Stream
-from penstock.errors import EngineError, EngineHTTPError, MissingCapabilityError, StateError, reading
+from penstock.errors import EngineError, EngineHTTPError, StateError, reading
 from penstock.http import HttpTransport, Reply
-from penstock.types import KV, EngineUpdate, SamplingParams
+from penstock.types import SamplingParams
 from penstock.wire import GENERATE, version_number
 
 NOT_FOUND, NOT_ALLOWED, REFUSED_BODY, FAILED = 404, 405, frozenset({400, 422}), 500
 _CALLS = {
     "pause": "/pause", "abort": "/abort_requests", "caches": "/reset_prefix_cache", "sleep": "/sleep",
-    "rpc": "/collective_rpc", "lora": "/v1/load_lora_adapter", "weight_transfer": "/init_weight_transfer_engine",
+    "rpc": "/collective_rpc", "weight_transfer": "/init_weight_transfer_engine",
 }  # fmt: skip
 """Each is a POST route. A server that has the route answers GET with 405, otherwise with 404."""
 
@@ -52,11 +49,6 @@ class VanillaControl(ControlClient):
         """Return what the core reports; without our plugin only whether it is paused."""
         return await super().state() if self.has_plugin else CoreState(await self.is_paused())
 
-    @cached_property
-    def adapters(self) -> Any:
-        """Calls for LoRA adapters, by vLLM's routes where there is no plugin."""
-        return VanillaAdapterCalls(self)
-
     async def _info(self) -> EngineInfo:
         self.has_plugin = True
         try:
@@ -66,45 +58,6 @@ class VanillaControl(ControlClient):
                 raise
         self.has_plugin = False
         return await identify(self.http, timeout_s=self.timeout_s)
-
-
-class VanillaAdapterCalls(AdapterCalls):
-    """`AdapterCalls` of a server with our plugin or without it, whose own routes then do."""
-
-    _control: VanillaControl
-
-    async def read(self, name: str, source: Mapping[str, Any], *, timeout_s: float) -> None:
-        """Have a version read as `AdapterCalls` does; without our plugin, vLLM reads it when it is loaded."""
-        if self._control.has_plugin:
-            await super().read(name, source, timeout_s=timeout_s)
-
-    async def load(
-        self, name: str, version: int, source: Mapping[str, Any], *, timeout_s: float, kv: KV = "recompute"
-    ) -> EngineUpdate:
-        """Load as `AdapterCalls` does; without our plugin by vLLM's route, in place and from a folder."""
-        if self._control.has_plugin:
-            return await super().load(name, version, source, timeout_s=timeout_s, kv=kv)
-        if "path" not in source:
-            raise MissingCapabilityError(
-                f"engine {self._control.name} runs without Penstock's plugin, so it reads adapters from folders only: "
-                "set fleet.weight_folder, which it sees too, or load a saved adapter by its path"
-            )
-        began = time.perf_counter()
-        data = orjson.dumps({"lora_name": name, "lora_path": source["path"], "load_inplace": True})
-        await self._control.http.call("POST", "/v1/load_lora_adapter", data, timeout_s=timeout_s)
-        return EngineUpdate(self._control.name, {"bubble": time.perf_counter() - began}, preempted=0, checksum="")
-
-    async def unload(self, name: str) -> None:
-        """Forget an adapter; without our plugin, vLLM lets its requests in flight end."""
-        if self._control.has_plugin:
-            await super().unload(name)
-        else:
-            data = orjson.dumps({"lora_name": name})
-            await self._control.http.call("POST", "/v1/unload_lora_adapter", data, timeout_s=self._control.timeout_s)
-
-    async def served(self) -> dict[str, AdapterLoad]:
-        """Return the adapters as `AdapterCalls` does; none without our plugin, which alone counts them."""
-        return await super().served() if self._control.has_plugin else {}
 
 
 class NativeTransfer:
@@ -195,7 +148,7 @@ def _capabilities(calls: dict[str, bool], config: dict[str, Any], *, tokens: boo
         "weight_transfer": transfer.get("backend") if calls["weight_transfer"] and labels else None,
         "sampled_logprobs": model.get("logprobs_mode") in SAMPLED_FROM,
     }
-    return Capabilities(plugin=False, tokens=tokens and labels, **found)
+    return Capabilities(plugin=False, lora=False, tokens=tokens and labels, **found)
 
 
 def _section(config: Any, name: str) -> dict[str, Any]:
