@@ -113,7 +113,7 @@ async def test_an_engine_gets_its_own_key_and_no_client_s() -> None:
         assert "secret-of-e0" not in repr(r.backends[0].entry(api_key="secret-of-e0"))
         for bad in ("", "a b", "a\r\nX: y", "é"):
             with pytest.raises(UserError, match="api_key"):
-                r.backends[0].entry(api_key=bad)
+                await r.announce([r.backends[0].entry(api_key=bad)])
 
 
 async def test_the_root_says_what_is_served() -> None:
@@ -184,13 +184,19 @@ BAD_CALLS = [
         "http://host:port",
     ),
     ("PUT", "/router/engines", b'{"epoch": 9, "engines": [{"name": "a", "url": "http://a:1/v1"}]}', 400, "http://host"),
-    ("PUT", "/router/engines", b'{"epoch": 9, "engines": [{"name": "a", "url": "http://a..b:1"}]}', 400, "malformed"),
+    (
+        "PUT",
+        "/router/engines",
+        b'{"epoch": 9, "engines": [{"name": "a", "url": "http://a..b:1"}]}',
+        400,
+        "engines.0.url",
+    ),
     (
         "PUT",
         "/router/engines",
         b'{"epoch": 9, "engines": [{"name": "a b", "url": "http://a:1"}]}',
         400,
-        "without spaces",
+        "engines.0.name",
     ),
     ("PUT", "/router/engines", b'{"epoch": 9, "engines": [{"name": "a", "url": "http://a:1", "wv": 1}]}', 400, "wv"),
     ("PUT", "/router/engines", b'{"epoch": 9, "engines": [], "closed": 1}', 400, "closed"),
@@ -218,7 +224,7 @@ async def test_two_engines_of_one_name_or_url_are_refused() -> None:
     a = EngineEntry("a", "http://127.0.0.1:1")
     with pytest.raises(UserError, match="name 'a'"):
         Membership(1, (a, EngineEntry("a", "http://127.0.0.1:2")))
-    with pytest.raises(UserError, match=r"url 'http://127\.0\.0\.1:1'"):
+    with pytest.raises(UserError, match=r"url and rank \('http://127\.0\.0\.1:1', None\)"):
         Membership(1, (a, EngineEntry("b", "http://127.0.0.1:1")))
 
 

@@ -11,9 +11,9 @@ import pytest
 from router_rig import Backend, RawClient, Rig, Seen, answer_name, eventually, reply, request, rig
 
 from patience import WAIT_S
-from penstock.router.admin_client import EngineLoad
 from penstock.router.kv import KVStats, parse_kv_stats
 from penstock.router.memory import EngineEntry
+from penstock.router.state import EngineLoad
 from penstock.sim import SimConfig, SimServer
 
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter

@@ -7,7 +7,7 @@ from router_rig import Backend, Rig, answer_name, eventually, rig
 
 from penstock.errors import UserError
 from penstock.router.kv import KVStats, parse_kv_stats
-from penstock.router.memory import EngineEntry, Membership
+from penstock.router.memory import EngineEntry
 
 RANK = "x-data-parallel-rank"
 
@@ -100,14 +100,10 @@ async def test_a_name_at_another_rank_is_another_engine() -> None:
         assert given(r.backends[0]) == ["0", "1"]
 
 
-def test_what_cannot_be_a_set() -> None:
-    with pytest.raises(UserError, match=r"dp_rank is a whole number from 0 to .*, got -1"):
-        EngineEntry("e0", "http://h:1", dp_rank=-1)
-    for pair in ((0, 0), (None, 0), (1, None)):
-        with pytest.raises(
-            UserError, match="two engines have the url 'http://h:1'; give each its own, or its own rank"
-        ):
-            Membership(0, tuple(EngineEntry(f"e{i}", "http://h:1", dp_rank=rank) for i, rank in enumerate(pair)))
+async def test_a_rank_is_a_whole_number() -> None:
+    async with rig(answer_name) as r:
+        with pytest.raises(UserError, match=r"engines\.0\.dp_rank"):
+            await r.announce([EngineEntry("e0", "http://h:1", dp_rank=-1)])
 
 
 def test_figures_of_a_rank_that_is_not_there() -> None:

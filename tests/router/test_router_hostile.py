@@ -87,14 +87,6 @@ async def test_a_head_that_does_not_end(*, process: bool) -> None:
         assert r.backends[0].seen == []
 
 
-async def test_a_body_that_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.router.client_connection.BODY_STALL_S", 0.2)
-    async with rig(answer_name) as r:
-        answer = await refused(r, request(headers="Content-Length: 10\r\n") + b"half", {408})
-        assert b"X-Penstock-Error: slow_body" in answer
-        await r.settled()
-
-
 async def test_a_client_that_never_reads_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.router.client_connection.WRITE_STALL_S", 0.3)
 

@@ -13,8 +13,9 @@ from penstock.errors import ConfigError, PenstockError, UserError
 from penstock.fleet.roster import Admin, Roster
 from penstock.fleet.router_process import OpenRouter
 from penstock.http import HttpTransport
-from penstock.router.admin_client import EngineLoad, RouterAdmin, RouterState
+from penstock.router.admin_client import RouterAdmin
 from penstock.router.memory import Membership
+from penstock.router.state import EngineLoad, RouterState
 from penstock.settings import FleetConfig, RouterConfig
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from penstock.errors import ConfigError, StateError, UserError
 from penstock.guard import DATA_PATHS as ENGINE_PATHS
 from penstock.rooms import plugged_in
-from penstock.router.client_connection import ClientConnection
+from penstock.router.client_connection import Call, ClientConnection
 from penstock.router.dispatcher import Dispatcher
 from penstock.router.http import RefusalError, RequestHead, response
 from penstock.router.memory import EngineEntry, Membership
@@ -73,7 +73,7 @@ class _SessionBody(_Strict):
 _MAX_BODY = 4 << 20
 
 
-class AdminCall:
+class AdminCall(Call):
     """One request to the router itself."""
 
     def __init__(
@@ -85,9 +85,6 @@ class AdminCall:
         self._control_ports = control_ports
         self._body = bytearray()
 
-    def begin(self, piece: bytes | memoryview, *, done: bool) -> None:
-        self.add_body(piece, done=done)
-
     def add_body(self, piece: bytes | memoryview, *, done: bool) -> None:
         self._body += piece
         if len(self._body) > _MAX_BODY:
@@ -98,12 +95,6 @@ class AdminCall:
     def refuse(self, refusal: RefusalError) -> None:
         self._dispatcher.metrics.rejected[refusal.code] += 1
         self._client.answer_refusal(refusal)
-
-    def cancel(self) -> None:
-        """The client has gone; what it asked for is done all the same."""
-
-    def pause(self, *, paused: bool) -> None:
-        """Answers are small."""
 
     def _answer(self) -> None:
         request, close = self._request, not self._request.keep_alive
@@ -168,8 +159,5 @@ def _parse(model: type[M], body: bytes) -> M:
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
-        for e in error.errors():
-            if isinstance(cause := e.get("ctx", {}).get("error"), UserError):  # of `EngineEntry`
-                raise RefusalError(400, "bad_engines", str(cause)) from None
         what = "; ".join(f"{'.'.join(str(part) for part in e['loc']) or 'body'}: {e['msg']}" for e in error.errors())
         raise RefusalError(400, "bad_json", f"the body does not fit: {what}") from None

@@ -10,12 +10,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import orjson
+from pydantic import TypeAdapter
 
 from penstock.errors import EngineDeadError, EngineError, EngineHTTPError, StateError, UserError, reading
 from penstock.http import HttpTransport
 from penstock.rooms import plugged_in
 from penstock.router.memory import Membership
-from penstock.router.state import EngineLoad, RouterState
+from penstock.router.state import RouterState
+
+_STATE = TypeAdapter(RouterState)
 
 
 class RouterAdmin:
@@ -48,7 +51,7 @@ class RouterAdmin:
         """What all processes together have."""
         answers = await self._all("GET", "/router/engines")
         with reading("answer", self._other_form):
-            states = [_state(answer) for answer in answers]
+            states = [_STATE.validate_python(answer) for answer in answers]
         return states[0] if len(states) == 1 else plugged_in("router.merged")(states)
 
     def forget(self) -> None:
@@ -119,9 +122,3 @@ class RouterAdmin:
             what = f"{method} {url}{path} answered 200, but not with a JSON object: {content[:200]!r}"
             raise EngineHTTPError(what, status=200)
         return answer  # pyright: ignore[reportUnknownVariableType] - a JSON object
-
-
-def _state(answer: Mapping[str, Any]) -> RouterState:
-    given = dict(answer)
-    loads = tuple(EngineLoad(**load) for load in given.pop("engines"))
-    return RouterState(**given, engines=loads)

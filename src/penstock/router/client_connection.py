@@ -6,7 +6,7 @@ import asyncio
 import re
 import time
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import cast
 
 from penstock.router.http import (
     CHUNKED,
@@ -22,8 +22,6 @@ from penstock.settings import RouterConfig
 
 IDLE_S = 75.0
 """A kept-alive connection without a request is closed after this time."""
-BODY_STALL_S = 60.0
-"""A request whose body brings no byte for this time gets a 408."""
 WRITE_STALL_S = 300.0
 """A client that takes no byte of its answer for this time is given up."""
 LINGER_S = 2.0
@@ -38,24 +36,26 @@ HEALTH = b"/router/health"
 """Needs no key."""
 
 
-class Call(Protocol):
+class Call:
     """What serves one request: an `Exchange`, or an admin call."""
 
     def begin(self, piece: bytes | memoryview, *, done: bool) -> None:
         """Start, with what came of the body together with the head; all of it, if `done`."""
-        ...
+        self.add_body(piece, done=done)
 
     def add_body(self, piece: bytes | memoryview, *, done: bool) -> None:
         """A further piece of the request's body, without its framing."""
-        ...
+        raise NotImplementedError
 
     def refuse(self, refusal: RefusalError) -> None:
         """The rest of the request is not acceptable, or too late."""
-        ...
+        raise NotImplementedError
 
-    def cancel(self) -> None: ...
+    def cancel(self) -> None:
+        """The client has gone."""
 
-    def pause(self, *, paused: bool) -> None: ...
+    def pause(self, *, paused: bool) -> None:
+        """The client reads its answer too slowly, or reads on."""
 
 
 class Clients:
@@ -113,8 +113,6 @@ class ClientConnection(asyncio.Protocol):
         """A head that is not complete yet."""
         self._request: RequestHead | None = None
         self._body: BodyReader | None = None
-        self._body_by = _NEVER
-        """`time.monotonic()` at which all of the body has to be here."""
         self._payload: list[bytes] | None = None
         """Payload of a chunked body that the call has not got yet."""
         self._call: Call | None = None
@@ -188,6 +186,8 @@ class ClientConnection(asyncio.Protocol):
             self._arm(IDLE_S, self._close)
             return
         self.deadline = _NEVER
+        if self._body is not None and not self._body.done:
+            self._arm(self._clients.config.body_timeout_s, self._slow_body)
         self._call.pause(paused=False)
 
     # --- for the call ------------------------------------------------------------------------------------------------
@@ -251,15 +251,9 @@ class ClientConnection(asyncio.Protocol):
         self.answer_refusal(RefusalError(408, "slow_headers", f"the request's head took more than {limit:g} s"))
 
     def _slow_body(self) -> None:
-        if self._call is None:
-            return
-        total = self._clients.config.body_timeout_s
-        late = time.monotonic() >= self._body_by
-        what = f"took more than {total:g} s" if late else f"brought no byte for {BODY_STALL_S:g} s"
-        self._call.refuse(RefusalError(408, "slow_body", f"the request's body {what}"))
-
-    def _await_body(self) -> None:
-        self._arm(min(BODY_STALL_S, self._body_by - time.monotonic()), self._slow_body)
+        limit = self._clients.config.body_timeout_s
+        if self._call is not None:
+            self._call.refuse(RefusalError(408, "slow_body", f"the request's body took more than {limit:g} s"))
 
     # --- the request -------------------------------------------------------------------------------------------------
 
@@ -298,8 +292,7 @@ class ClientConnection(asyncio.Protocol):
         piece = self._follow(body, data, start)
         call = self._open_call(request)
         if not body.done:
-            self._body_by = time.monotonic() + clients.config.body_timeout_s
-            self._await_body()
+            self._arm(clients.config.body_timeout_s, self._slow_body)
             if request.expect:
                 self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         call.begin(piece, done=body.done)
@@ -320,8 +313,6 @@ class ClientConnection(asyncio.Protocol):
         piece = self._follow(body, data, 0)
         if body.done:
             self.deadline = _NEVER
-        else:
-            self._await_body()
         if piece or body.done:
             call.add_body(piece, done=body.done)
 

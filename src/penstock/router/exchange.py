@@ -14,7 +14,7 @@ import orjson
 
 from penstock.rooms import plugged_in
 from penstock.router.backend import OWN_SHORTAGES, Backend, BackendConnection, ConnectionUser
-from penstock.router.client_connection import ClientConnection
+from penstock.router.client_connection import Call, ClientConnection
 from penstock.router.dispatcher import Dispatcher, Waiter
 from penstock.router.http import (
     CHUNKED,
@@ -33,7 +33,7 @@ _LONG = 65_536
 """Bytes of a body from which on it is not copied to go out with its head."""
 
 
-class Exchange(Waiter, ConnectionUser):
+class Exchange(Call, Waiter, ConnectionUser):
     """The life of one request."""
 
     backend: Backend | None = None

@@ -117,10 +117,10 @@ def _whole_number(field: str) -> Callable[[bytes], int]:
     return make
 
 
-def _text(field: str, limit: int, code: str = "bad_request") -> Callable[[bytes], str | None]:
+def _text(field: str) -> Callable[[bytes], str | None]:
     def make(value: bytes) -> str | None:
-        if len(value) > limit:
-            raise _malformed(f"{field} has {len(value)} bytes, over the limit of {limit}", code=code)
+        if len(value) > _MAX_ID:
+            raise _malformed(f"{field} has {len(value)} bytes, over the limit of {_MAX_ID}")
         try:
             return value.decode() or None  # as clients send names beyond ASCII, and as the admin calls say them
         except UnicodeDecodeError:
@@ -155,8 +155,8 @@ _REQUEST_ROLES = _FRAMING | {
     b"authorization": ("authorization", bytes, _ENDS_HERE),  # the router's key; an engine gets its own
     b"x-api-key": ("x_api_key", bytes, _ENDS_HERE),
     b"x-data-parallel-rank": ("dp_rank", bytes, _ENDS_HERE),  # the membership's to say
-    b"x-session-id": ("session_id", _text("X-Session-ID", _MAX_ID, "bad_session_id"), _GOES_ON),
-    b"x-group-id": ("group_id", _text("X-Group-ID", _MAX_ID), _GOES_ON),
+    b"x-session-id": ("session_id", _text("X-Session-ID"), _GOES_ON),
+    b"x-group-id": ("group_id", _text("X-Group-ID"), _GOES_ON),
     b"x-weight-version": ("min_weight_version", _whole_number("X-Weight-Version"), _GOES_ON),
     b"x-prompt-tokens": ("prompt_tokens", _whole_number("X-Prompt-Tokens"), _GOES_ON),
     b"x-expected-tokens": ("expected_tokens", _whole_number("X-Expected-Tokens"), _GOES_ON),

@@ -2,63 +2,51 @@
 
 from __future__ import annotations
 
-import re
 import time
 from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar
 from urllib.parse import urlsplit
 
-from pydantic import ConfigDict
+from pydantic import AfterValidator, ConfigDict, Field
 
-from penstock.errors import StateError, UserError, whole_number
+from penstock.errors import StateError, UserError
 from penstock.router.policies import EngineView
 
 # --- what a fleet tells it: always all of it, with an epoch, never a delta -------------------------------------------
 
-_NAME = re.compile(r"[!-~]{1,128}")
-_KEY = re.compile(r"[!-~]{1,1024}")
+
+def _check_url(url: str) -> str:
+    parts = urlsplit(url)
+    extra = parts.path.rstrip("/") or parts.query or parts.fragment or parts.username or parts.password
+    (parts.hostname or "").encode("idna")  # what the resolver will do: an error there would come too late to be said
+    if parts.scheme != "http" or not parts.hostname or not parts.port or extra:
+        raise ValueError("it must be of the form http://host:port")
+    return url
 
 
 @dataclass(frozen=True, slots=True)
 class EngineEntry:
-    """One engine as the fleet announces it.
-
-    Raises:
-        UserError: for a name that is not 1 to 128 printable characters without spaces, a URL that is not
-            `http://host:port`, a negative weight version or rank, or a key that is no single printable word.
-    """
+    """One engine as the fleet announces it; the router checks it when it reads the announcement."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
 
-    name: str
-    url: str
-    weight_version: int = 0
+    name: Annotated[str, Field(pattern=r"^[!-~]{1,128}$")]
+    url: Annotated[str, AfterValidator(_check_url)]
+    weight_version: Annotated[int, Field(ge=0)] = 0
     eligible: bool = True
     """Whether requests may go there; False while it loads weights or is dead."""
     draining: bool = False
     """It is to leave: only later turns of sessions that live there go there, until they finish or their TTL passes."""
-    dp_rank: int | None = None
+    dp_rank: Annotated[int, Field(ge=0)] | None = None
     """It is this data-parallel rank of the server at `url`, which is told so in a header of every request; None: the
     server is one engine, and shares requests out among its ranks itself."""
-    max_model_len: int | None = None
+    max_model_len: Annotated[int, Field(ge=1)] | None = None
     """Most tokens that one of its sequences can have; None: not known."""
-    api_key: str | None = field(default=None, repr=False)
+    api_key: Annotated[str, Field(pattern=r"^[!-~]{1,1024}$")] | None = field(default=None, repr=False)
     """Key that the router sends to it as `Authorization: Bearer`; None: none. `GET /router/engines` never shows it."""
-
-    def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
-            raise UserError(f"engine name {self.name!r} must be 1 to 128 printable ASCII characters without spaces")
-        whole_number(self.weight_version, f"engine {self.name}: weight_version")
-        if self.dp_rank is not None:
-            whole_number(self.dp_rank, f"engine {self.name}: dp_rank")
-        if self.max_model_len is not None and self.max_model_len < 1:
-            raise UserError(f"engine {self.name}: max_model_len must be at least 1, got {self.max_model_len}")
-        if self.api_key is not None and not _KEY.fullmatch(self.api_key):
-            raise UserError(f"engine {self.name}: api_key must be 1 to 1024 printable ASCII characters without spaces")
-        self.address()
 
     @property
     def place(self) -> tuple[str, int | None]:
@@ -67,16 +55,8 @@ class EngineEntry:
 
     def address(self) -> tuple[str, int]:
         """Host and port of `url`."""
-        try:
-            parts = urlsplit(self.url)
-            host, port = parts.hostname, parts.port
-            (host or "").encode("idna")  # what the resolver will do: an error there would come too late to be said
-        except ValueError as error:
-            raise UserError(f"engine {self.name}: url {self.url!r} is malformed: {error}") from None
-        extra = parts.path.rstrip("/") or parts.query or parts.fragment or parts.username or parts.password
-        if parts.scheme != "http" or not host or not port or extra:
-            raise UserError(f"engine {self.name}: url must be of the form http://host:port, got {self.url!r}")
-        return host, port
+        parts = urlsplit(self.url)
+        return parts.hostname or "", parts.port or 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,36 +75,29 @@ class Membership:
     may come to its end."""
 
     def __post_init__(self) -> None:
-        names: set[str] = set()
-        ranks: dict[str, set[int | None]] = {}
-        for entry in self.engines:
-            if entry.name in names:
-                raise UserError(f"two engines have the name {entry.name!r}; give each its own")
-            names.add(entry.name)
-            taken = ranks.setdefault(entry.url, set())
-            if entry.dp_rank in taken or (taken and None in {entry.dp_rank, *taken}):
-                raise UserError(f"two engines have the url {entry.url!r}; give each its own, or its own rank there")
-            taken.add(entry.dp_rank)
+        for what, values in (
+            ("name", [e.name for e in self.engines]),
+            ("url and rank", [e.place for e in self.engines]),
+        ):
+            twice = [value for value, count in Counter(values).items() if count > 1]
+            if twice:
+                raise UserError(f"two engines have the {what} {twice[0]!r}; give each its own")
 
     def replaced_by(self, announced: Membership) -> Membership:
         """What is in force after another was announced; this one again where nothing changes.
 
         Raises:
             StateError: an older or equal epoch that says something else: a late message cannot undo a newer one.
-            UserError: a negative epoch.
         """
-        epoch = whole_number(announced.epoch, "epoch")
-        if epoch > self.epoch:
+        if announced.epoch > self.epoch:
             return announced
         if replace(announced, epoch=self.epoch) != self:
-            raise StateError(f"epoch {epoch} is not newer than {self.epoch} and differs from it; nothing was changed")
+            what = f"epoch {announced.epoch} is not newer than {self.epoch} and differs from it"
+            raise StateError(f"{what}; nothing was changed")
         return self
 
 
 # --- engines, sessions --------------------------------------------------------------------------------------
-
-new_tuple = cast("Any", tuple).__new__
-"""Of a named tuple, at half the price of calling its class."""
 
 
 class Engine:
@@ -138,8 +111,6 @@ class Engine:
     kv_capacity = 0
     kv_reported_at = 0
     """Tokens in flight there when it reported its KV usage."""
-    place = -1
-    """Its place among the engines that take new requests; -1: it is none of them."""
     requests = tokens = resident = 0
     """In flight there. The second: their prompt and expected tokens. The third: those of them that no session's context
     has yet (all of a request without a session, else what it may add)."""
@@ -150,8 +121,9 @@ class Engine:
 
     def __init__(self, entry: EngineEntry) -> None:
         self.name = entry.name
-        self.view = EngineView(entry.name)
         self.announce(entry)
+        self.view = self.look()
+        """What policies see of it."""
 
     def announce(self, entry: EngineEntry) -> None:
         self.entry = entry
@@ -160,7 +132,12 @@ class Engine:
     @property
     def serves(self) -> bool:
         """Whether requests may go there, those of its own sessions at least."""
-        return self.entry.eligible and not self.down
+        return self.entry.eligible and not self.down and not self.left
+
+    @property
+    def takes_new(self) -> bool:
+        """Whether any request may go there."""
+        return self.serves and not self.entry.draining
 
     def add(self, requests: int, tokens: int, resident: int) -> None:
         """Change what is in flight by so much; what was added is taken back in the end."""
@@ -169,12 +146,11 @@ class Engine:
         self.resident += resident
 
     def look(self) -> EngineView:
-        """What policies see of it."""
         usage = self.kv_usage
         if self.tokens > self.kv_reported_at and self.kv_capacity and usage >= 0:
             usage += (self.tokens - self.kv_reported_at) / self.kv_capacity
-        figures = (self.requests, self.tokens, self.resident + self.context, usage, self.kv_capacity)
-        return new_tuple(EngineView, (self.name, self.weight_version, *figures))
+        resident = self.resident + self.context
+        return EngineView(self.name, self.weight_version, self.requests, self.tokens, resident, usage, self.kv_capacity)
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from penstock.rooms import plugged_in
-from penstock.router.memory import Engine, EngineEntry, Session, SessionStats, SessionTable, new_tuple
+from penstock.router.memory import Engine, EngineEntry, Session, SessionStats, SessionTable
 from penstock.router.policies import Defer, Hints, Policies, ReadsPrefixes, RequestView, Snapshot
 from penstock.settings import RouterConfig
 
@@ -80,7 +80,7 @@ class Placement:
             else:
                 self.engines[entry.name] = self._make(entry)
         for engine in before.values():
-            engine.left, engine.place = True, -1
+            engine.left = True
         self._arrange()
         return before.values()
 
@@ -111,7 +111,7 @@ class Placement:
         session_id = request.session_id
         record = None if session_id is None else self.sessions.get(session_id)
         home = None if record is None else self._home(record.engine, request, tried)
-        if home is not None and home.place < 0:
+        if home is not None and not home.takes_new:
             return self._record(request, now, tried, record, home, home, "draining")
         snapshot = self._snapshot(request, tried)
         if snapshot is None:
@@ -121,7 +121,7 @@ class Placement:
         if wanted and request.prefix_hashes and (home is None or wanted is ReadsPrefixes.ALWAYS):
             boundaries = self._prefixes.boundaries(request.prefix_hashes)
         group_id = None if home is not None else request.group_id
-        figures = (
+        seen = RequestView(
             session_id,
             None if home is None else home.view,
             0 if record is None else record.tokens,
@@ -131,7 +131,7 @@ class Placement:
             self._prefixes.holders(boundaries, len(self.engines)) if boundaries else (),
             tuple(self._groups[group_id].items()) if group_id in self._groups else (),
         )
-        rule, answer = self._policy.ask(snapshot, new_tuple(RequestView, figures))
+        rule, answer = self._policy.ask(snapshot, seen)
         if isinstance(answer, Defer):
             return answer
         engine = self.engines[answer.name]
@@ -174,13 +174,13 @@ class Placement:
                 del self._in_flight[session_id]
             self.sessions.touch(session_id, now)
             self._stats.ended += 1
-        self._changed(engine)
+        engine.view = engine.look()
 
     def finish_session(self, session_id: str) -> bool:
         """Forget a session: nothing of it is needed any more. False: it was not known."""
         record = self.sessions.drop(session_id)
         if record is not None:
-            self._changed(record.engine)
+            record.engine.view = record.engine.look()
         return record is not None
 
     def expire(self, now: float) -> int:
@@ -207,44 +207,26 @@ class Placement:
 
     def _arrange(self) -> None:
         """Something changed in which engines take new requests, or in the figures of many."""
-        self._open = []
-        for engine in self.engines.values():
-            takes_new = engine.serves and not engine.entry.draining
-            engine.place = len(self._open) if takes_new else -1
+        engines = self.engines.values()
+        for engine in engines:
             engine.view = engine.look()
-            if takes_new:
-                self._open.append(engine)
-        self._views = [engine.view for engine in self._open]
-        self._resident = sum([view.resident_tokens for view in self._views])
-        self._versions = sorted({engine.weight_version for engine in self._open})
-        limits = [
-            min(filter(None, (e.entry.max_model_len, e.kv_capacity)), default=MOST_TOKENS)
-            for e in self.engines.values()
-        ]
+        self._open = [engine for engine in engines if engine.takes_new]
+        self._oldest = min([engine.weight_version for engine in self._open], default=0)
+        limits = [min(filter(None, (e.entry.max_model_len, e.kv_capacity)), default=MOST_TOKENS) for e in engines]
         self.most_tokens = max(limits, default=MOST_TOKENS)
         """More fits on no engine: more than one sequence can have."""
 
-    def _changed(self, engine: Engine) -> None:
-        view = engine.look()
-        if engine.place >= 0:
-            self._resident += view.resident_tokens - engine.view.resident_tokens
-            self._views[engine.place] = view
-        engine.view = view
-
     def _snapshot(self, request: Hints, tried: Collection[Engine]) -> Snapshot | None:
         """The engines that may serve a new request; None: there is none."""
-        if not self._open:
-            return None
-        version = request.min_weight_version
-        if version > self._versions[0] or tried:
-            able = [e.view for e in self._open if e.weight_version >= version and e not in tried]
-            return Snapshot.of(able, self._placed) if able else None
-        return new_tuple(Snapshot, (tuple(self._views), self._placed, self._resident))
+        able, version = self._open, request.min_weight_version
+        if version > self._oldest or tried:
+            able = [e for e in able if e.weight_version >= version and e not in tried]
+        return Snapshot.of([e.view for e in able], self._placed) if able else None
 
     def _home(self, home: Engine, request: Hints, tried: Collection[Engine]) -> Engine | None:
-        if home.left or home in tried or home.weight_version < request.min_weight_version:
+        if home in tried or home.weight_version < request.min_weight_version:
             return None
-        return home if home.place >= 0 or (home.serves and self._policy.sticky) else None
+        return home if home.takes_new or (home.serves and self._policy.sticky) else None
 
     def _record(
         self,
@@ -275,8 +257,8 @@ class Placement:
             self._in_flight[session_id] = self._in_flight.get(session_id, 0) + 1
             self.sessions.record(session_id, engine, context or 1, now)
             if left is not None and left is not engine:
-                self._changed(left)
-        self._changed(engine)
+                left.view = left.look()
+        engine.view = engine.look()
         self._placed += 1
         self.rules[rule] += 1
         self.turns[turn] += 1

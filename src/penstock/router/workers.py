@@ -22,7 +22,6 @@ from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
-from penstock.process import backoff_s
 from penstock.router.server import BACKLOG, Router, base_url, cannot_listen
 from penstock.router.state import EngineLoad, RouterState
 from penstock.settings import RouterConfig, refuse_open_host
@@ -31,9 +30,8 @@ logger = logging.getLogger(__name__)
 
 STOP_S = 3
 """Between SIGTERM and SIGKILL."""
-STEADY_S = 60.0
-"""Workers that have served for so long are well: should one end, the wait before its restart is short again."""
-_LONGEST_WAIT_S = 5.0
+_RESTART_S = 0.2
+"""Before a process that ended is started again."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -80,7 +78,7 @@ def _forked(count: int) -> int:
     """Return in each of `count` processes which one it is; those that end are forked again."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _exit)
-    parent, workers, failures, began = os.getpid(), dict[int, int](), 0, time.monotonic()
+    parent, workers = os.getpid(), dict[int, int]()
     missing = list(range(count))
     try:
         while True:
@@ -98,9 +96,7 @@ def _forked(count: int) -> int:
                 pid, status = os.wait()
                 missing.append(index := workers.pop(pid))
                 logger.warning("router worker %d ended with status %d", index, os.waitstatus_to_exitcode(status))
-            failures = 0 if time.monotonic() - began >= STEADY_S else failures
-            time.sleep(backoff_s(failures, cap_s=_LONGEST_WAIT_S))
-            began, failures = time.monotonic(), failures + 1
+            time.sleep(_RESTART_S)
     finally:
         if os.getpid() == parent:
             _end(workers)
