@@ -2,8 +2,7 @@
 
 python _verifiers_side.py URL MODEL TOKENIZER SESSIONS MAX_TOKENS
 
-Prints `{"url", "keys"}`, a key for each session. A line on stdin asks for what it recorded, `{"rows": [...]}`, and
-ends it. A row has the ids, mask and logprobs of one branch of a session's graph.
+Prints `{"url", "keys"}`, a key for each session. A line on stdin, or its end, ends it.
 """
 # pyright: basic, reportMissingImports=false
 
@@ -33,13 +32,6 @@ def session(url: str, model: str, tokenizer: str, max_tokens: int) -> RolloutSes
     return RolloutSession(ModelContext(model, client, SamplingConfig(max_tokens=max_tokens, temperature=1.0)), trace)
 
 
-def rows(trace: Any) -> list[dict[str, Any]]:
-    """The branches of a session."""
-    return [
-        {"ids": branch.token_ids, "mask": branch.sampled_mask, "logprobs": branch.logprobs} for branch in trace.branches
-    ]
-
-
 async def main() -> None:
     """Serve until stdin has a line or ends."""
     url, model, tokenizer, count, max_tokens = sys.argv[1:]
@@ -47,8 +39,7 @@ async def main() -> None:
         sessions = [session(url, model, tokenizer, int(max_tokens)) for _ in range(int(count))]
         keys = [server.register(one)[0] for one in sessions]
         print(json.dumps({"url": server.base_url, "keys": keys}), flush=True)
-        if await asyncio.to_thread(sys.stdin.readline):
-            print(json.dumps({"rows": [row for one in sessions for row in rows(one.trace)]}), flush=True)
+        await asyncio.to_thread(sys.stdin.readline)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +92,19 @@ async def breaks(episode: Episode) -> float:
     return 1.0
 
 
+async def cancels(episode: Episode) -> float:
+    if episode.task.id == "t0":
+        raise asyncio.CancelledError
+    return 1.0
+
+
 @pytest.mark.parametrize(
     ("fault", "why"),
     [
         (not_a_number, "the agent's reward of task 't0' must be a finite number, got nan"),
         (exits, "the agent exited with 3"),
         (breaks, "the agent failed: KeyError: 'a bug'"),
+        (cancels, "it was cancelled"),
     ],
 )
 async def test_a_callables_fault_is_its_episodes_alone_and_is_logged(
@@ -213,6 +221,20 @@ async def test_a_callable_that_swallows_its_end_does_not_hold_up_the_others(
         output = await play(asking(play.rig, swallows), timeout_s=6.0)
     over.set()
     assert output.rewards == [0.0, 1.0]
+
+
+async def test_a_callable_that_answers_its_cancellation_has_no_reward(play: Any) -> None:
+    async def answers(_: Episode) -> float:
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return 1.0
+
+    assert (await play(asking(play.rig, answers), n=1, timeout_s=6.0)).rewards == [0.0]
+
+
+def test_an_agent_gets_no_hidden_answer() -> None:
+    task = Task("t", "x", {"answer": "hidden"})
+    assert "hidden" not in str(Episode(task, "http://127.0.0.1:1", "key", "m", "s").environment())
 
 
 async def test_a_command_that_is_ended_can_end_what_it_started(play: Any, tmp_path: Path) -> None:

@@ -243,21 +243,3 @@ async def test_an_episode_without_a_turn_gives_no_row_until_many_in_a_row_have_n
     assert (output.trajectories, output.metrics) == ((), {})
     with pytest.raises(PenstockError, match=r"task 't1' asked for no turn.*no sandbox"):
         await made.generate(GeneratorInput(tasks[1:], num_samples=2))
-
-
-async def test_a_callable_gives_its_reward_and_an_evaluation_one_row(served: tuple[Rig, str]) -> None:
-    rig, _ = served
-
-    async def agent(episode: Episode) -> float:
-        headers = {"Authorization": f"Bearer {episode.api_key}"}
-        for text in (episode.task.prompt, "a sub-agent"):
-            await rig.post("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}, **headers)
-        return 0.5
-
-    made = generator(served, agent)
-    output = await made.generate(GeneratorInput([Lengths().train_task(0)]))
-    assert output.rewards == [0.5, 0.5]
-    greedy = SamplingParams(temperature=0.0)
-    output = await made.generate(GeneratorInput([Lengths().train_task(0)] * 2, sampling_params=greedy))
-    assert len(output.trajectories) == 2
-    assert [params.temperature for params in rig.engine.params] == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from wire_clients import WIRES, Chat
 
-from gateway_rig import KEY, THOUGHT, Rig, auth
-from penstock.errors import ConfigError
-from penstock.gateway.agent import AgentGenerator, Episode
-from penstock.gateway.app import serving
-from penstock.gateway.graph import Limits
+from gateway_rig import THOUGHT, Rig
 from penstock.gateway.messages import ToolCall
 from penstock.gateway.responses import ResponsesDialect
-from penstock.rollout.environment import Environment, Task
-from penstock.rollout.generator import GeneratorInput
 from penstock.rollout.tokenizer import Tokenizer
-
-CHAT = "/v1/chat/completions"
 
 
 def test_many_items_of_an_assistant_are_joined_in_linear_time() -> None:
@@ -93,81 +83,6 @@ async def test_a_later_turn_continues_the_sibling_whose_ids_it_carries(tokenizer
     assert last.path()[0].id in first["id"]
 
 
-async def test_a_session_cannot_lift_its_tenant_s_limits(tokenizer: Tokenizer) -> None:
-    rig = Rig(tokenizer, limits=Limits(max_turns=1))
-    opened = await rig.post("/sessions", {"max_turns": 99, "max_tokens": 500})
-    body = {"messages": [{"role": "user", "content": "x"}]}
-    await rig.post(CHAT, body, **auth(opened["api_key"]))
-    refused = await rig.http.post(CHAT, json=body, headers=auth(opened["api_key"]))
-    assert refused.json()["error"]["code"] == "budget_exceeded"
-
-
 def test_equal_numbers_are_no_edit() -> None:
     assert ToolCall("a", "f", '{"x": 1.0}').meaning == ToolCall("a", "f", '{"x": 1}').meaning
     assert ToolCall("a", "f", '{"x": 1.5}').meaning != ToolCall("a", "f", '{"x": 1}').meaning
-
-
-async def test_a_path_without_v1_says_so(tokenizer: Tokenizer) -> None:
-    answer = await Rig(tokenizer).http.post("/chat/completions", json={})
-    assert answer.status_code == 404
-    assert "ends in /v1" in answer.json()["error"]["message"]
-
-
-class Tasks(Environment):
-    def train_task(self, index: int) -> Task:
-        return Task(f"t{index}", "x", {"answer": "hidden", "n": index})
-
-    def heldout_tasks(self, n: int) -> list[Task]:
-        return [self.train_task(-1 - i) for i in range(n)]
-
-    def reward(self, task: Task, response_text: str) -> float:
-        del task, response_text
-        return 1.0
-
-
-async def rewards(rig: Rig, agent: Any, numbers: Sequence[int], timeout_s: float = 30.0) -> list[float]:
-    async with serving(rig.gateway) as base:
-        made = AgentGenerator(rig.gateway, base, rig.tenant, Tasks(), agent, timeout_s=timeout_s)
-        return (await made.generate(GeneratorInput([Tasks().train_task(i) for i in numbers]))).rewards
-
-
-async def ask(rig: Rig, episode: Episode) -> None:
-    await rig.post(CHAT, {"messages": [{"role": "user", "content": "x"}]}, **auth(episode.api_key))
-
-
-@pytest.mark.parametrize("error", [OSError("no descriptors"), asyncio.CancelledError()])
-async def test_an_episode_s_error_ends_that_episode_alone(tokenizer: Tokenizer, error: BaseException) -> None:
-    rig = Rig(tokenizer)
-
-    async def agent(episode: Episode) -> float:
-        await ask(rig, episode)
-        if episode.task.metadata["n"]:
-            raise error
-        return 0.5
-
-    assert await rewards(rig, agent, [0, 1]) == [0.5, 0.0]
-
-
-async def test_an_agent_that_swallows_its_cancellation_has_no_reward(tokenizer: Tokenizer) -> None:
-    rig = Rig(tokenizer)
-
-    async def agent(episode: Episode) -> float:
-        await ask(rig, episode)
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            return 1.0
-        return 0.0
-
-    assert await rewards(rig, agent, [0], timeout_s=6.0) == [0.0]
-
-
-def test_an_agent_gets_no_hidden_answer() -> None:
-    episode = Episode(Tasks().train_task(0), "http://127.0.0.1:1", KEY, "m", "s")
-    assert "hidden" not in str(episode.environment())
-
-
-def test_a_misspelled_place_of_a_command_is_refused(tokenizer: Tokenizer) -> None:
-    rig = Rig(tokenizer)
-    with pytest.raises(ConfigError, match=r"has '\{promt\}'; known: \{prompt\}"):
-        AgentGenerator(rig.gateway, "", rig.tenant, Tasks(), ["run", "{promt}"])

@@ -63,31 +63,6 @@ async def test_one_conversation_may_change_its_wire_s_form_of_text(tokenizer: To
     assert len(row["nodes"]) == 2
 
 
-async def test_responses_continue_a_named_response(tokenizer: Tokenizer) -> None:
-    rig = Rig(tokenizer)
-    rig.engine.texts = ["one", "two"]
-    first = await rig.post("/v1/responses", {"input": "say", "instructions": "be good"})
-    more = {"input": "more", "instructions": "be good", "previous_response_id": first["id"]}
-    second = await rig.post("/v1/responses", more)
-    assert second["previous_response_id"] == first["id"]
-    (row,) = await rig.rows()
-    assert len(row["nodes"]) == 2
-
-
-async def test_custom_tools_take_text(tokenizer: Tokenizer) -> None:
-    """Codex's apply_patch."""
-    rig = Rig(tokenizer)
-    rig.engine.texts = ['<tool_call>\n{"name": "patch", "arguments": {"input": "a\\nb"}}\n</tool_call>', "done"]
-    body: dict[str, Any] = {"input": [{"role": "user", "content": "x"}], "tools": [{"type": "custom", "name": "patch"}]}
-    first = await rig.post("/v1/responses", body)
-    (call,) = first["output"]
-    assert (call["type"], call["input"]) == ("custom_tool_call", "a\nb")
-    body["input"] += [call, {"type": "custom_tool_call_output", "call_id": call["call_id"], "output": "ok"}]
-    await rig.post("/v1/responses", body)
-    (row,) = await rig.rows()
-    assert len(row["nodes"]) == 2
-
-
 async def test_tokens_are_counted_as_the_turn_will_count_them(tokenizer: Tokenizer) -> None:
     rig = Rig(tokenizer)
     body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hello"}]}

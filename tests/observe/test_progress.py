@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import io
-import re
 
 import pytest
 from rich.console import Console
@@ -47,14 +46,6 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     assert "71.3% after" in text
 
 
-def test_the_bars_at_the_end_are_cyan_on_a_terminal() -> None:
-    run = Run(terminal=True)
-    run.console.print(end_table(sample_summary(run.rows)))
-    bars = [line for line in run.out.getvalue().splitlines() if "█" in line]
-    assert bars
-    assert all(re.search(r"\x1b\[36[0-9;]*m█", line) for line in bars)
-
-
 def test_live_panel_on_a_terminal() -> None:
     run = Run(terminal=True)
     with run.display:
@@ -64,15 +55,6 @@ def test_live_panel_on_a_terminal() -> None:
         assert piece in text
     assert "[0:00] step" not in text
     assert text.rstrip().endswith("\x1b[?25h"), "the cursor is shown again"
-
-
-def test_of_many_evaluations_the_panel_shows_the_first_and_the_last() -> None:
-    run = Run(terminal=True)
-    run.steps(1)
-    for step in range(10, 300, 10):
-        run.display.on_eval(f"step {step}", step / 1000)
-    run.console.print(run.display._panel())
-    assert "44.1% before, ..., 27.0% step 270, 28.0% step 280, 29.0% step 290" in run.out.getvalue()
 
 
 def test_the_terminal_is_given_back_when_the_run_fails() -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from patience import WAIT_S
 from penstock.config import RunConfig
 from penstock.errors import UserError
 from penstock.observe import trackers
@@ -54,22 +52,6 @@ def test_steps_and_evaluations_go_to_each_tracker_and_a_failing_one_is_left_out(
     assert good.figures[-1] == (4, {HELD_OUT: 0.5})
     assert [step for step, _ in bad.figures] == [0, 2]
     assert [row["step"] for row in folder.metrics()] == [2, 3, 4]
-
-
-def test_tensorboard_has_every_figure(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    config = config_with("tensorboard")
-    folder = RunFolder.create(tmp_path, config)
-    with tracked(config, folder):
-        for step in (1, 2):
-            folder.append_metrics({"step": step, "reward_mean": step / 4})
-        folder.append_evaluation(5, 0.75)
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("reward_mean")] == [(1, 0.25), (2, 0.5)]
-    assert [(e.step, e.value) for e in events.Scalars(HELD_OUT)] == [(5, 0.75)]
 
 
 def test_tensorboard_of_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
@@ -192,18 +174,3 @@ def test_a_folder_of_wandbs_files_is_no_wandb(tmp_path: Path, monkeypatch: pytes
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     with pytest.raises(UserError, match="wandb is not installed"):
         check_trackers(["wandb"])
-
-
-def test_the_real_wandb_keeps_figures_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen with wandb 0.31.0, which is not among the packages of the tests."""
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    config = config_with("wandb")
-    folder = RunFolder.create(tmp_path, config)
-    with tracked(config, folder):
-        folder.append_metrics({"step": 1, "reward_mean": 0.25})
-    [kept] = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    ends = time.monotonic() + WAIT_S
-    while b"reward_mean" not in kept.read_bytes():  # its own process writes it
-        assert time.monotonic() < ends
-        time.sleep(0.1)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from char_tokenizer import save_char_tokenizer
 from chat_model import TEMPLATE, chat_tokenizer
-from gateway_rig import Engine as ScriptedEngine
 from http_engine import HTTPEngine
 from penstock.errors import ConfigError, PenstockError
 from penstock.rollout.chat_template import ChatTemplate
@@ -59,13 +58,6 @@ async def client() -> AsyncIterator[HTTPEngine]:
         engine = await HTTPEngine.connect(server.url)
         yield engine
         await engine.teardown()
-
-
-async def test_a_turn_that_was_cut_off_ends_its_episode(tokenizer: Tokenizer) -> None:
-    engine = ScriptedEngine(tokenizer, ["too long", "more"])
-    generator = MultiTurnGenerator(engine, tokenizer, Repeats(), SamplingParams(max_tokens=3), 1)
-    (t,) = (await generator.generate(GeneratorInput([Repeats().train_task(0)]))).trajectories
-    assert (t.stop_reason, t.response_ids, len(engine.seen)) == ("length", tuple(engine.made[0]), 1)
 
 
 class Spy:

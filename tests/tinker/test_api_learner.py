@@ -141,16 +141,6 @@ async def test_a_saved_model_that_the_database_does_not_know_stays_and_is_named(
             assert "metrics" in await service.result(await service.step(saved, 2))
 
 
-async def test_a_restart_of_the_api_alone_loses_nothing(tmp_path: Path) -> None:
-    async with parts(tmp_path) as found:
-        async with found.process() as service:
-            model = await service.model()
-            await service.result(await service.step(model, 1))
-        async with found.process() as service:
-            assert "metrics" in await service.result(await service.step(model, 2))
-            assert found.learner.models[model] == 2
-
-
 async def test_a_session_that_ends_takes_its_models_from_the_learner(tmp_path: Path) -> None:
     async with parts(tmp_path) as found, found.process() as service:
         model = await service.model()

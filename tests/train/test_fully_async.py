@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from in_process_engine import InProcessEngine
 from training_setup import Characters, Letters, config_of
 
-from patience import WAIT_S
 from penstock.config import RunConfig
 from penstock.engine.interface import Engine
 from penstock.errors import StateError
@@ -292,34 +291,6 @@ async def test_an_aborted_evaluation_is_made_again(tmp_path: Path) -> None:
     assert RunFolder.open(tmp_path / "some").evaluations() == {0: 1.0, 1: 1.0}
     with pytest.raises(StateError, match=r"7 of 8 evaluation samples were aborted 3 times; .* abort_generation"):
         await run(config, aborting(1000), CountingLearner(), tmp_path / "all")
-
-
-async def test_rollouts_go_on_while_the_learner_trains(tmp_path: Path) -> None:
-    """The learner's step ends only when groups of the next batch have come in meanwhile."""
-    config = config_of("none", train={"steps": 3, "max_staleness": 1}, rollout={"concurrency": 8})
-
-    async def pause() -> None:
-        await asyncio.sleep(0)
-
-    engine = InProcessEngine(lambda _ids, _params: (40, -1.0), pause)
-    loop = asyncio.get_running_loop()
-    waited: list[bool] = []
-
-    class Patient(CountingLearner):
-        def step(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-            last = (len(self.batches) + 2) * config.rollout.groups_per_batch
-            submitted = min(last, config.train.steps * config.rollout.groups_per_batch)
-
-            async def next_batch_is_in() -> None:
-                while len(engine.requests) - config.eval.size < submitted:  # noqa: ASYNC110 - the fake has no event
-                    await asyncio.sleep(0)
-
-            asyncio.run_coroutine_threadsafe(next_batch_is_in(), loop).result(timeout=WAIT_S)
-            waited.append(True)
-            return super().step(trajectories)
-
-    await run(config, engine, Patient(), tmp_path / "run")
-    assert waited == [True] * 3
 
 
 async def test_cancelling_lets_the_step_under_way_end_and_leaves_no_rollout(tmp_path: Path) -> None:

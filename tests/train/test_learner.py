@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -20,7 +19,6 @@ from nano_models import save_moe, save_routed, state_of
 from penstock.config import TrainConfig
 from penstock.errors import CheckpointError, ConfigError, StateError, UserError, WeightsError
 from penstock.plugin.spec import expected_weights
-from penstock.train import checkpoint
 from penstock.train.batching import collate, plan
 from penstock.train.grpo import Trainee, datum_of
 from penstock.train.interface import AdamSpec, Datum, LoraSpec
@@ -142,33 +140,6 @@ def test_the_gradient_is_that_of_a_plain_forward_pass_over_one_padded_batch(micr
         torch.testing.assert_close(gradients(learner)[name], parameter.grad, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("loss", POLICY_LOSSES)
-def test_micro_batches_add_up_to_one_big_batch(micro_model: str, loss: str):
-    """In float64 nothing is left of the difference but rounding."""
-    results = []
-    for size in (1, 50, 100_000):
-        learner = learner_of(micro_model, double=True, loss=loss, micro_batch_tokens=size, grad_clip_norm=1e9)
-        metrics = learner.step(trajectories_of(learner))
-        results.append((metrics, gradients(learner)))
-    (whole_metrics, whole) = results[-1]
-    for metrics, parts in results[:-1]:
-        for name, gradient in parts.items():
-            torch.testing.assert_close(gradient, whole[name], rtol=1e-10, atol=1e-13)
-        for key in ("loss", "grad_norm", "ratio_mean", "kl", "clip_fraction", "logprob_diff_mean"):
-            assert metrics[key] == pytest.approx(whole_metrics[key], rel=1e-5, abs=1e-7), key
-
-
-def test_what_the_environment_said_is_context_and_not_learned(micro_model: str):
-    learner = learner_of(micro_model, double=True, grad_clip_norm=1e9)
-    base = [trajectory([1, 2], [3, 4, 5], mask=[1, 0, 1], logprobs=[-1, 0, -1], reward=r) for r in (0.0, 1.0)]
-    learner.step(base)
-    before = gradients(learner)
-    other = learner_of(micro_model, double=True, grad_clip_norm=1e9)
-    other.step([trajectory([1, 2], [3, 4, 5], mask=[1, 0, 1], logprobs=[-1, -9, -1], reward=t.reward) for t in base])
-    for name, gradient in gradients(other).items():
-        torch.testing.assert_close(gradient, before[name], rtol=0, atol=0)
-
-
 # --- a step -----------------------------------------------------------------------------------------------------------
 
 
@@ -214,21 +185,6 @@ def test_figures_of_a_step(micro_model: str):
     assert clipped == pytest.approx(1e-3, rel=1e-3)
     assert metrics["grad_norm"] > 1e-3
     assert all(math.isfinite(value) for value in metrics.values())
-
-
-@pytest.mark.parametrize("loss", POLICY_LOSSES)
-async def test_rewarded_answers_become_likelier_from_any_thread(micro_model: str, loss: str):
-    learner = learner_of(micro_model, loss=loss, learning_rate=3e-3, threads=1)
-    good, bad = ([1, 2], [3, 4, 5]), ([1, 2], [6, 7])
-    before = sum(score(learner, *good)) - sum(score(learner, *bad))
-    for _ in range(5):
-        batch = [
-            trajectory(*answer, logprobs=score(learner, *answer), reward=reward)
-            for answer, reward in ((good, 1.0), (bad, 0.0))
-        ]
-        await asyncio.to_thread(learner.step, batch)
-    assert sum(score(learner, *good)) - sum(score(learner, *bad)) > before + 0.5
-    assert learner.version == 5
 
 
 def test_groups_without_a_preference_change_nothing_but_are_measured(micro_model: str):
@@ -412,25 +368,6 @@ def test_there_is_no_dropout_as_engines_have_none(micro_model: str, tmp_path):
 
 
 # --- state ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_resumed_learner_goes_on_bit_for_bit(micro_model: str, tmp_path):
-    learner = learner_of(micro_model)
-    batches = [trajectories_of(learner, seed=seed) for seed in range(3)]
-    for batch in batches[:2]:
-        learner.step(batch)
-    path = checkpoint.save(tmp_path, 2, learner.save)
-    want = learner.step(batches[2])
-
-    resumed = learner_of(micro_model)
-    step, values = checkpoint.load(path)
-    resumed.load(path, values)
-    assert (step, resumed.version) == (2, 2)
-    got = resumed.step(batches[2])
-    assert got["loss"] == want["loss"]
-    assert got["grad_norm"] == want["grad_norm"]
-    for (name, tensor), (_, other) in zip(held(learner).items(), held(resumed).items(), strict=True):
-        assert torch.equal(tensor, other), name
 
 
 def test_the_random_state_is_part_of_the_state(micro_model: str):

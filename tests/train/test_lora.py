@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import peft
@@ -322,31 +321,3 @@ def test_a_frozen_base_is_held_in_the_dtype_that_computes(micro_model: str):
     trained(learner, "a", data)
     assert {p.dtype for p in learner._parameters(None).values()} == {torch.bfloat16}
     assert {p.dtype for p in learner._parameters("a").values()} == {torch.float32}
-
-
-def test_an_operation_costs_no_more_with_more_adapters(untied: str):
-    learner, data = learner_of(untied), data_of(untied)
-
-    def calls() -> int:
-        """Python's calls in a step, with the caches of the one before."""
-        trained(learner, "a0", data, steps=1)
-        counted = 0
-
-        def count(_frame: object, event: str, _value: object) -> None:
-            nonlocal counted
-            counted += event == "call"
-
-        sys.setprofile(count)
-        try:
-            learner.forward("a1", SFT, data)
-            trained(learner, "a0", data, steps=1)
-        finally:
-            sys.setprofile(None)
-        return counted
-
-    for name in ("a0", "a1"):
-        learner.create_adapter(name, LoraSpec(rank=2))
-    few = calls()
-    for number in range(2, 16):
-        learner.create_adapter(f"a{number}", LoraSpec(rank=2))
-    assert calls() < 1.5 * few

@@ -39,26 +39,7 @@ def test_portions_are_spread_evenly_and_in_order():
     assert all(times.count(t) == GROUPS // STARTS_PER_BATCH for t in times)
 
 
-def test_without_a_busy_time_all_start_at_once():
-    assert starts(0.0) == [0.0] * GROUPS
-
-
 def test_hurried_groups_start_now_and_later_ones_keep_their_turn():
     times = starts(8.0, hurry_after_s=2.0, hurry=range(16))
     assert max(times[:16]) == 2.0
     assert times[16:] == starts(8.0)[16:]
-
-
-def test_a_cancelled_turn_is_forgotten():
-    async def main(_clock) -> None:
-        pacer = Pacer()
-        pacer.busy_s = 100.0
-        task = asyncio.create_task(pacer.turn(0, 0, 1))
-        await asyncio.sleep(1.0)
-        task.cancel()
-        await asyncio.wait([task])
-        pacer.hurry(range(1))
-        assert asyncio.get_running_loop().time() < 2.0
-        assert not pacer._turns
-
-    run_virtual(main)

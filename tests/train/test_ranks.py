@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-import resource
 import weakref
-from collections.abc import AsyncGenerator, Callable, Generator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -135,27 +133,6 @@ async def test_a_checkpoint_of_another_model_is_refused_by_all_ranks_and_changes
         two.load(path, checkpoint.load(path)[1])
     same(before, held(two))
     assert two.step(trajectories_of(alone(micro_model)))["grad_norm"] > 0
-
-
-async def test_a_disk_that_a_rank_cannot_write_to_is_named_and_the_run_goes_on(
-    group: RankGroup, micro_model: str, tmp_path: Path
-):
-    two = together(group, micro_model)
-    path = checkpoint.save(tmp_path, 1, two.save)
-    with limited_files(), pytest.raises(CheckpointError, match=r"cannot write checkpoint .*rank 0: "):
-        checkpoint.save(tmp_path, 2, two.save)
-    assert checkpoint.latest(tmp_path) == path
-    checkpoint.save(tmp_path, 2, two.save)
-
-
-@contextmanager
-def limited_files() -> Generator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 async def test_a_gradient_that_is_no_number_on_one_rank_is_refused_by_all(group: RankGroup, micro_model: str):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import resource
 import signal
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from training_setup import SIM, Characters, Letters, Recorder, config_of, learner_of, run_on_sim, save_nano_model
 
 from patience import WAIT_S
@@ -33,8 +31,6 @@ from penstock.rollout.environment import Task
 from penstock.rollout.generator import Generator, GeneratorInput, GeneratorOutput, Trajectory
 from penstock.sim.config import Fault, FaultKind, Phase
 from penstock.train import rollouts
-from penstock.train.interface import Outputs
-from penstock.train.learner import LocalLearner
 from penstock.train.rollouts import group_seed
 from penstock.train.trainer import train
 from penstock.types import FinishReason, Sample, SamplingParams, TensorSpec, VersionSpan
@@ -120,23 +116,6 @@ async def test_a_run_with_a_loss_of_ones_own(model: Path, tmp_path: Path) -> Non
     assert all("learner/loss" in row and "learner/ratio_mean" not in row for row in folder.metrics())
 
 
-async def test_groups_without_a_difference_are_trained_on_and_teach_nothing(model: Path, tmp_path: Path) -> None:
-    class AllTheSame(Letters):
-        def reward(self, task: Task, response_text: str) -> float:
-            del task, response_text
-            return 0.5
-
-    config = config_of(model, train={"steps": 3})
-    learner = learner_of(config)
-    before = {name: tensor.clone() for name, tensor in learner.learner.weights(None)}
-    folder = RunFolder.create(tmp_path, config)
-    summary = await run_on_sim(config, folder, environment=AllTheSame(), learner=learner)
-    assert [row["zero_variance_share"] for row in folder.metrics()] == [1.0, 1.0, 1.0]
-    assert all(torch.equal(before[name], tensor) for name, tensor in learner.learner.weights(None))
-    assert summary.updates == 3
-    assert summary.accuracy_after == 0.0
-
-
 async def test_evaluation_in_the_middle_is_recorded_under_its_step(model: Path, tmp_path: Path) -> None:
     config = config_of(model, train={"steps": 5}, eval={"size": 4, "every": 2})
     folder = RunFolder.create(tmp_path, config)
@@ -208,21 +187,6 @@ async def test_a_synchronous_run_samples_by_seeds_of_its_own_for_each_group(mode
 # --- the same again --------------------------------------------------------------------------------------------------
 
 
-async def test_a_synchronous_run_gives_the_same_metrics_twice(model: Path, tmp_path: Path) -> None:
-    config = synchronous(model, steps=4)
-    runs: list[list[dict[str, float]]] = []
-    for name in ("a", "b"):
-        folder = RunFolder.create(tmp_path / name, config)
-        await run_on_sim(config, folder)
-        runs.append(what_counts(folder))
-        assert {row["staleness_max"] for row in runs[-1]} == {0}
-    assert runs[0] == runs[1]
-    other = synchronous(model, steps=4).model_copy(update={"seed": 4})
-    folder = RunFolder.create(tmp_path / "c", other)
-    await run_on_sim(other, folder)
-    assert what_counts(folder) != runs[0]
-
-
 async def test_a_run_that_was_cut_off_and_resumed_equals_one_that_was_not(model: Path, tmp_path: Path) -> None:
     config = synchronous(model)
     whole = RunFolder.create(tmp_path / "whole", config)
@@ -278,17 +242,6 @@ async def test_a_run_of_an_adapter_is_resumed_from_the_adapter_alone(
     assert all((row["update/bytes"] > size / 2) == merge for row in whole.metrics())
 
 
-async def test_a_run_that_ended_can_be_taken_further(model: Path, tmp_path: Path) -> None:
-    whole = RunFolder.create(tmp_path / "whole", synchronous(model, steps=5))
-    await run_on_sim(synchronous(model, steps=5), whole)
-    folder = RunFolder.create(tmp_path / "parts", synchronous(model, steps=3))
-    await run_on_sim(synchronous(model, steps=3), folder)
-    summary = await run_on_sim(synchronous(model, steps=5), folder, resume=True)
-    assert what_counts(folder) == what_counts(whole)
-    assert (summary.steps, summary.wasted_tokens) == (5, 0)
-    assert RunFolder.open(tmp_path / "parts").config.train.steps == 5
-
-
 async def test_a_run_cut_off_before_its_first_checkpoint_starts_over(model: Path, tmp_path: Path) -> None:
     config = synchronous(model, steps=2)
     folder = RunFolder.create(tmp_path, config)
@@ -335,15 +288,6 @@ async def test_kill_minus_nine_and_resume_leave_one_contiguous_record(model: Pat
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
-
-
-async def test_a_folder_with_steps_in_it_is_not_begun_again(model: Path, tmp_path: Path) -> None:
-    config = synchronous(model)
-    folder = RunFolder.create(tmp_path, config)
-    folder.append_metrics({"step": 1})
-    with pytest.raises(UserError, match="already holds a run"):
-        await run_on_sim(config, folder)
-    assert folder.metrics() == [{"step": 1}]
 
 
 async def test_resuming_is_refused_before_anything_is_changed(model: Path, tmp_path: Path) -> None:
@@ -462,29 +406,6 @@ async def test_a_disk_that_is_full_at_a_checkpoint_ends_the_run_and_loses_nothin
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [path.name for path in (folder.path / "checkpoints").iterdir()] == ["step-00000002"]
-    await run_on_sim(config, folder, resume=True)
-    assert [{**row, "wasted_tokens": 0} for row in what_counts(folder)] == what_counts(whole)
-
-
-async def test_a_gradient_that_is_no_number_ends_the_run_and_loses_nothing_before(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = synchronous(model)
-    whole, folder = (RunFolder.create(tmp_path / name, config) for name in ("whole", "cut"))
-    await run_on_sim(config, whole)
-    learner, evaluate = learner_of(config), LocalLearner.forward_backward
-
-    def broken(self: LocalLearner, *given: Any) -> Outputs:
-        outputs = evaluate(self, *given)
-        if self.versions[None] == 3:
-            next(self.policy.parameters()).grad.fill_(math.nan)  # pyright: ignore[reportOptionalMemberAccess]
-        return outputs
-
-    with monkeypatch.context() as patch:
-        patch.setattr(LocalLearner, "forward_backward", broken)
-        with pytest.raises(StateError, match=r"step 4 has loss .* and a gradient of norm nan: nothing was changed"):
-            await run_on_sim(config, folder, learner=learner)
-    assert learner.version == 3
     await run_on_sim(config, folder, resume=True)
     assert [{**row, "wasted_tokens": 0} for row in what_counts(folder)] == what_counts(whole)
 

@@ -24,7 +24,7 @@ from penstock.fleet.remote import FleetClient
 from penstock.fleet.service import present
 from penstock.observe.run_folder import RunFolder
 from penstock.rollout.environment import Task, Turn
-from penstock.train.run import _served_dtype, local_trainee, run
+from penstock.train.run import _served_dtype, run
 
 ROOT = Path(__file__).parents[2]
 
@@ -158,13 +158,6 @@ def test_weights_are_sent_in_what_the_engines_serve_in(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     assert _served_dtype(config_of("m", engine={"model": "m", **engine}, fleet=fleet)) == served
-
-
-def test_the_demo_sends_the_tensors_that_it_trains() -> None:
-    demo = load_config(ROOT / "examples" / "DEMO.yaml", [f"engine.model={ROOT / 'examples/models/sorter-0.8m'}"])
-    learner = local_trainee(demo)
-    live = {name: parameter.data_ptr() for name, parameter in learner.learner.policy.model.named_parameters()}
-    assert {name: tensor.data_ptr() for name, tensor in learner.learner.weights(None)} == live
 
 
 def test_sampling_that_the_loss_does_not_correct_for_is_refused_before_anything_starts() -> None:
