@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import os
 import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -19,10 +17,8 @@ import torch
 from patience import WAIT_S
 from penstock import Fleet, SamplingParams
 from penstock.errors import ConfigError, EngineStartError
-from penstock.fleet import ray_engines
 from penstock.fleet.member import State
 from penstock.fleet.ray_driver import bundles_of, host_of
-from penstock.fleet.ray_engines import Driver, RayLauncher
 from penstock.process_group import SCRATCH_ENV
 from penstock.settings import EngineConfig, FleetConfig
 from ray_nodes import LOOPBACK, RayNodes, ignore_present, processes
@@ -92,72 +88,6 @@ def test_an_engine_on_another_node_is_not_without_a_key() -> None:
     assert host_of("e0", "127.0.0.1", "127.0.0.1", with_key=False) == "127.0.0.1"
     with pytest.raises(ConfigError, match=r"placed on another node, 127\.0\.0\.2, .* there is no key"):
         host_of("e0", "127.0.0.2", "127.0.0.1", with_key=False)
-
-
-@pytest.mark.parametrize("token", ["", "0" * 64])
-async def test_a_token_that_a_cluster_refuses_is_said(
-    token: str, nodes: RayNodes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("RAY_AUTH_TOKEN")
-    if token:
-        monkeypatch.setenv("RAY_AUTH_TOKEN", token)
-    else:
-        monkeypatch.delenv("RAY_AUTH_MODE")
-    with pytest.raises(
-        ConfigError, match=r"asks for a token, and refuses .*; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN"
-    ):
-        await Fleet.launch("sim-model", engines=1, **options(nodes))
-    assert processes("fleet.ray_driver") == []
-
-
-async def test_a_log_that_cannot_be_read_is_no_token_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Opening(Driver):
-        async def ask(self, name: str, /, *, deadline_s: float, **arguments: Any) -> Any:  # noqa: ARG002
-            await asyncio.Event().wait()
-
-    class Child:
-        log, earlier, returncode = tmp_path / "gone", 0, None
-
-        def said(self) -> str:
-            return self.log.read_text()
-
-        def kill(self) -> None: ...
-
-        async def stop(self, timeout_s: float) -> None: ...
-
-    async def start(*_: Any) -> Driver:
-        return Opening(Child(), tmp_path)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Driver, "start", start)
-    launcher = RayLauncher(FleetConfig(launcher="ray", ray_address="local"), api_key=None, log_dir=tmp_path)
-    with pytest.raises(ConfigError, match=r"Ray's log .*/gone cannot be read: No such file"):
-        await launcher._joined(EngineConfig(model="m"))
-    await launcher.close()
-
-
-async def test_a_refused_token_is_found_wherever_reads_part_it_and_no_byte_is_read_twice(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(ray_engines, "POLL_S", 0.0)
-    before, pieces = b"InvalidAuthToken of an earlier one\n", [b"a line\nInvalid", b"Auth", b"Token\n"]
-    read: list[bytes] = []
-
-    class Log(io.BytesIO):
-        """It grows after each read."""
-
-        def read(self, size: int | None = -1, /) -> bytes:
-            at = self.tell()
-            self.seek(0, io.SEEK_END)
-            self.write(pieces.pop(0))
-            self.seek(at)
-            read.append(super().read(size))
-            return read[-1]
-
-    child = SimpleNamespace(log=SimpleNamespace(open=lambda _: Log(before)), earlier=len(before))
-    driver = Driver(child, Path("nowhere"))  # type: ignore[arg-type]
-    await asyncio.wait_for(driver.token_refused(), WAIT_S)
-    assert read == [b"a line\nInvalid", b"Auth", b"Token\n"]
-    await driver.close()
 
 
 @pytest.mark.slow

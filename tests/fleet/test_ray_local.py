@@ -108,12 +108,6 @@ async def test_a_cluster_that_is_not_there_is_said_at_once() -> None:
     assert processes("fleet.ray_driver") == []
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:99999", "127.0.0.1:²", f"{'a' * 64}:80"])
-async def test_what_is_no_address_of_a_cluster_is_said(address: str) -> None:
-    with pytest.raises(ConfigError, match=f"no Ray cluster is at {address} "):
-        await Fleet.launch("sim-model", launcher="ray", ray_address=address, **SIM)
-
-
 async def test_no_ray_is_needed_where_it_is_not_asked_for() -> None:
     python = await asyncio.create_subprocess_exec(
         sys.executable, "-c", WITHOUT_RAY, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT

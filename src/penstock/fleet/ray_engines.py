@@ -17,7 +17,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
-from penstock.aio import settled
 from penstock.errors import ConfigError, DeadlineError, EngineDeadError, EngineError, EngineHTTPError
 from penstock.fleet.calls import CallClient
 from penstock.fleet.engines import EngineFactory
@@ -35,9 +34,6 @@ REACH_S = 5.0
 
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """A Ray that may not be part of a larger cluster, as on systems where it has none, listens on loopback only."""
-
-REFUSED, POLL_S = b"InvalidAuthToken", 0.5
-"""What Ray's log says of a token, and the time between two looks at it."""
 
 MARGIN_S = 30.0
 """What a call may take besides the engine's own time. An engine that is killed has ended then: its node is lost."""
@@ -78,21 +74,6 @@ class Driver(CallClient):
         except (EngineDeadError, EngineHTTPError) as error:
             said = " ".join(self.child.said().splitlines()[-3:])
             raise EngineDeadError(f"the process that drives Ray failed: {said or error}") from error
-
-    async def token_refused(self) -> None:
-        """Return once the cluster has refused our token: Ray tells its log so, and tries again for a minute or more.
-
-        ConfigError: the log cannot be read.
-        """
-        said = b""
-        try:
-            with self.child.log.open("rb") as log:
-                log.seek(self.child.earlier)
-                while REFUSED not in said:
-                    await asyncio.sleep(POLL_S)
-                    said = said[-len(REFUSED) :] + log.read()
-        except OSError as error:
-            raise ConfigError(f"Ray's log {self.child.log} cannot be read: {error.strerror}") from error
 
 
 class RayEngine:
@@ -208,19 +189,15 @@ class RayLauncher(EngineFactory):
         driver = self._driver = await Driver.start(self.log_dir / "ray.log", env)
         of_ray = self._fleet.model_dump(include={"launcher", "engines", "ray_cpus", "ray_gpus", "ray_placement_group"})
         there = {"address": address, "folder": str(driver.folder), "fleet": of_ray}
-        opening = driver.ask("open", deadline_s=OPEN_S, config=config.model_dump(mode="json"), **there)
         try:
-            done = await settled(opening, driver.token_refused())
-            if done.cancelled():
-                driver.child.kill()
-                raise ConfigError(
-                    f"the Ray cluster at {address} asks for a token, and refuses the one it was given or the lack of "
-                    "one; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the cluster's"
-                )
-            done.result()
+            await driver.ask("open", deadline_s=OPEN_S, config=config.model_dump(mode="json"), **there)
         except DeadlineError as error:
             driver.child.kill()
-            raise _unreachable(address, f"no answer within {OPEN_S:g} s") from error
+            why = (
+                f"no answer within {OPEN_S:g} s, log: {driver.child.log}; if it asks for a token, set "
+                "RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the cluster's"
+            )
+            raise _unreachable(address, why) from error
         return driver
 
 
