@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import zlib
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -17,7 +15,6 @@ from test_connect import GOOD, connected, engines
 from patience import WAIT_S
 from penstock import Fleet, SamplingParams
 from penstock.errors import DeadlineError, EngineHTTPError, StateError, UserError
-from penstock.fleet import adapters
 from penstock.fleet.member import State
 from penstock.fleet.service import socket_of
 from penstock.sim.config import FaultKind
@@ -252,53 +249,6 @@ async def test_reads_of_several_adapters_overlap_while_another_operation_has_the
             tenants.check([1, 2], sample, name, 1)
 
 
-async def test_an_engine_that_joins_reads_some_adapters_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapters, "READ_AT_ONCE", 2)
-    async with engines(1) as servers, connected(servers) as fleet:
-        tenants, two = Tenants(fleet, servers), asyncio.Barrier(2)
-        for name in "wxyz":
-            await tenants.update(name)
-        engine = servers[0].engine
-        read_adapter, reading = engine.read_adapter, list[int]()
-
-        async def read(source: Mapping[str, Any]) -> None:
-            reading.append(1 + two.n_waiting)
-            await two.wait()
-            await read_adapter(source)
-
-        engine.read_adapter = read
-        engine.adapters.loaded.clear()
-        async with asyncio.timeout(WAIT_S):
-            await fleet._operations.adapters.give(fleet._operations._roster.members[0])
-        assert reading == [1, 2, 1, 2]
-        assert engine.adapters.loaded == {name: tenants.contents[name, 1] for name in "wxyz"}
-
-
-async def test_versions_of_one_adapter_come_in_the_order_of_their_calls() -> None:
-    async with engines(1) as servers, connected(servers) as fleet:
-        first, read_adapter, reads = asyncio.Event(), servers[0].engine.read_adapter, 0
-
-        async def read(source: Mapping[str, Any]) -> None:
-            nonlocal reads
-            reads += 1
-            if reads == 1:
-                await first.wait()
-            await read_adapter(source)
-
-        servers[0].engine.read_adapter = read
-        async with Fleet.connect(fleet.url) as other:
-            tensors = [(NAME, torch.ones(2, 4))]
-            updates = [asyncio.create_task(other.update_adapter("x", tensors, config=CONFIG, version=3))]
-            async with asyncio.timeout(60.0):
-                while not reads:  # noqa: ASYNC110 - the engine sends no event
-                    await asyncio.sleep(0.002)
-            updates.append(asyncio.create_task(fleet.update_adapter("x", tensors, config=CONFIG, version=4)))
-            await fleet.update_adapter("y", tensors, config=CONFIG)
-            assert not any(task.done() for task in updates)
-            first.set()
-            assert [(await task).version for task in updates] == [3, 4]
-
-
 async def test_another_process_updates_pauses_and_waits_by_the_owner() -> None:
     async with engines(2) as servers, connected(servers) as first:
         async with Fleet.connect(first.url) as second:
@@ -371,49 +321,6 @@ async def test_the_owners_socket_has_skyrls_paths() -> None:
             tenants.check([1, 2], sample, "x", 1, 2)
 
 
-@pytest.mark.parametrize("call", ["abort_lora_requests", "resume_lora_requests"])
-async def test_skyrls_paths_are_harmless_when_several_calls_wait_for_their_turn(
-    call: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with engines(1) as servers, connected(servers) as fleet:
-        await Tenants(fleet, servers).update("x")
-        if call == "resume_lora_requests":
-            await fleet.pause_generation(adapter="x")
-        owner, turn, waiting, turns = fleet._operations, asyncio.Event(), asyncio.Event(), 0
-        one_turn = owner.adapters._turn
-
-        async def counted(*args: Any) -> Any:
-            nonlocal turns
-            turns += 1
-            if turns == 4:
-                waiting.set()
-            return await one_turn(*args)
-
-        monkeypatch.setattr(owner.adapters, "_turn", counted)
-        other = asyncio.create_task(owner.queue.run(turn.wait))
-        async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(socket_of(fleet.url)))) as http:
-
-            async def post() -> int:
-                async with http.post(f"http://localhost/skyrl/v1/{call}", json={"lora_name": "x"}) as answer:
-                    return answer.status
-
-            posts = [asyncio.create_task(post()) for _ in range(4)]
-            await asyncio.wait_for(waiting.wait(), WAIT_S)
-            turn.set()
-            assert await asyncio.gather(*posts) == [200] * 4
-        await other
-        assert (await fleet.adapters())["x"].paused == (call == "abort_lora_requests")
-
-
-def test_the_digest_of_a_simulated_adapter_is_that_of_its_bytes(tmp_path: Path) -> None:
-    from penstock.sim.update import content_of
-
-    (tmp_path / "file").write_bytes(b"bytes")
-    assert content_of({"file": str(tmp_path / "file")}) == f"{zlib.crc32(b'bytes'):08x}"
-    with pytest.raises(UserError, match="cannot be read"):
-        content_of({"file": str(tmp_path / "gone")})
-
-
 async def test_versions_of_one_name_are_in_the_order_of_the_calls_however_long_their_tensors_take() -> None:
     writing, go_on = threading.Event(), threading.Event()
 
@@ -429,11 +336,3 @@ async def test_versions_of_one_name_are_in_the_order_of_the_calls_however_long_t
         await asyncio.sleep(0.05)  # without an order, the second is done by now
         go_on.set()
         assert [report.version for report in await asyncio.gather(first, second)] == [1, 2]
-
-
-@pytest.mark.parametrize("timeout_s", [0, -1.0])
-async def test_no_time_to_load_an_adapter_is_refused_before_an_engine_is_asked(timeout_s: float) -> None:
-    async with engines(1) as servers, connected(servers) as fleet:
-        with pytest.raises(UserError, match="timeout_s"):
-            await fleet.load_adapter("x", "/nonexistent", timeout_s=timeout_s)
-        assert [engine.state for engine in await fleet.engines()] == [State.SERVING]

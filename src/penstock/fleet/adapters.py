@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from penstock.aio import all_or_first_error, in_thread
+from penstock.aio import in_thread
 from penstock.engine.adapters import IN_FLIGHT, AdapterLoad
 from penstock.engine.capabilities import Capability, require
 from penstock.engine.control import ControlClient
@@ -36,8 +36,6 @@ T = TypeVar("T")
 
 MARGIN_S = 2.0
 """Longer than the engine's own deadline, so that its message arrives."""
-READ_AT_ONCE = 8
-"""Adapters that an engine which joins is given at once: it reads one while it puts another in force."""
 MOST_NAME = 256
 """Bytes, as a router's header takes them."""
 
@@ -157,41 +155,11 @@ class FleetAdapters:
         Raises:
             StateError: it is paused already, unless that may be so (`again`).
         """
-
-        async def work() -> None:
-            known = self._of(name)
-            if not known.resumed.is_set():
-                if again:
-                    return
-                raise StateError(f"adapter {name!r} is already paused; resume it first")
-            await command(
-                self._roster,
-                lambda engine: engine.adapters.pause(name),
-                what=f"pause of adapter {name!r}",
-                deadline_s=self._timeout_s,
-            )
-            known.resumed.clear()  # engines that join pause it from now on
-
-        await self._turn("pause_generation(adapter=...)", work, "plugin")
+        await self._set_paused(name, paused=True, again=again)
 
     async def resume(self, name: str, *, again: bool = False) -> None:
         """Let its requests go on under the version in force. StateError: it is not paused, and not `again`."""
-
-        async def work() -> None:
-            known = self._of(name)
-            if known.resumed.is_set():
-                if again:
-                    return
-                raise StateError(f"adapter {name!r} is not paused; pause it first")
-            await command(
-                self._roster,
-                lambda engine: engine.adapters.resume(name),
-                what=f"resume of adapter {name!r}",
-                deadline_s=self._timeout_s,
-            )
-            known.resumed.set()
-
-        await self._turn("resume_generation(adapter=...)", work, "plugin")
+        await self._set_paused(name, paused=False, again=again)
 
     async def wait(self, name: str, timeout_s: float) -> None:
         """Return when an adapter is not paused. DeadlineError: it still is after `timeout_s` seconds."""
@@ -208,10 +176,8 @@ class FleetAdapters:
 
     async def statuses(self) -> dict[str, AdapterStatus]:
         """Name every adapter, with its version and its requests over all engines."""
-        outcome = await fan_out(
-            self._roster.live(), lambda engine: engine.adapters.served(), deadline_s=self._timeout_s
-        )
-        return {name: self._status(name, outcome.results.values()) for name in self.known}
+        served = await self._served()
+        return {name: self._status(name, served) for name in self.known}
 
     async def status(self, name: str) -> AdapterStatus:
         """Return one adapter's version and requests. UserError: there is none of that name."""
@@ -224,20 +190,39 @@ class FleetAdapters:
         Raises:
             EngineError: it cannot be brought there, so it must not serve.
         """
-        places = asyncio.Semaphore(READ_AT_ONCE)
-
-        async def bring(name: str, known: FleetAdapter) -> None:
-            async with places:
-                await self._read((member,), name, known.files, self._timeout_s)
-                # An owner before us may have given it other tensors under the same version.
-                await self._bring(member, name, known, trusted=False)
-
-        await all_or_first_error(bring(name, known) for name, known in self.known.items())
+        for name, known in self.known.items():
+            # An owner before us may have given it other tensors under the same version.
+            await self._bring(member, name, known, trusted=False)
 
     def close(self) -> None:
         for known in self.known.values():
             known.files.close()
         self.known.clear()
+
+    async def _set_paused(self, name: str, *, paused: bool, again: bool) -> None:
+        async def call(engine: ControlClient) -> None:
+            await (engine.adapters.pause(name) if paused else engine.adapters.resume(name))
+
+        async def work() -> None:
+            known = self._of(name)
+            if known.resumed.is_set() is not paused:
+                if not again:
+                    wrong = "already paused; resume it first" if paused else "not paused; pause it first"
+                    raise StateError(f"adapter {name!r} is {wrong}")
+                return
+            await command(self._roster, call, what=f"{what} of adapter {name!r}", deadline_s=self._timeout_s)
+            if paused:
+                known.resumed.clear()  # engines that join pause it from now on
+            else:
+                known.resumed.set()
+
+        what = "pause" if paused else "resume"
+        await self._turn(f"{what}_generation(adapter=...)", work, "plugin")
+
+    async def _served(self) -> list[Mapping[str, AdapterLoad]]:
+        """Ask every engine which adapters it has; one that fails has none."""
+        asked = await fan_out(self._roster.live(), lambda engine: engine.adapters.served(), deadline_s=self._timeout_s)
+        return list(asked.results.values())
 
     async def _bring(self, member: Member, name: str, known: FleetAdapter, *, trusted: bool = True) -> None:
         async def load(engine: ControlClient) -> None:
@@ -269,17 +254,15 @@ class FleetAdapters:
         """
         read = [files]
         try:
-            await self._read(self._roster.live(), name, files, timeout_s)
+            await fan_out(
+                self._roster.live(),
+                lambda engine: engine.adapters.read(name, files.source, timeout_s=timeout_s),
+                deadline_s=timeout_s,
+            )
             yield read
         finally:
             for left in read:
                 left.close()
-
-    async def _read(self, members: Sequence[Member], name: str, files: AdapterFiles, timeout_s: float) -> None:
-        def read(engine: ControlClient) -> Coroutine[Any, Any, None]:
-            return engine.adapters.read(name, files.source, timeout_s=timeout_s)
-
-        await fan_out(members, read, deadline_s=timeout_s)
 
     async def _turn(self, what: str, work: Callable[[], Coroutine[Any, Any, T]], needed: Capability = "lora") -> T:
         async def run() -> T:
@@ -376,10 +359,7 @@ class FleetAdapters:
 
     async def _highest_at_engines(self, name: str) -> int:
         """Return the last version that an earlier owner of these engines gave a name; 0: none."""
-        outcome = await fan_out(
-            self._roster.live(), lambda engine: engine.adapters.served(), deadline_s=self._timeout_s
-        )
-        return max((loads[name].version or 0 for loads in outcome.results.values() if name in loads), default=0)
+        return max((loads[name].version or 0 for loads in await self._served() if name in loads), default=0)
 
     def _shared_folder(self) -> Path | None:
         """Where engines read files that memory of this host cannot bring; WeightsError: they need one, there is none.
