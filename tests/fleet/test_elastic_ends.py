@@ -9,16 +9,12 @@ from typing import Any, Self
 
 import pytest
 from fleet_fakes import until
-from launched_rig import CONFIG, Launcher, launched
+from launched_rig import launched
 from virtual_fleet import Network, VirtualEngines, open_fleet, virtual_time, without_sockets
 
 from patience import WAIT_S
-from penstock.engine.vanilla import VanillaControl
-from penstock.errors import DeadlineError, EngineError, EngineStartError, PenstockError, StateError, UserError
-from penstock.fleet import attach
-from penstock.fleet.engines import LaunchedEngines
-from penstock.fleet.member import Lifecycle, Member, State, Substate
-from penstock.settings import EngineConfig
+from penstock.errors import EngineError, EngineStartError, StateError, UserError
+from penstock.fleet.member import Member, State
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 from penstock.types import PauseMode
@@ -55,22 +51,6 @@ def begun(call: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
     return asyncio.create_task(call)
 
 
-async def test_an_engine_whose_end_has_begun_ends_though_nobody_waits_for_it() -> None:
-    async with launched(2) as (fleet, launcher):
-        leaving = launcher.processes[0]
-        leaving.may_end.clear()
-        removing = begun(fleet.remove("e0"))
-        await asyncio.wait_for(leaving.stopping.wait(), WAIT_S)
-        await give_up(removing)
-        leaving.may_end.set()
-        await until(lambda: launcher.released == ["e0"])
-        assert leaving.ended.is_set()
-        assert (await fleet.engines())[0].state is State.STOPPED
-        with pytest.raises(StateError, match="engine e0 has left the fleet already"):
-            await fleet.remove("e0")
-        await check_serves(fleet, engines=1)
-
-
 async def test_an_engine_that_is_ending_has_its_gpus_until_it_has_ended() -> None:
     async with launched(2, gpus=2) as (fleet, launcher):
         leaving = launcher.processes[1]
@@ -103,26 +83,6 @@ async def test_a_fleet_that_ends_waits_for_an_engine_that_is_ending() -> None:
             await removing
 
 
-async def test_an_engine_leaves_though_the_router_does_not_hear_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with launched(2) as (fleet, launcher):
-        leaving = launcher.processes[0]
-        leaving.may_end.clear()
-        removing = begun(fleet.remove("e0"))
-        member = fleet._roster.members[0]
-        await fleet._roster.until(lambda: member.state is State.DRAINING)
-
-        async def late(*_: object) -> None:
-            raise DeadlineError("router did not answer", seconds=10.0)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(fleet._roster.admin, "announce", late)
-            await asyncio.wait_for(leaving.stopping.wait(), WAIT_S)
-        leaving.may_end.set()
-        await removing
-        assert launcher.released == ["e0"]
-        await check_serves(fleet, engines=1)
-
-
 @pytest.mark.parametrize("heedless", [False, True])
 async def test_engines_that_start_while_the_fleet_ends_are_ended(*, heedless: bool) -> None:
     async with launched(1) as (fleet, launcher):
@@ -139,24 +99,6 @@ async def test_engines_that_start_while_the_fleet_ends_are_ended(*, heedless: bo
             await asyncio.wait_for(starting, WAIT_S)
         with pytest.raises(StateError, match="torn down"):
             await fleet._elastic.add(1)
-
-
-async def test_nothing_starts_once_all_have_been_ended() -> None:
-    launcher = Launcher(1)
-    engines = LaunchedEngines(CONFIG, launcher, api_key=None, parallel_starts=1, stop_timeout_s=1.0)
-    launcher.may_start.clear()
-    life, later = Lifecycle("e0"), Lifecycle("e1")
-    starting = begun(engines.start(life, ()))
-    await launcher.launching.wait()
-    await engines.end_all()
-    launcher.may_start.set()
-    with pytest.raises(StateError, match="no engine of it can start any more"):
-        await asyncio.wait_for(starting, WAIT_S)
-    assert [process.ended.is_set() for process in launcher.processes] == [True]
-    assert life.state is State.DEAD
-    with pytest.raises(StateError, match="no engine of it can start any more"):
-        await engines.start(later, ())
-    assert len(launcher.processes) == 1
 
 
 async def test_an_engine_whose_start_is_given_up_when_it_runs_is_ended_and_its_gpu_another_s() -> None:
@@ -239,24 +181,6 @@ def test_an_engine_that_returns_while_it_is_taken_out_is_taken_out(*, paused: bo
         runner.run(main())
 
 
-async def test_one_whose_removal_was_given_up_and_that_dies_serves_again_when_it_is_back() -> None:
-    async with launched(2, restart_backoff_s=0.01) as (fleet, launcher):
-        engines = [process._server.engine for process in launcher.processes]
-        busy = begun(fleet.sample([1, 2], 1, {"max_tokens": 400, "ignore_eos": True}))
-        await until(lambda: any(engine.scheduler.running for engine in engines))
-        home = next(i for i, engine in enumerate(engines) if engine.scheduler.running)
-        member = fleet._roster.members[home]
-        removing = begun(fleet.remove(home))
-        await until(lambda: member.drain_mode is Substate.ALL and not fleet._operations.queue.turns)
-        await give_up(removing)
-        launcher.processes[home].kill()
-        await fleet._roster.until(lambda: member.state is State.SERVING)
-        await until(lambda: not fleet._operations.queue.turns)
-        known = (await fleet._roster.admin.engines()).engines
-        assert {engine.name: engine.eligible for engine in known} == {"e0": True, "e1": True}
-        assert len((await busy)[0].token_ids) == 400
-
-
 async def test_a_drain_ends_with_the_fleet() -> None:
     async with launched(2) as (fleet, _):
         await fleet.sample([1, 2], 1, {"max_tokens": 2}, session_id="s")
@@ -266,17 +190,6 @@ async def test_a_drain_ends_with_the_fleet() -> None:
         await fleet.teardown()
         with pytest.raises(StateError, match="torn down"):
             await asyncio.wait_for(draining, WAIT_S)
-
-
-async def test_nobody_is_watched_once_the_watch_has_ended() -> None:
-    async with launched(1) as (fleet, _):
-        supervisor = fleet._elastic._supervisor
-        await fleet.teardown()
-        with pytest.raises(StateError, match="engine e0 cannot join: this fleet was torn down"):
-            supervisor.watch(fleet._roster.members[0])
-        before = asyncio.all_tasks()
-        await supervisor.probe_all()
-        assert asyncio.all_tasks() == before
 
 
 # --- servers of others -----------------------------------------------------------------------------------------------
@@ -302,57 +215,7 @@ async def test_one_server_is_attached_once_by_two_who_attach_it_at_once() -> Non
         (name,) = [outcome for outcome in both if isinstance(outcome, tuple)]
         (refusal,) = [outcome for outcome in both if isinstance(outcome, BaseException)]
         assert isinstance(refusal, UserError)
-        assert str(refusal) == f"the server {server.url} belongs to this fleet already; remove it first"
+        assert "belongs to this fleet already" in str(refusal)
         await check_serves(fleet, engines=2)
         await fleet.remove(*name)
         await fleet.attach(server.url)
-
-
-async def test_a_server_that_was_let_go_can_be_attached_again() -> None:
-    async with Silent() as silent, launched(1) as (fleet, _):
-        for _ in range(2):
-            silent.asked.clear()
-            attaching = begun(fleet.attach(silent.url))
-            await silent.asked.wait()
-            await give_up(attaching)
-
-
-@pytest.mark.parametrize("wrong", ["60", -1, float("nan"), [60]])
-async def test_what_is_no_time_is_refused_before_an_engine_is_told_anything(wrong: Any) -> None:
-    async with launched(2) as (fleet, _):
-        for call in (fleet.drain, fleet.remove):
-            with pytest.raises(UserError, match="timeout_s is a number of seconds, 0 or more, got"):
-                await call("e0", timeout_s=wrong)
-        assert [status.state for status in await fleet.engines()] == [State.SERVING] * 2
-
-
-async def test_servers_of_others_take_no_room_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray is asked for room for all that have none set aside yet."""
-    async with SimServer(SimConfig(max_model_len=512)) as other, launched(1) as (fleet, launcher):
-        await fleet.attach(other.url)
-        place, asked = launcher.place, list[list[tuple[str, ...]]]()
-
-        async def noted(config: EngineConfig, taken: Any) -> tuple[str, ...]:
-            asked.append(list(taken))
-            return await place(config, taken)
-
-        monkeypatch.setattr(launcher, "place", noted)
-        await fleet.add_engines()
-        assert asked == [[("0",)]]
-
-
-@pytest.mark.parametrize("what", ["no engine", "a router", "another model"])
-async def test_no_connection_is_left_to_a_server_that_does_not_join(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    clients: list[VanillaControl] = []
-
-    class Noted(VanillaControl):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
-            clients.append(self)
-
-    async with SimServer(SimConfig(vocab_size=512)) as other, launched(1) as (fleet, _):
-        monkeypatch.setattr(attach, "VanillaControl", Noted)
-        urls = {"no engine": "http://127.0.0.1:9", "a router": fleet.url, "another model": other.url}
-        with pytest.raises(PenstockError):
-            await fleet.attach(urls[what])
-        assert [client.http._session for client in clients] == [None]

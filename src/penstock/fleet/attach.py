@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, cast
@@ -26,12 +26,12 @@ class AttachedServers:
         self.joined: Callable[[], None] = lambda: None
         """Called when one has joined: from then on, engines may be without our plugin."""
 
-    async def join(self, lifecycle: Lifecycle, spec: ServerSpec, beside: Sequence[Member] = ()) -> Member:
-        """Ask a server what it is; it is SYNCING then. The engines `beside` it serve the model that it has to serve.
+    async def join(self, lifecycle: Lifecycle, spec: ServerSpec) -> Member:
+        """Ask a server what it is; it is SYNCING then.
 
         Raises:
             PenstockError: it does not answer, or is no engine; it is DEAD.
-            UserError: it is a router, serves another model, or has fewer ranks than are to be addressed.
+            UserError: it is a router, or has fewer ranks than are to be addressed.
         """
         async with AsyncExitStack() as owned:
             try:
@@ -43,7 +43,6 @@ class AttachedServers:
                     control_timeout_s=self._control_s,
                     client=VanillaControl,
                 )
-                _refuse_other_model(member, beside)
                 member.ranks = _ranks(member, spec)
             except PenstockError as error:
                 is_router = isinstance(error, EngineHTTPError) and error.error_type == "permission_error"
@@ -53,23 +52,13 @@ class AttachedServers:
                     raise UserError(f"{spec.url} {why}") from error
                 raise
             self._connections.push_async_callback(owned.pop_all().aclose)
-        member.again = partial(self.join, lifecycle, spec, (member,))
+        member.again = partial(self.join, lifecycle, spec)
         self.joined()
         return member
 
     async def close(self) -> None:
         """Close the connections to them; they run on."""
         await self._connections.aclose()
-
-
-def _refuse_other_model(member: Member, beside: Sequence[Member]) -> None:
-    own = member.info.vocab_size
-    for other in beside:
-        if own and other.info.vocab_size and own != other.info.vocab_size:
-            raise UserError(
-                f"{member.url} serves another model: its vocabulary has {own} tokens, that of engine {other.name} "
-                f"{other.info.vocab_size}"
-            )
 
 
 def _ranks(member: Member, spec: ServerSpec) -> int:

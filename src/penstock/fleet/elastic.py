@@ -93,8 +93,6 @@ class Elastic:
         self._numbers = itertools.count(1 + max((int(member.name[1:]) for member in roster.members), default=-1))
         self._placed: dict[Lifecycle, tuple[str, ...]] = {}
         """GPUs of those that start and are no members yet."""
-        self._attaching: set[str] = set()
-        """URLs of servers that are asked what they are and are no members yet."""
         self._departures: dict[Member, asyncio.Task[None]] = {}
         """Engines that are being ended. They have their GPUs until they are gone."""
         self.calls: set[asyncio.Task[Any]] = set()
@@ -233,20 +231,14 @@ class Elastic:
         """Let servers of others serve too; see `Fleet.attach`. Those that have answered join even if cancelled then."""
         specs = specs_of(servers)
         here = {place_of(member.url) for member in self._roster.members if member.state is not State.STOPPED}
-        if known := [spec.url for spec in specs if place_of(spec.url) in here | self._attaching]:
+        if known := [spec.url for spec in specs if place_of(spec.url) in here]:
             raise UserError(f"the server {known[0]} belongs to this fleet already; remove it first")
-        urls = {place_of(spec.url) for spec in specs}
-        self._attaching |= urls
         joins = [asyncio.create_task(self._attach(spec)) for spec in specs]
-        try:
-            await asyncio.gather(*joins, return_exceptions=True)  # cancelled, it cancels them
-        finally:
-            self._attaching -= urls
+        await asyncio.gather(*joins, return_exceptions=True)  # cancelled, it cancels them
         return tuple(task.result() for task in joins)
 
     async def _attach(self, spec: ServerSpec) -> str:
-        there = [one for one in self._roster.members if one.state is not State.STOPPED]
-        member = await self._attached.join(Lifecycle(f"e{next(self._numbers)}"), spec, there)
+        member = await self._attached.join(Lifecycle(f"e{next(self._numbers)}"), spec)
         try:
             self._watch(member)
         except UserError as error:

@@ -190,8 +190,8 @@ async def assemble(
     `attached` joins servers of others. Without `engines`, all were started by others.
 
     Raises:
-        StateError: the engines serve different models or weight versions, or some are paused and some not.
-        UserError: there is no engine, or fewer than `min_engines`.
+        StateError: the engines serve different weight versions, or some are paused and some not.
+        UserError: there are fewer than `min_engines`, one is there twice, or they serve different models.
     """
     fleet = terms.fleet
     if not members or len(members) < fleet.min_engines:
@@ -219,7 +219,6 @@ async def assemble(
     supervisor = Supervisor(roster, admit=operations.admit, check=operations.check, fleet=fleet)
     owned.push_async_callback(supervisor.stop)
     _watch(router, roster, supervisor, fleet)
-    data.http.suspect = supervisor.probe_all
     elastic = plugged_in("elastic")(roster, operations, supervisor, fleet, engines=engines, attached=attached)
     owned.push_async_callback(elastic.close)
     endpoint = plugged_in("control_socket")(router.url, roster, operations, elastic, admin_key=router.key)
@@ -260,8 +259,6 @@ def data_client(url: str, api_key: str | None, roster: Roster, owned: AsyncExitS
 async def _roster(router: OpenRouter, members: Sequence[Member]) -> Roster:
     """The engines as one fleet, in the state that they all are in; the router has them and a gate that fits."""
     _agree("weight version", {m.name: m.weight_version for m in members})
-    vocabularies = {m.name: m.info.vocab_size for m in members if m.info.vocab_size}
-    _agree("the size of their vocabulary", vocabularies, "a fleet serves one model")
     _agree("paused", {m.name: m.info.paused for m in members})
     paused = members[0].info.paused
     roster = Roster(router.admin, version=members[0].weight_version, closed=paused, by_rank=router.ours)
@@ -273,7 +270,7 @@ async def _roster(router: OpenRouter, members: Sequence[Member]) -> Roster:
     return roster
 
 
-def _agree(what: str, values: Mapping[str, object], advice: str = "bring them to the same state first") -> None:
+def _agree(what: str, values: Mapping[str, object]) -> None:
     if len(set(values.values())) > 1:
         listed = ", ".join(f"{name}: {value}" for name, value in values.items())
-        raise StateError(f"the engines do not agree on {what} ({listed}); {advice}")
+        raise StateError(f"the engines do not agree on {what} ({listed}); bring them to the same state first")

@@ -204,15 +204,19 @@ class Member:
             self.torn, self.asleep = None, frozenset()  # it has loaded its weights again
 
     def check_beside(self, others: Sequence[Member]) -> None:
-        """Raise UserError if it is the same server as another; warn if it serves its model under another name."""
+        """Raise UserError if it is the server of another, or serves another model."""
+        own = self.info
         for one in others:
-            if self.info.instance and one.info.instance == self.info.instance:
+            if own.instance and one.info.instance == own.instance:
                 raise UserError(
                     f"{self.url} is the server of engine {one.name}, which belongs to this fleet already as {one.url}; "
                     "give each server once"
                 )
-        if odd := other_name(self.name, self.info, ((one.name, one.info) for one in others)):
-            logger.warning("%s", odd)
+            if own.vocab_size and one.info.vocab_size and own.vocab_size != one.info.vocab_size:
+                raise UserError(
+                    f"{self.url} serves another model: its vocabulary has {own.vocab_size} tokens, that of engine "
+                    f"{one.name} {one.info.vocab_size}"
+                )
 
     def entries(self) -> list[EngineEntry]:
         """Return what the router has to know of it, one entry for each rank that it addresses."""

@@ -19,7 +19,7 @@ from penstock.errors import (
     StateError,
     UserError,
 )
-from penstock.fleet.member import SERVABLE, Call, Member, State, ask, updatable, why
+from penstock.fleet.member import SERVABLE, Call, Member, State, ask, other_name, updatable, why
 from penstock.router.admin_client import RouterState
 from penstock.router.memory import Membership
 
@@ -121,8 +121,8 @@ class Roster(Changes):
         self.policy: Mapping[str, Any] = {}
         """What the router is to place requests by, where its own options do not say."""
         self._epoch = -1
-        self._confirmed: Membership | None = None
-        """What the router has confirmed last."""
+        self.router_uncertain = True
+        """The last call to the router may have come into force or not: it failed, or is under way."""
         self.ended = False
         self.all_lost = asyncio.Event()
         """Set while no engine is left and none is coming back, or the fleet ends: requests wait in vain."""
@@ -134,11 +134,6 @@ class Roster(Changes):
         else:
             self.all_lost.clear()
         super().announce()
-
-    @property
-    def router_uncertain(self) -> bool:
-        """The last call to the router may have come into force or not: it failed, or is under way."""
-        return self._confirmed is None
 
     def live(self) -> tuple[Member, ...]:
         """Return a snapshot of those whose weights are confirmed: SERVING, PAUSED or DRAINING."""
@@ -180,21 +175,25 @@ class Roster(Changes):
 
         Raises:
             StateError: its weights are not of the fleet's version.
+            UserError: see `Member.check_beside`.
         """
         if member.weight_version != self.version:
             raise StateError(
                 f"engine {member.name} has weight version {member.weight_version}, the fleet serves {self.version}"
             )
+        self.add(member)
         member.lifecycle.to(State.SERVING, f"weight version {member.weight_version} confirmed")
         if member.info.kv_kept:  # by the process that owned it before
             self.kv_kept_versions |= {member.info.weight_version}
-        self.add(member)
         self.announce()
 
     def add(self, member: Member) -> None:
-        """Give an engine the next index of the fleet, if it has none yet. UserError: it is a member's server too."""
+        """Give an engine the next index of the fleet, if it has none yet; raises as `Member.check_beside`."""
+        others = [one for one in self.members if one is not member and one.state is not State.STOPPED]
+        member.check_beside(others)
         if member not in self.members:
-            member.check_beside([one for one in self.members if one.state is not State.STOPPED])
+            if odd := other_name(member.name, member.info, ((one.name, one.info) for one in others)):
+                logger.warning("%s", odd)
             member.ranks = member.ranks if self.by_rank else 1  # another's router sees it as one engine
             self.members = (*self.members, member)
             self.announce()
@@ -232,11 +231,7 @@ class Roster(Changes):
         Where it is gone and comes back, `restore` does it instead.
         """
         try:
-            async with self._calling:
-                # What it has confirmed is not sent again: paused engines would wait for the answer. A router that
-                # others run may have been restarted without it, so it is always sent.
-                if not self.router_returns or self._confirmed != self._membership(self._epoch):
-                    await self._push()
+            await self.restore()
         except (DeadlineError, EngineDeadError):
             await self.until(lambda: not self.router_uncertain or not self.router_returns, deadline_s=ROUTER_BACK_S)
             if self.router_uncertain:
@@ -268,7 +263,6 @@ class Roster(Changes):
         state = await self.admin.engines()
         as_sent = state.in_step and state.epoch == epoch
         if (self.router_uncertain or not as_sent) and quiet and epoch == self._epoch:
-            self._confirmed = None
             try:
                 await self.restore()
             except PenstockError as error:
@@ -301,7 +295,7 @@ class Roster(Changes):
         return Membership(epoch, entries, self._closed, self.policy, cut)
 
     async def _push(self) -> None:
-        known, self._confirmed = self._epoch >= 0, None
+        known, self.router_uncertain = self._epoch >= 0, True
         self._epoch += 1
         wanted = self._membership(self._epoch)
         try:
@@ -317,7 +311,7 @@ class Roster(Changes):
                 self._epoch = (await self.admin.engines()).epoch + 1
                 wanted = replace(wanted, epoch=self._epoch)
                 await self.admin.announce(wanted)
-            self._confirmed = wanted
+            self.router_uncertain = False
         finally:
             self.announce()
 
