@@ -6,7 +6,6 @@ import asyncio
 import gc
 import os
 import signal
-import threading
 import weakref
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -20,7 +19,7 @@ from patience import HANG_S, WAIT_S
 from penstock import Fleet, SamplingParams
 from penstock.engine.control import ControlClient
 from penstock.engine.launch import EngineProcess
-from penstock.errors import ConfigError, TransferError, UpdateError, WeightsError
+from penstock.errors import UpdateError, WeightsError
 from penstock.fleet import delivery
 from penstock.fleet.member import State
 from penstock.fleet.stores import Stores
@@ -140,60 +139,6 @@ async def test_killed_in_the_middle_of_the_bytes(fleet: Fleet) -> None:
     await whole_again(fleet)
 
 
-async def test_who_cut_it_and_who_was_cut_are_named_once(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, cut = broadcast(fleet), threading.Event()
-    interrupt, send = store.interrupt, delivery.Delivery.send
-    said: list[dict[str, str]] = []
-
-    class Waiting:
-        """Gathered in two passes; in the second one nothing comes before the transfer is cut, which is in no tensor."""
-
-        passes = 0
-
-        def __iter__(self) -> Any:
-            self.passes += 1
-            for index, pair in enumerate(weights(7.0)):
-                if self.passes == 2 and index == 0:
-                    cut.wait(60.0)
-                yield pair
-
-    async def torn(*_: Any, **__: Any) -> Any:
-        monkeypatch.setattr(ControlClient, "apply_weights", apply)
-        raise TransferError("engine e1: the broadcast broke")
-
-    async def first(control: ControlClient, *args: Any, **more: Any) -> Any:
-        return await (torn() if control.name == "e1" else apply(control, *args, **more))
-
-    def interrupted(why: str) -> None:
-        interrupt(why)
-        if "the broadcast broke" in why:  # a new group ends the one before it in the same way
-            cut.set()
-
-    async def noted(self: delivery.Delivery, *args: Any) -> Any:
-        outcome = await send(self, *args)
-        said.append({name: str(error) for name, error in outcome.failures.items()})
-        return outcome
-
-    apply = ControlClient.apply_weights
-    monkeypatch.setattr(ControlClient, "apply_weights", first)
-    monkeypatch.setattr(store, "interrupt", interrupted)
-    monkeypatch.setattr(delivery.Delivery, "send", noted)
-    store._bucket_bytes = 2**20
-    assert (await asyncio.wait_for(fleet.update_weights(Waiting()), WAIT_S)).failures == {}
-    others = "the trainer cut the group: engine e1: the broadcast broke"
-    told = {"e0": f"engine e0: {others}", "e1": "engine e1: the broadcast broke", "e2": f"engine e2: {others}"}
-    assert said == [told, {}]
-    await whole_again(fleet)
-
-
-async def test_a_refused_version_changes_nothing(fleet: Fleet) -> None:
-    version = fleet.weight_version
-    with pytest.raises(WeightsError, match="holds NaN"):
-        await fleet.update_weights([("w", torch.tensor([float("nan")]))])
-    assert fleet.weight_version == version
-    await whole_again(fleet)
-
-
 async def test_nothing_is_held_of_a_version_that_engines_refuse(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     async def unfit(*_: object) -> None:
         raise WeightsError("does not fit")
@@ -222,13 +167,6 @@ async def test_tensors_that_are_not_twice_the_same_commit_nowhere(fleet: Fleet) 
         await asyncio.wait_for(fleet.update_weights(Fickle()), WAIT_S)
     assert fleet.weight_version == version
     await whole_again(fleet)
-
-
-async def test_transports_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"weight_folder.*'disk' needs"):
-        Fleet.launch("sim-model", profile="sim", weight_transport="disk")
-    with pytest.raises(ConfigError, match="weight_transport"):
-        Fleet.launch("sim-model", profile="sim", weight_transport="pigeon")
 
 
 async def test_an_engine_that_cannot_join_is_named(tmp_path: Path) -> None:

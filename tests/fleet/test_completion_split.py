@@ -7,23 +7,6 @@ from penstock.errors import RequestError
 
 
 @pytest.mark.parametrize(
-    ("prompt", "parts"),
-    [
-        ("a", ["a"]),
-        ([1, 2], [[1, 2]]),
-        (["a", "b"], ["a", "b"]),
-        ([[1], [2, 3]], [[1], [2, 3]]),
-        ((("x"), ("y")), ["x", "y"]),
-        (["only"], ["only"]),
-    ],
-)
-def test_the_four_forms(prompt, parts) -> None:
-    bodies = split({"prompt": prompt, "n": 2, "model": "m"})
-    assert [body["prompt"] for body in bodies] == parts
-    assert all(body["n"] == 2 and body["model"] == "m" for body in bodies)
-
-
-@pytest.mark.parametrize(
     ("prompt", "message"),
     [
         ([], "prompt is an empty list"),
@@ -65,8 +48,3 @@ def test_join_orders_by_prompt_then_sample_and_sums_usage() -> None:
     assert [(c["index"], c["text"]) for c in joined["choices"]] == [(0, "a0"), (1, "a1"), (2, "b0"), (3, "b1")]
     assert joined["usage"] == {"prompt_tokens": 13, "total_tokens": 25, "prompt_tokens_details": details}
     assert joined["id"] == "cmpl-1"
-
-
-def test_one_answer_comes_back_as_it_is() -> None:
-    answer = {"id": "x", "choices": [choice(0, "t")], "usage": None}
-    assert join([answer]) == answer

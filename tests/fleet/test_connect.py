@@ -21,9 +21,7 @@ from penstock.errors import (
     ConfigError,
     DeadlineError,
     EngineDeadError,
-    EngineHTTPError,
     StateError,
-    UpdateError,
     UserError,
 )
 from penstock.fleet.member import State
@@ -97,13 +95,6 @@ async def test_who_connects_second_adopts_what_the_first_holds() -> None:
         await check_serves(first, engines=2)
 
 
-async def test_a_router_whose_fleet_is_held_gets_no_second_one() -> None:
-    async with engines(2) as servers, connected(servers[:1]) as first:
-        with pytest.raises(StateError, match=rf"another process owns the fleet behind {first.url}"):
-            await Fleet.connect([servers[1].url], url=first.url)
-        await check_serves(first, engines=1)
-
-
 async def test_when_its_holder_has_ended_the_next_one_holds_a_fleet() -> None:
     async with engines(2) as servers, connected(servers) as first:
         await first.update_weights(GOOD)
@@ -158,13 +149,6 @@ async def test_what_is_not_there_or_something_else() -> None:
         Fleet.connect(server.url, log_dir="logs")
 
 
-async def test_a_wrong_key_is_said() -> None:
-    async with engines(1, api_key="secret") as servers:
-        with pytest.raises(EngineHTTPError) as caught:
-            await Fleet.connect([servers[0].url], api_key="guess")
-        assert caught.value.status == 401
-
-
 async def test_an_engine_whose_weights_nobody_knows_makes_no_more_tokens_though_nobody_can_end_it() -> None:
     async with engines(3) as servers, connected(servers) as fleet:
         servers[1].engine.faults.add(Fault(FaultKind.WRONG_CHECKSUM, Phase.LOAD))
@@ -175,25 +159,6 @@ async def test_an_engine_whose_weights_nobody_knows_makes_no_more_tokens_though_
         assert await states(fleet) == [State.SERVING, State.DEAD, State.SERVING]
         check(PROMPTS, await asyncio.wait_for(running, WAIT_S), PARAMS)
         assert servers[1].engine.paused
-
-
-async def test_an_engine_that_dies_by_itself_is_noticed_and_with_none_left_an_update_is_an_error() -> None:
-    async with engines(2) as servers, connected(servers) as fleet:
-        await servers[0].stop()
-        async with asyncio.timeout(WAIT_S):
-            while (await states(fleet))[0] is not State.DEAD:  # noqa: ASYNC110 - a fleet sends no event
-                await asyncio.sleep(0.02)
-        await check_serves(fleet, engines=1)
-        with pytest.raises(EngineDeadError, match="engine e0: it is dead: health check failed"):
-            await fleet.get_cache_usage(0)
-        await servers[1].stop()
-        held = asyncio.create_task(fleet.sample([1], 1, PARAMS))
-        with pytest.raises(UpdateError, match="min_engines is 1"):
-            await fleet.update_weights(GOOD)
-        with pytest.raises(EngineDeadError, match="no engine is left"):
-            await fleet.get_num_unfinished_requests()
-        with pytest.raises(EngineDeadError, match="no engine is left, and none is coming back"):
-            await asyncio.wait_for(held, WAIT_S)
 
 
 @pytest.mark.parametrize("through", ["router", "holder"])

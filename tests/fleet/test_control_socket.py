@@ -21,7 +21,6 @@ from patience import WAIT_S
 from penstock import Fleet, PauseMode, SamplingParams
 from penstock.engine.control import ControlClient
 from penstock.errors import (
-    ConfigError,
     DeadlineError,
     EngineDeadError,
     EngineError,
@@ -258,15 +257,6 @@ async def test_whoever_adopted_a_fleet_that_is_stopped_is_told_so() -> None:
             await fleet.sample([1], 1)
 
 
-async def test_who_adopts_a_fleet_chooses_its_chunks_and_nothing_of_the_holders() -> None:
-    async with detached() as fleet:
-        async with Fleet.connect(fleet.url, stream_chunk_tokens=16) as mine:
-            assert mine.data.stream_chunk_tokens == 16
-            await check_serves(mine, engines=2)
-        with pytest.raises(ConfigError, match="has chosen hang_timeout_s, min_engines already; leave these out"):
-            await Fleet.connect(fleet.url, min_engines=2, hang_timeout_s=3.0, stream_chunk_tokens=16)
-
-
 async def test_a_socket_of_a_fleet_that_was_killed_is_in_nobodys_way(fleet: Fleet) -> None:
     path = socket_of(fleet.url)
     assert path is not None
@@ -314,50 +304,6 @@ async def test_bad_calls_are_answered(fleet: Fleet, monkeypatch: pytest.MonkeyPa
         await http.close()
 
 
-async def test_what_a_script_launched_is_adopted_and_stopped_by_others_without_its_doing(tmp_path: Path) -> None:
-    async with Fleet.launch("sim-model", engines=2, log_dir=tmp_path, **OPTIONS) as fleet:
-        await fleet.update_weights([("w", torch.ones(1000))])
-        trainer = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", TRAINER, fleet.url, stdout=asyncio.subprocess.PIPE
-        )
-        out, _ = await asyncio.wait_for(trainer.communicate(), WAIT_S)
-        assert (out, fleet.weight_version) == (b"3 3\n", 3), "one master, one count"
-        assert (await fleet.update_weights([("w", torch.zeros(1000))])).version == 4
-        await check_serves(fleet, engines=2)
-        engines = {f"port={s.url.rpartition(':')[2]}" for s in await fleet.engines()}
-        async with FleetClient.to(fleet.url) as link:
-            await asyncio.wait_for(link.call("stop"), WAIT_S)
-        assert not [p for p in psutil.Process().children() if engines & set(p.cmdline())], "it has ended by itself"
-        assert list(folder().iterdir()) == []
-        with pytest.raises(StateError, match="the fleet was told to stop, by `penstock fleet stop`"):
-            await fleet.sample([1], 1)
-
-
-async def test_a_folder_whose_path_is_too_long_for_a_socket_is_said_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    deep = tmp_path / ("x" * 100)
-    deep.mkdir()
-    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(deep))
-    before = set(psutil.Process().children())
-    with pytest.raises(UserError, match="is too long a path for a socket; set PENSTOCK_RUNTIME_DIR to a"):
-        await Fleet.launch("sim-model", profile="sim")
-    assert set(psutil.Process().children()) == before
-
-
-async def test_a_login_and_a_job_of_one_user_find_the_same_fleets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("PENSTOCK_RUNTIME_DIR")
-    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    monkeypatch.delenv("TMPDIR", raising=False)
-    job = folder()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    assert folder() == job
-
-
 def test_a_folder_that_others_may_enter_or_that_lies_elsewhere_is_refused(runtime: Path, tmp_path: Path) -> None:
     name = f"penstock-{os.getuid()}"
     (tmp_path / "elsewhere").mkdir(mode=0o700)
@@ -373,12 +319,6 @@ def test_a_folder_that_others_may_enter_or_that_lies_elsewhere_is_refused(runtim
     assert socket_of("http://example.org:8000") is None
     (runtime / name).chmod(0o700)
     assert folder() == runtime / name
-
-
-async def test_a_folder_that_cannot_be_made_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", "/proc/nowhere")
-    with pytest.raises(UserError, match=r"nowhere/penstock-.* cannot be made: No such file or directory; PENSTOCK_RUN"):
-        await Fleet.launch("sim-model", profile="sim")
 
 
 @pytest.mark.parametrize(

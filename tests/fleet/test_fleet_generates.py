@@ -10,7 +10,7 @@ import torch
 
 from penstock import Fleet, GenerateBatch, SamplingParams
 from penstock.errors import EngineHTTPError, RequestError, UserError
-from sim_fleets import CONTEXT, check, in_flight, made, samples_of, slowed, stepped
+from sim_fleets import CONTEXT, check, in_flight, made, slowed, stepped
 from sim_verify import verify
 
 
@@ -223,9 +223,3 @@ async def test_requests_that_only_the_engine_can_judge_carry_its_message(fleet: 
         await fleet.completion({"model": "sim-model", "prompt": ["a", [1]]})
     with pytest.raises(RequestError, match="n must be at least 1, got 0"):
         await fleet.sample([1], 0)
-
-
-async def test_texts_are_those_of_their_own_tokens(fleet: Fleet) -> None:
-    out = await fleet.generate(prompt_token_ids=[[1], [2], [3]], sampling_params={"max_tokens": 9, "n": 2})
-    for sample in samples_of(out):
-        assert sample.text == await fleet.data.detokenize(sample.token_ids)

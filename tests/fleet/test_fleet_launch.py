@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -18,7 +17,7 @@ import torch
 from patience import WAIT_S
 from penstock import Fleet
 from penstock.engine.client import DataClient
-from penstock.errors import ConfigError, EngineHTTPError, EngineStartError, StateError, UserError
+from penstock.errors import ConfigError, EngineHTTPError, EngineStartError, StateError
 from penstock.fleet.member import State
 from penstock.http import HttpTransport
 from penstock.router.admin_client import RouterAdmin
@@ -152,15 +151,6 @@ def test_who_forgets_to_open_a_fleet_is_told_how() -> None:
         fleet.generate(["a"])  # type: ignore[attr-defined]
 
 
-async def test_a_fleet_that_was_torn_down_is_not_entered_again() -> None:
-    fleet = await Fleet.launch("any-name", profile="sim")
-    async with fleet:
-        pass
-    with pytest.raises(StateError, match="torn down"):
-        async with fleet:
-            pass
-
-
 @pytest.mark.parametrize("found", ["", "somebodys-key"])
 async def test_a_key_in_the_environment_that_was_not_given_is_not_asked_for(
     found: str, monkeypatch: pytest.MonkeyPatch
@@ -210,13 +200,6 @@ async def test_a_folder_for_logs_that_cannot_be_made_is_a_wrong_value(tmp_path: 
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=f"fleet.log_dir {tmp_path}/file/logs cannot be made: "):
         await Fleet.launch("sim-model", profile="sim", log_dir=tmp_path / "file" / "logs")
-
-
-async def test_logs_that_somebody_else_has_removed_are_no_error_at_the_end(logs_go_to: Path) -> None:
-    fleet = await Fleet.launch("sim-model", profile="sim")
-    (folder,) = logs_go_to.iterdir()
-    shutil.rmtree(folder)
-    await fleet.teardown()
 
 
 async def test_more_requests_than_a_shells_limit_of_open_files() -> None:
@@ -284,14 +267,3 @@ async def test_engines_and_router_obey_their_fleet_alone(tmp_path: Path, workers
         assert key not in str([process.cmdline() for process in family])
         assert key not in f"{fleet._roster.members}{fleet._roster.members[0].entries()}{await fleet.engines()}"
     assert [file.name for file in tmp_path.rglob("*") if file.is_file() and key in file.read_text()] == []
-
-
-async def test_a_policy_that_is_refused_leaves_the_fleet_able_to_speak_to_its_router() -> None:
-    async with Fleet.launch("sim-model", **SIM) as fleet:
-        with pytest.raises(UserError, match="no option of a policy: 'port'"):
-            await fleet._elastic.set_policy({"policy": "requests", "port": 1})
-        with pytest.raises(ConfigError, match="prefix_length"):
-            await fleet.set_policy("requests", prefix_length=10**30)
-        await fleet.set_policy("requests")
-        await fleet.pause_generation()
-        await fleet.resume_generation()

@@ -70,6 +70,7 @@ REFUSALS: dict[str, tuple[type[PenstockError], ...]] = {
     "pause": (StateError, EngineDeadError, DeadlineError),
     "resume": (StateError, EngineDeadError),
     "abort": (EngineDeadError, EngineHTTPError),
+    "reset": (EngineDeadError, EngineHTTPError),
     "update": (StateError, UpdateError),
     "add": (EngineStartError,),
     "drain": (StateError, UserError),
@@ -130,6 +131,10 @@ class FleetMachine(RuleBasedStateMachine):
     def abort(self, ms: int) -> None:
         self.aborted = True
         self.begin("abort", self.fleet.abort_generation(), ms)
+
+    @rule(ms=MILLISECONDS)
+    def reset(self, ms: int) -> None:
+        self.begin("reset", self.fleet.reset_prefix_cache(), ms)
 
     @rule(ms=MILLISECONDS)
     def update(self, ms: int) -> None:

@@ -11,11 +11,10 @@ from patience import WAIT_S
 from penstock import Fleet, PauseMode, SamplingParams
 from penstock.errors import StateError, UserError
 from penstock.fleet.member import State
-from sim_fleets import check, check_serves, in_flight, made, slowed, stepped
+from sim_fleets import check, in_flight, made, slowed, stepped
 
 PROMPTS = [[1 + i, 2, 3] for i in range(24)]
 LONG = SamplingParams(max_tokens=300, detokenize=False)
-LONGER = SamplingParams(max_tokens=450, detokenize=False)
 
 
 def weights(value: float = 1.0) -> list[tuple[str, torch.Tensor]]:
@@ -29,28 +28,6 @@ def batch(fleet: Fleet, params: SamplingParams = LONG) -> asyncio.Task:
 async def preemptions(fleet: Fleet) -> int:
     """How often an engine has put a request back, to compute it again."""
     return sum(status.stats.preemptions for status in await fleet.engines() if status.stats is not None)
-
-
-async def test_updates_in_the_middle_of_a_batch(fleet: Fleet) -> None:
-    first = fleet.weight_version
-    async with slowed(fleet):
-        running = batch(fleet, LONGER)
-        for i in range(3):
-            await in_flight(fleet, lambda requests: requests == len(PROMPTS))
-            await stepped(fleet, len(PROMPTS))
-            report = await fleet.update_weights(weights(float(i)))
-            assert report.version == fleet.weight_version == first + 1 + i
-            assert [update.engine for update in report.engines] == ["e0", "e1", "e2"]
-            assert len({update.checksum for update in report.engines}) == 1
-            assert sum(update.preempted for update in report.engines) == len(PROMPTS)
-            assert report.bytes == 4 * (12 + 4)
-            assert report.failures == {}
-        await stepped(fleet, len(PROMPTS))
-    out = await running
-    check(PROMPTS, out, LONGER)
-    assert out.stop_reasons == ["length"] * len(PROMPTS)
-    versions = [[span.version for span in spans] for spans in out.response_spans]
-    assert versions == [list(range(first, first + 4))] * len(PROMPTS), "every sample went on through every update"
 
 
 @pytest.mark.parametrize("mode", list(PauseMode))
@@ -103,12 +80,6 @@ async def test_abort_ends_what_runs_and_serves_what_comes(fleet: Fleet) -> None:
     check(PROMPTS, out, LONG)
     assert set(out.stop_reasons) == {"abort"}
     assert all(0 < len(ids) < LONG.max_tokens for ids in out.response_ids), "what was made is kept"
-
-
-async def test_a_name_that_cannot_be_written_as_json_is_refused_and_none_dies_of_it(fleet: Fleet) -> None:
-    with pytest.raises(UserError, match=r"cannot be written as JSON .*surrogates not allowed"):
-        await fleet.update_weights([("layer.\udc80", torch.ones(2))])
-    await check_serves(fleet, engines=3)
 
 
 async def test_a_reset_of_the_prefix_cache_recomputes_what_runs(fleet: Fleet) -> None:

@@ -104,29 +104,6 @@ async def test_a_gate_that_does_not_close_in_time_is_open_afterwards(operation: 
     await OPERATIONS[operation](bench)
 
 
-@virtual
-async def test_what_a_router_of_the_fleet_has_confirmed_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.fleet.roster.ROUTER_BACK_S", 0.05)  # no guard restarts this router
-    bench, router = await failing()
-    bench.roster.router_returns = True
-
-    async def messages(work: Coroutine[Any, Any, Any]) -> int:
-        before = router.known.epoch
-        await work
-        return router.known.epoch - before
-
-    assert await messages(OPERATIONS["pause"](bench)) == 1
-    assert await messages(OPERATIONS["update"](bench)) == 1, "the versions, and held engines do not wait for a gate"
-    assert await messages(bench.operations.resume()) == 1
-    assert await messages(bench.roster.push_membership()) == 0
-    router.failures = [LATE]
-    with pytest.raises(DeadlineError):
-        await OPERATIONS["pause"](bench)
-    assert await messages(OPERATIONS["pause"](bench)) == 1
-    bench.roster.router_returns = False
-    assert await messages(OPERATIONS["update"](bench)) == 2, "one that others keep up may have been started anew"
-
-
 @pytest.mark.parametrize("keeper", [watched, settled])
 @virtual
 async def test_an_update_that_the_router_does_not_hear_of_is_committed_all_the_same(
@@ -162,16 +139,6 @@ async def test_an_engine_that_the_router_does_not_hear_of_has_joined_all_the_sam
 
 
 @virtual
-async def test_a_native_update_that_the_router_does_not_hear_of_is_committed_too() -> None:
-    bench, router = await failing()
-    await bench.operations.pause(PauseMode.KEEP, clear_cache=True)
-    router.failures = [BUSY]
-    await bench.operations.native.update({}, 1)
-    await bench.roster.check_router()
-    bench.check_belief()
-
-
-@virtual
 async def test_a_router_that_has_other_engines_is_told_again() -> None:
     bench, router = await failing()
     async with watched(bench):
@@ -179,55 +146,6 @@ async def test_a_router_that_has_other_engines_is_told_again() -> None:
         await until(lambda: router.serves() == {"a": 0, "b": 0} and not router.closed)
         await OPERATIONS["pause"](bench)
         bench.check_belief()
-
-
-@virtual
-async def test_a_router_that_is_as_it_was_told_is_left_alone() -> None:
-    bench, router = await failing()
-    questions, told, ask = 0, router.known, router.engines
-
-    async def engines() -> Any:
-        nonlocal questions
-        questions += 1
-        return await ask()
-
-    router.engines = engines  # type: ignore[method-assign]
-    async with watched(bench):
-        await until(lambda: questions > 3)
-    assert router.known is told
-
-
-@virtual
-async def test_a_router_that_answers_lives_though_it_does_not_take_its_engines() -> None:
-    bench, router = await failing()
-    async with watched(bench, hang_timeout_s=0.3) as child:
-        router.failures = [BUSY] * 60
-        with pytest.raises(EngineHTTPError):
-            await bench.roster.gate(closed=True)
-        await until(lambda: not bench.roster.router_uncertain)
-        assert not child.killed
-
-
-@virtual
-async def test_what_a_call_changes_between_question_and_answer_is_no_difference() -> None:
-    bench, router = await failing()
-    asked, go = asyncio.Event(), asyncio.Event()
-    ask = router.engines
-
-    async def engines() -> Any:
-        state = await ask()
-        asked.set()
-        await go.wait()
-        return state
-
-    router.engines = engines  # type: ignore[method-assign]
-    checking = asyncio.create_task(bench.roster.check_router())
-    await asked.wait()
-    await bench.roster.gate(closed=True)
-    epoch = router.known.epoch
-    go.set()
-    await checking
-    assert router.known.epoch == epoch
 
 
 @virtual

@@ -10,40 +10,15 @@ from launched_rig import CONFIG, Launcher
 from supervise_rig import begins_to_return, dies_and_returns, restarting, until_serves
 
 from penstock.engine.control import ControlClient
-from penstock.errors import PenstockError, StateError
+from penstock.errors import StateError
 from penstock.fleet.engines import LaunchedEngines
-from penstock.fleet.member import Lifecycle, Member, State, fan_out
+from penstock.fleet.member import Lifecycle, State
 from penstock.fleet.pausing import command
 from virtual_time import virtual
 
 
 async def asked(bench: Bench) -> None:
     await until(lambda: ("a", "abort") in bench.journal)
-
-
-@virtual
-async def test_what_was_asked_of_an_engine_that_died_is_no_failure_of_its_successor() -> None:
-    bench = await Bench("ab").started()
-    failed: list[str] = []
-
-    async def on_failure(member: Member, _: PenstockError) -> None:
-        failed.append(member.name)
-
-    async with restarting(bench) as restarts:
-        old = bench.engine["a"]
-        old.faults["abort"] = "die"
-        for engine in bench.engine.values():
-            engine.busy = asyncio.Event()
-
-        async def abort(engine: ControlClient) -> None:
-            await bench.engine["b"].busy.wait()
-            await engine.abort()
-
-        asking = asyncio.create_task(fan_out(bench.roster.live(), abort, deadline_s=5.0, on_failure=on_failure))
-        await dies_and_returns(bench, restarts, "a", 0)
-        bench.engine["b"].busy.set()
-        outcome = await asking
-        assert (list(outcome.results), list(outcome.failures), failed) == (["b"], ["a"], [])
 
 
 @pytest.mark.parametrize("refusable", [False, True])
@@ -82,22 +57,6 @@ async def test_an_engine_that_is_being_started_is_not_given_up_for_what_its_pred
         await until_serves(bench, "a", 0)
         assert len(restarts.engines.starts) == 1
         bench.check_belief()
-
-
-@virtual
-async def test_the_successor_is_in_the_place_of_the_dead_one_before_anything_else_happens() -> None:
-    bench = await Bench("ab").started()
-    async with restarting(bench) as restarts:
-        old, member = bench.engine["a"], bench.roster.members[0]
-        closing = asyncio.Event()
-        old.close = closing.wait
-        bench.process["a"].kill()
-        await until(lambda: member.state is State.SYNCING)
-        assert member.control is bench.engine["a"]
-        assert member.control is not old
-        assert len(restarts.engines.starts) == 1
-        closing.set()
-        await until_serves(bench, "a", 0)
 
 
 async def test_an_engine_that_was_found_dead_while_it_started_leaves_no_process() -> None:

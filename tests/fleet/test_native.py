@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 from fleet_fakes import Bench
 
 from penstock.engine.capabilities import PENSTOCK, Capabilities
-from penstock.errors import MissingCapabilityError, StateError, UserError
+from penstock.errors import MissingCapabilityError, StateError
 from penstock.fleet.member import State
 from penstock.types import PauseMode
 from virtual_time import virtual
@@ -45,18 +44,6 @@ async def test_engines_that_take_weights_in_different_ways_are_told_nothing() ->
     assert {member.state for member in bench.roster.members} == {State.PAUSED}
     assert bench.roster.highest_version == 0, "the number is free still"
     await bench.operations.resume()
-    bench.check_belief()
-
-
-@virtual
-async def test_what_cannot_be_written_as_json_is_refused_and_none_dies_of_it() -> None:
-    bench = await bench_of(a=NCCL, b=NCCL)
-    with pytest.raises(UserError, match=r"^init_info cannot be written as JSON .*torch\.dtype.* Nothing was sent$"):
-        await bench.operations.native.init({"dtype": torch.float32})
-    with pytest.raises(UserError, match=r"^update_info cannot be written as JSON .*torch\.dtype"):
-        await bench.operations.native.update({**NAMES, "dtype": torch.float32}, 1)
-    assert bench.journal == []
-    await bench.operations.native.update(NAMES, 1)
     bench.check_belief()
 
 

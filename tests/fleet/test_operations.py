@@ -12,7 +12,6 @@ from fleet_fakes import DEADLINE_S, Bench, until
 from penstock.errors import (
     DeadlineError,
     EngineDeadError,
-    EngineError,
     EngineHTTPError,
     FanOutError,
     StateError,
@@ -20,7 +19,6 @@ from penstock.errors import (
     UserError,
 )
 from penstock.fleet.member import State, Substate, fan_out, why
-from penstock.router.memory import Membership
 from penstock.types import PauseMode
 from virtual_time import virtual
 
@@ -29,38 +27,6 @@ KINDS = ["refuse", "hang", "die", "garbage"]
 
 async def pause(bench: Bench, mode: PauseMode = PauseMode.KEEP) -> None:
     await bench.operations.pause(mode, clear_cache=True)
-
-
-@virtual
-async def test_a_fan_out_has_an_outcome_for_each_engine_in_order() -> None:
-    bench = await Bench("abcd").started()
-    bench.engine["a"].faults["stats"] = "hang"
-    bench.engine["b"].faults["stats"] = "refuse"
-    bench.engine["d"].faults["stats"] = "garbage"
-    outcome = await fan_out(bench.roster.live(), lambda e: e.stats(), deadline_s=DEADLINE_S)
-    assert list(outcome.results) == ["c"]
-    assert {name: type(error) for name, error in outcome.failures.items()} == {
-        "a": DeadlineError,
-        "b": EngineHTTPError,
-        "d": EngineError,
-    }
-    assert list(outcome.failures) == ["a", "b", "d"]
-    with pytest.raises(DeadlineError, match=r"engine a: no answer within 0\.05 s"):
-        outcome.raise_first()
-
-
-@virtual
-async def test_a_cancelled_fan_out_leaves_nothing_running() -> None:
-    bench = await Bench("ab").started()
-    for engine in bench.engine.values():
-        engine.faults["stats"] = "hang"
-    before = asyncio.all_tasks()
-    call = asyncio.create_task(fan_out(bench.roster.live(), lambda e: e.stats(), deadline_s=60.0))
-    await asyncio.sleep(0.01)
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await call
-    assert asyncio.all_tasks() == before
 
 
 @virtual
@@ -186,25 +152,6 @@ async def test_cancelling_a_pause_that_waits_ends_it() -> None:
         await bench.operations.reset_prefix_cache()  # takes its turn
     assert not bench.router.closed
     bench.check_belief()
-
-
-@virtual
-async def test_closing_ends_a_pause_that_waits() -> None:
-    bench = await Bench("ab").started()
-    (pausing,) = await waiting_for_requests(bench)
-    async with asyncio.timeout(5.0):
-        await bench.operations.close()
-        with pytest.raises(StateError, match="torn down in the middle"):
-            await pausing
-
-
-@virtual
-async def test_what_is_in_flight_on_every_rank_of_a_server_that_died_is_broken_off() -> None:
-    bench = await Bench("ab").started()
-    bench.roster.members[0].ranks = 2
-    await bench.roster.mark_dead(bench.roster.members[0], "test")
-    assert bench.router.known.cut == ("a.dp0", "a.dp1")
-    assert bench.router.serves() == {"b": 0}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -416,25 +363,6 @@ async def test_after_a_close_nothing_begins_and_what_runs_is_cut_short() -> None
         await pause(bench)
     with pytest.raises(StateError, match="torn down"):
         await bench.operations.update([], None)
-
-
-@virtual
-async def test_the_fleet_has_the_last_word_on_a_router_that_another_spoke_to() -> None:
-    bench = await Bench("ab").started()
-    bench.router.known = Membership(40)
-    await bench.roster.mark_dead(bench.roster.members[0], "gone")
-    assert (bench.router.known.epoch, bench.router.serves()) == (41, {"b": 0})
-
-
-@virtual
-async def test_an_engine_dies_though_the_router_cannot_be_told() -> None:
-    bench = await Bench("ab").started()
-    bench.router.gone = True
-    await bench.roster.mark_dead(bench.roster.members[0], "gone")
-    assert bench.state("a") is State.DEAD
-    bench.router.gone = False
-    await bench.roster.push_membership()
-    bench.check_belief()
 
 
 @virtual

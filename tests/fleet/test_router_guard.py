@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import sys
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fleet_fakes import FakeProcess, FakeRouter, until
 
-from penstock.errors import ConfigError, DeadlineError, EngineDeadError, EngineStartError
+from penstock.errors import ConfigError, DeadlineError, EngineStartError
 from penstock.fleet.roster import Roster
-from penstock.fleet.router_process import RouterGuard, RouterProcess, open_router
-from penstock.router.admin_client import RouterAdmin
+from penstock.fleet.router_process import RouterGuard, RouterProcess
 from penstock.settings import FleetConfig, RouterConfig
 from virtual_time import virtual
 
@@ -113,28 +110,6 @@ async def test_one_that_answers_now_and_then_does_not_hang() -> None:
     assert len(made) == 1
 
 
-async def test_a_router_for_which_the_system_has_no_room_is_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    full = [OSError(errno.ENOMEM, "Cannot allocate memory")]
-    start, made = RouterProcess.start, []
-
-    async def limited(*args: Any, **options: Any) -> RouterProcess:
-        if made and full:
-            raise full.pop()
-        made.append(await start(*args, **options))
-        return made[-1]
-
-    monkeypatch.setattr(RouterProcess, "start", limited)
-    async with AsyncExitStack() as owned:
-        router = await open_router(RouterConfig(), log_dir=tmp_path, api_key=None, owned=owned)
-        assert router.guard is not None
-        router.guard.watch(Roster(Answers([])), FleetConfig(health_interval_s=60.0))
-        made[0].kill()
-        await asyncio.wait_for(until(lambda: len(made) == 2), 60.0)
-    assert not full
-
-
 @pytest.mark.parametrize("max_restarts", [0, 5])
 @virtual
 async def test_a_router_that_does_not_start_is_tried_again_without_end(
@@ -168,56 +143,7 @@ async def test_a_router_that_does_not_start_is_tried_again_without_end(
     await guard.stop()
 
 
-@virtual
-async def test_nobody_asks_the_router_over_connections_that_were_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[bool] = []
-    closed = False
-
-    async def launch(*_: object, **__: object) -> RouterChild:
-        return RouterChild()
-
-    async def engines(_: RouterAdmin) -> Any:
-        asked.append(closed)
-        raise EngineDeadError("no answer")
-
-    async def close(_: RouterAdmin) -> None:
-        nonlocal closed
-        closed = True
-        await asyncio.sleep(0.1)  # connections take their time to close
-
-    monkeypatch.setattr(RouterProcess, "launch", launch)
-    monkeypatch.setattr(RouterAdmin, "engines", engines)
-    monkeypatch.setattr(RouterAdmin, "close", close)
-    async with AsyncExitStack() as owned:
-        router = await open_router(RouterConfig(), log_dir=tmp_path, api_key=None, owned=owned)
-        assert router.guard is not None
-        router.guard.watch(Roster(router.admin), FleetConfig(health_interval_s=0.01, hang_timeout_s=60.0))
-        await until(lambda: len(asked) > 1)
-    assert closed
-    assert not any(asked), "it would open them again, for nobody to close"
-
-
 # --- its start -----------------------------------------------------------------------------------------------------
-
-
-async def test_a_router_whose_log_disk_is_full_serves(tmp_path: Path) -> None:
-    (tmp_path / "router.log").symlink_to("/dev/full")
-    router = await RouterProcess.launch(RouterConfig(access_log=True), log_dir=tmp_path, api_key=None)
-    try:
-        admin = RouterAdmin(router.url)
-        await admin._call("GET", "/router/health")
-        await admin.close()
-    finally:
-        await router.stop()
-
-
-async def test_a_log_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
-    (tmp_path / "logs").write_text("no folder")
-    async with AsyncExitStack() as owned:
-        with pytest.raises(EngineStartError, match=r"the router cannot be started: .*(Not a dir|File exists).*logs"):
-            await open_router(RouterConfig(), log_dir=tmp_path / "logs", api_key=None, owned=owned)
 
 
 async def test_what_a_router_refuses_is_told_by_the_pipe(tmp_path: Path) -> None:

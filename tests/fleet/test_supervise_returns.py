@@ -7,7 +7,6 @@ import asyncio
 import pytest
 from fleet_fakes import Bench, until
 from supervise_rig import (
-    Restarts,
     begins_to_return,
     dies_and_returns,
     restarting,
@@ -75,22 +74,6 @@ async def test_an_engine_whose_watch_breaks_is_started_anew(watch: str, caplog) 
         await until(lambda: len(restarts.engines.starts) == (2 if watch == "admit" else 1))
         await until_serves(bench, "a", 0)
     assert "a watch of engine a broke: KeyError('version')" in caplog.text
-
-
-@virtual
-async def test_a_guard_that_ends_is_logged_and_nobody_waits_for_its_engine(caplog) -> None:
-    bench = await Bench("a").started()
-    restarts = Restarts(bench)
-
-    async def breaks(*_: object) -> None:
-        raise KeyError("version")
-
-    bench.roster.members[0].again = breaks
-    bench.process["a"].kill()
-    await until(lambda: "engine a is watched no more: KeyError('version')" in caplog.text)
-    assert not bench.roster.members[0].lifecycle.restarts
-    with pytest.raises(KeyError):
-        await restarts.supervisor.stop()
 
 
 @virtual
@@ -256,17 +239,6 @@ async def test_an_update_waits_no_longer_than_its_deadline() -> None:
             await bench.operations.update([], None)
 
 
-@virtual
-async def test_what_is_released_is_not_started_anew() -> None:
-    bench = await Bench("ab").started()
-    async with restarting(bench) as restarts:
-        await restarts.supervisor.release(bench.roster.members[0])
-        bench.process["a"].kill()
-        await asyncio.sleep(0.05)
-        assert restarts.engines.starts == []
-        assert bench.state("a") is State.SERVING, "nobody looks"
-
-
 class Hand:
     """A clock that is turned by hand."""
 
@@ -290,19 +262,6 @@ def test_a_restart_counts_no_more_when_its_window_has_passed() -> None:
     assert budget.spend() == 4.0, "and it has not been well for a window"
     clock.now += 1000.0
     assert budget.spend() == 1.0, "all is forgotten"
-
-
-def test_without_a_limit_it_goes_on_for_ever_and_waits_two_minutes_at_most() -> None:
-    clock = Hand()
-    budget = RestartBudget(None, 600.0, 1.0, clock)
-    waits = []
-    for _ in range(1000):
-        waits.append(budget.spend())
-        clock.now += (waits[-1] or 0.0) + 11.0  # it is killed 11 s after each start
-    assert waits[:8] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 120.0]
-    assert set(waits[8:]) == {120.0}
-    clock.now += 600.0
-    assert budget.spend() == 1.0, "it was well for a window"
 
 
 @virtual

@@ -169,14 +169,6 @@ async def test_too_few_engines_before_the_gate_leave_the_rest_untouched() -> Non
 
 
 @virtual
-async def test_no_engine_at_all() -> None:
-    bench = await Bench("a").started()
-    await bench.roster.mark_dead(bench.roster.members[0], "gone")
-    with pytest.raises(UpdateError, match="0 engines were good before it began, min_engines is 1; a dead: gone"):
-        await bench.operations.update([], None)
-
-
-@virtual
 async def test_an_engine_that_dies_by_itself_during_the_update_is_not_counted() -> None:
     bench = await Bench("ab").started()
     bench.engine["b"].busy.clear()
@@ -187,19 +179,6 @@ async def test_an_engine_that_dies_by_itself_during_the_update_is_not_counted() 
     report = await update
     assert report.failures == {"b": "its process exited with status -9"}
     assert bench.router.serves() == {"a": 1}
-
-
-@virtual
-async def test_update_during_an_update() -> None:
-    bench = await Bench("ab").started()
-    bench.engine["a"].busy.clear()
-    first = asyncio.create_task(bench.operations.update([], None))
-    await asyncio.sleep(0)
-    with pytest.raises(StateError, match="a weight update is under way"):
-        await bench.operations.update([], None)
-    bench.engine["a"].busy.set()
-    assert (await first).version == 1
-    assert (await bench.operations.update([], None)).version == 2
 
 
 @virtual
@@ -235,19 +214,6 @@ async def test_teardown_waits_for_the_thread_that_writes_into_the_store() -> Non
     await asyncio.wait_for(closing, WAIT_S)
     with pytest.raises(StateError, match="torn down"):
         await update
-
-
-@virtual
-async def test_weights_that_did_not_commit_keep_their_number() -> None:
-    bench = await Bench("abc", min_engines=2).started()
-    await bench.operations.update([], None)
-    bench.engine["a"].faults["apply-resume"] = bench.engine["b"].faults["apply-resume"] = "die"
-    with pytest.raises(UpdateError, match="version 2 was not committed"):
-        await bench.operations.update([], None)
-    bench.operations._updater = replace(bench.operations._updater, min_engines=1)
-    # Engine c made tokens under those weights, and they say 2.
-    assert (await bench.operations.update([], None)).version == 3
-    bench.check_belief()
 
 
 @virtual
@@ -318,15 +284,6 @@ def says(bench: Bench, **checksums: str) -> None:
             return replace(await FakeEngine.apply_weights(engine, version, kv=kv), checksum=checksum)
 
         bench.engine[name].apply_weights = apply
-
-
-@virtual
-async def test_engines_whose_ranks_were_loaded_in_different_ways_all_commit() -> None:
-    bench = await Bench("abc", layouts=dict.fromkeys("abc", (2, 1, 1))).started()
-    says(bench, a="sums:x-sums:x", b="sums:x-p", c="sums:x-sums:x")
-    assert (await bench.operations.update([], None)).failures == {}
-    assert bench.roster.checksums == {(2, 1, 1): {"sums:x-sums:x", "sums:x-p"}}
-    bench.check_belief()
 
 
 @virtual

@@ -175,28 +175,6 @@ async def test_no_second_group_and_nobody_with_half_a_version_serves(
     await serve_again(fleet, 2)
 
 
-async def test_a_report_names_who_died_while_the_group_formed(fleet: Fleet) -> None:
-    store = broadcast(fleet)
-    invite, victim = store.invite, fleet._roster.members[1]
-
-    def invites(layouts: Any) -> Any:
-        if len(layouts) == 2:
-            engine_process(victim.url).kill()
-        return invite(layouts)
-
-    store._group = None
-    store.invite = invites
-    try:
-        report = await updated(fleet)
-    finally:
-        store.invite = invite
-    assert list(report.failures) == ["e1"]
-    assert [update.engine for update in report.engines] == ["e0"]
-    assert await fleet._roster.until(lambda: victim.awaiting_weights, deadline_s=WAIT_S)
-    await updated(fleet)
-    await serve_again(fleet, 2)
-
-
 # --- over fakes ------------------------------------------------------------------------------------------------------
 
 

@@ -48,17 +48,6 @@ def test_the_transport_follows_from_who_is_where(monkeypatch: Any, device: Any, 
     assert choose(device, members) == expected
 
 
-def test_what_is_published_is_found_by_its_transport(tmp_path: Path) -> None:
-    stores = Stores(FleetConfig(weight_transport="disk", weight_folder=tmp_path), lambda: [member(HERE)], 10.0)
-    assert stores.current is None
-    manifest = stores.publish(1, WEIGHTS)
-    assert manifest.transport == "disk"
-    assert stores.current is None
-    stores.commit(manifest)
-    assert stores.current == manifest
-    stores.close()
-
-
 def test_by_itself_it_takes_iterators_and_what_can_be_read_twice() -> None:
     stores = Stores(FleetConfig(), lambda: [member(HERE)], 10.0)
     for given in (WEIGHTS, iter(WEIGHTS), dict(WEIGHTS).items()):
@@ -101,11 +90,6 @@ def test_engines_elsewhere_need_an_address_that_they_reach() -> None:
     stores = Stores(FleetConfig(weight_address="10.0.0.1"), lambda: far, 10.0)
     assert stores.publish(1, WEIGHTS).transport == "broadcast"
     stores.close()
-
-
-def test_files_need_a_folder() -> None:
-    with pytest.raises(ValueError, match="needs a folder"):
-        FleetConfig(weight_transport="delta")
 
 
 def test_deltas_without_zstd_are_refused_before_engines_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
