@@ -103,7 +103,6 @@ class HttpTransport:
     Attributes:
         back: waits until an unreachable server has been restarted; False: it will not be. The transport then sends the
             request again. It also asks a router again that gave up waiting for an engine: engines start slowly.
-        suspect: called where an engine has died under a request; returns when no request goes there any more.
     """
 
     def __init__(
@@ -121,7 +120,6 @@ class HttpTransport:
         self.url = url.rstrip("/")
         self.name = name or self.url
         self.back: Callable[[], Awaitable[bool]] | None = None
-        self.suspect: Callable[[], Awaitable[None]] | None = None
         self._engine = self.name if server is None else None
         self._server = server
         self._most = most

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from penstock.aio import all_or_first_error, cancelled, settled
 from penstock.engine.control import ControlClient, CoreState
 from penstock.errors import DeadlineError, EngineDeadError, PenstockError, StateError
-from penstock.fleet.member import SERVABLE, Member, State, fan_out
+from penstock.fleet.member import SERVABLE, Member, State
 from penstock.fleet.roster import Occupation, Roster
 from penstock.http import UnreachableError
 from penstock.process import backoff_s
@@ -22,8 +22,6 @@ from penstock.settings import FleetConfig
 
 logger = logging.getLogger(__name__)
 
-PROBE_ALL_S = 0.5
-"""How long an engine has to answer after another has died. One that does not answer is left to its usual probe."""
 WATCHED = SERVABLE | {State.SYNCING}
 
 Clock = Callable[[], float]
@@ -117,7 +115,6 @@ class Supervisor:
         self._clock = clock
         self._sleep = sleep
         self._guards: dict[Member, asyncio.Task[None]] = {}
-        self._probing: asyncio.Task[None] | None = None
         self._stopped = False
 
     def watch(self, member: Member) -> None:
@@ -143,23 +140,9 @@ class Supervisor:
         if (guard := self._guards.pop(member, None)) is not None:
             await cancelled(guard)
 
-    async def probe_all(self) -> None:
-        """Ask every engine now whether it is well, where a request has seen one die; returns when that is known.
-
-        A vLLM whose core has died answers requests with errors for up to a second, at once: to a router it is the least
-        busy of all, and each request would meet it several times. So the core is asked too.
-        """
-        if self._stopped:
-            return
-        if self._probing is None or self._probing.done():
-            self._probing = asyncio.create_task(self._probe_all(), name="probe-engines")
-        await asyncio.shield(self._probing)
-
     async def stop(self) -> None:
         """Stop watching, for good. Raises what broke a watch, if something did."""
         self._stopped = True
-        if self._probing is not None:
-            await cancelled(self._probing)
         guards = tuple(self._guards.values())
         self._guards.clear()
         for guard in guards:
@@ -247,18 +230,6 @@ class Supervisor:
                     await self._roster.mark_dead(member, f"health check failed: {error}")
         finally:
             await cancelled(gone)
-
-    async def _probe_all(self) -> None:
-        async def failed(member: Member, error: PenstockError) -> None:
-            if not isinstance(error, DeadlineError):
-                await self._roster.mark_dead(member, f"health check failed: {error}")
-
-        await fan_out(
-            self._roster.live(),
-            lambda engine: probe(engine, self._roster.occupation, hang_s=self._fleet.hang_timeout_s),
-            deadline_s=PROBE_ALL_S,
-            on_failure=failed,
-        )
 
     # --- return ------------------------------------------------------------------------------------------------------
 
