@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from patience import WAIT_S
@@ -56,10 +57,11 @@ class Process:
         self.ended.set()
 
 
-class Launcher:
-    """Engines in this process (`engines.EngineFactory`), on `gpus` GPUs."""
+class Launcher(LaunchedEngines):
+    """Engines in this process, on `gpus` GPUs."""
 
     def __init__(self, gpus: int) -> None:
+        super().__init__(CONFIG, FleetConfig(stop_timeout_s=1.0), api_key=None, log_dir=Path(), parallel_starts=4)
         self.processes: list[Process] = []
         self.released: list[str] = []
         self.closed = False
@@ -72,8 +74,8 @@ class Launcher:
         """What the next engines say that their address is."""
         self._gpus = gpus
 
-    async def launch(self, config: EngineConfig, name: str, gpus: Sequence[str]) -> Process:
-        del config, name, gpus
+    async def launch(self, name: str, gpus: Sequence[str]) -> Process:
+        del name, gpus
         self.launching.set()
         while not self.may_start.is_set():
             try:
@@ -86,8 +88,7 @@ class Launcher:
         self.processes.append(Process(server, self.url))
         return self.processes[-1]
 
-    async def place(self, config: EngineConfig, taken: Sequence[Sequence[str]]) -> tuple[str, ...]:
-        del config
+    async def place(self, taken: Sequence[Sequence[str]]) -> tuple[str, ...]:
         free = {str(gpu) for gpu in range(self._gpus)} - {gpu for gpus in taken for gpu in gpus}
         if not free:
             raise ConfigError("no GPU is free")
@@ -111,17 +112,16 @@ async def launched(count: int, *, gpus: int = 8, **options: Any) -> AsyncIterato
         async with AsyncExitStack() as owned:
             admin = RouterAdmin(router.url)
             owned.push_async_callback(admin.close)
-            engines = LaunchedEngines(CONFIG, launcher, api_key=None, parallel_starts=4, stop_timeout_s=1.0)
-            owned.push_async_callback(engines.end_all)
+            owned.push_async_callback(launcher.end_all)
             attached = AttachedServers(api_key=None, control_timeout_s=WAIT_S)
             owned.push_async_callback(attached.close)
-            members = [await engines.start(Lifecycle(f"e{i}"), (str(i),)) for i in range(count)]
+            members = [await launcher.start(Lifecycle(f"e{i}"), (str(i),)) for i in range(count)]
             fleet = await assemble(
                 OpenRouter(router.url, admin),
                 members,
                 owned,
                 Terms(FleetConfig(engines=count, **options), None, WAIT_S, WAIT_S),
-                engines=engines,
+                engines=launcher,
                 attached=attached,
             )
         try:

@@ -6,12 +6,11 @@ import asyncio
 
 import pytest
 from fleet_fakes import Bench, until
-from launched_rig import CONFIG, Launcher
+from launched_rig import Launcher
 from supervise_rig import begins_to_return, dies_and_returns, restarting, until_serves
 
 from penstock.engine.control import ControlClient
 from penstock.errors import StateError
-from penstock.fleet.engines import LaunchedEngines
 from penstock.fleet.member import Lifecycle, State
 from penstock.fleet.pausing import command
 from virtual_time import virtual
@@ -61,14 +60,13 @@ async def test_an_engine_that_is_being_started_is_not_given_up_for_what_its_pred
 
 async def test_an_engine_that_was_found_dead_while_it_started_leaves_no_process() -> None:
     launcher = Launcher(1)
-    engines = LaunchedEngines(CONFIG, launcher, api_key=None, parallel_starts=1, stop_timeout_s=1.0)
     life = Lifecycle("e0")
     launcher.may_start.clear()
-    starting = asyncio.create_task(engines.start(life, ()))
+    starting = asyncio.create_task(launcher.start(life, ()))
     await launcher.launching.wait()
     life.to(State.DEAD, "a call to the one before it failed")
     launcher.may_start.set()
     with pytest.raises(StateError, match="cannot go from dead to syncing"):
         await starting
     assert [process.ended.is_set() for process in launcher.processes] == [True]
-    await engines.end_all()
+    await launcher.end_all()

@@ -1,4 +1,4 @@
-"""Engine processes that this fleet starts, and where they run: on this machine, or elsewhere by another factory."""
+"""Engine processes that this fleet starts, and the GPUs of those on this machine."""
 
 from __future__ import annotations
 
@@ -14,59 +14,49 @@ from penstock.aio import all_or_first_error
 from penstock.engine.launch import EngineProcess, resolve_profile
 from penstock.errors import ConfigError, EngineStartError, PenstockError, StateError
 from penstock.fleet.member import SERVABLE, EngineHandle, Lifecycle, Member, State, connect_engine
-from penstock.settings import EngineConfig
+from penstock.settings import EngineConfig, FleetConfig
 
 
-class EngineFactory:
-    """Starts engines as children of this process; `ray_engines.RayLauncher` starts them elsewhere.
+class LaunchedEngines:
+    """Starts engines as children of this process, again where they died, and ends all that it started.
 
-    What is set aside for an engine (GPUs, a placement group) is kept from its first start to `release`, through its
-    deaths. Engines ask for `api_key`, and each appends to a file of its name in `log_dir`.
+    `ray_engines.RayLauncher` starts them elsewhere. What is set aside for an engine (GPUs, a placement group) is kept
+    from its first start to its end, through its deaths. Engines ask for `api_key`, and each appends to a file of its
+    name in `log_dir`. SIGKILL follows SIGTERM after `fleet.stop_timeout_s` seconds.
     """
 
-    def __init__(self, api_key: str | None, log_dir: Path) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        fleet: FleetConfig,
+        *,
+        api_key: str | None,
+        log_dir: Path,
+        parallel_starts: int,
+    ) -> None:
+        self.config = config
         self.api_key = api_key
         self.log_dir = log_dir.absolute()
+        self._limit = asyncio.Semaphore(parallel_starts)
+        self._stop_s = fleet.stop_timeout_s
+        self._processes: dict[Lifecycle, EngineHandle] = {}
+        self._lives: set[Lifecycle] = set()
+        self._connections = AsyncExitStack()
+        self._closed = False
 
-    async def launch(self, config: EngineConfig, name: str, gpus: Sequence[str]) -> EngineHandle:
+    async def launch(self, name: str, gpus: Sequence[str]) -> EngineHandle:
         """Start a server that sees `gpus`, and return when it is ready. Raises PenstockError; nothing is left then."""
-        return await EngineProcess.launch(config, name=name, log_dir=self.log_dir, api_key=self.api_key, gpus=gpus)
+        return await EngineProcess.launch(self.config, name=name, log_dir=self.log_dir, api_key=self.api_key, gpus=gpus)
 
-    async def place(self, config: EngineConfig, taken: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    async def place(self, taken: Sequence[Sequence[str]]) -> tuple[str, ...]:
         """Choose GPUs for one engine more, where others have `taken`. Raises ConfigError where there is no room."""
-        return place(config, visible_gpus(), taken) if resolve_profile(config) == "gpu" else ()
+        return place(self.config, visible_gpus(), taken) if resolve_profile(self.config) == "gpu" else ()
 
     async def release(self, name: str) -> None:
         """Give back what was set aside for an engine that has ended for good: of GPUs here, nothing is noted."""
 
     async def close(self) -> None:
         """Leave nothing behind: every engine has ended."""
-
-
-class LaunchedEngines:
-    """Starts engines, again where they died, and ends all that it started.
-
-    `api_key` is what they ask for; SIGKILL follows SIGTERM after `stop_timeout_s` seconds.
-    """
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        factory: EngineFactory,
-        *,
-        api_key: str | None,
-        parallel_starts: int,
-        stop_timeout_s: float,
-    ) -> None:
-        self.config = config
-        self._api_key = api_key
-        self._factory = factory
-        self._limit = asyncio.Semaphore(parallel_starts)
-        self._stop_s = stop_timeout_s
-        self._processes: dict[Lifecycle, EngineHandle] = {}
-        self._lives: set[Lifecycle] = set()
-        self._connections = AsyncExitStack()
-        self._closed = False
 
     async def start(self, lifecycle: Lifecycle, gpus: Sequence[str]) -> Member:
         """Start the engine of `lifecycle`, which is LAUNCHING; it is SYNCING then.
@@ -94,7 +84,7 @@ class LaunchedEngines:
         async with self._limit:
             self._check_open()
             try:
-                process = await self._factory.launch(self.config, lifecycle.engine, gpus)
+                process = await self.launch(lifecycle.engine, gpus)
             except OSError as error:  # no memory, descriptor or room on a disk is left; that may pass
                 what = f"no process can be started for it: {error}"
                 raise EngineStartError(what, engine=lifecycle.engine) from error
@@ -106,14 +96,10 @@ class LaunchedEngines:
                 lifecycle,
                 process.url,
                 self._connections,
-                api_key=self._api_key,
+                api_key=self.api_key,
                 control_timeout_s=self.config.control_timeout_s,
                 process=process,
             )
-
-    async def place(self, taken: Sequence[Sequence[str]]) -> tuple[str, ...]:
-        """Choose GPUs for one engine more, where others have `taken`. Raises ConfigError where there is no room."""
-        return await self._factory.place(self.config, taken)
 
     async def end(self, lifecycle: Lifecycle) -> None:
         """End an engine, however far it has come. One that served is STOPPED then."""
@@ -122,7 +108,7 @@ class LaunchedEngines:
         if (process := self._processes.get(lifecycle)) is not None:
             await process.stop(self._stop_s)
             self._processes.pop(lifecycle, None)  # not before: `end_all` has to find what did not end
-        await self._factory.release(lifecycle.engine)
+        await self.release(lifecycle.engine)
         if lifecycle.state is State.DRAINING:
             lifecycle.to(State.STOPPED, "its process has ended")
 
@@ -130,7 +116,7 @@ class LaunchedEngines:
         """End every engine, and close the connections to them. None can be started any more."""
         self._closed = True
         async with AsyncExitStack() as last:  # each is done, whatever became of those before it
-            last.push_async_callback(self._factory.close)
+            last.push_async_callback(self.close)
             last.push_async_callback(self._connections.aclose)
             await all_or_first_error(self.end(lifecycle) for lifecycle in tuple(self._processes))
 

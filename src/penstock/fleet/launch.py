@@ -17,7 +17,7 @@ from penstock.engine.capabilities import smallest_vocabulary
 from penstock.engine.client import DataClient
 from penstock.engine.launch import resolve_profile, server_command
 from penstock.errors import ConfigError, EngineError, StateError, UserError
-from penstock.fleet.engines import EngineFactory, LaunchedEngines, assign, visible_gpus
+from penstock.fleet.engines import LaunchedEngines, assign, visible_gpus
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.member import Lifecycle, Member, State
 from penstock.fleet.roster import Roster
@@ -129,15 +129,14 @@ async def _launched(
     async with AsyncExitStack() as owned:
         logs = LogFolder(fleet.log_dir, owned)
         router = await open_router(router_config, log_dir=logs.path, api_key=api_key, owned=owned, admin_key=key)
-        engines = logs.engines = LaunchedEngines(
+        launcher: type[LaunchedEngines] = plugged_in("launcher.ray") if fleet.launcher == "ray" else LaunchedEngines
+        engines = logs.engines = launcher(
             engine,
-            plugged_in("launcher.ray")(fleet, api_key=engine_key, log_dir=logs.path)
-            if fleet.launcher == "ray"
-            else EngineFactory(engine_key, logs.path),
+            fleet,
             api_key=engine_key,
+            log_dir=logs.path,
             # vLLM measures what its GPU has free while it starts, so those that share one start one after another.
             parallel_starts=1 if shared else max(1, fleet.engines),
-            stop_timeout_s=fleet.stop_timeout_s,
         )
         owned.push_async_callback(engines.end_all)
         attached = plugged_in("attach")(api_key=api_key, control_timeout_s=terms.control_timeout_s)

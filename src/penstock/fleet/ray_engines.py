@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from penstock.errors import ConfigError, DeadlineError, EngineDeadError, EngineError, EngineHTTPError
 from penstock.fleet.calls import CallClient
-from penstock.fleet.engines import EngineFactory
+from penstock.fleet.engines import LaunchedEngines
 from penstock.fleet.ray_driver import PREFIX
 from penstock.process import ChildProcess
 from penstock.settings import EngineConfig, FleetConfig
@@ -111,17 +111,15 @@ class RayEngine:
             return -signal.SIGKILL
 
 
-class RayLauncher(EngineFactory):
+class RayLauncher(LaunchedEngines):
     """Places engines by Ray. The cluster is joined by the first `launch`.
 
-    Args:
-        fleet: `ray_address`, `ray_cpus`, `ray_gpus`, `ray_placement_group`, and how many engines there will be.
-        api_key: what engines ask for; None, where vllm-router has none, keeps them on this node.
-        log_dir: of engines, on whatever node they are, and of Ray's driver.
+    Of `fleet` it takes `ray_address`, `ray_cpus`, `ray_gpus`, `ray_placement_group`, and how many engines there will
+    be. Without `api_key`, where vllm-router has none, engines stay on this node.
     """
 
-    def __init__(self, fleet: FleetConfig, *, api_key: str | None, log_dir: Path) -> None:
-        super().__init__(api_key, log_dir)
+    def __init__(self, config: EngineConfig, fleet: FleetConfig, **options: Any) -> None:
+        super().__init__(config, fleet, **options)
         self._fleet = fleet
         self._joining = asyncio.Lock()
         self._driver: Driver | None = None
@@ -132,7 +130,7 @@ class RayLauncher(EngineFactory):
         if find_spec("ray") is None:
             raise ConfigError("fleet.launcher is ray, which is not installed; pip install 'penstock[ray]'")
 
-    async def launch(self, config: EngineConfig, name: str, gpus: Sequence[str]) -> RayEngine:
+    async def launch(self, name: str, gpus: Sequence[str]) -> RayEngine:
         """Start an engine on a node that has room, and return when it is ready. Ray chooses its GPUs, not `gpus`.
 
         Raises:
@@ -140,7 +138,7 @@ class RayLauncher(EngineFactory):
             EngineStartError: there was no room, or it did not start.
         """
         del gpus
-        driver = await self._joined(config)
+        config, driver = self.config, await self._joined()
         async with AsyncExitStack() as undo:
             undo.push_async_callback(self.release, name)
             given = {"config": config.model_dump(mode="json"), "log_dir": str(self.log_dir), "api_key": self.api_key}
@@ -149,9 +147,9 @@ class RayLauncher(EngineFactory):
             undo.pop_all()
         return RayEngine(name, url, driver)
 
-    async def place(self, config: EngineConfig, taken: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    async def place(self, taken: Sequence[Sequence[str]]) -> tuple[str, ...]:
         """Choose nothing: Ray does, as the engine starts."""
-        del config, taken
+        del taken
         return ()
 
     async def release(self, name: str) -> None:
@@ -166,7 +164,7 @@ class RayLauncher(EngineFactory):
             await self._driver.close()
             self._driver = None
 
-    async def _joined(self, config: EngineConfig) -> Driver:
+    async def _joined(self) -> Driver:
         """The driver, which is started first, and again where it has ended."""
         async with self._joining:
             if self._driver is not None and self._driver.child.returncode is None:
@@ -174,11 +172,11 @@ class RayLauncher(EngineFactory):
             await self.close()
             async with AsyncExitStack() as undo:
                 undo.push_async_callback(self.close)
-                driver = await self._join(config)
+                driver = await self._join()
                 undo.pop_all()
             return driver
 
-    async def _join(self, config: EngineConfig) -> Driver:
+    async def _join(self) -> Driver:
         ray: Any = sys.modules.get("ray")  # a process that has not imported it has joined no cluster
         here = ray.get_runtime_context().gcs_address if ray is not None and ray.is_initialized() else None
         address = self._fleet.ray_address or os.environ.get("RAY_ADDRESS") or here or "local"
@@ -190,7 +188,7 @@ class RayLauncher(EngineFactory):
         of_ray = self._fleet.model_dump(include={"launcher", "engines", "ray_cpus", "ray_gpus", "ray_placement_group"})
         there = {"address": address, "folder": str(driver.folder), "fleet": of_ray}
         try:
-            await driver.ask("open", deadline_s=OPEN_S, config=config.model_dump(mode="json"), **there)
+            await driver.ask("open", deadline_s=OPEN_S, config=self.config.model_dump(mode="json"), **there)
         except DeadlineError as error:
             driver.child.kill()
             why = (
