@@ -57,16 +57,6 @@ async def test_each_update_is_a_version_on_every_engine_and_on_those_that_return
 
 
 @virtual
-async def test_what_another_owner_loaded_under_the_same_version_is_replaced_at_a_join() -> None:
-    bench = await bench_with()
-    await bench.operations.adapters.update("x", tensors(1.0), CONFIG)
-    bench.engine["a"].lora["x"] = (1, b"another owner's")
-    await bench.operations.adapters.give(bench.roster.members[0])
-    version, content = bench.engine["a"].lora["x"]
-    assert (version, value_of(content)) == (1, 1.0)
-
-
-@virtual
 async def test_versions_grow_also_over_an_unload() -> None:
     bench = await bench_with()
     adapters = bench.operations.adapters
@@ -98,15 +88,6 @@ async def test_what_is_no_adapter_is_refused_before_engines_are_asked(given: Any
     assert not bench.journal
     with pytest.raises(UserError, match="name is 1 to 256 bytes"):
         await bench.operations.adapters.update("x" * 257, tensors(1.0), CONFIG)
-
-
-@virtual
-async def test_tensors_may_share_memory() -> None:
-    bench = await bench_with()
-    shared = torch.ones(2, 4)
-    pairs = [(NAME, shared), (NAME.replace("layers.0", "layers.1"), shared)]
-    await bench.operations.adapters.update("x", pairs, CONFIG)
-    assert len(load(bench.engine["a"].lora["x"][1])) == 2
 
 
 @virtual
@@ -151,15 +132,6 @@ async def test_what_is_saved_again_is_a_new_version_under_its_name(tmp_path: Pat
 
 
 @virtual
-async def test_files_that_are_not_to_be_seen_from_here_are_loaded_each_time() -> None:
-    bench = await bench_with()
-    for number in (1, 2):
-        report = await bench.operations.adapters.load("style", "/on/the/engines/host", 5.0)
-        assert report is not None, "they may have been saved again"
-        assert report.version == number
-
-
-@virtual
 async def test_the_one_used_least_recently_gives_way_and_never_one_in_flight_pinned_or_paused() -> None:
     bench = await bench_with(_most=4)
     adapters = bench.operations.adapters
@@ -176,17 +148,6 @@ async def test_the_one_used_least_recently_gives_way_and_never_one_in_flight_pin
     with pytest.raises(StateError, match=r"4 adapters are loaded, as many as fleet\.max_adapters allows"):
         await adapters.update("newer", tensors(1.0), CONFIG)
     await adapters.update("new", tensors(2.0), CONFIG)
-
-
-@virtual
-async def test_one_in_flight_is_not_unloaded_anywhere() -> None:
-    bench = await bench_with()
-    adapters = bench.operations.adapters
-    await adapters.update("x", tensors(1.0), CONFIG)
-    bench.engine["b"].in_flight["x"] = 2
-    with pytest.raises(StateError, match="'x' has 2 requests in flight"):
-        await adapters.unload("x")
-    assert all("x" in engine.lora for engine in bench.engine.values())
 
 
 @virtual

@@ -19,7 +19,7 @@ from penstock.fleet.member import State
 from penstock.fleet.service import socket_of
 from penstock.sim.config import FaultKind
 from penstock.sim.server import SimServer
-from penstock.types import PauseMode, Sample
+from penstock.types import Sample
 from sim_verify import verify
 
 CONFIG = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
@@ -100,23 +100,6 @@ async def test_requests_of_an_adapter_keep_their_kv_with_a_label_and_new_ones_re
         assert {(s.adapter_version, s.kv_kept) for sample in await others for s in sample.spans} == {(1, False)}
         with pytest.raises(UserError, match="kv must be one of recompute, keep, keep_in_flight, got 'lose'"):
             await fleet.update_adapter("x", [(NAME, torch.ones(2, 4))], config=CONFIG, kv="lose")  # type: ignore[arg-type]
-
-
-async def test_what_an_adapters_update_cost_is_not_that_of_the_bases_version_of_its_number() -> None:
-    async with engines(2) as servers, connected(servers) as fleet:
-        running = asyncio.create_task(fleet.sample([1, 2], 6, PARAMS))
-        await begun(servers, 6)
-        measured = await fleet.recovered(await fleet.update_weights(GOOD))
-        assert measured.tokens_lost is not None
-        tensors = [(NAME, torch.ones(2, 4))]
-        for adapter in ("x", "y"):
-            report = await fleet.update_adapter(adapter, tensors, config=CONFIG)
-            assert (report.adapter, report.version) == (adapter, measured.version)
-            own = await fleet.recovered(report)
-            assert own.tokens_lost is not None
-            assert [e.loss for e in own.engines] != [e.loss for e in measured.engines]
-        assert await fleet.recovered(measured) == measured, "it is still remembered"
-        await running
 
 
 async def test_a_new_owner_goes_on_counting_an_adapters_versions() -> None:
@@ -226,29 +209,6 @@ async def test_tenants_never_get_anothers_adapter_under_churn_deaths_and_joins()
         assert [status.state for status in await fleet.engines()].count(State.SERVING) == 2
 
 
-async def test_reads_of_several_adapters_overlap_while_another_operation_has_the_turn() -> None:
-    async with engines(2) as servers, connected(servers) as fleet:
-        tenants, turn, reading = Tenants(fleet, servers), asyncio.Event(), asyncio.Barrier(5)
-        read_adapter = servers[0].engine.read_adapter
-
-        async def read(source: Mapping[str, Any]) -> None:
-            await reading.wait()
-            await read_adapter(source)
-
-        for server in servers:
-            server.engine.read_adapter = read
-        other = asyncio.create_task(fleet._operations.queue.run(turn.wait))
-        updates = [asyncio.create_task(tenants.update(name)) for name in ("x", "y")]
-        async with asyncio.timeout(60.0):
-            await reading.wait()  # two reads of each engine are under way
-        assert not any(task.done() for task in (other, *updates))
-        turn.set()
-        assert await asyncio.gather(*updates) == [1, 1]
-        for name in ("x", "y"):
-            (sample,) = await fleet.sample([1, 2], 1, PARAMS, adapter=name)
-            tenants.check([1, 2], sample, name, 1)
-
-
 async def test_another_process_updates_pauses_and_waits_by_the_owner() -> None:
     async with engines(2) as servers, connected(servers) as first:
         async with Fleet.connect(first.url) as second:
@@ -275,16 +235,6 @@ async def test_another_process_updates_pauses_and_waits_by_the_owner() -> None:
             assert sample.spans[0].adapter_version == 1
         await first.unload_adapter("x")
         assert not servers[1].engine.adapters.loaded
-
-
-@pytest.mark.parametrize("mode", [PauseMode.WAIT, PauseMode.ABORT])
-async def test_a_pause_of_one_adapter_refuses_a_mode_that_it_has_not(mode: PauseMode) -> None:
-    async with engines(1) as servers, connected(servers) as fleet, Fleet.connect(fleet.url) as other:
-        await Tenants(fleet, servers).update("x")
-        for caller in (fleet, other):
-            with pytest.raises(UserError, match=f"mode is {mode}, .* stop at a token and keep their tokens"):
-                await caller.pause_generation(mode, adapter="x")
-        assert not (await fleet.adapters())["x"].paused
 
 
 async def test_the_owners_socket_has_skyrls_paths() -> None:

@@ -196,12 +196,6 @@ async def test_a_folder_for_logs(tmp_path: Path) -> None:
     assert {log.name for log in logs.iterdir()} == {"e0.log", "router.log"}
 
 
-async def test_a_folder_for_logs_that_cannot_be_made_is_a_wrong_value(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=f"fleet.log_dir {tmp_path}/file/logs cannot be made: "):
-        await Fleet.launch("sim-model", profile="sim", log_dir=tmp_path / "file" / "logs")
-
-
 async def test_more_requests_than_a_shells_limit_of_open_files() -> None:
     launcher = await asyncio.create_subprocess_exec(
         sys.executable, "-c", FEW_FILES, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE

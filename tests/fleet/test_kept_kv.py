@@ -76,20 +76,6 @@ async def test_requests_in_flight_alone_keep_their_kv_and_say_so():
             check(prompts, lies, PARAMS)
 
 
-async def test_an_update_that_keeps_all_kv_takes_no_label_of_an_earlier_one_away():
-    slow = {**SIM, "extra_args": {"tokens-per-second": 150}}
-    async with Fleet.launch("sim-model", engines=1, **slow) as fleet:
-        async with slowed(fleet, 10.0):
-            running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
-            await in_flight(fleet, lambda requests: requests == len(PROMPTS))
-            for kv in ("keep_in_flight", "keep"):
-                await stepped(fleet, 30)
-                await fleet.update_weights(WEIGHTS, kv=kv)
-        out = await running
-    labels = {tuple((span.version, span.kv_kept) for span in spans) for spans in out.response_spans}
-    assert labels == {((0, False), (1, True), (2, True))}
-
-
 async def test_a_request_that_continues_on_another_engine_has_no_kept_kv_any_more():
     slow = {**SIM, "extra_args": {"tokens-per-second": 150}}
     async with Fleet.launch("sim-model", engines=2, **slow) as fleet:

@@ -24,71 +24,9 @@ from virtual_time import virtual
 # --- what is noticed -------------------------------------------------------------------------------------------------
 
 
-@virtual
-async def test_an_exit_is_noticed_by_event_not_by_the_next_health_check() -> None:
-    bench = await Bench("ab").started()
-    async with watched(bench, NEVER):
-        await asyncio.sleep(0)
-        bench.process["a"].kill()
-        assert await until_dead(bench, "a") == "its process exited with status -9"
-        assert bench.router.serves() == {"b": 0}
-
-
-@pytest.mark.parametrize("kind", ["die", "refuse"])
-@virtual
-async def test_a_failed_health_check_takes_an_engine_out(kind) -> None:
-    bench = await Bench("ab").started()
-    async with watched(bench, FleetConfig(health_interval_s=0.01)):
-        bench.engine["b"].faults["health"] = kind
-        assert (await until_dead(bench, "b")).startswith("health check failed: engine b: ")
-        assert bench.process["b"].killed
-        await asyncio.sleep(0.05)
-        assert bench.state("a") is State.SERVING
-
-
-@virtual
-async def test_a_hang_is_noticed_within_its_deadline() -> None:
-    bench = await Bench("ab").started()
-    bench.engine["a"].faults["health"] = "hang"
-    async with watched(bench, FleetConfig(health_interval_s=0.01, hang_timeout_s=0.15)):
-        begin = asyncio.get_running_loop().time()
-        assert await until_dead(bench, "a") == "health check failed: no answer to a health check in 0.15 s"
-        assert 0.1 < asyncio.get_running_loop().time() - begin < 30.0
-
-
 # --- a core that says nothing, behind a server that is well -----------------------------------------------------------
 
 SLOW_HEALTH = {"health_interval_s": 0.01, "hang_timeout_s": 0.15}
-
-
-@virtual
-async def test_a_core_that_hangs_is_noticed_though_its_server_is_well() -> None:
-    bench = await Bench("ab").started()
-    bench.engine["a"].faults["question"] = "hang"
-    async with watched(bench, FleetConfig(**SLOW_HEALTH)):
-        begin = asyncio.get_running_loop().time()
-        reason = await until_dead(bench, "a")
-        assert 0.1 < asyncio.get_running_loop().time() - begin < 30.0
-        assert reason == "its core has answered nothing for 0.15 s, though its server is well"
-        assert bench.state("b") is State.SERVING
-        bench.check_belief()
-
-
-@virtual
-async def test_nobody_is_asked_any_more_when_the_watch_has_ended() -> None:
-    bench = await Bench("ab").started()
-
-    async def ends_slowly(_: float) -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            await asyncio.sleep(0.2)
-
-    bench.engine["b"].health = ends_slowly
-    before = asyncio.all_tasks()
-    async with watched(bench, FleetConfig(health_interval_s=0.01, hang_timeout_s=5.0)):
-        await asyncio.sleep(0.1)
-    assert asyncio.all_tasks() == before
 
 
 @virtual
@@ -246,20 +184,3 @@ async def test_what_the_fleet_itself_does_to_engines_is_put_right_by_nobody() ->
 
 
 # --- deaths that requests have seen ----------------------------------------------------------------------------------
-
-
-@virtual
-async def test_who_has_seen_an_engine_die_waits_until_it_gets_no_more_requests() -> None:
-    bench = await Bench("abc").started()
-    async with restarting(bench) as restarts:  # its own health checks come in an hour
-        bench.engine["b"].faults["health"] = "refuse"
-        bench.engine["c"].faults["health"] = "hang"
-        restarts.engines.gate.clear()
-        begin = asyncio.get_running_loop().time()
-        await asyncio.gather(*(restarts.supervisor.probe_all() for _ in range(100)))
-        assert asyncio.get_running_loop().time() - begin < 30.0
-        assert bench.router.serves() == {"a": 0, "c": 0}
-        assert bench.journal.count(("b", "health")) == 1, "asked once for all"
-        restarts.engines.gate.set()
-        await until_serves(bench, "b", 0)
-        assert len(restarts.engines.starts) == 1, "one death is one restart"

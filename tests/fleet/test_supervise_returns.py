@@ -24,37 +24,6 @@ from virtual_time import virtual
 # --- what returns ----------------------------------------------------------------------------------------------------
 
 
-@virtual
-async def test_a_dead_engine_returns_under_its_name_and_index_with_the_fleets_weights() -> None:
-    bench = await Bench("abc").started()
-    bench.roster.members[1].gpus = ("6", "7")
-    async with restarting(bench) as restarts:
-        await bench.operations.update([], None)
-        await bench.operations.update([], None)
-        old = bench.engine["b"]
-        await dies_and_returns(bench, restarts, "b", 2)
-        assert [m.name for m in bench.roster.members] == ["a", "b", "c"]
-        assert restarts.engines.starts == [("b", ("6", "7"))]
-        assert bench.engine["b"] is not old
-        assert bench.engine["b"].version == 2
-        assert [change.new for change in bench.roster.members[1].lifecycle.history[-4:]] == [
-            State.DEAD, State.LAUNCHING, State.SYNCING, State.SERVING,
-        ]  # fmt: skip
-        assert next(e for e in bench.router.known.engines if e.name == "b").url == "http://127.0.0.1:91"
-        bench.check_belief()
-        assert len((await bench.operations.update([], None)).engines) == 3
-        await dies_and_returns(bench, restarts, "b", 3)
-
-
-@virtual
-async def test_version_0_needs_nothing_of_anyone() -> None:
-    bench = await Bench("ab").started()
-    async with restarting(bench) as restarts:
-        await dies_and_returns(bench, restarts, "a", 0)
-        assert ("a", "prepare") not in bench.journal
-        bench.check_belief()
-
-
 @pytest.mark.parametrize("watch", ["health", "admit"])
 @virtual
 async def test_an_engine_whose_watch_breaks_is_started_anew(watch: str, caplog) -> None:
