@@ -20,7 +20,7 @@ from penstock.plugin.compat import MARK, TokenVersions
 from penstock.plugin.cores import CoreCalls
 from penstock.plugin.hooks import RequestHooks
 from penstock.types import SamplingParams
-from penstock.wire import FINAL_ONLY, PROGRESS_HEADER, SPANS_HEADER, UNKNOWN_VERSION, generate_body
+from penstock.wire import FINAL_ONLY, PROGRESS_HEADER, SPANS_HEADER, generate_body
 
 
 class State:
@@ -112,21 +112,6 @@ def asked(value: str):
     return [(PROGRESS_HEADER.lower().encode(), value.encode())]
 
 
-async def test_tokens_are_counted_under_the_version_in_force():
-    spans, engine = RequestHooks(), Engine()
-
-    async def during():
-        first, second = engine.sample("generate-tokens-x"), engine.sample("generate-tokens-x", 1)
-        engine.step(first, 3)
-        engine.step(second, 1)
-        spans.versions.version = 4
-        engine.step(second, 2)
-        spans.versions.version = 5
-        engine.step(second, 1)
-
-    assert header(await serve(spans, engine, during)) == [[[0, 0, 3]], [[0, 0, 1], [4, 1, 3], [5, 3, 4]]]
-
-
 async def test_the_cores_mark_among_its_outputs_is_the_version_from_there_on():
     spans, engine = RequestHooks(), Engine()
 
@@ -138,26 +123,6 @@ async def test_the_cores_mark_among_its_outputs_is_the_version_from_there_on():
         engine.step(sample, 2)
 
     assert header(await serve(spans, engine, during)) == [[[0, 0, 3], [4, 3, 5]]]
-
-
-async def test_the_cores_marks_say_which_tokens_attend_to_kept_kv():
-    spans, engine = RequestHooks(), Engine()
-    kept = {"kv_kept": True}
-
-    async def during():
-        first, second = engine.sample("generate-tokens-x"), engine.sample("generate-tokens-x", 1)
-        for marks, version in (((), 0), ((("kept", [first]),), 4), ((("anew", [first]), ("kept", [second])), 4)):
-            for what, states in marks:
-                engine.process_outputs([mark_of(**{what: [state.request_id for state in states]})])
-            spans.versions.version = version
-            engine.step(first, 2)
-            engine.step(second, 1)
-        engine.request_states.pop(second.request_id)
-        engine.process_outputs([mark_of(kept=[])])
-        assert spans.versions.notes_of(second, 0) is None, "it has ended"
-
-    made = [[0, 0, 2], [4, 2, 4, kept], [4, 4, 6]], [[0, 0, 1], [4, 1, 2], [4, 2, 3, kept]]
-    assert header(await serve(spans, engine, during)) == list(made)
 
 
 async def test_tokens_of_an_adapter_are_counted_under_its_own_version_in_their_core():
@@ -181,20 +146,6 @@ async def test_tokens_of_an_adapter_are_counted_under_its_own_version_in_their_c
     ]
 
 
-async def test_a_label_that_is_no_version_ends_nothing_and_claims_no_version():
-    spans, engine = RequestHooks(), Engine()
-
-    async def during():
-        sample = engine.sample("generate-tokens-x")
-        for label, tokens in (("default", 1), ("step-100", 2), ("3", 3), ("-1", 1)):
-            sample.weight_version_starts = [(label, 0)]
-            engine.step(sample, tokens)
-
-    assert header(await serve(spans, engine, during)) == [
-        [[0, 0, 1], [UNKNOWN_VERSION, 1, 3], [3, 3, 6], [UNKNOWN_VERSION, 6, 7]]
-    ]
-
-
 async def test_prompts_stay_in_order_and_a_sample_without_tokens_has_no_span():
     spans, engine = RequestHooks(), Engine()
 
@@ -207,24 +158,6 @@ async def test_prompts_stay_in_order_and_a_sample_without_tokens_has_no_span():
 
     given = header(await serve(spans, engine, during))
     assert [s[0][2] if s else 0 for s in given] == [0 if (p, i) == (3, 0) else 1 + p for p in range(12) for i in (0, 1)]
-
-
-async def test_of_beams_nothing_is_told():
-    spans, engine = RequestHooks(), Engine()
-
-    async def during():
-        for step in range(3):
-            for beam in range(2):
-                engine.step(engine.sample(f"cmpl-a-0-0123456789abcde{step}-beam-{beam}"), 1)
-
-    sent = await serve(spans, engine, during, headers=asked("1"))
-    (line,) = [orjson.loads(line) for message in sent for line in message.get("body", b"").splitlines()]
-    assert (line["samples"], line["versions"]) == ([], [])
-
-    async def named_like_one():
-        engine.step(engine.sample("cmpl-a-run-of-beam-0"), 4)
-
-    assert header(await serve(spans, engine, named_like_one)) == [[[0, 0, 4]]]
 
 
 async def test_a_header_too_long_for_clients_is_left_out():
@@ -252,27 +185,6 @@ async def test_a_stream_has_progress_before_its_event_where_asked_and_versions_b
         assert (update["ids"], update["versions"], update["finish"]) == ([7, 7], [[0, 2]], "stop")
         assert update["asked"] is False
     assert body == SSE[0] + b': penstock {"versions":[[[0,0,2]]]}\n\n' + SSE[1]
-
-
-@pytest.mark.parametrize("told", [(), (0,), (0, 1)])
-async def test_a_stream_says_of_each_choice_once_that_it_was_aborted(told):
-    spans, engine = RequestHooks(), Engine()
-
-    async def during():
-        for index in (0, 1):
-            engine.step(engine.sample("cmpl-x-0", index), 0, "abort")
-        engine.step(engine.sample("cmpl-x-1"), 1, "stop")
-
-    head = {"id": "cmpl-x", "object": "text_completion", "created": 1, "model": "m"}
-    ended = [{"index": index, "text": "prompt", "finish_reason": "abort"} for index in told]
-    events = [{**head, "choices": [choice]} for choice in [{"index": 2, "text": "a", "finish_reason": "stop"}, *ended]]
-    bodies = [b"data: " + orjson.dumps(event) + b"\n\n" for event in events]
-    sent = await serve(spans, engine, during, kind=STREAM, bodies=(*bodies, b"data: [DONE]\n\n"))
-    lines = b"".join(m["body"] for m in sent[1:]).split(b"\n\n")
-    seen = [orjson.loads(line.removeprefix(b"data: ")) for line in lines if line.startswith(b"data: {")]
-    ends = sorted((c["index"], c["finish_reason"]) for event in seen for c in event["choices"])
-    assert ends == [(0, "abort"), (1, "abort"), (2, "stop")]
-    assert all(event | head == event for event in seen)
 
 
 async def test_who_asks_is_told_every_so_many_tokens_and_then_the_whole_answer():

@@ -236,20 +236,3 @@ async def test_a_pause_with_abort_builds_no_answer_before_its_own(live):
     samples = [sample for task in tasks for sample in await task]
     assert {len(sample.token_ids) for sample in samples} == {40}
     assert live.engine.counters.requeued_tokens == before, "nothing is sent again"
-
-
-@pytest.mark.parametrize("usage", [False, True])
-@pytest.mark.parametrize("kind", [completing, chatting])
-async def test_a_stream_that_is_aborted_before_its_first_token_says_so(live, client, kind, usage):
-    """Without a finish reason it would look like an answer that is empty and whole."""
-    await live.engine.pause_generation(PauseMode.KEEP)
-    stream = kind(live, client, stream=True, n=2, stream_options={"include_usage": usage})
-    reading = asyncio.create_task(text_of(stream))
-    try:
-        async with asyncio.timeout(60):
-            while not reading.done():  # a paused engine does not say what it has in its queue
-                await live.engine.abort_generation()
-                await asyncio.wait((reading,), timeout=0.05)
-    finally:
-        await live.engine.resume_generation()
-    assert await reading == ("", ["abort", "abort"])

@@ -1,8 +1,8 @@
 """What every request in flight has made, and how its client learns of it.
 
 vLLM's answers get the version of each token and, if the client asks, what each sample has so far:
-- Without `PROGRESS_HEADER`, in one piece: the header `SPANS_HEADER`. As a stream: a comment before `[DONE]`, and
-  before that the ends of choices that vLLM leaves out. Logprobs of the token endpoint name their tokens.
+- Without `PROGRESS_HEADER`, in one piece: the header `SPANS_HEADER`. As a stream: a comment before `[DONE]`. Logprobs
+  of the token endpoint name their tokens.
 - With a number in it, for an answer in one piece: lines of JSON, `{"samples": [...]}` whenever a sample has so many
   more tokens, and last `{"status", "samples", "versions", "answer"}`, where `answer` is vLLM's own. That of the token
   endpoint comes without the tokens, which these lines have brought.
@@ -38,10 +38,6 @@ from penstock.wire import (
 STREAM_REPORTS = (PROGRESS_HEADER.lower().encode(), STREAM_PROGRESS.encode())
 """Header of a stream that has such comments, by which a client knows an engine with our plugin."""
 DONE = b"data: [DONE]"
-EVENT = b"data: {"
-ABORTED = b'"finish_reason":"abort"'
-EMPTY: dict[str, dict[str, Any]] = {"/v1/completions": {"text": ""}, "/v1/chat/completions": {"delta": {}}}
-"""A stream's choice without text."""
 OK = 200
 FLOOR = -9999.0
 """Of logprobs, as vLLM's own answers have it."""
@@ -210,11 +206,7 @@ async def serve(app: Any, scope: Any, receive: Any, send: Any, request: RequestP
 
 
 class _AnswerReporter:
-    """Adds a header to vLLM's answer, or comments to its stream, and the ends that vLLM's streams leave out.
-
-    vLLM sends no event without a token before a choice's first one. A choice that is aborted while it waits would end
-    without a finish reason, as if it were whole. Needed until vLLM sends those events; 0.26 and 0.32 do not.
-    """
+    """Adds a header to vLLM's answer, or comments to its stream."""
 
     def __init__(self, send: Any, request: RequestProgress, path: str, *, progress: bool) -> None:
         self._send = send
@@ -225,8 +217,6 @@ class _AnswerReporter:
         self._start: dict[str, Any] | None = None
         """Held back with the answer of the token endpoint, whose length changes."""
         self._answer = bytearray()
-        self._first_event = b""
-        self._aborts_seen: set[int] = set()
 
     async def send(self, message: dict[str, Any]) -> None:
         in_tokens = self._path == GENERATE
@@ -257,33 +247,12 @@ class _AnswerReporter:
         return [(SPANS_HEADER.lower().encode(), spans)] if len(b"[]") < len(spans) < MAX_SPANS_HEADER else []
 
     def _more_body(self, body: bytes) -> bytes:
-        if body.startswith(EVENT):  # one of vLLM's
-            self._first_event = self._first_event or body
-            if ABORTED in body:
-                choices = _event(body).get("choices", ())
-                self._aborts_seen |= {one["index"] for one in choices if one.get("finish_reason") == "abort"}
         if self._progress and (updates := self._request.take_updates()):
             body = comment({"samples": updates}) + body
         before, done, after = body.rpartition(DONE)
         if not done:
             return body
-        return before + self._missing_ends() + comment({"versions": self._request.spans()}) + done + after
-
-    def _missing_ends(self) -> bytes:
-        """An event for each aborted choice whose end the stream lacks."""
-        samples = self._request.samples.values() if self._path in EMPTY else ()
-        places = sorted({sample.place for sample in samples if sample.finish == "abort"} - self._aborts_seen)
-        first = _event(self._first_event) if places and self._first_event else {}
-        if not places or "error" in first:
-            return b""
-        head = {key: first[key] for key in ("id", "object", "created", "model") if key in first}
-        end = {**EMPTY[self._path], "logprobs": None, "finish_reason": "abort", "stop_reason": None}
-        events = ({**head, "choices": [{"index": place, **end}]} for place in places)
-        return b"".join(b"data: " + orjson.dumps(event) + b"\n\n" for event in events)
-
-
-def _event(body: bytes) -> dict[str, Any]:
-    return orjson.loads(body[len(b"data: ") :].partition(b"\n\n")[0])
+        return before + comment({"versions": self._request.spans()}) + done + after
 
 
 class _LineReporter:
