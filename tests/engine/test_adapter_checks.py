@@ -103,7 +103,7 @@ def test_files_are_read_in_turn_and_each_read_ends_by_its_own_event(tmp_path: Pa
         assert not reads["y"].done()
         for worker in workers:
             worker.release["y"].set()
-        assert reads["y"].result(60.0) == again.result(60.0)
+        assert reads["y"].result(60.0) == again.result(60.0) == {"ok": True}
         assert workers[1].begun.get(timeout=60.0) == "y"
         assert not reads["hub"].done()
         for worker in workers:

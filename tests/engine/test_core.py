@@ -20,7 +20,6 @@ from penstock.plugin import pause
 from penstock.plugin.core import control_of
 from penstock.plugin.core_http import respond
 from penstock.plugin.spec import WeightSpec
-from penstock.token_meter import TokenMeter
 from penstock.weights.shared_memory import SharedMemoryStore
 
 
@@ -35,10 +34,10 @@ class Core:
         chunked = SimpleNamespace(enable_chunked_prefill=True, disable_chunked_mm_input=False)
         self.scheduler = SimpleNamespace(
             get_request_counts=lambda: (2, 1), scheduler_config=chunked, max_num_scheduled_tokens=8192,
-            max_num_running_reqs=256, num_spec_tokens=0, block_size=16, update_from_output=None,
+            max_num_running_reqs=256, num_spec_tokens=0, block_size=16,
+            update_from_output=lambda _: {},
         )  # fmt: skip
         self.batch_queue: list[str] = ["a step"] if step_under_way else []
-        self.step_fn = self.end_step
         self.paused = False
         self.waiting: Future[None] | None = Future() if step_under_way else None
         self.ranks = ranks or LOADED
@@ -86,9 +85,9 @@ class Core:
         self.done.append(f"{method}{args or ''}")
         return [self.prepared] if method == "penstock_prepared" else self.ranks
 
-    def end_step(self) -> tuple[None, bool]:
+    def end_step(self) -> None:
         self.batch_queue.clear()
-        return None, False
+        self.scheduler.update_from_output(None)
 
     def step(self) -> None:
         kind, call = self.input_queue.get_nowait()
@@ -268,21 +267,6 @@ def test_a_sleep_that_overtakes_a_round_leaves_it_no_memory_to_write_to(level: i
     assert not core.paused
 
 
-@pytest.mark.parametrize("tags", [None, ["scheduling"], ["scheduling", "weights"]])
-def test_a_sleep_of_level_0_lasts_until_it_is_woken(tags: list[str] | None):
-    core = Core(step_under_way=False)
-    pausing = control_of(core).pausing
-    core.paused = True
-    pausing.sleep(0, "keep")
-    done = ask(core)
-    core.step()
-    assert done.result(0)["version"] == 4, "no memory is away"
-    pausing.wake_up(["weights"])
-    assert core.paused
-    pausing.wake_up(tags)
-    assert not core.paused
-
-
 def test_a_wake_up_asks_vllm_only_for_what_sleeps():
     """Asked for memory that is there too, vLLM takes back none, and a step without its KV cache ends the engine."""
     core = Core(step_under_way=False)
@@ -321,7 +305,7 @@ def test_a_version_is_checked_beside_the_core_and_prepared_between_two_of_its_st
     assert core.done == []
     core.step()
     assert not done.done(), "a step is under way that may be long"
-    core.step_fn()
+    core.end_step()
     assert done.result(0) == {"ok": True}
     assert core.done == ["penstock_prepare"], "nothing was paused"
     assert core.given == body["manifest"]
@@ -403,46 +387,3 @@ def test_an_engine_whose_kv_leaves_it_keeps_none_in_flight_alone() -> None:
     status, answer = respond(control_of(core).routes["/penstock/weights/apply"], b'{"version": 4, "kv": "lose"}')
     assert status == 400
     assert "kv must be one of recompute, keep, keep_in_flight, got 'lose'" in answer["error"]
-
-
-def test_an_update_is_measured_by_the_cores_own_steps_and_the_answer_waits_for_them() -> None:
-    core = Core(step_under_way=False)
-    out = {0: SimpleNamespace(outputs=[SimpleNamespace(new_token_ids=[1, 2])])}
-    core.scheduler.update_from_output = lambda *_: out
-    control, scheduled = control_of(core), SimpleNamespace()
-    clock = [0]
-    meter = control.pausing.meter = TokenMeter(lambda: clock[0])
-
-    def step() -> None:
-        clock[0] += 1
-        assert core.scheduler.update_from_output(scheduled, None) is out
-
-    for _ in range(5):
-        step()
-    applied(core)
-
-    def ask_loss(timeout_s: float) -> Any:
-        body = {"version": 4, "timeout_s": timeout_s}
-        asked = threading.Thread(target=lambda: answers.append(route(body).result(60)))
-        asked.start()
-        kind, call = core.input_queue.get(timeout=WAIT_S)
-        assert kind is core_module._CALL
-        call()
-        return asked
-
-    answers, route = list[Any](), control.routes["/penstock/weights/loss"]
-    asked = ask_loss(60.0)
-    for _ in range(3):
-        step()
-    asked.join(60)
-    ask_loss(60.0).join(60)
-    assert answers == [{"tokens": 0.0, "seconds": 0, "rate": 2.0, "back": True}] * 2
-    meter.step(2, 3)
-    clock[0] += 1
-    applied(core)
-    clock[0] += 3
-    asked = ask_loss(0.01)
-    core.input_queue.get(timeout=WAIT_S)[1]()  # the deadline
-    asked.join(WAIT_S)
-    assert answers[-1]["back"] is False
-    assert answers[-1]["tokens"] == 3 * answers[-1]["rate"]

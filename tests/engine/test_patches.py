@@ -125,6 +125,7 @@ def core(*, step_under_way: bool) -> tuple[Any, list[str]]:
     from vllm.v1.engine.core import EngineCoreProc
 
     from penstock.plugin import register
+    from penstock.plugin.core import control_of
 
     register()
     register()  # as vLLM may
@@ -135,6 +136,8 @@ def core(*, step_under_way: bool) -> tuple[Any, list[str]]:
     made.structured_output_manager = SimpleNamespace()
     made._idle_state_callbacks = []
     made.has_work = lambda: step_under_way
+    made.vllm_config = SimpleNamespace(lora_config=None)
+    control_of(made)
     return made, done
 
 
@@ -152,13 +155,6 @@ def test_processed_images_stay(step_under_way: bool, clear_cache: bool) -> None:
     assert done == (OF_WEIGHTS if clear_cache else [])
     if future is not None:
         assert future.result(0) is None
-
-
-def test_who_asks_for_it_by_name_still_empties_them() -> None:
-    asked, done = core(step_under_way=False)
-    asked.pause_scheduler("keep", True)  # noqa: FBT003
-    asked.reset_mm_cache()
-    assert done == [*OF_WEIGHTS, "images.clear_cache", "executor.reset_mm_cache"]
 
 
 def test_tokens_of_the_base_model_get_no_adapter_on_cpus():

@@ -36,6 +36,7 @@ class Scheduler:
     max_model_len: int = 6000
     scheduler_config: Any = field(default_factory=_config)
     budgets: list[int] = field(default_factory=list)
+    after_step: Any = None
 
     def has_requests(self) -> bool:
         return self.requests
@@ -50,6 +51,7 @@ class Scheduler:
 
     def update_from_output(self, output: Any, sampled: Any) -> dict[int, int]:
         assert sampled == "sampled"
+        self.after_step()
         return {0: output.number}
 
 
@@ -67,7 +69,9 @@ class Loop:
         self.core.check_for_draft_tokens = False
         self.core._should_throttle_prefills = lambda: False
         self.core.model_executor = self
-        self.core.step_fn = partial(EngineCore.step_with_batch_queue, self.core)
+        self.step = partial(EngineCore.step_with_batch_queue, self.core)
+        self.cap = StepCap(self.core)
+        self.scheduler.after_step = self.cap.after_step
 
     def execute_model(self, output: Any, *, non_block: bool) -> Any:
         assert non_block
@@ -87,7 +91,7 @@ class Loop:
         """What that many turns of the core's loop did."""
         before = len(self.done)
         for _ in range(count):
-            outputs, _ = self.core.step_fn()
+            outputs, _ = self.step()
             self.handed_on += (outputs or {}).items()
         return self.done[before:]
 
@@ -95,7 +99,7 @@ class Loop:
 def test_prepare_is_told_when_what_was_launched_before_has_ended_and_steps_are_small_until_apply():
     loop = Loop()
     assert loop.steps(3) == ["launch 1", "launch 2", "end 1", "launch 3", "end 2"]
-    cap = StepCap(loop.core)
+    cap = loop.cap
     prepared = cap.begin()
     assert not prepared.done()
     assert loop.steps(1) == ["launch 4", "end 3"]
@@ -109,7 +113,7 @@ def test_prepare_is_told_when_what_was_launched_before_has_ended_and_steps_are_s
 
 def test_of_nothing_under_way_prepare_is_told_at_once_and_again():
     loop = Loop()
-    cap = StepCap(loop.core)
+    cap = loop.cap
     assert cap.begin().done()
     loop.steps(2)
     assert cap.begin().done(), "what is under way is small already"
@@ -120,28 +124,26 @@ def test_of_nothing_under_way_prepare_is_told_at_once_and_again():
 def test_an_apply_that_comes_before_the_large_step_has_ended_leaves_no_prepare_unanswered():
     loop = Loop()
     loop.steps(2)
-    cap = StepCap(loop.core)
-    usual = loop.core.step_fn
-    prepared = cap.begin()
-    cap.end()
-    assert (prepared.done(), loop.core.step_fn) == (True, usual)
+    prepared = loop.cap.begin()
+    loop.cap.end()
+    assert (prepared.done(), loop.scheduler.max_num_scheduled_tokens) == (True, 8192)
 
 
 def test_an_update_that_does_not_come_leaves_no_small_steps(monkeypatch: pytest.MonkeyPatch):
     clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(pause, "time", clock)
     loop = Loop()
-    StepCap(loop.core).begin()
+    loop.cap.begin()
     loop.steps(1)
     clock.now += pause.CAP_S + 1
     loop.steps(2)
-    assert loop.scheduler.budgets == [1024, 8192, 8192]
+    assert loop.scheduler.budgets == [1024, 1024, 8192]
 
 
 def test_a_step_that_was_under_way_when_everything_is_paused_is_waited_for():
     loop = Loop()
     loop.steps(2)
-    prepared = StepCap(loop.core).begin()
+    prepared = loop.cap.begin()
     loop.scheduler.requests = False
     loop.steps(1)
     assert (prepared.done(), list(loop.core.batch_queue), loop.done[-1]) == (True, [], "end 2")
@@ -164,7 +166,7 @@ def test_a_small_step_has_room_for_every_running_request_and_keeps_no_prompt_wai
     loop = Loop()
     vars(loop.scheduler).update(given, scheduler_config=_config(**config))
     before = loop.scheduler.max_num_scheduled_tokens
-    cap = StepCap(loop.core)
+    cap = loop.cap
     cap.begin()
     assert loop.scheduler.max_num_scheduled_tokens == tokens
     cap.end()

@@ -62,7 +62,7 @@ def worker_step(worker: Any, step: str, given: Any) -> Any:
 
 
 def read_ahead(worker: Any, order: Mapping[str, Any]) -> bool:
-    """Begin to read an adapter in a thread, for the `load_adapter` of the same source.
+    """Begin to read an adapter in a thread, for the `load_adapter` of the same source; once, if asked again.
 
     Returns:
         Whether the end of the read is written, as one byte, to the pipe that `done` names: on the core's host alone.
@@ -72,26 +72,27 @@ def read_ahead(worker: Any, order: Mapping[str, Any]) -> bool:
     if manager is None:
         return False  # `load_adapter` refuses it
     _sources(manager)
-    read: Future[Any] = Future()
-    manager.penstock_ahead[order["source"]["key"]] = read
-    while len(manager.penstock_ahead) > MOST_AHEAD:  # their callers went away
-        del manager.penstock_ahead[next(iter(manager.penstock_ahead))]
+    ahead, key = manager.penstock_ahead, order["source"]["key"]
 
     def work() -> Any:
         if worker.device.type != "cpu":  # with many, each of hundreds of small tensors waits for all of them
             torch.set_num_threads(1)
-        return manager.penstock_read(order["name"], order["source"])
-
-    def run() -> None:
         # Side by side, files would wait for each other, and the first be ready as late as all.
         with manager.penstock_reading if "file" in order["source"] else nullcontext():
-            settle(read, work)
+            return manager.penstock_read(order["name"], order["source"])
+
+    def say_so(_: Future[Any]) -> None:
         with suppress(OSError):  # the core has stopped to wait
             end = os.open(order["done"], os.O_WRONLY | os.O_NONBLOCK)
             os.write(end, b"1")
             os.close(end)
 
-    threading.Thread(target=run, name="penstock-adapter", daemon=True).start()
+    if key not in ahead:
+        ahead[key] = read = Future[Any]()
+        while len(ahead) > MOST_AHEAD:  # their callers went away
+            del ahead[next(iter(ahead))]
+        threading.Thread(target=settle, args=(read, work), name="penstock-adapter", daemon=True).start()
+    ahead[key].add_done_callback(say_so)
     return Path(order["done"]).is_fifo()
 
 

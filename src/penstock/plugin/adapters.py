@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import EngineError, StateError, WeightsError, parse_json
 from penstock.plugin import compat
-from penstock.plugin.adapter_worker import MOST_AHEAD, PLACE, READ_S
+from penstock.plugin.adapter_worker import PLACE, READ_S
 from penstock.plugin.core import field, settle
 from penstock.plugin.spec import WeightSpec
 from penstock.wire import ADAPTERS
@@ -62,8 +62,6 @@ class CoreAdapters:
         self._held: dict[str, list[Any]] = {}
         """Paused adapters, and vLLM's Requests that wait."""
         self._loads = itertools.count(1)
-        self._reads: dict[str, Future[float]] = {}
-        """Reads whose `load` is to come, by the key of what they read."""
         self._control = control
         self._core = core = control.core
         core.add_request = functools.partial(self._add, core.add_request)
@@ -75,13 +73,12 @@ class CoreAdapters:
         def read(body: Any) -> Future[Any]:
             order = {name: field(body, name, kind) for name, kind in _READ.items()}
             done: Future[Any] = Future()
-            settle(done, lambda: {"seconds": {"read": self.read(order)}})
+            settle(done, lambda: self.read(order))
             return done
 
         def load(body: Any) -> Future[Any]:
             order = {name: field(body, name, kind) for name, kind in _LOAD.items()}
-            # Nothing to do, unless this engine joined since, or more have been read meanwhile than are kept.
-            order["read_s"] = self.read(order)
+            self.read(order)  # nothing to do, unless this engine joined since, or too many have been read meanwhile
 
             def work() -> Any:
                 control.pausing.require_awake()
@@ -105,31 +102,16 @@ class CoreAdapters:
         adapter = self.loaded.get(lora_request.lora_name)
         return None if adapter is None else adapter.load
 
-    def read(self, order: dict[str, Any]) -> float:
+    def read(self, order: dict[str, Any]) -> dict[str, Any]:
         """Check an adapter, and have the workers read it while the engine goes on; runs in the caller's own thread.
 
-        Args:
-            order: `name` and `source`; again for the `key` of one source reads nothing.
-
-        Returns:
-            Seconds that it took.
+        `order` has `name` and `source`; of one source the workers read nothing again before its `load`.
 
         Raises:
             WeightsError: it does not fit the model.
         """
-        mine: Future[float] = Future()
-        read = self._reads.setdefault(order["source"]["key"], mine)
-        if read is mine:
-            while len(self._reads) > MOST_AHEAD:  # their callers went away
-                self._reads.pop(next(iter(self._reads)), None)
-            settle(read, lambda: self._read(order))
-            if read.exception() is not None:  # for `load` to try again
-                self._reads.pop(order["source"]["key"], None)
-        return read.result(2 * READ_S)
-
-    def _read(self, order: dict[str, Any]) -> float:
-        began = time.perf_counter()
         check_adapter(order["source"], self._control.known_spec())
+        until = time.perf_counter() + READ_S
         with tempfile.TemporaryDirectory(prefix="penstock-read-") as folder:
             given = {**order, "done": str(Path(folder, "done"))}
             os.mkfifo(given["done"], 0o600)
@@ -138,18 +120,18 @@ class CoreAdapters:
                 rpc = self._core.collective_rpc
                 left = sum(self._control.in_core(lambda: rpc("penstock_adapter", args=("read", given))).result(READ_S))
                 (poll := select.poll()).register(end, select.POLLIN)
-                while left and poll.poll(1e3 * max(0.0, began + READ_S - time.perf_counter())):
+                while left and poll.poll(1e3 * max(0.0, until - time.perf_counter())):
                     left -= len(os.read(end, left))
             finally:
                 os.close(end)
-        return time.perf_counter() - began
+        return {"ok": True}
 
     def load(self, order: Mapping[str, Any]) -> Any:
         """Put a version of an adapter in force.
 
         Args:
-            order: `name`, `id` (vLLM's), `version`, `source` (see `adapter_worker.read_from`), `kv` of requests in
-                flight, and `read_s`, which `read` returned.
+            order: `name`, `id` (vLLM's), `version`, `source` (see `adapter_worker.read_from`), and `kv` of requests in
+                flight.
 
         Raises:
             WeightsError: it cannot be read; the version before it stays in force.
@@ -163,7 +145,6 @@ class CoreAdapters:
 
     def _load(self, order: Mapping[str, Any], began: float) -> dict[str, Any]:
         name, version, paused = order["name"], order["version"], time.perf_counter()
-        self._reads.pop(order["source"]["key"], None)
         problems = self._core.collective_rpc("penstock_load_adapter", args=(dict(order),))
         if all(problems):
             raise WeightsError(problems[0])
@@ -179,7 +160,6 @@ class CoreAdapters:
         compat.send_mark(self._core, engine_index=self._core.engine_index, adapter=name, adapter_version=version)
         end = time.perf_counter()
         seconds = {"pause": paused - began, "load": loaded - paused, "resume": end - loaded, "bubble": end - began}
-        seconds["read"] = order["read_s"]
         return {"version": version, "seconds": seconds, "preempted": preempted, "kept": kept}
 
     def unload(self, name: str) -> dict[str, Any]:

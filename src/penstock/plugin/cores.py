@@ -131,10 +131,7 @@ class CoreCalls:
         clear_cache: bool = True,
         wait_for_inflight_requests: bool | None = None,
     ) -> None:
-        """`AsyncLLM.pause_generation` without its 20 ms of sleep, "not required for correctness" by its comment.
-
-        It leaves the cache of processed images, whose other half stays too.
-        """
+        """`AsyncLLM.pause_generation` without its 20 ms of sleep, "not required for correctness" by its comment."""
         mode = compat.pause_mode(mode, wait_for_inflight_requests)
         await self._core.call_utility_async("penstock_pause", _mode(mode), clear_cache)
 

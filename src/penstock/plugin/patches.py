@@ -23,10 +23,6 @@ def install() -> None:
 
     if not hasattr(MultiprocExecutor.collective_rpc, "__wrapped__"):
         MultiprocExecutor.collective_rpc = drain_worker_replies(MultiprocExecutor.collective_rpc)
-    from vllm.v1.engine.core import EngineCore  # noqa: PLC0415 - only inside vLLM
-
-    if not hasattr(EngineCore._reset_caches, "__wrapped__"):  # noqa: SLF001
-        EngineCore._reset_caches = keep_image_cache(EngineCore._reset_caches)  # noqa: SLF001
     if takes_adapters():
         plugged_in("adapters.mends")()
 
@@ -92,26 +88,3 @@ def reply(method: Any, worker: Any, *args: Any, **kwargs: Any) -> tuple[bytes | 
 
     result, error = attempt(work, f"a worker's {method}")
     return result, str(error)
-
-
-# --- The cache of processed images -----------------------------------------------------------------------------------
-
-
-def keep_image_cache(reset_caches: Callable[..., Any]) -> Callable[..., Any]:
-    """`EngineCore._reset_caches`, which ends every pause that clears, for the caches alone that depend on weights.
-
-    vLLM's own also empties the receiving half of the cache of processed images. The sending half, in the API server,
-    then sends the hash of an image that it has sent before, and the request fails: an assertion in 0.26, an error that
-    asks for a retry in 0.32. vLLM's pull request 43001 empties both halves, but not for a pause that comes past the API
-    server, nor in time for one that waits for a step. Needed until no pause touches that cache.
-    """
-
-    @functools.wraps(reset_caches)
-    def reset(core: Any, *args: Any, **kwargs: Any) -> Any:
-        core.reset_mm_cache = lambda: None
-        try:
-            return reset_caches(core, *args, **kwargs)
-        finally:
-            del core.reset_mm_cache
-
-    return reset

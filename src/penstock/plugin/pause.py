@@ -14,7 +14,7 @@ The API server's routes are led here by `cores.py`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from concurrent.futures import Future
 from typing import Any
 
@@ -134,9 +134,8 @@ class StepCap:
 
     def __init__(self, core: Any) -> None:
         self._core = core
-        self._step_fn: Callable[[], Any] | None = None
-        """The core's own `step_fn`, while ours is in its place."""
-        self._tokens = 0
+        self._usual: int | None = None
+        """Tokens of the core's own steps, while they are small."""
         self._until = 0.0
         self._large: Any = None
         """The last step that was launched before steps became small, until it has ended."""
@@ -145,40 +144,32 @@ class StepCap:
     def begin(self) -> Future[dict[str, Any]]:
         """Make small steps until `end`, or for `CAP_S`; the future ends once no larger one is under way."""
         core, scheduler = self._core, self._core.scheduler
-        if self._step_fn is None:
+        if self._usual is None:
             self._large = core.batch_queue[0] if core.batch_queue else None
-            self._tokens = scheduler.max_num_scheduled_tokens
-            scheduler.max_num_scheduled_tokens = min(self._tokens, _small(scheduler))
-            self._step_fn, core.step_fn = core.step_fn, self._step
+            self._usual = usual = scheduler.max_num_scheduled_tokens
+            scheduler.max_num_scheduled_tokens = min(usual, _small(scheduler))
         self._until = time.monotonic() + CAP_S
         done: Future[dict[str, Any]] = Future()
         self._waiting.append(done)
-        self._answer()
+        self.after_step()
         return done
 
     def end(self) -> None:
         """Make steps of the usual size; more than once is harmless."""
-        if self._step_fn is not None:
-            self._core.step_fn, self._step_fn = self._step_fn, None
-            self._core.scheduler.max_num_scheduled_tokens = self._tokens
+        if self._usual is not None:
+            self._core.scheduler.max_num_scheduled_tokens, self._usual = self._usual, None
         self._large = None
-        self._answer()
+        self.after_step()
 
-    def _step(self) -> Any:
-        """In place of the core's `step_fn`, for which vLLM (0.26 to 0.33) has no hook."""
-        if self._step_fn is None or time.monotonic() > self._until:
-            self.end()
-            return self._core.step_fn()
-        result = self._step_fn()
-        self._answer()
-        return result
-
-    def _answer(self) -> None:
+    def after_step(self) -> None:
+        """Answer once the last large step has ended; after `CAP_S` steps are as before."""
         if self._large is None or not any(step is self._large for step in self._core.batch_queue):
             self._large = None
             waiting, self._waiting = self._waiting, []
             for done in waiting:
                 done.set_result({"ok": True})
+        if self._usual is not None and time.monotonic() > self._until:
+            self.end()
 
 
 def _small(scheduler: Any) -> int:
@@ -195,7 +186,7 @@ def _small(scheduler: Any) -> int:
 
 
 def clear_kv(core: Any) -> None:
-    """Empty the caches of a paused core that depend on its weights (see `patches.keep_image_cache`).
+    """Empty the caches of a paused core that depend on its weights.
 
     Raises:
         EngineError: vLLM could not; the core must not go on.
