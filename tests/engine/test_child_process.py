@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from patience import WAIT_S
-from penstock import process_group
 from penstock.engine.launch import EngineProcess, reserved_port
 from penstock.errors import EngineStartError
 from penstock.process import ChildProcess
@@ -124,19 +123,6 @@ async def test_the_end_of_what_a_child_said_is_of_this_child_alone(tmp_path: Pat
     child = await ChildProcess.start([sys.executable, "-c", "print('abcdef')"], name="says", log=tmp_path / "log")
     await child.wait()
     assert (child.said(), child.said(4), child.said(100)) == ("abcdef\n", "def\n", "abcdef\n")
-
-
-async def test_a_group_ends_though_no_file_descriptor_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuses(*_: object) -> None:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    child = await ChildProcess.start([sys.executable, "-c", FAMILY, "leave"], name="family", log=tmp_path / "log")
-    grandchild = int(await first_line(child))
-    monkeypatch.setattr(process_group, "_processes_of", refuses)
-    assert await asyncio.wait_for(child.wait(), WAIT_S) == 0
-    async with asyncio.timeout(WAIT_S):
-        while alive(grandchild):  # noqa: ASYNC110 - it is nobody's child
-            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("killed", ["by us", "by others", "with its launcher"])

@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import pytest
-import torch
 
 from http_engine import HTTPEngine
 from patience import WAIT_S
@@ -21,7 +20,6 @@ from penstock.errors import EngineDeadError, EngineError, EngineHTTPError, Reque
 from penstock.sim.config import Fault, FaultKind, Phase, SimConfig
 from penstock.sim.server import SimServer
 from penstock.types import PauseMode, SamplingParams
-from sim_verify import verify
 
 STEPS_PER_S = 4000
 TOKENS = 60
@@ -193,47 +191,6 @@ async def test_a_request_that_was_cut_waits_for_the_resume_and_asks_nobody_meanw
     assert [len(sample.token_ids) for sample in await request] == [TOKENS] * 2
 
 
-@pytest.mark.parametrize("how", ["abort", "release"])
-async def test_updates_behind_aborts_are_in_the_spans(shared, how):
-    """The joined sample is true token by token: each of its position, seed and claimed version."""
-    server, one = shared
-    start = one.weight_version
-    request = asyncio.create_task(one.sample([5, 6], 3, PARAMS))
-    chat = asyncio.create_task(one.chat_completion({**BODY, "messages": MESSAGES, "logprobs": True}))
-    stream = asyncio.create_task(joined(one.completion_stream({**BODY, "prompt": [7, 8], "n": 2})))
-    for _ in range(2):
-        await made(server, 60)
-        await pause(one, how)
-        await one.update_weights([("w", torch.ones(2))])
-        await one.resume_generation()
-    samples = await request
-    for i, sample in enumerate(samples):
-        assert verify([5, 6], sample, params=PARAMS, seeds=[5 + i]) == []
-    assert {span.version - start for sample in samples for span in sample.spans} == {0, 1, 2}
-    (choice,) = (await chat)["choices"]
-    assert [int(span["version"]) - start for span in choice["weight_versions"]] == [0, 1, 2]
-    for choice in (await stream).values():
-        assert [int(span["version"]) - start for span in choice["versions"]] == [0, 1, 2]
-        assert choice["versions"][-1]["end"] == len(choice["ids"]) == TOKENS
-
-
-@pytest.mark.parametrize("kind", ["generate batch", "completion string n=3", "chat", "completion ids n=3 stream"])
-async def test_an_abort_that_was_asked_for_ends_requests(shared, kind):
-    server, one = shared
-    continued = one.counters.continued
-    request = asyncio.create_task(KINDS[kind](one))
-    await made(server, 30)
-    await one.abort_generation()
-    answer = await request
-    assert one.counters.continued == continued
-    reasons = answer.get("stop_reasons") or [
-        choice.get("finish_reason", choice.get("finish"))
-        for choice in answer.get("choices", [c for i, c in answer.items() if i != "usage"])
-    ]
-    assert set(reasons) == {"abort"}
-    assert await one.sample([5], 1, PARAMS), "new requests are served"
-
-
 @pytest.mark.parametrize("how", ["keep", "abort", "release"])
 async def test_an_abort_asked_for_while_a_cut_request_waits_ends_it_with_what_it_had(shared, how):
     server, one = shared
@@ -323,39 +280,6 @@ async def test_what_cannot_be_taken_up_is_made_again_and_counted(shared):
     with pytest.raises(EngineError, match="cannot be resumed in the middle"):
         await stream
     one.counters.wasted_tokens = wasted
-
-
-async def test_a_sample_under_a_grammar_is_made_again_from_its_start(shared):
-    server, one = shared
-    params = replace(PARAMS, structured_outputs={"regex": "a+"})
-    undisturbed = await one.sample([5, 6], 1, params)
-    wasted = one.counters.wasted_tokens
-    request = asyncio.create_task(one.sample([5, 6], 1, params))
-    await made(server, 20)
-    await cut(one)
-    assert await request == undisturbed
-    assert one.counters.wasted_tokens - wasted >= 20
-    one.counters.wasted_tokens = wasted
-
-
-async def test_stop_strings_lie_across_the_seam(shared):
-    server, one = shared
-    body = {**BODY, "prompt": [5, 6], "max_tokens": 40}
-    text = (await one.completion(body))["choices"][0]["text"]
-    stop = text[20:26]
-    for moment in (19, 21, 23, 25):
-        for stream in (False, True):
-            asked = {**body, "stop": [stop]}
-            make = joined(one.completion_stream(asked)) if stream else one.completion(asked)
-            request = asyncio.create_task(make)
-            await made(server, moment)
-            await cut(one)
-            answer = await request
-            choice = answer[0] if stream else answer["choices"][0]
-            assert choice["text"] == text[:20]
-            assert choice["finish" if stream else "finish_reason"] == "stop"
-    sample = (await one.sample([5, 6], 1, SamplingParams(max_tokens=40, seed=5, stop=(stop,))))[0]
-    assert (sample.text, len(sample.token_ids)) == (text[:20], 26)
 
 
 async def test_a_stream_asked_for_as_one_answer_says_where_it_is():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import io
-import os
 import tracemalloc
 import zlib
 from dataclasses import replace
@@ -16,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import WeightsError
-from penstock.weights import delta, shared_memory
+from penstock.weights import delta
 from penstock.weights.delta import DeltaBase, DeltaStore
 from penstock.weights.disk import VersionFile
 from penstock.weights.manifest import TensorEntry, WeightManifest
@@ -95,27 +93,6 @@ def test_each_delta_is_against_the_whole_version_and_old_files_go(store, tmp_pat
     late = Engine()
     late.update(manifest)
     assert late.has(tensors)
-
-
-def test_an_engine_without_memory_for_a_version_keeps_its_descriptors(store, monkeypatch):
-    engine, closed = Engine(), []
-
-    def no_memory(*_):
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
-
-    engine.update(published(store, 1, {"a": torch.ones(5000)}))
-    larger = published(store, 2, {"a": torch.ones(90_000)})
-    with monkeypatch.context() as patched:
-        patched.setattr(shared_memory, "sealed_memory", no_memory)
-        patched.setattr("penstock.weights.delta.os.close", closed.append)
-        for _ in range(2):
-            with pytest.raises(OSError, match="Cannot allocate"):
-                engine.update(larger)
-        assert len(closed) == len(set(closed)), "another file may have that number by now"
-    for number in closed:
-        os.close(number)
-    engine.update(larger)
-    assert engine.has({"a": torch.ones(90_000)})
 
 
 def test_a_version_that_cannot_be_read_leaves_no_image_of_another_file(store, monkeypatch):
