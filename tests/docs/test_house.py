@@ -37,9 +37,9 @@ SIDE_ROOMS = tuple(
         "weights.transfer",
     )
 )  # fmt: skip
-SPINE_FILES, SPINE_LINES = 57, 13_630
+SPINE_FILES, SPINE_LINES = 57, 13_568
 """The most that the spine has now; the target is 60 files and 10,000 lines."""
-SOURCE_FILES, SOURCE_LINES = 229, 45_754
+SOURCE_FILES, SOURCE_LINES = 229, 45_670
 """The most that `src` has now; the target is 230 files and 38,000 lines."""
 
 

@@ -25,6 +25,10 @@ HOOKS = {
 """Of side rooms, run on the way: what may be launched, which adapters an engine gets that joins, and the meter of lost
 tokens."""
 
+SEEN_EARLIER = {"fleet/pausing.py"}
+"""Holds a probe's answer against what the fleet is in; runs where a broken connection shows a death before the end of
+the process does."""
+
 ENGINES_SIDE = ("plugin/", "weights/")
 """What simulated engines, which have none of it, do not run."""
 
@@ -113,7 +117,7 @@ def check(found: dict[int, dict[str, set[int]]], *, plugin: bool) -> None:
     """Compare what ran with the page. Without the plugin, what a step names of it and of the engines' side counts."""
     measured: dict[str, list[int]] = {}
     for walk, title in TITLES.items():
-        ran, steps = set(found[walk]), named(walk)
+        ran, steps = set(found[walk]) - SEEN_EARLIER, named(walk)
         missing = steps - OTHER_WAYS - (ran if walk == UPDATE else ran | set(found[CUT]))
         wrong = missing if plugin else {file for file in missing if not file.startswith(ENGINES_SIDE)}
         assert wrong == set(), f"{title}: the page names them, and they do not run"
