@@ -9,8 +9,6 @@ import json
 import string
 from pathlib import Path
 
-from penstock.errors import ConfigError, UserError
-
 PAD, BOS, EOS, UNK = SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 """Their ids are 0 to 3."""
 
@@ -33,17 +31,9 @@ def save_char_tokenizer(folder: Path, *, max_length: int, alphabet: str = ALPHAB
 
     Returns:
         Size of the vocabulary.
-
-    Raises:
-        UserError: a character occurs twice in the alphabet.
-        ConfigError: the tokenizers library is not installed.
     """
-    if len(set(alphabet)) != len(alphabet):
-        raise UserError(f"each character may occur once in the alphabet, got {alphabet!r}")
-    try:
-        from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-    except ImportError as error:
-        raise ConfigError("the character tokenizer needs `pip install 'penstock[train]'`") from error
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
     vocabulary = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *alphabet))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")

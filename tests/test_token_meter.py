@@ -73,16 +73,6 @@ def test_with_fewer_requests_less_is_expected():
     assert (ended.tokens, ended.back) == (pytest.approx(0, abs=1), True), "nothing is left to make tokens of"
 
 
-def test_requests_that_wait_beside_those_that_run_take_their_places():
-    engine = Engine()
-    engine.run(5, in_flight=50)
-    engine.update(silent=0.1)
-    engine.run(2, in_flight=30)
-    assert engine.loss() == TokenLoss(
-        tokens=pytest.approx(10), seconds=pytest.approx(0.1), rate=pytest.approx(100), back=True
-    )
-
-
 def test_the_next_update_ends_a_measurement_and_has_its_steady_rate():
     engine = Engine()
     engine.run(5)

@@ -39,7 +39,7 @@ class Tenants:
     async def update(self, name: str) -> int:
         self._value += 1.0
         report = await self.fleet.update_adapter(name, [(NAME, torch.full((2, 4), self._value))], config=CONFIG)
-        self.contents[name, report.version] = self._servers[-1].engine.adapters.loaded[name]
+        self.contents[name, report.version] = self._servers[-1].engine.adapters.loaded[name].content
         return report.version
 
     def check(self, prompt: list[int], sample: Sample, name: str | None, *versions: int) -> None:
@@ -230,7 +230,7 @@ async def test_another_process_updates_pauses_and_waits_by_the_owner() -> None:
             await second.update_weights(GOOD)
         async with engines(1) as more:
             await first.attach(more[0].url)
-            assert more[0].engine.adapters.loaded["x"] == tenants.contents["x", 1], "the writer has ended"
+            assert more[0].engine.adapters.loaded["x"].content == tenants.contents["x", 1], "the writer has ended"
             (sample,) = await first.sample([4], 1, PARAMS, adapter="x")
             assert sample.spans[0].adapter_version == 1
         await first.unload_adapter("x")

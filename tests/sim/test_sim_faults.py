@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import time
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -155,18 +154,6 @@ async def test_streams_break_in_the_middle(kind):
         assert len(await sim.events(GENERATE, stream_body(50))) == 51, "the engine is well and the fault is spent"
 
 
-@pytest.mark.parametrize(("kind", "broken"), [("cut", True), ("error_event", False)])
-async def test_plain_answers_break_too(kind, broken):
-    async with sim_client() as sim:
-        await sim.post("/sim/fault", {"kind": kind, "after_tokens": 5})
-        body = {"prompt": "x", "max_tokens": 50}
-        if broken:
-            with pytest.raises(aiohttp.ClientError):
-                await sim.call("POST", "/v1/completions", body)
-        else:
-            assert (await sim.call("POST", "/v1/completions", body))[0] == 500
-
-
 async def test_wrong_checksum_and_wrong_label():
     async with sim_client() as one, sim_client() as two:
         await one.post("/sim/fault", {"kind": "wrong_checksum"})
@@ -198,19 +185,6 @@ async def test_a_failure_in_load_holds_generation_until_a_version_has_come_whole
         await sim.post("/penstock/weights/apply", {"version": 1})
         (choice,) = (await waiting)["choices"]
         assert choice["weight_versions"] == [{"version": "1", "start": 0, "end": 1}]
-
-
-async def test_delay_and_slow():
-    async with sim_client() as sim:
-        await sim.post("/sim/fault", {"kind": "delay", "phase": "pause", "seconds": 0.2})
-        begin = time.perf_counter()
-        await sim.post("/pause")
-        assert time.perf_counter() - begin >= 0.2
-        await sim.post("/resume")
-        await sim.post("/sim/fault", {"kind": "slow", "factor": 50})
-        begin = time.perf_counter()
-        await sim.generate(5)
-        assert time.perf_counter() - begin >= 0.25
 
 
 @pytest.mark.parametrize(

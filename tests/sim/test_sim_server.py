@@ -71,19 +71,6 @@ async def test_completions_take_every_form_of_prompt(sim):
     assert len(one["logprobs"]["token_logprobs"]) == 5
 
 
-async def test_chat_prompt_is_what_tokenize_says(sim):
-    messages = [
-        {"role": "system", "content": "be brief"},
-        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
-    ]
-    tokens = (await sim.post("/tokenize", {"messages": messages}))["tokens"]
-    chat = await sim.post("/v1/chat/completions", {"messages": messages, "max_tokens": 5, "return_token_ids": True})
-    body = {"token_ids": tokens, "sampling_params": {"max_tokens": 5}}
-    generated = await sim.post("/inference/v1/generate", body)
-    assert chat["prompt_token_ids"] == tokens
-    assert chat["choices"][0]["token_ids"] == generated["choices"][0]["token_ids"]
-
-
 @pytest.mark.parametrize(
     ("path", "body", "status", "kind", "words"),
     [
@@ -107,14 +94,6 @@ async def test_errors_have_vllms_form(sim, path, body, status, kind, words):
     got, answer = await sim.call("POST", path, body)
     assert (got, answer["error"]["code"], answer["error"]["type"]) == (status, status, kind)
     assert words in answer["error"]["message"]
-
-
-async def test_bad_json_and_large_bodies_are_refused():
-    async with sim_client(SimConfig(max_body_bytes=1000)) as sim:
-        for data, status in ((b"{bad", 400), (b"[1]", 400), (b"[" + b"1," * 1000 + b"1]", 413)):
-            async with sim.session.post(sim.server.url + "/v1/completions", data=data) as answer:
-                assert answer.status == status
-                assert (await answer.json())["error"]["code"] == status
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -162,19 +141,6 @@ async def test_metrics_are_true():
         assert idle["vllm:num_preemptions_total"] == 0
 
 
-async def test_abort_by_id_and_reset_prefix_cache(sim):
-    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 3000}, "request_id": "long"}
-    await sim.post("/sim/fault", {"kind": "slow", "factor": 100})
-    task = asyncio.create_task(sim.post("/inference/v1/generate", body))
-    await until(lambda: bool(sim.server.engine.scheduler.running))
-    assert await sim.post("/reset_prefix_cache") == {"success": False}
-    assert await sim.post("/reset_prefix_cache?reset_running_requests=true") == {"success": True}
-    answer = await sim.post("/abort_requests", {"request_ids": ["generate-tokens-long"]})
-    assert answer == {"status": "aborted", "aborted": 1}
-    assert (await task)["choices"][0]["finish_reason"] == "abort"
-    assert await sim.post("/reset_prefix_cache") == {"success": True}
-
-
 async def test_native_weight_protocol():
     async with sim_client() as sim:
         assert await sim.get("/weight_info") == {"weight_version": "default"}
@@ -197,9 +163,6 @@ async def test_native_weight_protocol():
 async def test_lora_calls(sim):
     load = {"lora_name": "style", "lora_path": "somewhere"}
     assert b"added successfully" in await sim.post("/v1/load_lora_adapter", load)
-    status, answer = await sim.call("POST", "/v1/load_lora_adapter", load)
-    assert (status, answer["error"]["type"]) == (400, "BadRequestError")
-    await sim.post("/v1/load_lora_adapter", {**load, "load_inplace": True})
     assert [m["id"] for m in (await sim.get("/v1/models"))["data"]] == ["sim-model", "style"]
     answer = await sim.post("/v1/completions", {"model": "style", "prompt": "x", "max_tokens": 3})
     base = await sim.post("/v1/completions", {"prompt": "x", "max_tokens": 3})

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 
 from penstock.errors import PenstockError, UserError
 from penstock.process import raise_file_limit
@@ -16,22 +15,12 @@ from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 
 API_KEY_ENV = "PENSTOCK_API_KEY"
-USAGE = f"""usage: python -m penstock.sim [KEY=VALUE ...]
-
-Run one simulated engine; it prints `penstock-sim ready NAME URL` once it serves. {API_KEY_ENV} is the key of its
-callers. fault=KIND:OPTION=VALUE,... adds a fault. Keys: {{}}.
-"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, serve, and return the exit status: 2 for bad options, 1 where it cannot start."""
     watch_lifeline()
     given = sys.argv[1:] if argv is None else argv
-    if {"-h", "--help"} & {*given}:
-        sys.stdout.write(
-            USAGE.format(", ".join(f.name for f in fields(SimConfig) if f.name not in {"api_key", "faults"}))
-        )
-        return 0
     try:
         # A launcher passes the key in the environment, where other users of the machine do not see it.
         key = os.environ.get(API_KEY_ENV) or None

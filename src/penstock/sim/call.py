@@ -11,9 +11,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 from uuid import uuid4
 
 import orjson
@@ -28,10 +27,6 @@ from penstock.sim.tokens import character_of
 from penstock.sim.update import NotFoundError
 from penstock.types import SamplingParams
 from penstock.wire import INITIAL_VERSION, PROGRESS_HEADER, RESUME_ARG, check_part, parts_of, version_of_tokens
-
-E = TypeVar("E", bound=StrEnum)
-
-_TYPES = {str: "string", dict: "dictionary", list: "list"}
 
 
 class CutError(Exception):
@@ -51,22 +46,11 @@ class Call:
         """A field of the body. Raises RequestError where it is missing or of another type."""
         value = self.body.get(name)
         if not isinstance(value, kind):
-            raise RequestError(f"{name}: Input should be a valid {_TYPES[kind]}, got {value!r}")
+            raise RequestError(f"{name}: Input should be a valid {kind.__name__}, got {value!r}")
         return value
 
-    def choice(self, name: str, default: E) -> E:
-        text = self.http.query.get(name, default)
-        try:
-            return type(default)(text)
-        except ValueError:
-            known = ", ".join(type(default))
-            raise RequestError(f"query.{name}: must be one of {known}, got {text!r}") from None
-
     def flag(self, name: str, *, default: bool) -> bool:
-        text = self.http.query.get(name, str(default)).lower()
-        if text not in ("true", "false", "1", "0"):
-            raise RequestError(f"query.{name}: Input should be a valid boolean, got {text!r}")
-        return text in ("true", "1")
+        return self.http.query.get(name, str(default)).lower() in ("true", "1")
 
     def model(self) -> tuple[str, str | None]:
         """Name to answer with, and the LoRA's name where the model is one.

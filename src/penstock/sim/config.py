@@ -33,8 +33,6 @@ class FaultKind(StrEnum):
     """Nothing happens any more, until the faults are cleared."""
     REFUSE = "refuse"
     """HTTP 500."""
-    DELAY = "delay"
-    """`seconds` longer."""
     CUT = "cut"
     """One stream's connection breaks after `after_tokens` tokens of it."""
     ERROR_EVENT = "error_event"
@@ -69,7 +67,6 @@ _PLACES: Mapping[str, frozenset[Phase]] = {
     FaultKind.CORE_DEATH: frozenset(Phase),
     FaultKind.HANG: frozenset(Phase) - {Phase.NOW},
     FaultKind.REFUSE: frozenset(Phase) - {Phase.NOW, Phase.TOKENS},
-    FaultKind.DELAY: frozenset(Phase) - {Phase.NOW},
     FaultKind.CUT: frozenset({Phase.REQUEST}),
     FaultKind.ERROR_EVENT: frozenset({Phase.REQUEST}),
     FaultKind.WRONG_CHECKSUM: frozenset({Phase.LOAD}),
@@ -85,7 +82,6 @@ class Fault:
     kind: FaultKind
     phase: Phase = Phase.NOW
     after_tokens: NonNegativeInt = 0
-    seconds: NonNegativeFloat = 0.0
     factor: PositiveFloat = 1.0
     times: PositiveInt = 1
 
@@ -218,7 +214,7 @@ class SimConfig:
         return Model(self.vocab_size, self.eos_token_id, self.eos_share, self.seed)
 
 
-_AT_PHASE = (FaultKind.DELAY, FaultKind.HANG, FaultKind.REFUSE, FaultKind.EXIT, FaultKind.CORE_DEATH)
+_AT_PHASE = (FaultKind.HANG, FaultKind.REFUSE, FaultKind.EXIT, FaultKind.CORE_DEATH)
 
 
 class RefusedError(EngineError):
@@ -285,9 +281,7 @@ class FaultPlan:
         for fault in [self._spend(armed) for armed in tuple(self._armed) if self._fits(armed, phase, _AT_PHASE)]:
             if cleared.is_set():  # while this visit waited: what it has not met by then is taken back too
                 return
-            if fault.kind is FaultKind.DELAY:
-                await asyncio.sleep(fault.seconds)
-            elif fault.kind is FaultKind.HANG:
+            if fault.kind is FaultKind.HANG:
                 await cleared.wait()
             elif fault.kind is FaultKind.REFUSE:
                 raise RefusedError(f"a fault refuses the phase {phase.value!r}")

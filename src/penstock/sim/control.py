@@ -15,10 +15,11 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import CollectorRegistry
 
-from penstock.errors import EngineDeadError, RequestError, WeightsError
+from penstock.errors import EngineDeadError, WeightsError
 from penstock.sim.call import Call, error_answer
 from penstock.sim.config import Fault, Phase, SimConfig
 from penstock.sim.engine import SimEngine
+from penstock.sim.update import NotFoundError
 from penstock.types import KV, PauseMode
 from penstock.weights.manifest import WeightManifest
 from penstock.wire import ADAPTERS, INFO
@@ -163,9 +164,13 @@ async def _version(call: Call) -> dict[str, Any]:
     return {"version": call.engine.config.vllm_version}
 
 
+def _mode(call: Call) -> PauseMode:
+    return PauseMode(call.http.query.get("mode", PauseMode.ABORT))
+
+
 async def _pause(call: Call) -> dict[str, Any]:
-    mode, clear_cache = call.choice("mode", PauseMode.ABORT), call.flag("clear_cache", default=True)
-    await call.engine.pause(mode, clear_cache=clear_cache, release=call.flag("release", default=False))
+    clear_cache, release = call.flag("clear_cache", default=True), call.flag("release", default=False)
+    await call.engine.pause(_mode(call), clear_cache=clear_cache, release=release)
     return {"status": "paused"}
 
 
@@ -191,11 +196,9 @@ async def _reset_prefix_cache(call: Call) -> dict[str, Any]:
 
 
 async def _sleep(call: Call) -> dict[str, Any]:
-    text = call.http.query.get("level", "1")
-    if text not in ("0", "1", "2"):
-        raise RequestError(f"query.level: must be 0, 1 or 2, got {text!r}")
-    await call.engine.sleep(int(text), call.choice("mode", PauseMode.ABORT))
-    return {"status": "sleeping", "level": int(text)}
+    level = int(call.http.query.get("level", "1"))
+    await call.engine.sleep(level, _mode(call))
+    return {"status": "sleeping", "level": level}
 
 
 async def _wake_up(call: Call) -> dict[str, Any]:
@@ -207,10 +210,8 @@ async def _wake_up(call: Call) -> dict[str, Any]:
 async def _collective_rpc(call: Call) -> dict[str, Any]:
     """The simulated engine has one worker, which returns what it was called with."""
     call.engine.check_alive()
-    body = call.body
-    if body.get("method") is None:
-        raise RequestError("Missing 'method' in request body")
-    return {"results": [{"method": body["method"], "args": body.get("args", []), "kwargs": body.get("kwargs", {})}]}
+    method, args, kwargs = call.field("method", str), call.body.get("args", []), call.body.get("kwargs", {})
+    return {"results": [{"method": method, "args": args, "kwargs": kwargs}]}
 
 
 async def _init_weight_transfer_engine(call: Call) -> dict[str, Any]:
@@ -253,13 +254,15 @@ async def _load_lora_adapter(call: Call) -> web.Response:
     body = call.body
     name, path = str(body.get("lora_name") or ""), str(body.get("lora_path") or "")
     call.engine.check_alive()
-    call.engine.adapters.load(name, path, in_place=bool(body.get("load_inplace")))
+    call.engine.adapters.load(name, path)
     return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
 
 
 async def _unload_lora_adapter(call: Call) -> web.Response:
-    name = str(call.body.get("lora_name") or "")
-    call.engine.adapters.unload(name)
+    name = call.field("lora_name", str)
+    if name not in call.engine.adapters.loaded:
+        raise NotFoundError(f"The lora adapter '{name}' cannot be found.")
+    call.engine.adapters.forget(name)
     return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
 
 

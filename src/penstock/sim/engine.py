@@ -42,7 +42,7 @@ class SimEngine:
         self.faults = FaultPlan(self.config.faults)
         self.adapters = Adapters(self.config)
         self.weights = WeightState()
-        self.scheduler = Scheduler(self.config, lambda s: self.adapters.path(s.request.lora))
+        self.scheduler = Scheduler(self.config, lambda s: self.adapters.content(s.request.lora))
         self.stats = self.scheduler.stats
         self.meter = TokenMeter(lambda: asyncio.get_running_loop().time())
         self.asleep: frozenset[str] = frozenset()
@@ -205,7 +205,7 @@ class SimEngine:
             UserError: there is no room, or the source cannot be read; nothing was changed.
         """
         await self.at(Phase.CONTROL)
-        self.adapters.load(name, content_of(source), in_place=True, version=version)
+        self.adapters.load(name, content_of(source), version=version)
         if not self.paused:
             self.meter.begin((name, version), len(self.scheduler.running))
             self.meter.resume()  # it takes no time
@@ -409,7 +409,7 @@ class SimEngine:
             # Aborted or preempted while the step ran: its token is dropped, as vLLM drops stale output.
             if self.death is not None or sequence.finish_reason is not None or not sequence.blocks:
                 continue
-            adapter = self.adapters.path(sequence.request.lora)
+            adapter = self.adapters.content(sequence.request.lora)
             weights = Weights(self.weights.identity, sequence.kv_version, adapter)
             sequence.advance(weights, self.weights.label, self._notes_of(sequence))
             made += 1

@@ -228,8 +228,8 @@ async def models(call: Call) -> dict[str, Any]:
     data: list[dict[str, Any]] = [
         {"id": served, **base, "root": served, "parent": None, "max_model_len": config.max_model_len}
     ]
-    for name, path in call.engine.adapters.loaded.items():
-        data.append({"id": name, **base, "root": path, "parent": served, "max_model_len": None})
+    for name, adapter in call.engine.adapters.loaded.items():
+        data.append({"id": name, **base, "root": adapter.content, "parent": served, "max_model_len": None})
     return {"object": "list", "data": data}
 
 
@@ -246,8 +246,6 @@ async def detokenize(call: Call) -> dict[str, Any]:
     """`POST /detokenize`."""
     config = call.engine.config
     tokens: list[int] = call.field("tokens", list)
-    if any(type(i) is not int or i < 0 for i in tokens):
-        raise RequestError("tokens: Input should be a list of token ids")
     if outside := [i for i in tokens if i >= config.vocab_size]:
         raise RequestError(f"Token id {max(outside)} is out of vocabulary")
     return {"prompt": decode(tokens, config.eos_token_id)}

@@ -178,22 +178,16 @@ async def _body(http: web.Request) -> dict[str, Any]:
     return cast("dict[str, Any]", data)
 
 
-_MALFORMED = (KeyError, TypeError, ValueError, AttributeError)
-"""Raised where a body of our own calls has a field too few, or one of another type."""
-
-
 @web.middleware
 async def _errors_as_vllm(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Turn exceptions into the answers that vLLM, or our plugin on its own paths, gives for them."""
     try:
         return await handler(request)
-    except (PenstockError, *_MALFORMED) as error:
-        if request.path.startswith("/penstock/"):
-            status, answer = refusal(error)
-            return json_answer(answer, 400 if isinstance(error, (UserError, *_MALFORMED)) else status)
-        if isinstance(error, PenstockError):
+    except PenstockError as error:
+        if not request.path.startswith("/penstock/"):
             return _as_vllm(error)
-        raise
+        status, answer = refusal(error)
+        return json_answer(answer, 400 if isinstance(error, UserError) else status)
     except web.HTTPException as error:
         return error_answer(error.reason, error.reason, error.status)
 

@@ -11,7 +11,7 @@ import itertools
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -142,68 +142,60 @@ class NotFoundError(UserError):
         self.param = param
 
 
+@dataclass(slots=True)
+class _Adapter:
+    content: str
+    """What decides its tokens: a path, or a digest of its bytes."""
+    version: int | None
+    used: float
+    """When its last request came."""
+
+
 class Adapters:
-    """Loaded LoRA adapters: by name what decides their tokens, a path or a digest of their bytes."""
+    """Loaded LoRA adapters by name."""
 
     def __init__(self, config: SimConfig) -> None:
         self._config = config
-        self.loaded: dict[str, str] = {}
-        self._versions: dict[str, int | None] = {}
-        self._used: dict[str, float] = {}
+        self.loaded: dict[str, _Adapter] = {}
 
     def note_use(self, name: str | None) -> None:
-        if name is not None:
-            self._used[name] = time.monotonic()
+        if (known := self.loaded.get(name or "")) is not None:
+            known.used = time.monotonic()
 
     def notes(self, name: str | None) -> Notes:
         """Return what its tokens are labelled with, as our plugin in vLLM does."""
         if name is None or self._config.plain:
             return {}
-        version = self._versions.get(name)
-        return {"adapter": name} if version is None else {"adapter": name, "adapter_version": version}
+        known = self.loaded.get(name)
+        if known is None or known.version is None:
+            return {"adapter": name}
+        return {"adapter": name, "adapter_version": known.version}
 
     def served(self, name: str, in_flight: int) -> dict[str, Any]:
         """Return its version, its requests, and since when it had none."""
-        idle_s = time.monotonic() - self._used[name]
-        return {"version": self._versions.get(name), "in_flight": in_flight, "idle_s": idle_s}
+        known = self.loaded[name]
+        return {"version": known.version, "in_flight": in_flight, "idle_s": time.monotonic() - known.used}
 
     def forget(self, name: str) -> None:
         """Forget one; harmless if there is none."""
         self.loaded.pop(name, None)
-        self._versions.pop(name, None)
 
-    def load(self, name: str, path: str, *, in_place: bool = False, version: int | None = None) -> None:
+    def load(self, name: str, content: str, *, version: int | None = None) -> None:
         """Load one. Requests in flight under this name continue with the new weights, as in vLLM.
 
         Raises:
-            UserError: the name is taken and `in_place` is not set, or there is no room.
+            UserError: it has no name or content, or there is no room.
         """
-        if not name or not path:
+        if not name or not content:
             raise UserError("Both 'lora_name' and 'lora_path' must be provided.")
-        if name == self._config.served_model_name:
-            raise UserError(f"The lora adapter '{name}' conflicts with a served base model.")
-        if name in self.loaded and not in_place:
-            raise UserError(
-                f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
-                "'load_inplace' to True."
-            )
         if name not in self.loaded and len(self.loaded) >= self._config.max_loras:
             raise UserError(f"No room for lora adapter '{name}': {self._config.max_loras} are loaded.")
-        self.loaded[name] = path
-        self._versions[name] = version
-        self.note_use(name)
+        self.loaded[name] = _Adapter(content, version, time.monotonic())
 
-    def unload(self, name: str) -> None:
-        """Forget one. Raises NotFoundError; UserError: it has no name."""
-        if not name:
-            raise UserError("'lora_name' needs to be provided to unload a LoRA adapter.")
-        if name not in self.loaded:
-            raise NotFoundError(f"The lora adapter '{name}' cannot be found.")
-        self.forget(name)
-
-    def path(self, name: str | None) -> str:
-        """Path of an adapter; empty for the base model and for an adapter unloaded under its requests."""
-        return self.loaded.get(name, "") if name is not None else ""
+    def content(self, name: str | None) -> str:
+        """What decides its tokens; empty for the base model and for an adapter unloaded under its requests."""
+        known = self.loaded.get(name or "")
+        return "" if known is None else known.content
 
 
 def content_of(source: Mapping[str, Any]) -> str:
