@@ -40,18 +40,7 @@ def test_one_sequence_takes_what_its_steps_take() -> None:
     assert engine.counters.generated == 50
 
 
-def test_long_prompts_are_computed_in_chunks_between_which_others_decode() -> None:
-    speed = EngineSpeed(step_s=1.0, sequence_s=0.0, context_s=0.0, prefill_s=0.0)
-    engine = FleetEngine("e", speed, EngineLimits(kv_tokens=10_000, max_num_batched_tokens=101))
-    engine.submit(FleetSequence([("a", 1)], 1000), 0.0)
-    engine.advance(engine.wake)
-    engine.submit(FleetSequence([("b", 950)], 2), 1.5)
-    (at, sequence), *_ = drain(engine)
-    assert sequence.output_tokens == 2
-    assert at == pytest.approx(2 + 10 + 1)  # ten chunks of at most 100, and its second token
-
-
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_token_is_lost_and_kv_is_never_over_capacity(seed: int) -> None:
     source = random.Random(seed)
     limits = EngineLimits(kv_tokens=6000, max_num_seqs=24, max_num_batched_tokens=512)

@@ -11,7 +11,6 @@ from fleet_sim.peers import (
     PeerRouter,
     VllmCacheAware,
     VllmConsistentHash,
-    VllmStickyLeastLoaded,
 )
 from fleet_sim.router import FleetRequest, FleetRouter, OwnRouter
 from fleet_sim.run import FleetRun, FleetSetup, Incident
@@ -59,20 +58,6 @@ def test_a_ring_moves_few_sessions_but_spreads_them_badly_and_a_dead_workers_all
     assert {name for s, name in homes(router, range(2000)).items() if before[s] == "engine-3"} == {"engine-0"}
 
 
-def test_sticky_least_loaded_counts_sessions_and_not_requests() -> None:
-    router = VllmStickyLeastLoaded()
-    router.set_engines(entries(4))
-    first = homes(router, range(40))
-    assert set(Counter(first.values()).values()) == {10}
-    assert homes(router, range(40)) == first
-    for session in [s for s, name in first.items() if name == "engine-2"]:
-        assert router.finish_session(str(session))
-    assert not router.finish_session("0" if first[0] == "engine-2" else "unknown")
-    assert set(homes(router, range(100, 110)).values()) == {"engine-2"}
-    same_prompt = {router.place(turn(None), 0.0) for _ in range(50)}
-    assert len(same_prompt) == 1  # nothing is recorded, so the tie is broken the same way each time
-
-
 def test_cache_aware_follows_the_system_prompt_until_loads_differ_by_64() -> None:
     router = VllmCacheAware()
     router.set_engines(entries(4))
@@ -93,16 +78,3 @@ def test_every_router_gets_a_fleet_through_a_death_and_a_birth(name: str) -> Non
     )  # fmt: skip
     figures = FleetRun(router, setup, trace).run()
     assert figures.delivered_tokens == sum(t.output_tokens for trajectory in trace for t in trajectory.turns)
-
-
-def test_losing_one_of_many_moves_only_its_own_sessions() -> None:
-    trace = agents(96, AgentShape(turns=(4, 4)), seed=6)
-    setup = FleetSetup(
-        16,
-        96,
-        EngineSpeed(0.01, 1e-5, 5e-8, 3e-5),
-        EngineLimits(kv_tokens=200_000),
-        incidents=(Incident(9.0, "kill", 1),),
-    )
-    figures = FleetRun(OwnRouter(), setup, trace).run()
-    assert 1 <= figures.sessions_moved <= 9

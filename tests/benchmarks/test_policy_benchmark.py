@@ -13,16 +13,6 @@ from fleet_sim.run import FleetFigures
 BASE = FleetFigures(100.0, 50.0, 60.0, 10.0, 30.0, 0.8, 3, 1.1, 0, 5000, 0, 0, 900)
 
 
-def test_noise_is_that_of_pairs() -> None:
-    ratio, noise = policies.ratio_and_noise([10.0, 200.0, 3000.0], [10.0, 200.0, 3000.0])
-    assert (ratio, noise) == (1.0, policies.LEAST_NOISE)
-    ratio, noise = policies.ratio_and_noise([9.0, 110.0] * 4, [10.0, 100.0] * 4)
-    assert ratio == pytest.approx((0.9 * 1.1) ** 0.5)
-    assert noise == pytest.approx(0.0897, abs=0.001)  # 2.36 standard errors of the mean logarithm
-    ratio, noise = policies.ratio_and_noise([9.0, 90.0] * 4, [10.0, 100.0] * 4)
-    assert ratio + noise < 1
-
-
 def test_rows_say_whether_ours_is_best_and_ahead_of_hashing() -> None:
     cell = policies.cells(8, 1.0)[0]
     assert cell.presses_on_kv

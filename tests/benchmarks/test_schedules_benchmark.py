@@ -32,10 +32,3 @@ def test_rows_compare_medians_over_seeds_with_the_synchronous_schedule() -> None
     assert rows["colocated, samples/s a GPU by sync"].ratio == 2.0
     assert rows["async, s to the reward, 3 seeds"].ours == 9.0
     assert schedules.rows_of([run_of("async", 3.0)]) == []
-
-
-def test_rates_leave_out_the_steps_that_fill_and_drain_the_pipeline() -> None:
-    rows = [{"step": step} for step in range(1, 15)]
-    assert [row["step"] for row in schedules.full_steps(rows, 2)] == list(range(2, 12))
-    assert [row["step"] for row in schedules.full_steps(rows[:4], 2)] == [2, 3], "a quick run keeps what lies between"
-    assert schedules.full_steps(rows[:2], 2) == rows[:2]
