@@ -12,7 +12,7 @@ from named_placement import NamedPlacement
 
 from penstock.prefix_hash import prefix_hashes
 from penstock.rooms import plugged_as
-from penstock.router.memory import EngineEntry
+from penstock.router.memory import EngineEntry, SessionTable
 from penstock.router.policies import Defer, Hints
 from penstock.settings import RouterConfig
 
@@ -93,39 +93,6 @@ def test_a_session_stays_and_what_lives_there_is_counted() -> None:
     assert p.turns == Counter(opened=1, stayed=2)
 
 
-def test_turns_of_one_session_may_overlap() -> None:
-    p = placement(entries(1))
-    requests = [Hints("s", prompt_tokens=100, expected_tokens=n) for n in (10, 20, 30)]
-    for request in requests:
-        p.place(request, 0.0)
-    assert resident(p)["e0"] == 160
-    for request in reversed(requests):
-        p.done(request, "e0", 0.0)
-    assert resident(p)["e0"] == 100
-
-
-def test_turns_of_one_session_on_two_engines_leave_each_what_it_had() -> None:
-    p = placement(entries(2))
-    first, second = Hints("s", prompt_tokens=10), Hints("s", prompt_tokens=10, expected_tokens=600)
-    here = p.place(first, 0.0)
-    there = p.place(second, 1.0, tried=[str(here)])
-    assert {here, there} == {"e0", "e1"}
-    p.done(first, str(here), 2.0)
-    assert resident(p)[str(here)] == 0
-    p.done(second, str(there), 3.0)
-    assert resident(p) == {here: 0, there: 10}
-
-
-def test_requests_without_a_session_count_while_they_are_under_way() -> None:
-    p = placement(entries(1))
-    request = Hints(prompt_tokens=70, expected_tokens=7)
-    p.place(request, 0.0)
-    assert resident(p) == {"e0": 77}
-    p.done(request, "e0", 0.0)
-    assert resident(p) == {"e0": 0}
-    assert p.turns == Counter(single=1)
-
-
 def test_without_token_headers_sessions_are_balanced_by_number() -> None:
     p = placement(entries(4))
     homes = Counter(turn(p, f"s{i}", tokens=0) for i in range(40))
@@ -187,34 +154,20 @@ def test_where_no_session_comes_back_only_prompts_are_resident() -> None:
     assert resident(p)["e0"] == 10
 
 
+def test_the_session_used_least_recently_gives_way_where_the_table_is_full() -> None:
+    p = placement(entries(2))
+    p.own.sessions = SessionTable(capacity=2)
+    for session in "abac":
+        turn(p, session, tokens=10)
+    assert [p.sessions.get(session) is not None for session in "abc"] == [True, False, True]
+    assert sum(resident(p).values()) == 20
+
+
 # --- engines that come and go ----------------------------------------------------------------------------------------
 
 
 def spread(p: NamedPlacement, sessions: int, now: float = 0.0) -> dict[str, str]:
     return {f"s{i}": str(turn(p, f"s{i}", now, tokens=500 + i)) for i in range(sessions)}
-
-
-def test_losing_one_engine_moves_only_its_own_sessions_and_spreads_them() -> None:
-    p = placement(entries(8))
-    before = spread(p, 1600)
-    p.set_engines(entries(8)[1:])
-    after = spread(p, 1600, 1.0)
-    assert all(after[s] == home for s, home in before.items() if home != "e0")
-    heirs = Counter(after[s] for s, home in before.items() if home == "e0")
-    assert set(heirs) == {f"e{i}" for i in range(1, 8)}
-    assert max(heirs.values()) <= 3 * min(heirs.values())
-    assert p.turns["rehomed"] == sum(heirs.values())
-
-
-def test_an_engine_under_an_old_name_at_a_new_address_has_no_sessions() -> None:
-    p = placement(entries(1))
-    request = Hints("s", prompt_tokens=100, expected_tokens=10)
-    assert p.place(request, 0.0) == "e0"
-    p.set_engines([EngineEntry("e0", "http://h:99")])
-    assert p.engines["e0"].sessions == 0
-    assert turn(p, "s", 1.0) == "e0"
-    p.done(request, "e0", 2.0)
-    assert resident(p) == {"e0": 100}
 
 
 # --- admission -------------------------------------------------------------------------------------------------------

@@ -235,14 +235,3 @@ TEXTS = [
 @pytest.mark.parametrize(("text", "figures"), TEXTS)
 def test_figures_in_vllms_text(text: bytes, figures: KVStats | None) -> None:
     assert parse_kv_stats(text) == figures
-
-
-SESSION_BODIES = [(b"{}", "session_id"), (b'{"session_id": 7}', "session_id"), (b'{"session_id": ""}', "session_id")]
-
-
-@pytest.mark.parametrize(("body", "message"), SESSION_BODIES)
-async def test_what_is_no_session_is_an_error(body: bytes, message: str) -> None:
-    async with rig(answer_name) as r:
-        answer = await (await r.client()).ask("/router/sessions/finish", body)
-        assert (answer.status, answer.header("x-penstock-error")) == (400, "bad_json")
-        assert message in answer.body.decode()

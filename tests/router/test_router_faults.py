@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from router_rig import Backend, RawClient, Seen, answer_name, eventually, reply, request, rig
-
-from penstock.router.memory import EngineEntry
 
 both_loops = pytest.mark.parametrize("process", [False, True], ids=["asyncio", "uvloop"])
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
@@ -47,21 +44,6 @@ async def test_a_client_that_leaves_ends_the_engines_work(*, process: bool, answ
             client.close()
             await r.backends[0].disconnected.wait()
         assert (await r.settled()).engines[0].requests == 1
-
-
-async def test_a_client_that_leaves_after_a_long_held_body_ends_the_engines_work() -> None:
-    async with rig(never) as r:
-        await r.gate(closed=True)
-        client = await r.client()
-        sending = asyncio.create_task(client.send(request(body=b"x" * 3_000_000)))
-        await r.until_held(1)
-        await r.gate(closed=False)
-        async with asyncio.timeout(60):
-            await sending
-            await eventually(lambda: bool(r.backends[0].seen) and len(r.backends[0].seen[0].body) == 3_000_000)
-            client.close()
-            await r.backends[0].disconnected.wait()
-        await r.settled()
 
 
 BROKEN = {
@@ -149,22 +131,6 @@ async def test_an_engine_that_came_back_gets_what_the_one_before_it_broke() -> N
         assert (answer.status, answer.body) == (200, b"e1")
 
 
-async def test_what_ends_every_engine_is_given_up() -> None:
-    async with rig(*[hang_up_when_told] * 2) as r:
-        client = await r.client()
-        await client.send(request())
-        for backend in r.backends:
-            await r.announce([replace(backend.entry(), name="e0")])
-            async with asyncio.timeout(60):
-                await backend.arrived.wait()
-            await r.announce([])
-            backend.disconnected.set()
-            await r.until_held(int(backend is r.backends[0]))
-        answer = await client.receive()
-        assert (answer.status, answer.header("x-penstock-error")) == (502, "engines_failed")
-        assert b'broke the request: e0"' in answer.body
-
-
 async def test_a_session_follows_its_retry() -> None:
     async with rig(answer_name, answer_name) as r:
         first = await (await r.client()).ask(headers="X-Session-ID: s\r\n")
@@ -207,14 +173,6 @@ async def test_a_stale_connection_costs_no_request_and_no_session_its_engine() -
         assert len(answers) == 1
 
 
-async def test_a_long_body_is_sent_again_too() -> None:
-    async with rig(hang_up, hang_up) as r:
-        body = b"x" * (3 << 20)
-        answer = await (await r.client()).ask(body=body)
-        assert (answer.status, answer.header("x-penstock-error")) == (502, "engines_failed")
-        assert [seen.body for b in r.backends for seen in b.seen] == [body] * 2
-
-
 @both_loops
 async def test_an_engine_that_refuses_is_left_out_and_tried_again(*, process: bool) -> None:
     async with rig(answer_name, answer_name, process=process, policy="round-robin") as r:
@@ -230,29 +188,6 @@ async def test_an_engine_that_refuses_is_left_out_and_tried_again(*, process: bo
 
         await eventually(up)
         assert {(await client.ask()).body for _ in range(4)} == {b"e0", b"e1"}
-
-
-async def test_a_connection_that_closes_as_soon_as_it_is_open_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = asyncio.get_running_loop()
-    connect = loop.create_connection
-
-    async def late(*where: Any, **options: Any) -> Any:
-        made = await connect(*where, **options)
-        if where[-1] == closing:
-            while not made[0].is_closing():  # noqa: ASYNC110 - the engine closes it
-                await asyncio.sleep(0.001)
-        return made
-
-    monkeypatch.setattr(loop, "create_connection", late)
-    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
-    closing = server.sockets[0].getsockname()[1]
-    async with server, rig(answer_name) as r:
-        await r.announce([EngineEntry("bad", f"http://127.0.0.1:{closing}")])
-        client = await r.client()
-        await client.send(request())
-        await eventually(lambda: r.router is not None and r.router.dispatcher.backends["bad"].down)
-        await r.announce([r.backends[0].entry()])
-        assert (await client.receive()).body == b"e0"
 
 
 async def test_an_engine_that_answers_before_it_reads_is_not_used_again() -> None:

@@ -139,11 +139,6 @@ def test_hop_by_hop_fields_stay_here() -> None:
     assert request.length == CHUNKED
 
 
-def test_an_offer_to_upgrade_is_declined() -> None:
-    request = parse_request(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
-    assert request.to_engine(0) == b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
-
-
 @pytest.mark.parametrize(
     ("head", "method", "length"),
     [
@@ -200,13 +195,3 @@ def test_an_empty_connection_option_takes_no_line_away(options: str) -> None:
     response = parse_response(b"HTTP/1.1 200 OK\r\nA: b\r\n" + line + b"Content-Length: 1\r\n\r\n", b"GET")
     written = b"HTTP/1.1 200 OK\r\nA: b\r\n" + mine + b"Accept: a\r\nContent-Length: 1\r\n\r\n"
     assert response.to_client(close=False) == written
-
-
-def test_no_key_and_no_rank_of_a_client_travels_on() -> None:
-    head = (
-        b"POST / HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer k\r\nx-api-KEY: k\r\nX-Data-Parallel-Rank: 1\r\n"
-        b"Connection: x-data-parallel-rank\r\n\r\n"
-    )
-    assert parse_request(head).to_engine(0, b"X-data-parallel-rank: 0\r\n") == (
-        b"POST / HTTP/1.1\r\nX-data-parallel-rank: 0\r\nHost: a\r\n\r\n"
-    )

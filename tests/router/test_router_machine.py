@@ -193,6 +193,7 @@ class RouterMachine(RuleBasedStateMachine):
         world.entries = {name: world.backends[name].entry(weight_version=2) for name in NAMES}
         world.closed = False
         world.announce()
+        await eventually(lambda: not any(backend.down for backend in dispatcher.backends.values()))
         await world.settle()
         for _ in range(len(world.asked) + 1):  # with each round of sessions that finish, others find room
             while world.pending:

@@ -174,19 +174,6 @@ async def test_the_client_decides_about_its_own_connection() -> None:
         assert r.backends[0].connections == 1  # the engine's connection outlived the client's
 
 
-async def test_idle_connections_to_engines_are_closed_before_the_engine_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with rig(answer_name) as r:
-        client = await r.client()
-        await client.ask()
-        await client.ask()
-        assert r.backends[0].connections == 1
-        monkeypatch.setattr("penstock.router.backend.IDLE_S", 0.3)
-        async with asyncio.timeout(60):
-            await r.backends[0].disconnected.wait()
-        await client.ask()
-        assert r.backends[0].connections == 2
-
-
 async def test_a_slow_engine_does_not_fill_the_router() -> None:
     reads, size = asyncio.Event(), 24 << 20
 

@@ -89,10 +89,6 @@ def test_kv_cache(usage: Sequence[float], outstanding: Sequence[int], expected: 
     assert choose("kv-cache", fleet(*outstanding, kv_usage=usage)) == expected
 
 
-def test_equals_by_kv_usage_take_turns() -> None:
-    assert set(chosen("kv-cache", fleet(0, 0, 0, kv_usage=(0.1, 0.1, 0.1)), None, 3)) == {"e0", "e1", "e2"}
-
-
 # --- by prefix -------------------------------------------------------------------------------------------------------
 
 HELD = (PrefixHolder("e2", 8192), PrefixHolder("e1", 4096), PrefixHolder("e0", 1024))
@@ -262,17 +258,6 @@ def test_an_empty_engine_and_one_that_has_not_said_always_have_room() -> None:
 # --- all of them, and lists ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", plugged_as("policy"))
-def test_the_same_snapshot_gets_the_same_answer(name: str) -> None:
-    engines = fleet(3, 1, 2, 1, resident_tokens=(9000, 50, 7, 70_000), kv_usage=(0.1, 0.5, 0.2, 0.1))
-    one, other = policy(name), policy(name)
-    for i in range(200):
-        request = RequestView(f"s{i}" if i % 3 else None, home=engines[i % 4] if i % 2 else None, prefix_holders=HELD)
-        answers = [p.choose(Snapshot.of(engines, i), request) for p in (one, one, other)]
-        assert answers[0] == answers[1] == answers[2]
-        assert answers[0] in engines or answers[0] is Defer.PASS
-
-
 def test_a_list_asks_the_next_where_one_has_no_opinion() -> None:
     listed = Policies(RouterConfig(policy="prefix-aware,kv-cache"))
     by_usage, silent = fleet(0, 5, 0, kv_usage=(0.9, 0.1, 0.9)), fleet(7, 5, 6)
@@ -281,12 +266,6 @@ def test_a_list_asks_the_next_where_one_has_no_opinion() -> None:
     assert listed.ask(Snapshot.of(by_usage), held)[1] == by_usage[2]
     assert listed.ask(Snapshot.of(by_usage), RequestView()) == ("kv-cache", by_usage[1])
     assert listed.ask(Snapshot.of(silent), RequestView()) == ("requests", silent[1])
-
-
-def test_the_order_of_a_list_matters() -> None:
-    engines = fleet(0, 5, 0, kv_usage=(0.9, 0.1, 0.9))
-    held = RequestView(prefix_holders=(PrefixHolder("e2", 4096),))
-    assert Policies(RouterConfig(policy="kv-cache,prefix-aware")).ask(Snapshot.of(engines), held)[1] == engines[1]
 
 
 def test_configured_names_are_those_of_the_registry() -> None:

@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Literal
 
 import pytest
 from router_rig import eventually
@@ -17,8 +16,7 @@ from worker_rig import running
 from patience import WAIT_S
 from penstock.errors import EngineStartError
 from penstock.fleet.router_process import RouterProcess
-from penstock.process import ChildProcess
-from penstock.router import __main__ as main_module
+from penstock.process import ChildProcess, StartReport
 from penstock.router.admin_client import RouterAdmin
 from penstock.settings import RouterConfig
 
@@ -116,37 +114,17 @@ async def test_it_stops_on_sigterm_with_requests_under_way(tmp_path: Path) -> No
     assert "Traceback" not in child.said()
 
 
-def test_an_error_after_the_report_is_not_written_into_another_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_after_the_report_is_not_written_into_another_file(tmp_path: Path) -> None:
     read_fd, ready_fd = os.pipe()
-    other = tmp_path / "other"
-
-    class Failing:
-        url = "http://127.0.0.1:1"
-
-        def __init__(self, *_: object, **__: object) -> None:
-            self.fd = -1
-
-        async def start(self) -> None: ...
-
-        async def close(self) -> None:
-            self.fd = os.open(other, os.O_WRONLY | os.O_CREAT)  # gets the number that the pipe had
-            assert self.fd == ready_fd
-            raise EngineStartError("failed at its end")
-
-    class Stopped(asyncio.Event):
-        async def wait(self) -> Literal[True]:
-            return True
-
-    monkeypatch.setattr(main_module, "Router", Failing)
-    monkeypatch.setattr(main_module, "watch_lifeline", lambda: None)
-    monkeypatch.setattr(main_module.asyncio, "Event", Stopped)
-    assert main_module.main(["--ready-fd", str(ready_fd)]) == 1
+    report = StartReport(ready_fd)
+    report.give({"url": "http://127.0.0.1:1"})
+    other = os.open(tmp_path / "other", os.O_WRONLY | os.O_CREAT)
+    assert other == ready_fd, "it gets the number that the pipe had"
+    report.give({"error": "failed at its end"})
+    os.close(other)
     with os.fdopen(read_fd, "rb") as pipe:
         assert [*json.loads(pipe.read())] == ["url"]
-    os.close(ready_fd)
-    assert other.read_bytes() == b""
+    assert (tmp_path / "other").read_bytes() == b""
 
 
 @pytest.mark.parametrize("line", ['{"url": "http', "no JSON\\n", "[]\\n", '{"pid": 1}\\n', "%0100000d"])

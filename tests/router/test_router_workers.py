@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -137,33 +136,6 @@ async def test_a_process_answers_for_itself_on_its_control_port_alone() -> None:
             client.close()
 
 
-async def test_a_process_that_cannot_be_started_is_tried_again() -> None:
-    code = """
-import os, penstock.router.__main__ as router
-fork, tries = os.fork, []
-def failing():
-    tries.append(0)
-    if len(tries) < 4:
-        raise BlockingIOError(11, "no process to be had")
-    return fork()
-os.fork = failing
-raise SystemExit(router.main(['{"workers": 2}']))
-"""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
-    assert process.stdout is not None
-    async with asyncio.timeout(WAIT_S):
-        url = (await process.stdout.readline()).decode().split()[-1]
-        admin = RouterAdmin(url, timeout_s=60)
-        assert len((await admin.engines()).workers) == 2
-        await admin.close()
-        process.terminate()
-        _, err = await process.communicate()
-    assert process.returncode == 0
-    assert err.decode().count("could not be started: [Errno 11] no process to be had\n") == 3
-
-
 async def test_a_change_is_in_force_on_every_process_when_the_call_returns() -> None:
     async with rig(answer_name, answer_name, **OPTIONS) as r:
         clients = [await r.client() for _ in range(20)]
@@ -219,26 +191,6 @@ async def test_a_process_that_was_started_again_serves_nothing_before_it_is_told
         assert second in state.workers
         state = await r.settled()
         assert [engine.outstanding for engine in state.engines] == [0, 0]
-
-
-async def test_when_all_processes_die_the_gate_stays_closed() -> None:
-    async with rig(answer_name, **OPTIONS) as r:
-        await r.gate(closed=True)
-        before = (await r.admin.engines()).workers
-        for pid in before:
-            os.kill(pid, signal.SIGKILL)
-
-        async def others() -> bool:
-            return not set((await r.admin.engines()).workers) & set(before)
-
-        await eventually(others)
-        await r.announce([r.backends[0].entry()])
-        client = await r.client()
-        await client.send(request("/v1/x", b"{}"))
-        await r.until_held(1)
-        assert not r.backends[0].seen
-        await r.gate(closed=False)
-        assert (await client.receive()).status == 200
 
 
 @pytest.mark.parametrize("stopped", [False, True])
@@ -298,13 +250,6 @@ async def test_every_process_asks_for_the_key_and_only_loopback_needs_none() -> 
         assert (await r.admin.engines()).requests == 2
     with pytest.raises(UserError, match="there is no API key"):
         router_of_worker(RouterConfig(workers=2, host="0.0.0.0"), None, None, pytest.fail)
-
-
-def test_a_router_of_one_process_imports_nothing_of_several() -> None:
-    code = "import sys, penstock.router.__main__; print([m for m in sys.modules if m in sys.argv[1:]])"
-    names = ["penstock.router.workers", "penstock.router.admin_client", "aiohttp"]
-    answer = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, check=True, timeout=WAIT_S)
-    assert answer.stdout == b"[]\n"
 
 
 def test_waits_before_restarts_double_up_to_a_bound() -> None:

@@ -83,19 +83,13 @@ def _forked(count: int) -> int:
     try:
         while True:
             while missing:
-                try:
-                    pid = os.fork()
-                except OSError as error:  # no process to be had
-                    logger.warning("router worker %d could not be started: %s", missing[0], error)
-                    break
-                if not pid:
+                if not (pid := os.fork()):
                     _end_with(parent)
                     return missing[0]
                 workers[pid] = missing.pop(0)
-            if not missing:
-                pid, status = os.wait()
-                missing.append(index := workers.pop(pid))
-                logger.warning("router worker %d ended with status %d", index, os.waitstatus_to_exitcode(status))
+            pid, status = os.wait()
+            missing.append(index := workers.pop(pid))
+            logger.warning("router worker %d ended with status %d", index, os.waitstatus_to_exitcode(status))
             time.sleep(_RESTART_S)
     finally:
         if os.getpid() == parent:
