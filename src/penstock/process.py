@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 GONE_S = 10.0
 """Wait for a group's end after its SIGKILL; a device's driver may hold a process for seconds."""
 
-POLL_S = 0.02
-
 STOP_S = 10.0
 """Between SIGTERM and SIGKILL."""
 
@@ -255,8 +253,8 @@ class ChildProcess:
         self._kill_group()  # usually it is empty
         try:
             async with asyncio.timeout(GONE_S):
-                while group_members(self.pid):  # noqa: ASYNC110 - grandchildren send us no event
-                    await asyncio.sleep(POLL_S)
+                for pid in group_members(self.pid):
+                    await _ended(pid)
         except TimeoutError:
             logger.warning("%s: processes of its group are not gone %g s after SIGKILL", self.name, GONE_S)
         except OSError as error:
@@ -264,6 +262,22 @@ class ChildProcess:
         os.close(self._lifeline_fd)
         remove_leftovers(self._shared, self._scratch)
         return status
+
+
+async def _ended(pid: int) -> None:
+    """Return when a process has ended, also if it is not our child."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(fd, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(fd)
+        os.close(fd)
 
 
 class StartReport:

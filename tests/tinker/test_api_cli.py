@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tinker_rig import Rig, rig
@@ -13,6 +14,7 @@ from penstock.cli.main import app
 from penstock.config import TrainConfig
 from penstock.errors import ConfigError
 from penstock.settings import EngineConfig, FleetConfig, RouterConfig
+from penstock.tinker import tenants
 from penstock.tinker.database import DATABASE, open_engine
 from penstock.tinker.service import ServiceConfig, _api
 from penstock.tinker.tenants import read_keys
@@ -85,7 +87,11 @@ async def test_a_process_without_the_keys_of_its_service_is_refused(tmp_path: Pa
 
 
 @pytest.mark.usefixtures("shared_fleet")
-async def test_keys_that_change_count_for_the_next_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_keys_that_change_count_when_their_file_has_settled(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1 << 62
+    monkeypatch.setattr(tenants, "time", SimpleNamespace(time_ns=lambda: now))
     keys, old, new = tmp_path / "keys.yaml", "tml-of-alice-0", "tml-of-alice-1"
     keys.touch(mode=0o600)
     keys.write_text(f"alice: {old}")
@@ -96,9 +102,19 @@ async def test_keys_that_change_count_for_the_next_request(tmp_path: Path, caplo
         ]
         return [answer.status_code for answer in found]
 
+    def aged(seconds: float) -> None:
+        nonlocal now
+        now = keys.stat().st_ctime_ns + int(seconds * 1e9)
+
     async with rig(tmp_path, tenants=read_keys(keys)) as service, service.second(tenants=read_keys(keys)) as second:
         assert [await statuses(each) for each in (service, second)] == [[200, 401]] * 2
-        keys.write_text(f"alice: {{key: {new}, max_queued: 7}}\n")
+        with keys.open("w") as half:
+            half.write(f"alice: {{key: {new}, max_queued: 7}}\n")
+            half.flush()
+            aged(0.9)
+            assert await statuses(service) == [200, 401], "it may be half written"
+            half.write("robert: tml-of-robert-0\n")
+        aged(1.0)
         assert [await statuses(each) for each in (service, second)] == [[401, 200]] * 2
         assert service.options.tenants.named("alice").max_queued == 7
         for text, why in (
@@ -109,11 +125,13 @@ async def test_keys_that_change_count_for_the_next_request(tmp_path: Path, caplo
             (f"alice: {{key: {new}, max_queued: {'9' * 5000}}}", "Exceeds the limit"),
         ):
             keys.write_text(text)
+            aged(1.0)
             assert await statuses(service) == [401, 200]
             assert "the tenants stay as they were" in caplog.text
             assert why in caplog.text
         keys.unlink()
         os.mkfifo(keys, 0o600)
+        aged(1.0)
         assert await statuses(service) == [401, 200]
         assert "is no regular file" in caplog.text
         keys.unlink()

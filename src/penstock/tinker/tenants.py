@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import ipaddress
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ logger = logging.getLogger(__name__)
 MOST_QUEUED, MOST_BYTES = 8192, 4 << 30
 MOST_SESSIONS, MOST_MODELS = 1024, 64
 LIMITS = ("max_queued", "max_bytes", "max_sessions", "max_models")
+SETTLED_S = 1.0
+"""Age at which a changed keys file is read: a younger one may be half written, and half a list of keys is a list."""
 PREFIX = "tml-"
 """The SDK refuses keys that begin otherwise."""
 
@@ -72,8 +75,10 @@ class Tenants:
         return found
 
     async def refresh(self) -> None:
-        """Read the file again if it has changed; a bad one, perhaps half written, leaves the tenants as they were."""
+        """Read the file again if it has changed and settled; a bad one leaves the tenants as they were."""
         if self._file is None or (stamp := _stamp(self._file)) == self._stamp:
+            return
+        if stamp and 0 <= time.time_ns() - max(stamp[:2]) < SETTLED_S * 1e9:  # negative: by another machine's clock
             return
         self._stamp = stamp
         try:
