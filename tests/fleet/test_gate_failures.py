@@ -12,12 +12,11 @@ from fleet_fakes import Bench, FakeProcess, FakeRouter, until
 
 from patience import WAIT_S
 from penstock import Fleet
-from penstock.aio import cancelled
 from penstock.errors import DeadlineError, EngineHTTPError, PenstockError, UserError
 from penstock.fleet.elastic import Elastic
 from penstock.fleet.member import State
 from penstock.fleet.router_process import RouterGuard
-from penstock.fleet.running_router import settle
+from penstock.fleet.running_router import Guard
 from penstock.router.admin_client import RouterAdmin
 from penstock.router.memory import EngineEntry, Membership
 from penstock.router.server import Router
@@ -77,11 +76,12 @@ class RouterChild(FakeProcess):
 @asynccontextmanager
 async def settled(bench: Bench) -> AsyncIterator[None]:
     """A router that someone else started."""
-    task = asyncio.create_task(settle(bench.roster, 0.01))
+    guard = Guard(bench.router)
+    guard.watch(bench.roster, FleetConfig(health_interval_s=0.01))
     try:
         yield
     finally:
-        await cancelled(task)
+        await guard.stop()
 
 
 OPERATIONS: dict[str, Callable[[Bench], Coroutine[Any, Any, Any]]] = {

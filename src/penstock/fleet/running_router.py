@@ -133,7 +133,7 @@ class Guard:
         self._settling: asyncio.Task[None] | None = None
 
     def watch(self, roster: Roster, fleet: FleetConfig) -> None:
-        self._settling = asyncio.create_task(settle(roster, fleet.health_interval_s), name="settle-router")
+        self._settling = asyncio.create_task(self._settle(roster, fleet.health_interval_s), name="settle-router")
 
     async def stop(self) -> None:
         """Take the fleet's engines from it. Raises what broke the watch, if something did."""
@@ -141,21 +141,18 @@ class Guard:
             if self._settling is not None:
                 await cancelled(self._settling)
         finally:
-            await _withdraw(self._admin)
+            await self._withdraw()
 
+    async def _settle(self, roster: Roster, interval_s: float) -> None:
+        while True:
+            await roster.until(lambda: roster.router_uncertain)
+            await asyncio.sleep(interval_s)
+            with suppress(PenstockError):  # it is asked again
+                await roster.check_router()
 
-async def settle(roster: Roster, interval_s: float) -> None:
-    """Send a router again what it may not have taken. Runs until it is cancelled."""
-    while True:
-        await roster.until(lambda: roster.router_uncertain)
-        await asyncio.sleep(interval_s)
-        with suppress(PenstockError):  # it is asked again
-            await roster.check_router()
-
-
-async def _withdraw(admin: Admin) -> None:
-    try:
-        await admin.announce(Membership((await admin.engines()).epoch + 1))
-    except PenstockError as error:
-        # The fleet ends all the same; the router's owner reads this.
-        logger.warning("the router does not know yet that this fleet's engines are gone: %s", error)
+    async def _withdraw(self) -> None:
+        try:
+            await self._admin.announce(Membership((await self._admin.engines()).epoch + 1))
+        except PenstockError as error:
+            # The fleet ends all the same; the router's owner reads this.
+            logger.warning("the router does not know yet that this fleet's engines are gone: %s", error)
