@@ -19,6 +19,7 @@ PLACES = {
     "adapters.served": "penstock.plugin.served_adapters:ServedAdapters",
     "adapters.worker": "penstock.plugin.adapter_worker:worker_step",
     "attach": "penstock.fleet.attach:AttachedServers",
+    "attach.check": "penstock.fleet.attach:check_beside",
     "attach.specs": "penstock.fleet.attach:specs_of",
     "capabilities.lacking": "penstock.engine.lacking:missing_capability",
     "checkpoint.tensors": "penstock.weights.checkpoint_names:checkpoint_tensors",

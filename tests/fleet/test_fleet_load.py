@@ -36,17 +36,6 @@ async def run(*, seconds: float, timeout_s: float, **options: float) -> dict[str
     return document
 
 
-async def test_some_hundred_in_flight() -> None:
-    often = {"update_every": 1.5, "kill_every": 3, "least_updates": 2, "least_deaths": 1}
-    done = await run(seconds=6, concurrent=150, tokens_per_second=20, timeout_s=540, **often)
-    assert done["requests"]["asked"] > 150
-    assert done["requests"]["over_an_update"] > 0
-    assert done["updates"]["count"] >= 2
-    assert done["deaths"]["count"] >= 1
-    assert done["counters"]["deaths"] > 0
-    assert done["counters"]["wasted_tokens"] == 0
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_two_thousand_in_flight_for_five_minutes() -> None:

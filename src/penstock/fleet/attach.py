@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, cast
@@ -11,6 +12,8 @@ from penstock.engine.vanilla import VanillaControl
 from penstock.errors import EngineHTTPError, PenstockError, UserError
 from penstock.fleet.member import Lifecycle, Member, State, connect_engine
 from penstock.settings import ServerSpec, validate
+
+logger = logging.getLogger(__name__)
 
 
 class AttachedServers:
@@ -59,6 +62,28 @@ class AttachedServers:
     async def close(self) -> None:
         """Close the connections to them; they run on."""
         await self._connections.aclose()
+
+
+def check_beside(member: Member, others: Sequence[Member]) -> None:
+    """Raise UserError if a server is that of another member, or serves another model; warn of another name of it."""
+    own = member.info
+    for one in others:
+        if own.instance and one.info.instance == own.instance:
+            raise UserError(
+                f"{member.url} is the server of engine {one.name}, which belongs to this fleet already as {one.url}; "
+                "give each server once"
+            )
+        if own.vocab_size and one.info.vocab_size and own.vocab_size != one.info.vocab_size:
+            raise UserError(
+                f"{member.url} serves another model: its vocabulary has {own.vocab_size} tokens, that of engine "
+                f"{one.name} {one.info.vocab_size}"
+            )
+    if odd := [one for one in others if own.model and one.info.model and own.model != one.info.model]:
+        logger.warning(
+            "engine %s serves %r, and engine %s serves %r: if these are two models, remove one; else start both with "
+            "one --served-model-name, or requests by one name fail on the other",
+            member.name, own.model, odd[0].name, odd[0].info.model,
+        )  # fmt: skip
 
 
 def _ranks(member: Member, spec: ServerSpec) -> int:

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Generic, Protocol, TypeVar
 
 from penstock.engine.control import ControlClient, EngineInfo
-from penstock.errors import DeadlineError, EngineError, FanOutError, PenstockError, StateError, UserError
+from penstock.errors import DeadlineError, EngineError, FanOutError, PenstockError, StateError
 from penstock.router.memory import EngineEntry
 from penstock.types import EngineStats, EngineUpdate
 from penstock.weights.manifest import WeightManifest
@@ -203,21 +203,6 @@ class Member:
         if new.process is not None:
             self.torn, self.asleep = None, frozenset()  # it has loaded its weights again
 
-    def check_beside(self, others: Sequence[Member]) -> None:
-        """Raise UserError if it is the server of another, or serves another model."""
-        own = self.info
-        for one in others:
-            if own.instance and one.info.instance == own.instance:
-                raise UserError(
-                    f"{self.url} is the server of engine {one.name}, which belongs to this fleet already as {one.url}; "
-                    "give each server once"
-                )
-            if own.vocab_size and one.info.vocab_size and own.vocab_size != one.info.vocab_size:
-                raise UserError(
-                    f"{self.url} serves another model: its vocabulary has {own.vocab_size} tokens, that of engine "
-                    f"{one.name} {one.info.vocab_size}"
-                )
-
     def entries(self) -> list[EngineEntry]:
         """Return what the router has to know of it, one entry for each rank that it addresses."""
         ranks = [None] if self.ranks == 1 else range(self.ranks)
@@ -337,18 +322,6 @@ def why(members: Iterable[Member]) -> str:
         if member.state is not State.STOPPED:
             names.setdefault((member.state, reason), []).append(member.name)
     return "; ".join(f"{', '.join(its)} {state}: {reason}" for (state, reason), its in names.items())
-
-
-def other_name(engine: str, info: EngineInfo, beside: Iterable[tuple[str, EngineInfo]]) -> str:
-    """Say so if an engine serves its model under another name than one of those beside it; else return nothing."""
-    for other, its in beside:
-        if info.model and its.model and info.model != its.model:
-            return (
-                f"engine {engine} serves {info.model!r}, and engine {other} serves {its.model!r}: if these are two "
-                "models, remove one; else start both with one --served-model-name, or requests by one name fail on the "
-                "other"
-            )
-    return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ from penstock.errors import (
     StateError,
     UserError,
 )
-from penstock.fleet.member import SERVABLE, Call, Member, State, ask, other_name, updatable, why
+from penstock.fleet.member import SERVABLE, Call, Member, State, ask, updatable, why
+from penstock.rooms import plugged_in
 from penstock.router.admin_client import RouterState
 from penstock.router.memory import Membership
 
@@ -175,7 +176,7 @@ class Roster(Changes):
 
         Raises:
             StateError: its weights are not of the fleet's version.
-            UserError: see `Member.check_beside`.
+            UserError: see `attach.check_beside`.
         """
         if member.weight_version != self.version:
             raise StateError(
@@ -188,12 +189,11 @@ class Roster(Changes):
         self.announce()
 
     def add(self, member: Member) -> None:
-        """Give an engine the next index of the fleet, if it has none yet; raises as `Member.check_beside`."""
-        others = [one for one in self.members if one is not member and one.state is not State.STOPPED]
-        member.check_beside(others)
+        """Give an engine the next index of the fleet, if it has none yet; raises as `attach.check_beside`."""
+        if member.process is None:
+            others = [one for one in self.members if one is not member and one.state is not State.STOPPED]
+            plugged_in("attach.check")(member, others)
         if member not in self.members:
-            if odd := other_name(member.name, member.info, ((one.name, one.info) for one in others)):
-                logger.warning("%s", odd)
             member.ranks = member.ranks if self.by_rank else 1  # another's router sees it as one engine
             self.members = (*self.members, member)
             self.announce()
@@ -206,12 +206,10 @@ class Roster(Changes):
         """
         if type(version) is not int or version >= 2**63:  # engines would fail on it, and be dead
             raise UserError(f"a weight version is an int below 2**63, got {version!r}; give int(...) of it")
-        if version <= self.version:
-            raise UserError(f"weight version {version} is not greater than {self.version}, which is in force")
         if version <= self.highest_version:
             raise UserError(
-                f"weight version {version} is not greater than {self.highest_version}, which engines may have served "
-                f"though it was not committed; take {self.highest_version + 1}, or leave the number to the fleet"
+                f"weight version {version} is not greater than {self.highest_version}, under which engines may have "
+                f"made tokens, committed or not; take {self.highest_version + 1}, or leave the number to the fleet"
             )
 
     def commit(self, version: int, checksums: Mapping[tuple[int, int, int], Collection[str]] | None = None) -> None:
