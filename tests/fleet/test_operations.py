@@ -343,7 +343,7 @@ async def test_a_number_that_an_engine_may_have_served_is_given_to_no_other_weig
         with pytest.raises(UpdateError):
             await bench.operations.update([], 1)
     assert bench.roster.version == 0
-    with pytest.raises(UserError, match="weight version 1 is not greater than 1, which engines may have"):
+    with pytest.raises(UserError, match="weight version 1 is not greater than 1, under which engines may"):
         await bench.operations.update([], 1)
     with pytest.raises(UpdateError, match="weight version 2 was not committed"):
         await bench.operations.update([], None)

@@ -121,29 +121,17 @@ class FleetAdapters:
         self._check(name, None)
         if not seconds(timeout_s):
             raise UserError("timeout_s is 0: no engine can load an adapter in that; leave it out for the default")
-        stamp = stamp_of(path)
-        saved = f"{path}\n{stamp}"
-
-        def known_as_saved() -> FleetAdapter | None:
-            known = self.known.get(name)
-            return known if stamp and known is not None and self._saved.get(name) == (saved, known.version) else None
-
-        async def work(read: list[AdapterFiles]) -> UpdateReport | None:
-            if (known := known_as_saved()) is not None:
-                for member in self._roster.live():
-                    await self._bring(member, name, known)
-                return None
-            files = read.pop() if read else await in_thread(lambda: AdapterFiles.of_folder(path, fixed=fixed))
-            report = await self._put(name, files, None, timeout_s)
-            self._saved[name] = saved, report.version
-            return report
-
-        if known_as_saved():
-            return await self._turn("load_adapter", lambda: work([]))
         async with self._in_order(name):
+            stamp = stamp_of(path)
+            known, saved = self.known.get(name), f"{path}\n{stamp}"
+            if stamp and known is not None and self._saved.get(name) == (saved, known.version):
+                await self._turn("load_adapter", lambda: self._bring_to_all(name, known))
+                return None
             files = await in_thread(lambda: AdapterFiles.of_folder(path, fixed=fixed))
             async with self._read_ahead(name, files, timeout_s) as read:
-                return await self._turn("load_adapter", lambda: work(read))
+                report = await self._turn("load_adapter", lambda: self._put(name, read.pop(), None, timeout_s))
+            self._saved[name] = saved, report.version
+            return report
 
     async def unload(self, name: str) -> None:
         """Forget an adapter on every engine. StateError: it has requests in flight somewhere; it stays everywhere."""
@@ -223,6 +211,11 @@ class FleetAdapters:
         """Ask every engine which adapters it has; one that fails has none."""
         asked = await fan_out(self._roster.live(), lambda engine: engine.adapters.served(), deadline_s=self._timeout_s)
         return list(asked.results.values())
+
+    async def _bring_to_all(self, name: str, known: FleetAdapter) -> None:
+        if self.known.get(name) is known:
+            for member in self._roster.live():
+                await self._bring(member, name, known)
 
     async def _bring(self, member: Member, name: str, known: FleetAdapter, *, trusted: bool = True) -> None:
         async def load(engine: ControlClient) -> None:

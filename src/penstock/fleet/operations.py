@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
-from contextlib import ExitStack, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.aio import Changes, in_thread
@@ -62,12 +62,11 @@ class OperationQueue(Changes):
     async def run(
         self,
         operation: Callable[[], Coroutine[Any, Any, T]],
-        after: Callable[[], None] = lambda: None,
         *,
         occupies: bool = True,
         urgent: bool = False,
     ) -> T:
-        """Run `operation` in its turn, and `after` when it is over or never began.
+        """Run `operation` in its turn.
 
         An engine may answer nothing else while an operation `occupies` it. An `urgent` one does not wait for one that
         is `passable`.
@@ -82,13 +81,9 @@ class OperationQueue(Changes):
                 with self._occupation.going_on() if occupies else nullcontext():
                     return await operation()
 
-        def over(task: asyncio.Task[T]) -> None:
-            self._running.discard(task)
-            after()
-
         task = asyncio.create_task(in_turn())
         self._running.add(task)
-        task.add_done_callback(over)
+        task.add_done_callback(self._running.discard)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -200,7 +195,6 @@ class Operations:
         check_kv(kv)
         if self._updating:
             raise StateError("a weight update is under way; await it before the next one")
-        self._updating = True
 
         async def run() -> UpdateReport:
             self.check_weights_awake()
@@ -211,18 +205,16 @@ class Operations:
                 self._require("kv_in_flight", f"update_weights with kv={kv!r}")
             return await self._updater.run(publish, version=number, kv=kv)
 
-        def over() -> None:
-            self._updating = False
-
         def enough_or_none_to_come() -> bool:
             members = self._roster.members
             return len(self._roster.live()) >= self._min_engines or not any(m.is_restarting for m in members)
 
-        with ExitStack() as never_began:
-            never_began.callback(over)
+        self._updating = True
+        try:
             await self._roster.until(enough_or_none_to_come, deadline_s=self._recovery_s)
-            never_began.pop_all()
-        return await self.queue.run(run, over)
+            return await self.queue.run(run)
+        finally:  # where the caller is cancelled, one more update waits for its turn
+            self._updating = False
 
     async def close(self) -> None:
         """Let no further operation begin, and cancel the one that runs."""

@@ -52,24 +52,11 @@ class AllOperations(Operations):
         if timeout_s == 0:
             raise UserError(f"timeout_s of a pause must be positive, got {timeout_s:g}")
         attempt = _Pause()
-
-        async def run() -> None:
-            if self.paused:
-                raise StateError("generation is already paused; resume_generation first")
-            self._require("pause", "pause_generation")
-            async with self._gate_closed():
-                pausing = self._pause_engines(mode, clear_cache=clear_cache)
-                await (self._wait_for_requests(pausing, attempt) if mode is PauseMode.WAIT else pausing)
-                if attempt.given_up.is_set():
-                    await self._resume_engines("resume after the pause")
-                    return
-                self._move_all(State.PAUSED, f"pause_generation ({mode})")
-                self.paused, self.kv_stays, attempt.done = True, not clear_cache, True
-
+        attempt.over.set()
         try:
             async with asyncio.timeout(timeout_s):
                 # Engines that wait go on with their steps.
-                await self.queue.run(run, attempt.over.set, occupies=False)
+                await self.queue.run(lambda: self._pause(mode, attempt, clear_cache=clear_cache), occupies=False)
         except (TimeoutError, asyncio.CancelledError) as error:
             attempt.given_up.set()
             if isinstance(error, asyncio.CancelledError):
@@ -84,6 +71,23 @@ class AllOperations(Operations):
             ) from None
         if not attempt.done:
             raise StateError("the pause was ended while it waited for requests; every engine goes on as before")
+
+    async def _pause(self, mode: PauseMode, attempt: _Pause, *, clear_cache: bool) -> None:
+        if self.paused:
+            raise StateError("generation is already paused; resume_generation first")
+        self._require("pause", "pause_generation")
+        attempt.over.clear()
+        try:
+            async with self._gate_closed():
+                pausing = self._pause_engines(mode, clear_cache=clear_cache)
+                await (self._wait_for_requests(pausing, attempt) if mode is PauseMode.WAIT else pausing)
+                if attempt.given_up.is_set():
+                    await self._resume_engines("resume after the pause")
+                    return
+                self._move_all(State.PAUSED, f"pause_generation ({mode})")
+                self.paused, self.kv_stays, attempt.done = True, not clear_cache, True
+        finally:
+            attempt.over.set()
 
     async def resume(self) -> None:
         """Resume every engine, then open the gate; StateError if not paused."""
@@ -289,7 +293,7 @@ class _Pause:
     given_up: asyncio.Event = field(default_factory=asyncio.Event)
     """It is to end, and every engine to go on."""
     over: asyncio.Event = field(default_factory=asyncio.Event)
-    """It has paused the fleet, or every engine goes on."""
+    """Set but while it is under way."""
     done: bool = False
     """It has paused the fleet."""
 
