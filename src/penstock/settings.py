@@ -220,15 +220,17 @@ KEY_ENV, ADMIN_KEY_ENV = "PENSTOCK_API_KEY", "PENSTOCK_ROUTER_ADMIN_KEY"
 user of the machine could read them."""
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server on `host`; a name other than localhost, or none, may mean more."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def refuse_open_host(host: str, api_key: str | bytes | None) -> None:
     """Raise ConfigError if a router would listen for other machines on `host` without a key."""
-    if api_key or host == "localhost":
-        return
-    try:
-        loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name, or empty for every address
-        loopback = False
-    if not loopback:
+    if not api_key and not is_loopback(host):
         raise ConfigError(
             f"router.host {host!r} opens the router to other machines and there is no API key; set one (of penstock "
             f"serve and the router: {KEY_ENV}, of Fleet.launch: api_key), or keep 127.0.0.1"

@@ -21,12 +21,6 @@ def test_the_bar_is_for_the_ratio(ours: float, bar: float, want: str, *, ok: boo
     assert row.ok is ok
 
 
-def test_a_figure_alone_has_its_own_bar() -> None:
-    row = common.single("bubble in s", 0.05, bar=0.06, want="at most")
-    assert (row.peer, row.ratio, row.ok) == (None, None, True)
-    assert not common.single("bubble in s", 0.07, bar=0.06, want="at most").ok
-
-
 def test_report_prints_one_document_and_says_whether_all_is_met(capsys: pytest.CaptureFixture[str]) -> None:
     good = common.compare("a", 1.0, 1.0, bar=0.97, want="at least")
     bad = common.compare("b", 0.5, 1.0, bar=0.97, want="at least")

@@ -129,17 +129,6 @@ def test_options_beside_engine_arguments_are_added_to_them(nano_path, monkeypatc
         AsyncVLLM.launch(given, engines=2)
 
 
-def test_wrong_options_are_refused():
-    with pytest.raises(ConfigError, match="did you mean 'max_model_len'"):
-        launch_options({"max_model_length": 3})
-    with pytest.raises(ConfigError, match="num_replicas"):
-        launch_options({"engines": 2})
-    with pytest.raises(ConfigError, match="collective_rpc"):
-        launch_options({"worker_extension_cls": "a.B"})
-    with pytest.raises(ConfigError, match="AsyncEngineArgs"):
-        changed_fields({"model": "a"})
-
-
 def answer(**choice):
     base = {"index": 0, "text": "ab", "token_ids": [1, 2], "finish_reason": "length", "stop_reason": None}
     return {"id": "cmpl-1", "choices": [{**base, **choice}], "usage": {"prompt_tokens_details": {"cached_tokens": 4}}}

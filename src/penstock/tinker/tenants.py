@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import ipaddress
 import logging
 import time
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from typing import Any, cast
 
 from penstock import config
 from penstock.errors import ConfigError, reading, whole_number
+from penstock.settings import is_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -113,13 +113,7 @@ def _tenants_of(file: Path) -> list[Tenant]:
 
 def refuse_open_service(host: str, tenants: Tenants) -> None:
     """Raise ConfigError if a service that any key opens would listen beyond this machine."""
-    if not tenants.open or host == "localhost":
-        return
-    try:
-        inside = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        inside = False
-    if not inside:
+    if tenants.open and not is_loopback(host):
         raise ConfigError(f"without --keys any key opens the service, so --host {host} is refused; give --keys FILE")
 
 
