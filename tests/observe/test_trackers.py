@@ -20,6 +20,8 @@ from penstock.settings import EngineConfig
 class Kept:
     """Keeps figures; refuses them from a step on."""
 
+    is_new = True
+
     def __init__(self, refused: int = 99) -> None:
         self.figures: list[tuple[int, dict[str, float]]] = []
         self.refused = refused

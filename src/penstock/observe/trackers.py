@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from penstock.config import RunConfig
@@ -28,27 +27,20 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - optional
 
         path = folder.path / "tensorboard"
-        self._evaluated = _evaluated(path, step) if step is not None and path.is_dir() else frozenset[int]()
+        self.is_new = not path.is_dir()
         # What a kill lost comes again: TensorBoard would draw both.
         self._writer: Any = SummaryWriter(str(path), purge_step=0 if step is None else step + 1)
         self._writer.add_text("config", f"```\n{config.model_dump_json(indent=2)}\n```")
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
         for name, value in figures.items():
-            if not (name == HELD_OUT and step in self._evaluated):
-                self._writer.add_scalar(name, value, step)
+            self._writer.add_scalar(name, value, step)
+        if HELD_OUT in figures:
+            self._writer.flush()  # a kill would lose what no step makes again
 
     def close(self) -> None:
         """Write what is not written yet."""
         self._writer.close()
-
-
-def _evaluated(path: Path, step: int) -> frozenset[int]:
-    """Return the steps up to `step` of which event files have an evaluation."""
-    accumulator: Any = import_module("tensorboard.backend.event_processing.event_accumulator")
-    events = accumulator.EventAccumulator(str(path)).Reload()
-    known: list[Any] = events.Scalars(HELD_OUT) if HELD_OUT in events.Tags()["scalars"] else []
-    return frozenset(int(event.step) for event in known if event.step <= step)
 
 
 class Wandb:
@@ -56,6 +48,8 @@ class Wandb:
 
     A resumed run is another one in the group of the run's name, with the evaluations of those before.
     """
+
+    is_new = True
 
     def __init__(self, config: RunConfig, folder: RunFolder, step: int | None) -> None:
         del step  # nothing of another run is lost
@@ -86,8 +80,8 @@ def check_trackers(names: Sequence[str]) -> None:
 def tracked(config: RunConfig, folder: RunFolder, step: int | None = None) -> Generator[None]:
     """Give the trackers of `config` what the folder records, until the block ends. UserError: one does not start.
 
-    A resumed run goes on after `step`, and trackers get its evaluations until then, such as the baseline. A tracker
-    that fails is left out from then on, and the log says so: the run's own records have everything.
+    A resumed run goes on after `step`, and trackers that begin then get its evaluations so far. A tracker that fails is
+    left out from then on, and the log says so: the run's own records have everything.
     """
     with ExitStack() as closing:
         trackers: dict[str, Tracker] = {}
@@ -95,10 +89,10 @@ def tracked(config: RunConfig, folder: RunFolder, step: int | None = None) -> Ge
             with _foreign_code(name, "; leave it out, or have wandb work offline by WANDB_MODE=offline"):
                 trackers[name] = TRACKERS[name](config, folder, step)
             closing.callback(_close, name, trackers[name])
-        if step is not None:
-            for at, accuracy in folder.evaluations().items():
-                if at <= step:
-                    _log(trackers, {HELD_OUT: accuracy}, at)
+        new = {name: tracker for name, tracker in trackers.items() if tracker.is_new}
+        for at, accuracy in folder.evaluations().items():
+            if step is not None and at <= step:
+                _log(new, {HELD_OUT: accuracy}, at)
         closing.callback(setattr, folder, "on_figures", folder.on_figures)
         folder.on_figures = partial(_log, trackers)
         yield
