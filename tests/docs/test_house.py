@@ -39,7 +39,7 @@ SIDE_ROOMS = tuple(
 )  # fmt: skip
 SPINE_FILES, SPINE_LINES = 57, 13_548
 """The most that the spine has now; the target is 60 files and 10,000 lines."""
-SOURCE_FILES, SOURCE_LINES = 229, 45_610
+SOURCE_FILES, SOURCE_LINES = 229, 45_604
 """The most that `src` has now; the target is 230 files and 38,000 lines."""
 
 

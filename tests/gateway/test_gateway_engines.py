@@ -162,61 +162,6 @@ async def test_rows_are_exact_through_updates_and_a_death_in_mid_turn(tokenizer:
         assert len({version for t in output.trajectories for version in t.versions}) >= 3
 
 
-class TorchEngine:
-    """Samples token by token from a transformers model; a new one is in force from the middle of its fifth request."""
-
-    def __init__(self, models: Sequence[Any]) -> None:
-        self.models = models
-        self.requests = 0
-
-    @torch.no_grad()
-    async def sample(self, ids: Sequence[int], n: int, params: SamplingParams, session_id: Any = None) -> list[Sample]:
-        del n, session_id
-        self.requests += 1
-        made: list[int] = []
-        logprobs: list[float] = []
-        spans: list[VersionSpan] = []
-        for i in range(params.max_tokens):
-            await asyncio.sleep(0)
-            version = int(self.requests > 5 or (self.requests == 5 and i > 2))
-            logits = self.models[version](torch.tensor([[*ids, *made]])).logits[0, -1].log_softmax(-1)
-            token = int(torch.multinomial(logits.exp(), 1))
-            made.append(token)
-            logprobs.append(float(logits[token]))
-            spans.append(VersionSpan(version, i, i + 1))
-            if token in params.stop_token_ids:
-                return [Sample(tuple(made), "stop", tuple(logprobs), tuple(spans))]
-        return [Sample(tuple(made), "length", tuple(logprobs), tuple(spans))]
-
-
-async def test_rows_replayed_through_the_model_have_the_recorded_logprobs(tokenizer: Tokenizer, nano_path: Any) -> None:
-    """In fp32 and each under its version; with one token less at the beginning they differ."""
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    first = AutoModelForCausalLM.from_pretrained(nano_path, dtype="float32")
-    models = [first, changed(first, 5)]
-    harness = Harness(TorchEngine(models), tokenizer)
-    for number, ask in enumerate((harness.chat, harness.message, harness.chat)):
-        messages: list[Any] = [{"role": "user", "content": f"q {number}"}]
-        for _ in range(3):
-            await ask(f"s{number}", messages, 10)
-        messages[2]["content"] = "another"
-        await ask(f"s{number}", messages[:3], 10)
-        rows = await harness.rows(f"s{number}")
-        assert len(rows) >= 2
-        for row in rows:
-            for version in set(row["versions"]):
-                again = logprobs_of(models[version], row["prompt_ids"], row["response_ids"])
-                shifted = logprobs_of(models[version], row["prompt_ids"][1:], row["response_ids"])
-                places = [i for i, m in enumerate(row["loss_mask"]) if m and row["versions"][i] == version]
-                assert all(abs(again[i] - row["logprobs"][i]) < 1e-4 for i in places)
-                differ = sum(abs(shifted[i] - row["logprobs"][i]) > 1e-3 for i in places)
-                assert differ >= 0.8 * len(places)
-        sampled = harness.gateway.find(Tenant("a", KEY), f"s{number}").sampled_tokens
-        assert sum(sum(row["loss_mask"]) for row in rows) == sampled
-
-
 async def replayed(engine: HTTPEngine, ids: Sequence[int]) -> list[float | None]:
     """Logprob of each token given those before it, as the engine computes a prompt."""
     body = {"prompt": list(ids), "max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}

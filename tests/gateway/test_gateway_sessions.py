@@ -10,7 +10,6 @@ import pytest
 from wire_clients import WIRES, Chat
 
 from gateway_rig import CALL, KEY, OTHER_KEY, PARAMETERS, THOUGHT, Engine, Rig, auth
-from patience import WAIT_S
 from penstock.errors import ConfigError
 from penstock.gateway import app
 from penstock.gateway.graph import Limits
@@ -90,19 +89,6 @@ async def test_an_edit_late_in_a_conversation_keeps_the_turns_before_it(tokenize
     assert rows[0]["nodes"][0]["id"] == rows[1]["nodes"][0]["id"]
     assert "zwei" in tokenizer.decode(rows[1]["response_ids"])
     assert await causes(rig) == {"edited history": 1}
-
-
-async def test_a_turn_that_was_cut_off_is_closed_before_the_next_message(tokenizer: Tokenizer) -> None:
-    rig = Rig(tokenizer)
-    rig.engine.texts = ["a long answer"]
-    first = await rig.post(CHAT, body("a", max_tokens=4))
-    text = first["choices"][0]["message"]["content"]
-    await rig.post(CHAT, body("a", text, "b"))
-    (row,) = await rig.rows()
-    assert tokenizer.decode(row["response_ids"], skip_special_tokens=False).startswith(
-        f"{text}<|im_end|>\n<|im_start|>"
-    )
-    assert row["loss_mask"][:5] == [1, 1, 1, 1, 0]
 
 
 async def test_a_row_shows_reasoning_and_calls(tokenizer: Tokenizer) -> None:
@@ -209,33 +195,6 @@ async def test_retries_while_the_turn_is_under_way_join_it(tokenizer: Tokenizer)
     rig.engine.hold.set()
     assert len({json.dumps(answer) for answer in await asyncio.gather(*asking)}) == 1
     assert len(rig.engine.seen) == 1
-
-
-async def test_a_client_that_goes_away_loses_nothing(tokenizer: Tokenizer) -> None:
-    """The turn goes on, its tokens are in the rows, and the same request reads its answer."""
-    rig = Rig(tokenizer)
-    rig.engine.hold = asyncio.Event()
-    sent = json.dumps(body("a")).encode()
-    incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-    incoming.put_nowait({"type": "http.request", "body": sent, "more_body": False})
-    answers: list[Any] = []
-
-    async def send(message: Any) -> None:
-        answers.append(message)
-
-    headers = [(b"authorization", f"Bearer {KEY}".encode())]
-    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": headers, "query_string": b"", "root_path": ""}
-    asking = asyncio.create_task(app.build_app(rig.gateway)(scope, incoming.get, send))
-    await rig.engine.asked.wait()
-    incoming.put_nowait({"type": "http.disconnect"})
-    await asyncio.wait_for(asking, WAIT_S)
-    assert answers[0]["status"] == 499
-    rig.engine.hold.set()
-    again = await rig.http.post(CHAT, content=sent)
-    assert again.json()["choices"][0]["message"]["content"] == "done"
-    assert len(rig.engine.seen) == 1
-    (row,) = await rig.rows()
-    assert sum(row["loss_mask"]) == len("done") + 1
 
 
 # --- rewards ---------------------------------------------------------------------------------------------------------

@@ -9,12 +9,8 @@ import pytest
 from wire_clients import WIRES, Chat
 
 from chat_model import TEMPLATE, chat_tokenizer
-from gateway_rig import CALL, Engine, Rig
+from gateway_rig import CALL, Rig
 from penstock.rollout.chat_template import ChatTemplate
-from penstock.rollout.environment import Environment, Task, Turn
-from penstock.rollout.generator import GeneratorInput
-from penstock.rollout.multi_turn import MultiTurnGenerator
-from penstock.types import SamplingParams
 
 CHAT = "/v1/chat/completions"
 LATE_END = TEMPLATE.replace("</tool_call>{% endfor %}<|im_end|>", "</tool_call>{% endfor %}{{ '\\n' }}<|im_end|>")
@@ -148,26 +144,3 @@ def test_a_template_whose_results_follow_another_number_of_calls_cannot_be_exten
     assert ChatTemplate(chat_tokenizer(tmp_path, counted)).faults()
     with_tools = TEMPLATE.replace("<tool_response>\n{{ m", "<tool_response>\n{{ loop.index0 if tools }}{{ m")
     assert ChatTemplate(chat_tokenizer(tmp_path / "tools", with_tools)).faults()
-
-
-class Asks(Environment):
-    def train_task(self, index: int) -> Task:
-        return Task(f"t{index}", "x")
-
-    def heldout_tasks(self, n: int) -> list[Task]:
-        return [self.train_task(i) for i in range(n)]
-
-    def reward(self, task: Task, response_text: str) -> float:
-        return float(task.id == "t0" and response_text == "three")
-
-    async def step(self, task: Task, responses: list[str]) -> Turn:
-        return Turn("y" if task.prompt == "x" else "", done=len(responses) == 2)
-
-
-async def test_an_environment_s_episode_is_not_ended_by_a_line(tmp_path: Path) -> None:
-    engine = Engine(chat_tokenizer(tmp_path, LATE_END), ["one\ntwo\n", "three"])
-    made = MultiTurnGenerator(engine, engine.tokenizer, Asks(), SamplingParams(max_tokens=99), 1)
-    (played,) = (await made.generate(GeneratorInput([Asks().train_task(0)]))).trajectories
-    assert [params.stop_token_ids for params in engine.params] == [(2,), (2,)]
-    text = engine.tokenizer.decode(played.response_ids, skip_special_tokens=False)
-    assert text == "one\ntwo\n<|im_end|>\n<|im_start|>user\ny<|im_end|>\n<|im_start|>assistant\nthree<|im_end|>"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import zstandard
-from sqlalchemy import event, func, select
+from sqlalchemy import func, select
 from tinker_rig import KEY, OTHER_KEY, Rig, fleet_of, parts, rig, until
 
 from patience import WAIT_S
@@ -472,39 +472,6 @@ async def test_results_are_dropped_after_they_were_fetched(tmp_path: Path, monke
         await service.post("retrieve_future", step, status=410)
         assert await service.step(model, 1) == step
         assert service.learner.models[model] == 1, "a request that comes late does not run again"
-
-
-async def test_that_a_result_was_fetched_is_written_with_the_next_write_and_of_a_failure_at_once(
-    tmp_path: Path,
-) -> None:
-    database, written = Database(f"sqlite:///{tmp_path}/x.db"), list[str]()
-    event.listen(database._engine, "commit", lambda _: written.append("commit"))
-    kept = Futures(database, "main", lambda _: None)
-
-    async def finished(name: str, outcome: Outcome) -> None:
-        operation = Operation(name, "alice", "optim_step", "m", b"")
-        await kept.accept(operation)
-        await kept.finish(operation, outcome)
-
-    def fetched() -> list[str]:
-        with sqlite3.connect(tmp_path / "x.db") as connection:
-            rows = connection.execute("select id from futures where retrieved is not null order by number")
-            return [row[0] for row in rows]
-
-    await finished("m:1", Outcome())
-    await finished("m:2", Outcome(error="lost"))
-    written.clear()
-    assert await kept.retrieve("alice", "m:2") == Outcome(error="lost")
-    await until(lambda: fetched() == ["m:2"])
-    written.clear()
-    assert await kept.retrieve("alice", "m:1") == Outcome()
-    await asyncio.sleep(0)
-    assert (len(written), fetched()) == (1, ["m:2"]), "the read alone; a process that runs an operation reads nothing"
-    await finished("m:3", Outcome())
-    assert (len(written), fetched()) == (3, ["m:1", "m:2"])
-    await kept.retrieve("alice", "m:3")
-    await database.close()
-    assert fetched() == ["m:1", "m:2", "m:3"]
 
 
 async def test_dropped_results_leave_the_file_and_the_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,24 +127,6 @@ async def test_saved_weights_sample_and_go_on(service: Service):
     await call(work)
 
 
-async def test_a_bad_request_fails_its_future_and_nothing_else(service: Service):
-    def work() -> None:
-        at = client_of(service.url)
-        client = at.create_lora_training_client(BASE, rank=4, seed=3).result()
-        good = example(client)
-        far = types.Datum(model_input=types.ModelInput.from_ints([100]), loss_fn_inputs={"target_tokens": [1]})
-        bad, stepped = client.forward_backward([good, far], "cross_entropy"), client.optim_step(ADAM)
-        with pytest.raises(tinker.RequestFailedError, match="datum 1: model_input has token 100 at place 0"):
-            bad.result()
-        with pytest.raises(tinker.RequestFailedError, match="no step was taken: a forward_backward before it failed"):
-            stepped.result()
-        trained(client, 1)
-        with pytest.raises(tinker.RequestFailedError, match="rank 64 is more than the engines"):
-            at.create_lora_training_client(BASE, rank=64).result()
-
-    await call(work)
-
-
 async def test_an_api_process_that_dies_is_back_with_its_futures(service: Service):
     def begun() -> Any:
         client = client_of(service.url).create_lora_training_client(BASE, rank=4, seed=4).result()

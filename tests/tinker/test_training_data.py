@@ -223,22 +223,6 @@ def test_a_sparse_tensor_beside_a_dense_one_keeps_token_0(base: str, tmp_path: P
     assert found.metrics["loss:sum"] == pytest.approx(-logprobs[0, 2] - 2 * logprobs[1, 4])
 
 
-def test_a_custom_loss_is_the_gradient_of_its_weights(base: str, tmp_path: Path):
-    models, data = trained(base, tmp_path), data_of(11)
-    first = done(models, request("cross_entropy", data, forward_only=True))
-    sent = []
-    for datum, found in zip(data, first.loss_fn_outputs, strict=True):
-        logprobs = torch.from_numpy(found["logprobs"].to_numpy()).requires_grad_()
-        (logprobs**2).sum().backward()
-        inputs = {"target_tokens": datum.loss_fn_inputs["target_tokens"], "weights": -logprobs.grad}
-        sent.append(types.Datum(model_input=datum.model_input, loss_fn_inputs=inputs))
-    done(models, request("cross_entropy", sent))
-    plain = plain_of(base, models, tmp_path / "adapter")
-    torch.stack([(logprobs_of(plain, datum) ** 2).sum() for datum in data]).sum().backward()
-    want = {name.replace(".default", ""): p.grad for name, p in plain.named_parameters() if p.requires_grad}
-    torch.testing.assert_close(gradients(models), want, rtol=1e-3, atol=1e-3)
-
-
 def test_bounds_of_each_token_stand_in_for_those_of_the_config(base: str, tmp_path: Path):
     models = trained(base, tmp_path)
     policy = {"logprobs": near, "advantages": normal(1.0)}
