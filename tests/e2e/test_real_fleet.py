@@ -111,16 +111,6 @@ async def test_a_pause_that_waits_is_taken_back_by_a_resume_and_ended_by_an_abor
         assert history.worst_difference([5, 6], sample) < 1e-4
 
 
-async def test_the_four_prompt_forms_and_n(fleet, nano_path):
-    body = {"model": str(nano_path), "max_tokens": 3, "seed": 3, "n": 2}
-    for prompt, count in (("12", 1), (["12", "34"], 2), ([21, 22], 1), ([[21, 22], [23, 24], [21, 22]], 3)):
-        answer = await fleet.completion({**body, "prompt": prompt})
-        assert [choice["index"] for choice in answer["choices"]] == list(range(2 * count))
-        assert answer["usage"]["completion_tokens"] == 6 * count
-    texts = [choice["text"] for choice in answer["choices"]]
-    assert texts[:2] == texts[4:]  # the same prompt and seed, wherever it was served
-
-
 async def test_bad_input_is_refused_and_the_fleet_goes_on(fleet, history):
     with pytest.raises(EngineHTTPError, match="2048") as error:
         await fleet.generate(prompt_token_ids=[[5] * 3000, [5]])

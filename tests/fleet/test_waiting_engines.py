@@ -14,7 +14,7 @@ from fleet_fakes import Bench, FakeEngine, until
 
 from patience import HANG_S, WAIT_S
 from penstock import Fleet, SamplingParams
-from penstock.errors import EngineDeadError, TransferError, UpdateError, WeightsError
+from penstock.errors import EngineDeadError, UpdateError, WeightsError
 from penstock.fleet import delivery
 from penstock.fleet.delivery import Delivery
 from penstock.fleet.member import State
@@ -135,9 +135,8 @@ async def test_tensors_that_never_come_hold_nothing(fleet: Fleet, monkeypatch: p
         go.set()
 
 
-@pytest.mark.parametrize("error", [TransferError("cannot listen"), OSError("no port")])
 async def test_no_second_group_and_nobody_with_half_a_version_serves(
-    fleet: Fleet, error: Exception, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(delivery, "ANSWER_S", WAIT_S)  # a busy machine may stand still for so long
     await updated(fleet)
@@ -160,11 +159,11 @@ async def test_no_second_group_and_nobody_with_half_a_version_serves(
 
     def refused(layouts: Any) -> Any:
         calls.append(layouts)
-        raise error
+        raise OSError("no port")
 
     store.invite = refused
     try:
-        with pytest.raises(UpdateError, match=str(error)):
+        with pytest.raises(UpdateError, match="no port"):
             await updated(fleet, Killing())
     finally:
         store.invite = invite

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
@@ -271,18 +271,14 @@ class Roster(Changes):
 
     async def router_back(self) -> bool:
         """Wait until an unreachable router answers; False: no supervisor restarts it, or that takes too long."""
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(ROUTER_BACK_S):
                 while self.router_returns:
                     seen = self.changes
-                    try:
+                    with suppress(PenstockError):
                         await self.admin.engines()
-                    except PenstockError:
-                        await self.until(lambda since=seen: self.changes != since)
-                    else:
                         return True
-        except TimeoutError:
-            pass
+                    await self.until(lambda since=seen: self.changes != since)
         return False
 
     def _membership(self, epoch: int) -> Membership:
