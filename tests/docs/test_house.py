@@ -37,9 +37,9 @@ SIDE_ROOMS = tuple(
         "weights.transfer",
     )
 )  # fmt: skip
-SPINE_FILES, SPINE_LINES = 57, 13_544
+SPINE_FILES, SPINE_LINES = 57, 13_505
 """The most that the spine has now; the target is 60 files and 10,000 lines."""
-SOURCE_FILES, SOURCE_LINES = 229, 45_600
+SOURCE_FILES, SOURCE_LINES = 229, 45_561
 """The most that `src` has now; the target is 230 files and 38,000 lines."""
 
 

@@ -193,8 +193,8 @@ class VirtualRouter:
                 self.dispatcher.retry(waiting, "refused")
             except aiohttp.ServerDisconnectedError:
                 self.dispatcher.left(waiting.request, backend, 0.0)
-                waiting.tried.append(backend)
-                waiting.lost_on.add(backend)
+                waiting.tried += (backend,)
+                waiting.lost_on |= {backend}
                 self.dispatcher.retry(waiting, "hung_up")
             except BaseException:
                 self.dispatcher.left(waiting.request, backend, 0.0)

@@ -156,7 +156,7 @@ async def test_the_owner_alone_decides_whether_an_engine_is_well() -> None:
         assert [e.down for e in (await r.admin.engines()).engines] == [False, False]
         client = await r.client()
         assert {(await client.ask()).body for _ in range(4)} == {b"e0"}
-        assert [(e.down, e.breaker_openings) for e in (await r.admin.engines()).engines] == [(False, 0), (True, 1)]
+        assert [e.breaker_openings > 0 for e in (await r.admin.engines()).engines] == [False, True]
 
 
 async def test_an_engine_whose_metrics_fail_is_not_down(monkeypatch: pytest.MonkeyPatch) -> None:

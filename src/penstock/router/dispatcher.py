@@ -55,6 +55,10 @@ class Waiter:
     """Waited for an engine or for room so far."""
     gate_seconds = 0.0
     """Waited for its turn at the gate so far."""
+    lost_on: frozenset[Engine] = frozenset()
+    """Engines that took it, and then closed the connection without an answer or were dead."""
+    tried: tuple[Engine, ...] = ()
+    """Those of them that get it no more; the others may only have closed an idle connection."""
     wait: Wait | None = None
     since = 0.0
     """When it began to wait for that."""
@@ -63,10 +67,6 @@ class Waiter:
 
     def __init__(self, request: RequestHead) -> None:
         self.request = request
-        self.lost_on: set[Engine] = set()
-        """Engines that took it, and then closed the connection without an answer or were dead."""
-        self.tried: list[Engine] = []
-        """Those of them that get it no more; the others may only have closed an idle connection."""
 
     def placed(self, backend: Backend) -> None:
         """It has an engine, where it counts until `Dispatcher.left`."""

@@ -209,9 +209,9 @@ class Exchange(Call, Waiter, ConnectionUser):
     def _lose(self, backend: Backend, reason: str) -> None:
         """The engine broke on this request, or with it: another one gets it."""
         self._displace(backend)
-        self.lost_on.add(backend)
+        self.lost_on |= {backend}
         if reason != "stale":
-            self.tried.append(backend)
+            self.tried += (backend,)
         self.first_byte_at = 0.0
         self._dispatcher.retry(self, reason)
 
@@ -293,7 +293,7 @@ _STREAMS = (b"application/x-ndjson", b"text/event-stream")
 _MAX_HEAD = 262_144
 """Bytes; an engine's head is trusted more than a client's, but not without bound."""
 _OK, _ERROR = 200, 500
-_DEAD = "EngineCore encountered an issue"
+_DEAD = b"EngineCore encountered an issue"
 """How the message of vLLM's `EngineDeadError` begins."""
 
 
@@ -378,7 +378,7 @@ def _beginning(head: ResponseHead, body: bytes) -> bytes | None:
 
 def _cause_of_death(beginning: bytes) -> str:
     """Message of the error in a body that says that the engine's core is dead; empty: it does not say so."""
-    if _DEAD.encode() not in beginning:
+    if _DEAD not in beginning:
         return ""
     try:
         answer: Any = orjson.loads(beginning.removeprefix(b"data: ").partition(b"\n")[0])
@@ -386,7 +386,7 @@ def _cause_of_death(beginning: bytes) -> str:
         return ""
     match answer:
         case {"error": {"message": str(message)}} | {"answer": {"error": {"message": str(message)}}} if (
-            message.startswith(_DEAD)
+            message.startswith(_DEAD.decode())
         ):
             return message
         case _:

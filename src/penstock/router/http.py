@@ -196,6 +196,9 @@ class RequestHead(_Head, Hints):
     """`Origin`: the web page that a browser sends this for."""
     traceparent: bytes = b""
 
+    def __init__(self) -> None:
+        """Leave each field that is missing to its class's default: heads are made for every request."""
+
     def to_engine(self, size: int, extra: bytes = b"") -> bytes:
         """The head that an engine gets before `size` bytes; `extra`: whole lines that the router adds for it."""
         framing = self.framing if self.length != CHUNKED else b"Content-Length: %d\r\n" % size
@@ -321,8 +324,10 @@ def _finish(head: _Head, fields: list[Field]) -> None:
 
 # --- bodies -----------------------------------------------------------------------------------------------------------
 
-_CHUNK_SIZE = re.compile(rb"[0-9A-Fa-f]{1,15}")
-_MAX_LINE = 18
+_CHUNK_ENDED = b"\r\n"
+_CHUNK_OPENING = re.compile(rb"\r\n(?:0{1,15}\r\n\r\n|(?!0+\r)([0-9A-Fa-f]{1,15})\r\n)")
+"""The end of a chunk and the size of the next; without a size, the end of the body."""
+_PART_OF_OPENING = re.compile(rb"\r(?:\n(?:[0-9A-Fa-f]{1,15}(?:\r(?:\n\r?)?)?)?)?")
 WHOLE_CHUNK_LIMIT = 4096
 _SIZES = {len(b"%x\r\n" % size) + size + 2: b"%x\r\n" % size for size in range(1, WHOLE_CHUNK_LIMIT)}
 WHOLE_CHUNK_OPENING = tuple(_SIZES.get(length, b"-" * WHOLE_CHUNK_LIMIT) for length in range(WHOLE_CHUNK_LIMIT))
@@ -365,15 +370,11 @@ class ChunkedReader(BodyReader):
         payload: where given, the payload of the chunks is appended to it, for a peer that gets other chunks or none.
     """
 
-    _carry: bytes = b""
-    _after_chunk = False
-    _last = False
-    """The chunk of size 0 has come, and the empty line behind it has not."""
-
     def __init__(self, payload: list[bytes] | None = None) -> None:
         super().__init__(0)
         self.done = False
         self._payload = payload
+        self._carry = _CHUNK_ENDED  # no chunk comes before the first, and each begins behind the end of another
 
     def feed(self, data: bytes, start: int = 0) -> int:
         """See `BodyReader`.
@@ -381,62 +382,32 @@ class ChunkedReader(BodyReader):
         Raises:
             FramingError: for anything but a well-formed chunked body.
         """
-        first = start
         carried = len(self._carry)
-        if carried:
-            data = self._carry + data[start:]
-            carried -= start
-            start = 0
-            self._carry = b""
-        at, end = start, len(data)
+        data = self._carry + data[start:]
+        at, end = 0, len(data)
         while at < end and not self.done:
             if self._left:
-                at = self._chunk(data, at, end)
-            elif self._after_chunk:
-                if data[at : at + 2] != b"\r\n":
-                    if data[at:end] == b"\r":
-                        break
-                    raise FramingError("a chunk is longer than its size says")
-                self._after_chunk = False
-                at += 2
-            else:
-                line_end = self._line_end(data, at, end)
-                if line_end < 0:
-                    break
-                self._line(data, at, line_end)
-                at = line_end + 2
-        if not self.done:
-            self._carry = data[at:]
-            at = end
-        self.size += at - carried - first
-        self.between_chunks = not (self._left or self._after_chunk or self._carry or self._last)
-        return at - carried
-
-    def _chunk(self, data: bytes, at: int, end: int) -> int:
-        step = min(self._left, end - at)
-        if self._payload is not None:
-            self._payload.append(data[at : at + step])
-        self._left -= step
-        self._after_chunk = self._left == 0
-        return at + step
-
-    @staticmethod
-    def _line_end(data: bytes, at: int, end: int) -> int:
-        line_end = data.find(b"\r\n", at, at + _MAX_LINE)
-        if line_end < 0 and (end - at >= _MAX_LINE or b"\n" in data[at:end]):
-            raise FramingError(f"bad chunk size line {shown(data[at:end])}")
-        return line_end
-
-    def _line(self, data: bytes, at: int, line_end: int) -> None:
-        if self._last:
-            if at != line_end:
-                raise FramingError("trailers are not served")
-            self.done = True
-            return
-        if not _CHUNK_SIZE.fullmatch(data, at, line_end):
-            raise FramingError(f"bad chunk size line {shown(data[at:line_end])}")
-        self._left = int(data[at:line_end], 16)
-        self._last = self._left == 0
+                step = min(self._left, end - at)
+                if self._payload is not None:
+                    self._payload.append(data[at : at + step])
+                self._left -= step
+                at += step
+                continue
+            opening = _CHUNK_OPENING.match(data, at)
+            if opening is None:
+                if not _PART_OF_OPENING.fullmatch(data, at):
+                    raise FramingError(
+                        f"a chunk does not end where its size says, or bad size {shown(data[at : at + 20])}"
+                    )
+                break
+            at = opening.end()
+            self.done = opening[1] is None
+            self._left = 0 if self.done else int(opening[1], 16)
+        self._carry = b"" if self.done else data[at:]
+        taken = (at if self.done else end) - carried
+        self.size += taken
+        self.between_chunks = self._carry == _CHUNK_ENDED
+        return start + taken
 
 
 def body_reader(length: int, payload: list[bytes] | None = None) -> BodyReader:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.router.policies import Defer, EngineView, Policy, ReadsPrefixes, RequestView, Snapshot
+from penstock.router.policies import Defer, EngineView, Policy, RequestView, Snapshot
 
 
 class RoundRobin(Policy):
@@ -34,7 +34,7 @@ class PrefixAware(Policy):
     is no opinion.
     """
 
-    reads_prefixes = ReadsPrefixes.ALWAYS
+    reads_prefixes = True
 
     def choose(self, snapshot: Snapshot, request: RequestView) -> EngineView | Defer:
         held = {h.engine: h.tokens for h in request.prefix_holders if h.tokens >= self._config.prefix_length}

@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.rooms import plugged_in
 from penstock.router.memory import Engine, EngineEntry, Session, SessionStats, SessionTable
-from penstock.router.policies import Defer, Hints, Policies, ReadsPrefixes, RequestView, Snapshot
+from penstock.router.policies import Defer, Hints, Policies, RequestView, Snapshot
 from penstock.settings import RouterConfig
 
 MOST_GROUPS = 16_384
@@ -116,9 +116,8 @@ class Placement:
         snapshot = self._snapshot(request, tried)
         if snapshot is None:
             return None
-        wanted = self._policy.reads_prefixes
         boundaries = ()
-        if wanted and request.prefix_hashes and (home is None or wanted is ReadsPrefixes.ALWAYS):
+        if self._policy.reads_prefixes and request.prefix_hashes:
             boundaries = self._prefixes.boundaries(request.prefix_hashes)
         group_id = None if home is not None else request.group_id
         seen = RequestView(

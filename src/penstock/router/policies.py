@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum, IntEnum
+from enum import Enum
 from functools import lru_cache
 from hashlib import blake2b
 from operator import attrgetter
@@ -113,15 +113,6 @@ class Defer(Enum):
     """Hold the request until an engine has room; only for a request that opens a session."""
 
 
-class ReadsPrefixes(IntEnum):
-    """Which requests a policy wants `prefix_holders` of; they cost a few microseconds."""
-
-    NEVER = 0
-    OPENING = 1
-    """Of those without a home."""
-    ALWAYS = 2
-
-
 class Policy:
     """Picks one of the engines that may serve a request; one object is used for all requests.
 
@@ -131,8 +122,8 @@ class Policy:
 
     sticky = False
     """Whether a session belongs to its engine: it stays while that is drained."""
-    reads_prefixes = ReadsPrefixes.NEVER
-    """Which requests it wants prefixes of."""
+    reads_prefixes = False
+    """Whether it wants `prefix_holders` of requests."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
@@ -222,7 +213,7 @@ class BoundedSticky(Policy):
     """
 
     sticky = True
-    reads_prefixes = ReadsPrefixes.OPENING
+    reads_prefixes = True
 
     def __init__(self, config: RouterConfig) -> None:
         super().__init__(config)
@@ -302,7 +293,7 @@ class Policies:
         names = dict.fromkeys([*config.policy.split(","), _LAST_RESORT])
         self._policies: list[tuple[str, Policy]] = [(name, plugged_in(f"policy.{name}")(config)) for name in names]
         self.sticky = any(policy.sticky for _, policy in self._policies)
-        self.reads_prefixes = max(policy.reads_prefixes for _, policy in self._policies)
+        self.reads_prefixes = any(policy.reads_prefixes for _, policy in self._policies)
 
     def ask(self, snapshot: Snapshot, request: RequestView) -> tuple[str, EngineView | Defer]:
         for name, policy in self._policies:
