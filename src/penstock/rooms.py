@@ -34,6 +34,7 @@ PLACES = {
     "generator.agent": "penstock.gateway.training:AgentRollouts",
     "kept_kv.core": "penstock.plugin.kept_kv:KeptKV",
     "launcher.ray": "penstock.fleet.ray_engines:RayLauncher",
+    "load.direct": "penstock.plugin.direct:DirectLoads",
     "layouts.check": "penstock.engine.layouts:check",
     "launch.simulated": "penstock.engine.layouts:simulated_options",
     "lent.check": "penstock.weights.transfer:check_same_bits",
@@ -48,6 +49,7 @@ PLACES = {
     "policy.requests": "penstock.router.policies:Requests",
     "policy.round-robin": "penstock.router.other_policies:RoundRobin",
     "prefix_hashes": "penstock.prefix_hash:prefix_hashes",
+    "progress.answers": "penstock.plugin.answers:AnswerReporter",
     "quantise.loader": "penstock.plugin.quantised:register_loader",
     "quantise.options": "penstock.engine.layouts:quantised_options",
     "quantise.schemes": "penstock.plugin.quantised:find_schemes",
@@ -59,6 +61,7 @@ PLACES = {
     "router.running": "penstock.fleet.running_router:open_running",
     "router.running.check": "penstock.fleet.running_router:check",
     "router.workers": "penstock.router.workers:router_of_worker",
+    "sums.kernel": "penstock.weights.sum_kernel:compiled",
     "token_meter": "penstock.token_meter:TokenMeter",
     # Of a transport: the trainer's store, an engine core's check of the bytes, and a worker's source.
     "store.broadcast": "penstock.weights.broadcast:BroadcastStore",

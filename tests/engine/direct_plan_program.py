@@ -34,7 +34,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from nano_models import save_biased, save_dense, save_moe, save_routed
 from penstock.errors import TransferError
 from penstock.plugin import worker as loading
-from penstock.plugin.direct import DirectPlan, make_plan, written
+from penstock.plugin.direct import DirectLoads, DirectPlan, make_plan, written
 from penstock.weights.manifest import TensorEntry
 
 CPU = torch.device("cpu")
@@ -125,7 +125,8 @@ class Bench:
     def loader(self, plan: DirectPlan | None) -> loading.Loader:
         """One that has this plan to prove, as if it ran on a GPU."""
         loader = loading.Loader(worker(self, CPU))
-        loader._plan = plan
+        loader.direct = DirectLoads()
+        loader.direct.plan = plan
         return loader
 
     def load(self, loader: loading.Loader, source: Any = None) -> bool:
@@ -169,7 +170,7 @@ def prove_and_copy(bench: Bench) -> None:
     found["in_place"] = sum(plan.place(entry) is not None for entry in bench.entries)
     loader = bench.loader(plan)
     found["first_known"] = bench.load(loader)
-    found["proved"] = loader._proved
+    found["proved"] = loader.direct.proved
     found["first_as_vllm_loads"] = bench.loaded()
     bench.sent = {name: torch.randn_like(tensor) for name, tensor in bench.sent.items()}
     found["second_known"] = bench.load(loader, second := Sent(bench.sent))
@@ -190,7 +191,7 @@ def swap(bench: Bench, pairs: list[tuple[str, str]]) -> None:
                 del plan.pieces[first]
             loader = bench.loader(plan)
             bench.load(loader)
-            bench.found["swapped"].append([loader._proved, loader._plan is not None, bench.loaded()])
+            bench.found["swapped"].append([loader.direct.proved, loader.direct.plan is not None, bench.loaded()])
 
 
 @contextmanager

@@ -25,9 +25,10 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.v1.attention.backend import AttentionImplBase
 
 from penstock.errors import PenstockError
+from penstock.plugin.compat import without_adapters
 from penstock.plugin.patches import attempt
 from penstock.weights.checksum import DeviceSums, device_sums
-from penstock.weights.manifest import TensorEntry
+from penstock.weights.manifest import Source, TensorEntry, WeightManifest
 
 logger = logging.getLogger("vllm.penstock")
 """Below vLLM's own, which alone has a handler in a worker."""
@@ -35,6 +36,41 @@ logger = logging.getLogger("vllm.penstock")
 PLAIN_METHODS = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"})
 """vLLM's methods that keep nothing else of the weights than the parameters themselves."""
 KV_SCALES = ("k_scale", "v_scale", "q_scale", "kv_scale")
+
+
+class DirectLoads:
+    """The plan of one worker, kept for versions whose tensors have the same names and shapes."""
+
+    def __init__(self) -> None:
+        self.plan: DirectPlan | None = None
+        self.proved = False
+        self._planned: tuple[Any, ...] | None = None
+
+    def prepare(self, model: Any, manifest: WeightManifest) -> None:
+        """Make the plan, unless it is made; the weights in force stay as they are."""
+        planned = tuple((e.name, e.dtype, e.shape) for e in manifest.tensors)
+        if planned != self._planned:
+            with without_adapters(model):
+                self.plan = make_plan(model, manifest.tensors)
+            self._planned, self.proved = planned, False
+
+    def copy(self, manifest: WeightManifest, source: Source) -> None:
+        """Load a version by the proved plan."""
+        assert self.plan is not None  # noqa: S101 - what is proved is a plan
+        with torch.no_grad():
+            for entry, tensor in source.tensors(manifest, self.plan.place):
+                self.plan.put(entry.name, tensor)
+        torch.accelerator.synchronize()
+
+    def proof(self) -> Proof | None:
+        """Return what compares a reload with the plan; None: there is no plan."""
+        return None if self.plan is None else Proof(self.plan)
+
+    def settle(self, proof: Proof, model: Any) -> None:
+        """Keep the plan if the reload, now ended, has proved it."""
+        with without_adapters(model):
+            self.proved = proof.holds(model)
+        self.plan = self.plan if self.proved else None
 
 
 class NotDirectError(PenstockError):

@@ -1,4 +1,4 @@
-"""What our code adds to vLLM's workers: it loads versions, by copies (`direct.py`) or by vLLM's reload."""
+"""What our code adds to vLLM's workers: it loads versions by vLLM's reload, and on GPUs by copies (`direct.py`)."""
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from vllm.platforms import current_platform
 
 from penstock.errors import PenstockError, WeightsError
 from penstock.plugin.compat import without_adapters
-from penstock.plugin.direct import DirectPlan, Proof, make_plan
 from penstock.plugin.patches import attempt
 from penstock.plugin.spec import checksum_of_sums, schemes_of, weights_checksum
 from penstock.rooms import plugged_as, plugged_in
@@ -136,23 +135,19 @@ def _text_of(error: Exception | None) -> str:
 
 
 class Loader:
-    """Loads versions into one worker's model; it keeps the plan for tensors of the same names and shapes."""
+    """Loads versions into one worker's model."""
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
-        self._plan: DirectPlan | None = None
-        self._proved = False
-        self._planned: tuple[Any, ...] | None = None
         self._schemes: dict[str, Any] | None = None
+        # Kernels of CPUs keep packed copies of the weights, so that copies alone would not change them.
+        self.direct: Any = None if worker.device.type == "cpu" else plugged_in("load.direct")()
+        """`direct.DirectLoads` of a GPU."""
 
     def prepare(self, manifest: WeightManifest) -> None:
-        """Make the plan, unless it is made; the weights in force stay as they are."""
-        planned = tuple((e.name, e.dtype, e.shape) for e in manifest.tensors)
-        if self._worker.device.type != "cuda" or planned == self._planned:
-            return  # kernels of CPUs keep packed copies of the weights
-        with without_adapters(self._model):
-            self._plan = make_plan(self._model, manifest.tensors)
-        self._planned, self._proved = planned, False
+        """Do what can be done before the pause; the weights in force stay as they are."""
+        if self.direct is not None:
+            self.direct.prepare(self._model, manifest)
 
     def load(self, manifest: WeightManifest, source: Source) -> bool:
         """Put every tensor of a prepared manifest in force; the engine must be paused.
@@ -163,18 +158,15 @@ class Loader:
         Raises:
             TransferError: the model is torn, and must not run.
         """
-        if self._plan is None or not self._proved:
-            self._reload(manifest, source)
-            return False
-        with torch.no_grad():
-            for entry, tensor in source.tensors(manifest, self._plan.place):
-                self._plan.put(entry.name, tensor)
-        torch.accelerator.synchronize()
-        return source.compares
+        if self.direct is not None and self.direct.proved:
+            self.direct.copy(manifest, source)
+            return source.compares
+        self._reload(manifest, source)
+        return False
 
     def _reload(self, manifest: WeightManifest, source: Source) -> None:
-        """Load by vLLM's reload, which proves the plan or ends it."""
-        proof = None if self._plan is None else Proof(self._plan)
+        """Load by vLLM's reload, which proves the copies of later versions or ends them."""
+        proof = None if self.direct is None else self.direct.proof()
 
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
             for entry, tensor in source.tensors(manifest, lambda _: None):
@@ -190,10 +182,8 @@ class Loader:
         begin(self._model)
         receive(self._model, plugged_in("quantise.tensors")(self._schemes, tensors()) if self._schemes else tensors())
         finish(self._model, self._worker.model_config)
-        if proof is not None:
-            with without_adapters(self._model):
-                self._proved = proof.holds(self._model)
-            self._plan = self._plan if self._proved else None
+        if proof is not None and self.direct is not None:
+            self.direct.settle(proof, self._model)
 
     @property
     def _model(self) -> Any:

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 
 import torch
+
+from penstock.rooms import plugged_in
 
 WORD = 8
 """Bytes that are summed as one integer. Sums of narrower ones have to be widened, which makes them twenty times slower
@@ -29,6 +32,8 @@ _EXPONENTS = {
 """Bits of a word that are all set in NaN and infinity, and the lowest of them in each number."""
 _COPIED_BYTES = 256 * 2**20
 Kernel = Callable[[Sequence[torch.Tensor], Sequence[tuple[int, int]], tuple[int, int, int]], torch.Tensor]
+NO_KERNEL = (ImportError, OSError, RuntimeError, AttributeError, subprocess.SubprocessError)
+"""Raised where Triton is not there, or cannot compile or load a kernel, such as without a C compiler or Python.h."""
 logger = logging.getLogger("vllm.penstock")  # workers of vLLM show no others
 _WARMING = threading.Lock()
 
@@ -103,22 +108,12 @@ def _kernel(device: torch.device) -> Kernel | None:
     if device.type != "cuda":
         return None
     try:
-        from penstock.weights.sum_kernel import CompileError, launch  # noqa: PLC0415 - Triton comes with torch for GPUs
-    except ImportError as error:
-        _say_slow(error)
-        return None
-    try:
-        launch([torch.zeros(1, dtype=torch.int64, device=device)], [(0, 0)], (_ODD, _EVEN, WIDTH))
+        return plugged_in("sums.kernel")(device, (_ODD, _EVEN, WIDTH))  # Triton comes with torch for GPUs
     except torch.OutOfMemoryError:
         raise
-    except CompileError as error:
-        _say_slow(error)
+    except NO_KERNEL as error:
+        logger.warning("checksums are computed by torch, slower, since Triton cannot: %r", error)
         return None
-    return launch
-
-
-def _say_slow(error: Exception) -> None:
-    logger.warning("checksums are computed by torch, slower, since Triton cannot: %s", error)
 
 
 def _bounded(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -7,8 +7,7 @@ them takes longer than a small model's bytes take over NVLink.
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -16,12 +15,18 @@ import triton
 import triton.language as tl
 from triton.errors import TritonError
 
-CompileError = (TritonError, ImportError, OSError, RuntimeError, AttributeError, subprocess.SubprocessError)
-"""What Triton raises of a kernel that it cannot compile or load, such as where there is no C compiler or Python.h."""
-
 PROGRAMS = 128
 """Of each tensor, at most: each sums every 128th row. With one embedding among many small tensors the whole GPU works
 on the former, and those that have no row end at once."""
+
+
+def compiled(device: torch.device, mixing: tuple[int, int, int]) -> Callable[..., torch.Tensor]:
+    """Return `launch`, once it has run on a device. RuntimeError and others: Triton cannot compile or load it."""
+    try:
+        launch([torch.zeros(1, dtype=torch.int64, device=device)], [(0, 0)], mixing)
+    except TritonError as error:
+        raise RuntimeError(str(error)) from error
+    return launch
 
 
 def launch(
