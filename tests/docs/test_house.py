@@ -39,7 +39,7 @@ SIDE_ROOMS = tuple(
 )  # fmt: skip
 SPINE_FILES, SPINE_LINES = 55, 13_085
 """The most that the spine has now; the target is 60 files and 10,000 lines."""
-SOURCE_FILES, SOURCE_LINES = 230, 45_597
+SOURCE_FILES, SOURCE_LINES = 230, 45_591
 """The most that `src` has now; the target is 230 files and 38,000 lines."""
 
 

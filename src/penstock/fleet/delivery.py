@@ -33,8 +33,6 @@ class Delivery(Fetching):
     def __init__(self, sender: BroadcastStore, roster: Roster, deadline_s: float) -> None:
         super().__init__(roster, deadline_s)
         self.sender = sender
-        self.fresh = False
-        """The last `gather` formed a group, and did not find it."""
         self._joined: tuple[ControlClient, ...] = ()
 
     async def ready(
@@ -43,15 +41,11 @@ class Delivery(Fetching):
         """Form the group and prepare; see `Fetching.ready`. Raises as `gather` does."""
         members = await self.gather(members)
         try:
-            prepared = await self._prepare(members, manifest)
+            return members, await self._prepare(members, manifest)
         except WeightsError:
-            if self.fresh:
-                raise
-            # It may be the group that an engine does not know any more, such as one that was restarted unseen.
+            # It may be the group that an engine does not know any more: the next update forms another one.
             self.sender.interrupt("an engine does not prepare what is to be sent over it")
-            members = await self.gather(updatable(members))
-            prepared = await self._prepare(members, manifest)
-        return members, prepared
+            raise
 
     async def apply(
         self, members: Sequence[Member], manifest: WeightManifest, call: Call[EngineUpdate]
@@ -102,9 +96,9 @@ class Delivery(Fetching):
 
         WeightsError: an engine refuses to join; or none can reach the trainer.
         """
-        left, self.fresh = updatable(members), False
+        left = updatable(members)
         while left and not self.holds(left):
-            self._joined, self.fresh = (), True
+            self._joined = ()
             if await self._form(left, torn=torn):
                 self._joined = tuple(member.control for member in left)
             left = updatable(left)
