@@ -151,18 +151,11 @@ def _policy_names(given: str) -> str:
     return given
 
 
-_KINDS = {
-    "ambiguous": "not canonical (no escapes, empty or dot segments, special characters)",
-    "control": "a control call, which goes to every engine by the fleet's own client",
-    "private": "a call that tells of one engine only",
-}
-
-
 def _data_paths(names: str) -> str:
     """Refuse a path that would reach one engine only, or that servers read in different ways."""
     for name in filter(None, names.split(",")):
         if (kind := kind_of_path(name.encode())) != "other":
-            raise ValueError(f"cannot have {name!r}: it is {_KINDS[kind]}")
+            raise ValueError(f"cannot have {name!r}: that is {kind}, and not a call that any engine may answer")
     return names
 
 

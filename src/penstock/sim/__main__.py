@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from penstock.errors import PenstockError, UserError
 from penstock.process import raise_file_limit
@@ -17,14 +17,13 @@ from penstock.sim.server import SimServer
 API_KEY_ENV = "PENSTOCK_API_KEY"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Parse, serve, and return the exit status: 2 for bad options, 1 where it cannot start."""
     watch_lifeline()
-    given = sys.argv[1:] if argv is None else argv
     try:
         # A launcher passes the key in the environment, where other users of the machine do not see it.
         key = os.environ.get(API_KEY_ENV) or None
-        config = SimConfig.read(given, api_key=key)
+        config = SimConfig.read(sys.argv[1:], api_key=key)
         ready = f"penstock-sim ready {config.name}"
         asyncio.run(serve(config, lambda url: print(ready, url, flush=True)))  # noqa: T201
     except PenstockError as error:

@@ -243,8 +243,6 @@ class SimRequest:
         self.params = params
         self.lora = lora
         """Name of the adapter it asked for."""
-        self.cached_tokens = 0
-        """Prompt tokens found in the prefix cache."""
         self.sequences: list[SimSequence] = []
         self.asked = False
         """A client asked for its abort."""
@@ -407,7 +405,6 @@ class Scheduler:
         hit = len(blocks) * self._config.block_size
         if self._config.enable_prefix_caching and not sequence.counted:
             sequence.counted = True
-            sequence.request.cached_tokens = max(sequence.request.cached_tokens, hit)
             self.stats.queries += sequence.length
             self.stats.hits += hit
         sequence.blocks = [*blocks, *fresh]
