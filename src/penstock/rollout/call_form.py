@@ -1,7 +1,7 @@
-"""How a chat template writes tool calls, found by rendering some: the grammar that forces a call, and its reading.
+"""The form in which a chat template writes tool calls: a grammar that forces a call, and a reader for it.
 
-A grammar works on text, so a model under it may spell a marker by other tokens than its own. So calls are read from
-the text here, where nothing but calls can stand; `OutputParser` reads those that the model made by itself.
+The form is found by rendering sample calls. A grammar works on text, so a model may spell a marker with other tokens
+than the marker's own. `CallForm.read` therefore works on text; `OutputParser` reads calls made without a grammar.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CALL = re.compile(
 )
 _XML_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 Grammar = dict[str, Any]
-"""A format of vLLM's structural tags."""
+"""One format of vLLM's structural tags."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,11 @@ class CallForm:
     """The texts around a call's name and arguments.
 
     Attributes:
-        before: the name.
-        between: name and arguments.
-        after: the arguments.
-        separator: of two calls; None: a template joins several in another way, so one call is forced.
-        xml: arguments are Qwen-Coder's XML; else they are JSON.
+        before: text before the name.
+        between: text between name and arguments.
+        after: text after the arguments.
+        separator: text between two calls; None: the template joins calls in another way, so only one is forced.
+        xml: True if the arguments are Qwen-Coder's XML; else they are JSON.
     """
 
     before: str
@@ -46,11 +46,11 @@ class CallForm:
 
     @classmethod
     def of(cls, template: ChatTemplate) -> Self | None:
-        """Find the form of a template's calls; None: it shows none, or its arguments are neither JSON nor XML."""
+        """Return the form of a template's calls, or None if it shows no calls or writes neither JSON nor XML."""
         call = {"id": "call00000", "type": "function", "function": {"name": _NAME, "arguments": {"x": _VALUE}}}
         try:
             closing, one, two = (_after_mark(template, [call] * number) for number in range(3))
-        except (RequestError, ValueError):  # the template refuses calls, or shows no text beside them
+        except (RequestError, ValueError):  # the template refuses calls, or omits the text beside them
             return None
         one, two = (text.removesuffix(closing).strip() for text in (one, two))
         if (found := _CALL.fullmatch(one)) is None:
@@ -64,10 +64,10 @@ class CallForm:
 
         Args:
             tools: names that may be called, with the JSON schemas of their parameters.
-            single: of one call alone.
+            single: allow exactly one call.
         """
         kind = "qwen_xml_parameter" if self.xml else "json_schema"
-        # Without a bound a model may write white space to the end of its tokens.
+        # Without a limit, a model may write white space until its tokens run out.
         tags = [
             {
                 "type": "tag",
@@ -82,12 +82,12 @@ class CallForm:
         return {"type": "tags_with_separator", "tags": tags, **more}
 
     def read(self, text: str, tools: Mapping[str, Mapping[str, Any]]) -> tuple[str, tuple[tuple[str, str], ...]]:
-        """Return the text before the first whole call, and the calls: names with their arguments as JSON text."""
+        """Return the text before the first whole call, and the calls as (name, arguments as JSON text)."""
         calls: list[tuple[str, str]] = []
         end = first = -1
         names = "|".join(map(re.escape, tools))
         for found in re.finditer(f"{re.escape(self.before)}({names}){re.escape(self.between)}", text):
-            if found.start() < end:  # these characters stand within the arguments before
+            if found.start() < end:  # this match lies within the previous call's arguments
                 continue
             stop = self._end_of(text, found.end())
             if stop is None:
@@ -99,7 +99,7 @@ class CallForm:
         return (text[:first].strip() if calls else text), tuple(calls)
 
     def _end_of(self, text: str, start: int) -> int | None:
-        """Return where the arguments end; None: they were cut off."""
+        """Return where the arguments end, or None if the text was cut off."""
         try:
             end = text.index(self.after, start) if self.xml else json.JSONDecoder().raw_decode(text, start)[1]
         except (ValueError, RecursionError):
@@ -109,7 +109,7 @@ class CallForm:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """The texts around reasoning. `is_open`: the prompt has opened it; else the model may."""
+    """The texts around reasoning. `is_open`: the prompt already opened the reasoning; else the model may open it."""
 
     start: str
     end: str
@@ -117,7 +117,7 @@ class Reasoning:
 
 
 def after_reasoning(calls: Grammar, reasoning: Reasoning) -> Grammar:
-    """Return a grammar of calls that lets a model think before them."""
+    """Return a grammar that lets the model reason before its calls."""
     begin = "" if reasoning.is_open else reasoning.start
     thinking = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": reasoning.end}
     space = {"type": "regex", "pattern": "\\n{0,2}"}
@@ -131,7 +131,7 @@ def structured_outputs(grammar: Grammar) -> dict[str, Any]:
 
 
 def xml_arguments(text: str, schema: Mapping[str, Any]) -> str:
-    """Return Qwen-Coder's parameters as JSON; those that the schema does not call strings are JSON already."""
+    """Return Qwen-Coder's parameters as JSON. A value whose schema type is not `string` is parsed as JSON."""
     properties: Mapping[str, Any] = schema.get("properties") or {}
     arguments: dict[str, Any] = {}
     for name, value in _XML_PARAMETER.findall(text):

@@ -1,8 +1,8 @@
-"""A chat template in token space: a conversation to token ids, and new messages to the ids that follow a sample.
+"""A chat template in token space: renders a conversation, or the tokens that follow a sample.
 
-A whole conversation is rendered once. After that, sampled tokens stay as they are, and only new messages are rendered,
-as what the template writes after an assistant's message. That text is found by rendering the new messages behind a
-message that holds a mark; what stands behind the mark is the suffix. It needs no knowledge of the template.
+A whole conversation is rendered once. Sampled tokens are never rendered again. Later, only new messages are rendered,
+as the template writes them after an assistant's message. To find that text, the new messages are rendered after an
+assistant's message that holds a mark; the text behind the mark is the suffix. This works for any template.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _MARK = "penstock7mark3"
 _CALLED = "penstock7called3"
 HISTORIES = 8
 _ID_SIZES = (24, 9)
-"""Of ids of calls: ours, and the only one that Mistral's templates take."""
+"""Lengths of call ids: ours, and the only one that Mistral's templates accept."""
 
 
 class ChatTemplate:
-    """Renders conversations of one model. It depends on nothing but its arguments, so it can be shared.
+    """Renders conversations of one model. It keeps no state of a conversation, so it can be shared.
 
     Args:
-        tokenizer: with a chat template.
+        tokenizer: a tokenizer with a chat template.
 
     Raises:
         ConfigError: the tokenizer has no chat template.
@@ -46,7 +46,7 @@ class ChatTemplate:
         self._end_id = self._find_end()
 
     def _find_end(self) -> int | None:
-        """Return the added token that ends an assistant's message. White space before it is part of answers too."""
+        """Return the added token that ends an assistant's message. Skip white space, which answers contain too."""
         for token in self._closing_ids:
             if self.tokenizer.decode([token], skip_special_tokens=False).strip():
                 return token if self.tokenizer.is_added(token) else None
@@ -54,18 +54,18 @@ class ChatTemplate:
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """Ids that end an assistant's message: the tokenizer's, and the added token that the template writes there."""
+        """Ids that end an assistant's message: the tokenizer's EOS, and the added token that the template writes."""
         ids = (self.tokenizer.eos_token_id, self._end_id)
         return tuple(dict.fromkeys(token for token in ids if token is not None))
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Message] = (), *, most: int | None = None
     ) -> list[int]:
-        """Return the ids of a whole conversation and of the opening of the assistant's next message.
+        """Return the ids of a whole conversation, up to the opening of the assistant's next message.
 
         Args:
-            messages: of the conversation.
-            tools: that it shows.
+            messages: messages of the conversation.
+            tools: tools that the template shows.
             most: see `Tokenizer.encode_exact`.
         """
         return self.tokenizer.encode_exact(self._chat(messages, tools, opening=True), most)
@@ -73,16 +73,16 @@ class ChatTemplate:
     def suffix(
         self, messages: Sequence[Message], tools: Sequence[Message] = (), *, last_id: int, most: int | None = None
     ) -> list[int] | None:
-        """Return the ids that new messages add after a sample, up to the opening of the next one.
+        """Return the ids that new messages add after a sample, up to the opening of the next message.
 
         Args:
-            messages: that followed the sample.
-            tools: of the conversation.
-            last_id: of the sample. If it is no end of a message (the sample was cut off), the suffix has one.
+            messages: messages that follow the sample.
+            tools: tools of the conversation.
+            last_id: the sample's last id. If it does not end a message (a cut-off sample), the suffix adds the end.
             most: see `Tokenizer.encode_exact`.
 
         Returns:
-            None: the template gives no such suffix, so the conversation has to be rendered as a whole.
+            The ids, or None if the template allows no suffix and the whole conversation must be rendered.
         """
         text = self._suffix_text(messages, tools)
         if text is None or (tools and self._repeats_tools(messages)):
@@ -91,9 +91,9 @@ class ChatTemplate:
         return ids[ids.index(last_id) + 1 :] if last_id == self._end_id else ids
 
     def faults(self) -> list[str]:
-        """Try the suffix on random histories; return where it is not what the template writes as a whole.
+        """Try the suffix on random histories; return where it differs from the whole rendering.
 
-        A template with faults, such as one that renders a message by what follows it, cannot be extended.
+        A template with faults cannot be extended, for example one that renders a message by what follows it.
         """
         rng = random.Random(0)
         found: list[str] = []
@@ -106,9 +106,9 @@ class ChatTemplate:
             tools = [_tool("look_up")] * rng.randint(0, 1)
             try:
                 whole, suffix = self.render([*history, *new], tools), self.suffix(new, tools, last_id=last_id)
-            except RequestError:  # of a role that this model does not have
+            except RequestError:  # the model does not have one of these roles
                 continue
-            if tools and self._repeats_tools(new):  # such a turn is rendered as a whole
+            if tools and self._repeats_tools(new):  # such a turn is rendered whole
                 continue
             if suffix is None or whole[-len(suffix) :] != suffix:
                 found.append(f"history {number}: {new[0]['role']} messages are not rendered as a suffix")
@@ -119,7 +119,7 @@ class ChatTemplate:
         return self.tokenizer.chat(shown, tools, opening=opening)
 
     def _takes_ids(self, size: int) -> bool:
-        """Whether the template takes ids of calls with so many characters."""
+        """Whether the template accepts call ids of `size` characters."""
         result = _result("0" * size, "f", "x")
         called = {"role": "assistant", "content": "x", "tool_calls": [_call(result, "x")]}
         try:
@@ -129,7 +129,7 @@ class ChatTemplate:
         return True
 
     def _repeats_tools(self, messages: Sequence[Message]) -> bool:
-        """Whether the template shows the tools again with new messages of these roles, as Mistral's with a user's."""
+        """Whether new messages of these roles show the tools again, as Mistral's template does for user messages."""
         roles = tuple(sorted({str(message.get("role")) for message in messages}, key=lambda role: role != "tool"))
         if roles not in self._repeats:
             new = [_result("0" * 9, "f", "x") if role == "tool" else {"role": role, "content": "x"} for role in roles]
@@ -137,7 +137,7 @@ class ChatTemplate:
         return self._repeats[roles]
 
     def _suffix_text(self, messages: Sequence[Message], tools: Sequence[Message]) -> str | None:
-        """Return the text behind the end of the message before `messages`."""
+        """Return the text that follows the previous message's end, up to the next opening, or None."""
         leading = next((i for i, m in enumerate(messages) if m.get("role") != "tool"), len(messages))
         mark, called = _marks_outside(f"{messages} {tools}")
         calls = [_call(message, called if i == leading - 1 else "x") for i, message in enumerate(messages[:leading])]
@@ -146,21 +146,21 @@ class ChatTemplate:
         try:
             closing = self.after((called, mark), context, tools, opening=False) if calls else self._closing
             text = self.after((called, mark) if calls else (mark,), [*context, *messages], tools, opening=True)
-        except ValueError:  # the template left the mark out, or refuses the messages in this place
+        except ValueError:  # the template omitted the mark, or refuses the messages here
             return None
         return text[len(closing) :] if text.startswith(closing) else None
 
     def after(
         self, marks: Sequence[str], messages: Sequence[Message], tools: Sequence[Message] = (), *, opening: bool
     ) -> str:
-        """Return the text behind the first of the marks that the template shows. ValueError: it shows none."""
+        """Return the text behind the first mark that the template shows. ValueError: it shows no mark."""
         text = self._chat(messages, tools, opening=opening)
         mark = marks[0] if marks[0] in text else marks[-1]  # some templates show no calls
         return text[text.rindex(mark) + len(mark) :]
 
 
 def _marks_outside(shown: str) -> tuple[str, str]:
-    """Return marks that do not occur in what is shown."""
+    """Return two marks that do not occur in `shown`."""
     mark, called = _MARK, _CALLED
     while mark in shown or called in shown:
         mark, called = f"{_MARK}{token_hex(4)}", f"{_CALLED}{token_hex(4)}"
@@ -186,7 +186,7 @@ def _tool(name: str) -> dict[str, Any]:
 
 
 def _with_ids(message: Message, size: int) -> Message:
-    """Return a message with ids of calls that a template takes."""
+    """Return a message whose call ids the template accepts."""
     if size == _ID_SIZES[0] or not ("tool_calls" in message or "tool_call_id" in message):
         return message
     made = dict(message)
@@ -207,7 +207,7 @@ def _words(rng: random.Random) -> str:
 
 
 def _random_history(rng: random.Random) -> list[dict[str, Any]]:
-    """Return a conversation that ends with an assistant's message, perhaps with calls."""
+    """Return a conversation that ends with an assistant's message, sometimes with calls."""
     history: list[dict[str, Any]] = [{"role": "system", "content": _words(rng)}] if rng.random() < 0.5 else []  # noqa: PLR2004
     for _ in range(rng.randint(0, 2)):
         history += [{"role": "user", "content": _words(rng)}, {"role": "assistant", "content": _words(rng)}]

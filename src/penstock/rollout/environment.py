@@ -1,4 +1,4 @@
-"""Tasks that a policy is trained on, their split, and the reward of a response."""
+"""Tasks that train a policy, their split, and the reward of a response."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _PACKAGES = {
     "skyrl-gym": "penstock.rollout.skyrl_gym_env:SkyRLEnvironment",
     "verifiers": "penstock.rollout.verifiers_env:VerifiersEnvironment",
 }
-"""Prefixes of `environment.name`: an environment of that package by its own name."""
+"""Prefixes of `environment.name`. The rest of the name is an environment of that package."""
 MOST_DRAWS = 100_000
-"""Tries of one call of `DrawnTasks`; one prompt in ten is held out."""
+"""Draws that `DrawnTasks` tries per call. One prompt in ten is held out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,10 @@ class Task:
     """One problem.
 
     Attributes:
-        id: of the task.
+        id: Id of the task.
         prompt: text that the policy sees.
-        metadata: what the environment needs to score it.
-        messages: opening of an episode of several turns, in OpenAI's form; empty: `prompt` as the user's message.
+        metadata: data that the environment needs to score a response.
+        messages: opening of an episode of several turns, in OpenAI's form. Empty: `prompt` as the user's message.
     """
 
     id: str
@@ -52,7 +52,7 @@ class Response(str):  # noqa: SLOT000 - a str has no slots of its own beside its
 
     Attributes:
         answer: the text without reasoning and calls.
-        calls: name and arguments of each tool call, the arguments as JSON text.
+        calls: name and arguments of each tool call; the arguments are JSON text.
     """
 
     answer: str
@@ -60,7 +60,7 @@ class Response(str):  # noqa: SLOT000 - a str has no slots of its own beside its
 
     @classmethod
     def of(cls, text: str, answer: str, calls: tuple[tuple[str, str], ...]) -> Self:
-        """Build one; `str` takes no further arguments."""
+        """Build a response; `str` takes no further arguments."""
         response = cls(text)
         response.answer, response.calls = answer, calls
         return response
@@ -71,10 +71,10 @@ class Turn:
     """The environment's answer to a response, in an episode of several turns.
 
     Attributes:
-        observation: the next message, as text, or several messages in OpenAI's form.
-        reward: of the response that it answers; the episode's reward is the sum of these and of `Environment.reward`.
-        done: the episode ends, and the observation is not shown to the policy.
-        role: of the message, if the observation is a text.
+        observation: the next message as text, or several messages in OpenAI's form.
+        reward: reward of the answered response. An episode's reward is their sum plus `Environment.reward`.
+        done: True ends the episode; the policy does not see the observation.
+        role: role of the message, if the observation is text.
     """
 
     observation: str | Sequence[Mapping[str, Any]] = ""
@@ -90,10 +90,10 @@ class Turn:
 
 
 class Dialogue:
-    """The environment's side of one episode. A subclass may keep what the episode changes.
+    """The environment's side of one episode. A subclass may keep the state that the episode changes.
 
     Attributes:
-        opening: messages that the episode begins with, in OpenAI's form.
+        opening: first messages of the episode, in OpenAI's form.
     """
 
     def __init__(self, environment: Environment, task: Task) -> None:
@@ -107,38 +107,38 @@ class Dialogue:
 
 
 class Environment(ABC):
-    """A stream of tasks and a reward. Methods are deterministic: the same seed and index give the same task.
+    """A stream of tasks and a reward. It is deterministic: the same seed and index give the same task.
 
-    An environment of one's own subclasses this, takes `seed` and its options as keyword arguments, and is named
-    `module:Class` in the config.
+    To write an environment, subclass this class. It takes `seed` and its options as keyword arguments. The config names
+    it as `module:Class`.
     """
 
     @abstractmethod
     def train_task(self, index: int) -> Task:
-        """Task `index` (from 0, unbounded) of the training stream; a function of the seed and `index` alone."""
+        """Return task `index` (from 0, unbounded) of the training stream. It depends on seed and `index` alone."""
 
     @abstractmethod
     def heldout_tasks(self, n: int) -> list[Task]:
-        """`n` distinct tasks, none of which `train_task` can return for any seed and index (see `split_of`)."""
+        """Return `n` distinct tasks that `train_task` never returns for any seed and index (see `split_of`)."""
 
     @abstractmethod
     def reward(self, task: Task, response_text: str) -> float:
-        """Reward of the decoded response, special tokens left out. Never raises for any text a policy could write."""
+        """Return the reward of the decoded text, without special tokens. Never raise for a text a policy can write."""
 
     tools: Sequence[Mapping[str, Any]] = ()
-    """Functions in OpenAI's form, which the chat template shows to the policy in episodes of several turns."""
+    """Functions in OpenAI's form. The chat template shows them in episodes of several turns."""
 
     async def step(self, task: Task, responses: Sequence[Response]) -> Turn | None:
         """Answer the latest of the policy's `responses`, `[turns so far]`; None ends the episode.
 
-        A class that overrides it has episodes of several turns (`MultiTurnGenerator`).
+        An environment that overrides `step` has episodes of several turns (`MultiTurnGenerator`).
         """
         del task, responses
         return None
 
     @asynccontextmanager
     async def dialogue(self, task: Task) -> AsyncGenerator[Dialogue]:
-        """Open an episode, and close it when the block ends; an environment whose `step` needs a state overrides it."""
+        """Open an episode and close it when the block ends. Override this if `step` needs a state."""
         yield Dialogue(self, task)
 
     @classmethod
@@ -147,12 +147,12 @@ class Environment(ABC):
 
 
 class ListedTasks(Environment):
-    """An environment with a list of tasks. Each pass over the training tasks has an order of its own.
+    """An environment with a list of tasks. Each pass over the training tasks has its own order.
 
     Args:
-        tasks: all of them, if `split_of` their prompts decides which are held out; else those of training.
-        seed: of the order.
-        heldout: those held out.
+        tasks: training tasks. If `heldout` is None: all tasks; `split_of` decides by the prompt which are held out.
+        seed: seed of the order.
+        heldout: held-out tasks.
 
     Raises:
         ConfigError: there is no task to train on.
@@ -177,27 +177,27 @@ class ListedTasks(Environment):
         return self._train[self._order[place]]
 
     def heldout_tasks(self, n: int) -> list[Task]:
-        """The first `n` that are held out. UserError: there are fewer."""
+        """Return the first `n` held-out tasks. UserError: there are fewer."""
         if n > len(self._heldout):
             raise UserError(f"{len(self._heldout)} tasks are held out, {n} were asked for; set eval.size")
         return self._heldout[:n]
 
 
 class DrawnTasks(Environment):
-    """An environment whose tasks are drawn at random: a class gives `draw` and `reward`."""
+    """An environment that draws tasks at random. A subclass defines `draw` and `reward`."""
 
     def __init__(self, *, seed: int) -> None:
         self.seed = seed
 
     @abstractmethod
     def draw(self, rng: random.Random) -> Task:
-        """Draw a task; its prompt decides its split."""
+        """Draw a task. Its prompt decides its split."""
 
     def train_task(self, index: int) -> Task:
         return next(self._tasks(f"{self.seed}/{index}", "train"))
 
     def heldout_tasks(self, n: int) -> list[Task]:
-        """`n` tasks with distinct prompts that training never sees, the same for every seed."""
+        """Return `n` tasks with distinct prompts. Training never sees them; they are the same for every seed."""
         found: dict[str, Task] = {}
         for task in self._tasks("heldout", "heldout"):
             found[task.prompt] = task
@@ -215,9 +215,9 @@ class DrawnTasks(Environment):
 
 
 def split_of(prompt: str) -> Split:
-    """The split a prompt belongs to, by a stable hash of its text: 10% held out, 30% warm start, 60% training.
+    """Return a prompt's split by a stable hash of its text: 10% held out, 30% warm start, 60% training.
 
-    Since the text alone decides, no seed or index can carry a prompt from one split into another.
+    The split depends on the text alone, so no seed or index moves a prompt into another split.
     """
     bucket = int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=8).digest()) % 10
     if bucket == 0:
@@ -229,7 +229,7 @@ def load_environment(config: EnvironmentConfig, seed: int) -> Environment:
     """Build the environment that `config` names, with its options and `seed`.
 
     Raises:
-        ConfigError: no such environment, not an `Environment`, options that it does not take, or an error of its own.
+        ConfigError: unknown environment, not an `Environment`, unknown options, or an error of the user's code.
     """
     cls = _environment_class(config.name)
     taken = inspect.signature(cls).parameters
@@ -246,7 +246,7 @@ def load_environment(config: EnvironmentConfig, seed: int) -> Environment:
 
 @contextmanager
 def user_code(what_failed: str, error_type: type[PenstockError]) -> Generator[None]:
-    """Turn any error of a user's own code into `error_type`, with the line that raised it."""
+    """Turn any error of a user's code into `error_type`. The message names the line that raised it."""
     try:
         yield
     except PenstockError:
@@ -256,8 +256,8 @@ def user_code(what_failed: str, error_type: type[PenstockError]) -> Generator[No
 
 
 def describe_error(error: Exception) -> str:
-    """Type and message of an error, with the last line outside of libraries."""
-    if isinstance(error, SyntaxError) and error.filename:  # of a module, of which no line was run
+    """Return type and message of an error, with the last line outside of libraries."""
+    if isinstance(error, SyntaxError) and error.filename:  # the module did not run, so no frame shows it
         return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
     libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
@@ -266,10 +266,10 @@ def describe_error(error: Exception) -> str:
 
 
 def check_tasks(tasks: object, wanted: int, of: str) -> None:
-    """Refuse what is no list of `wanted` tasks.
+    """Check that `tasks` is a list of `wanted` tasks.
 
     Raises:
-        UserError: in words that begin with `of`, the call that gave them.
+        UserError: it is not. The message begins with `of`, the call that gave the tasks.
     """
     if not isinstance(tasks, Sequence):
         raise UserError(f"{of} must give a list of tasks, got {tasks!r}")
@@ -286,10 +286,10 @@ def check_tasks(tasks: object, wanted: int, of: str) -> None:
 
 
 def import_named(key: str, name: str) -> object:
-    """Import the `module:name` that config key `key` has.
+    """Import the `module:name` that config key `key` holds.
 
     Raises:
-        ConfigError: another form, no such module or name (the message has those that there are), or the module's error.
+        ConfigError: wrong form, unknown module or name (the message lists near ones), or an error of the module.
     """
     module_name, _, own_name = name.partition(":")
     if not (module_name and own_name):
@@ -300,7 +300,7 @@ def import_named(key: str, name: str) -> object:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-                raise  # the module is there, and one that it needs is not
+                raise  # the module exists, but it imports a missing module
             here = sorted(file.stem for file in Path.cwd().glob("*.py"))
             hint = did_you_mean(module_name, here, f"the modules of {Path.cwd()}")
             raise ConfigError(f"{failed}: there is no module {error.name!r}; {hint}") from error

@@ -1,7 +1,7 @@
 """The generator interface (R27): a batch of tasks in, rewarded token sequences out, in input order.
 
-The fields of input and output are those that trainers of this kind agree on (SkyRL's `GeneratorInterface`): prompt ids,
-response ids, rewards, loss masks, stop reasons, logprobs, metrics; with the weight version of every token beside them.
+The fields follow other trainers (SkyRL's `GeneratorInterface`): prompt ids, response ids, rewards, loss masks, stop
+reasons, logprobs, metrics. Penstock adds the weight version of every token.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from penstock.types import FinishReason, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class GeneratorInput:
-    """A batch of tasks, with `num_samples` episodes wanted of each.
+    """A batch of tasks, with `num_samples` episodes for each task.
 
     Attributes:
         tasks: the problems, `[B]`.
-        num_samples: episodes of each task; they form its group.
-        group_ids: `[B]`, names of the groups; default: the tasks' ids.
-        sampling_params: instead of the generator's own (evaluation is greedy); its `n` is ignored.
-        seeds: `[B]`, of sampling; episode `j` of task `i` has seed `seeds[i] + j`. None leaves it to the engine.
+        num_samples: episodes of each task; they form one group.
+        group_ids: names of the groups, `[B]`. Default: the tasks' ids.
+        sampling_params: replaces the generator's own (evaluation is greedy). Its `n` is ignored.
+        seeds: sampling seeds, `[B]`. Episode `j` of task `i` has seed `seeds[i] + j`; None: the engine chooses.
     """
 
     tasks: Sequence[Task]
@@ -48,11 +48,11 @@ class GeneratorInput:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One episode in token space: what the trainer learns from (R27, R28).
+    """One episode in token space, the trainer's training example (R27, R28).
 
-    `response_ids` holds everything after the prompt; `loss_mask` is 1 where the policy made the token and 0 where the
-    environment did. All per-token fields have the length of `response_ids`; tokens of the environment carry logprob
-    0.0 and the version of the turn before them.
+    `response_ids` holds every token after the prompt. `loss_mask` is 1 for the policy's tokens, else 0. All per-token
+    fields are as long as `response_ids`. Tokens of the environment carry logprob 0.0 and the version of the turn before
+    them.
     """
 
     prompt_ids: tuple[int, ...]
@@ -63,17 +63,17 @@ class Trajectory:
     reward: float
     stop_reason: FinishReason
     group_id: str
-    """Trajectories of one prompt share it; advantages are taken within it."""
+    """Group shared by the trajectories of one prompt. Advantages are computed within a group."""
     episode_id: str = ""
-    """Trajectories of one episode share it, and weigh as much as one; empty: this is the episode's only one."""
+    """Episode shared by its trajectories, which together weigh as much as one. Empty: the only one of its episode."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     kv_kept: tuple[bool, ...] = ()
-    """Of each token of `response_ids`: it attends to KV of older weights. Empty: none does."""
+    """True for each token of `response_ids` that attends to KV of older weights. Empty: False for all."""
     constrained: tuple[bool, ...] = ()
-    """Of each token of `response_ids`: it was sampled under a grammar, as was its logprob. Empty: none was."""
+    """True for each token of `response_ids` that a grammar constrained; its logprob is constrained too. Empty: none."""
     turn_rewards: tuple[tuple[int, float], ...] = ()
-    """Of an episode of several turns: the end of each turn in `response_ids`, and its own reward."""
-    routed_experts: Any = field(default=None, compare=False, repr=False)  # as of `Sample`
+    """Per turn of a longer episode: its end in `response_ids`, and its own reward."""
+    routed_experts: Any = field(default=None, compare=False, repr=False)  # same form as in `Sample`
 
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.loss_mask), len(self.logprobs), len(self.versions)}
@@ -84,10 +84,10 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class GeneratorOutput:
-    """Finished episodes, `[B * num_samples]` in input order, the episodes of a task one after another.
+    """Finished episodes, `[B * num_samples]` in input order; episodes of one task are adjacent.
 
     Attributes:
-        trajectories: all there is to learn from; the properties below are columns of it.
+        trajectories: all training data. The properties below are its columns.
         metrics: means over the batch: `reward_mean`, `response_tokens_mean`, `truncated_share`.
     """
 
@@ -96,7 +96,7 @@ class GeneratorOutput:
 
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory]) -> Self:
-        """Join trajectories, in order, and compute the metrics; without a trajectory there are none."""
+        """Join trajectories in order and compute the metrics. An empty batch has no metrics."""
         if not (n := len(trajectories)):
             return cls(())
         metrics = {
@@ -118,12 +118,12 @@ class GeneratorOutput:
 
     @property
     def rewards(self) -> list[float]:
-        """One reward an episode, `[N]`."""
+        """Rewards, one per episode, `[N]`."""
         return [t.reward for t in self.trajectories]
 
     @property
     def loss_masks(self) -> list[tuple[int, ...]]:
-        """1 where the policy made the token, ragged as `response_ids`."""
+        """1 for tokens that the policy made, else 0; ragged as `response_ids`."""
         return [t.loss_mask for t in self.trajectories]
 
     @property
@@ -143,12 +143,12 @@ class GeneratorOutput:
 
 
 class Generator(ABC):
-    """Turns tasks into trajectories. A schedule knows nothing of how: one turn, many, or an agent with tools."""
+    """Turns tasks into trajectories: with one turn, several turns, or an agent with tools. Schedules need not know."""
 
     @property
     @abstractmethod
     def tokenizer(self) -> Tokenizer:
-        """The policy's tokenizer, to show trajectories as text."""
+        """The policy's tokenizer, used to show trajectories as text."""
 
     @abstractmethod
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
@@ -156,5 +156,5 @@ class Generator(ABC):
 
         Raises:
             EngineError: an engine failed and no other could take over.
-            RequestError: a task does not fit the engine (prompt over the context, ...).
+            RequestError: a task does not fit the engine (prompt longer than the context, ...).
         """

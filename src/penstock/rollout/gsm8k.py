@@ -1,4 +1,4 @@
-"""GSM8K by its hub name, or from a folder of the same shape: grade-school word problems with one number as answer."""
+"""GSM8K from the hub or a local folder: school word problems whose answer is one number."""
 
 # pyarrow and huggingface_hub ship partial types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -17,22 +17,22 @@ from penstock.rollout.environment import ListedTasks, Task
 HUB = "openai/gsm8k"
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 ANSWER = re.compile(rf"####\s*\$?({NUMBER.pattern})\.?\s*$")
-"""The end of a row's answer."""
+"""Matches the end of a data row's answer."""
 
 
 class GSM8K(ListedTasks):
-    """The data set's own split: `train` is trained on, `test` is held out. 1.0 for a response that ends in the answer.
+    """Trains on the data set's `train` split and holds out `test`. The reward is 1.0 for the right number, else 0.0.
 
-    A response's answer is the number behind its last `####`, as in the data set; without one, its last number.
+    A response's answer is the first number after its last `####`. Without `####`, it is the last number.
 
     Args:
-        seed: of the order of the training tasks, which differs from pass to pass.
+        seed: seed of the order of training tasks, which differs in each pass.
         path: hub name, or a folder with `main/train-*.parquet` and `main/test-*.parquet` (as on the hub, needs pyarrow)
             or with `train.jsonl` and `test.jsonl`.
-        instruction: put behind each question.
+        instruction: text appended to each question.
 
     Raises:
-        ConfigError: no such data set, or one of another shape.
+        ConfigError: the data set does not exist or has another form.
     """
 
     def __init__(
@@ -50,20 +50,20 @@ class GSM8K(ListedTasks):
         super().__init__(train, seed=seed, heldout=test)
 
     def reward(self, task: Task, response_text: str) -> float:
-        """1.0 where the response's answer is the task's."""
+        """Return 1.0 if the response's answer equals the task's, else 0.0."""
         said = NUMBER.findall(response_text.rpartition("####")[2])
         answer = said[0 if "####" in response_text else -1] if said else ""
         return float(bool(answer) and _plain(answer) == task.metadata["answer"])
 
 
 def _plain(number: str) -> str:
-    """A number as text, such that equal ones are equal."""
+    """Return a number in one form, so that equal numbers have equal text."""
     plain = number.replace(",", "")
     return plain.rstrip("0").rstrip(".") if "." in plain else plain
 
 
 def _rows(folder: Path, split: str) -> Sequence[tuple[str, str]]:
-    """Question and plain answer of each problem."""
+    """Return question and answer of each problem; the answer is a bare number."""
     lines = folder / f"{split}.jsonl"
     if lines.is_file():
         found: list[Any] = _json_lines(lines)
@@ -91,7 +91,7 @@ def _json_lines(file: Path) -> list[Any]:
         text = file.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file} is not UTF-8 ({error}); save it in that encoding") from error
-    # JSON may hold the other ends of line that `splitlines` knows.
+    # JSON may contain other line ends that `splitlines` would split at.
     lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     return [parse_json(line, f"{file}, line {number}", ConfigError) for number, line in lines]
 
@@ -112,5 +112,5 @@ def _download(name: str) -> Path:
     check_on_hub(name, "dataset", "README.md")
     try:
         return Path(snapshot_download(name, repo_type="dataset", allow_patterns=["main/*"], etag_timeout=10))
-    except OSError as error:  # of the hub too
+    except OSError as error:  # errors of the hub are OSErrors too
         raise ConfigError(f"GSM8K at {name!r} cannot be downloaded: {error}") from error

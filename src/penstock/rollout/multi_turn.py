@@ -1,4 +1,4 @@
-"""Episodes of several turns in token space: what a turn sampled is what the next turn sends."""
+"""Episodes of several turns in token space: the next turn sends exactly the tokens sampled before."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SEEDS = 2**63
 
 
 class Sampler(Protocol):
-    """What samples: `Engine`, or a `DataClient`."""
+    """Source of samples: an `Engine` or a `DataClient`."""
 
     async def sample(
         self,
@@ -38,7 +38,7 @@ class Sampler(Protocol):
 
 @dataclass(slots=True)
 class TokenRow:
-    """The tokens of an episode as they come: sampled ones, and those of the environment between them."""
+    """The tokens of an episode in order: sampled tokens, and the environment's tokens between them."""
 
     prompt_ids: tuple[int, ...]
     ids: list[int] = field(default_factory=list[int])
@@ -48,10 +48,10 @@ class TokenRow:
     kv_kept: list[bool] = field(default_factory=list[bool])
     constrained: list[bool] = field(default_factory=list[bool])
     experts: Any = None
-    """Of all tokens so far: the last sample's report begins with its prompt."""
+    """Routed experts of all tokens so far. The last sample's report covers its prompt too."""
 
     def add_sample(self, sample: Sample, *, trained: bool = True, constrained: bool = False) -> None:
-        """Append what the policy made. EngineError: it has no logprobs."""
+        """Append the policy's tokens. EngineError: the sample has no logprobs."""
         if sample.logprobs is None:
             raise EngineError("the engine returned no logprobs, although they were asked for")
         self.ids += sample.token_ids
@@ -63,7 +63,7 @@ class TokenRow:
         self.experts = sample.routed_experts
 
     def add_environment(self, token_ids: Sequence[int]) -> None:
-        """Append what the policy did not make; it has the version of the token before it."""
+        """Append the environment's tokens. They get the version of the token before them."""
         self.ids += token_ids
         self.mask += [0] * len(token_ids)
         self.logprobs += [0.0] * len(token_ids)
@@ -104,13 +104,13 @@ class MultiTurnGenerator(Generator):
 
     Args:
         client: one engine or a fleet.
-        adapter: name of the LoRA adapter that every turn asks for.
-        tokenizer: of the policy, with a chat template.
-        environment: answers and scores. It runs on the event loop: slow work belongs in a process of its own.
-        sampling_params: of training; `max_tokens` is that of one turn.
-        concurrency: most samples in flight at the engines.
-        max_turns: most responses of an episode.
-        max_tokens: most tokens of an episode after its prompt, those of the environment among them.
+        adapter: name of the LoRA adapter that every turn uses.
+        tokenizer: the policy's tokenizer, with a chat template.
+        environment: answers and scores responses on the event loop. Slow work belongs in a separate process.
+        sampling_params: training parameters; `max_tokens` limits one turn.
+        concurrency: maximum of samples in flight at the engines.
+        max_turns: maximum of responses per episode.
+        max_tokens: maximum of tokens per episode after its prompt, including the environment's tokens.
 
     Raises:
         ConfigError: no chat template, stop strings, or a limit below 1.
@@ -148,7 +148,7 @@ class MultiTurnGenerator(Generator):
         return self._template.tokenizer
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
-        """Play `num_samples` episodes of every task, each in a session of its own."""
+        """Play `num_samples` episodes of every task, each in its own session."""
         episodes = (
             self._episode(input_batch, index, number)
             for index in range(len(input_batch.tasks))
@@ -218,14 +218,14 @@ class MultiTurnGenerator(Generator):
 
 
 def seed_of_turn(seed: int, turn: int) -> int:
-    """Return a turn's own seed of an episode's: with an equal one, all its turns would draw the same numbers."""
+    """Return the seed of one turn. With the episode's seed, every turn would draw the same random numbers."""
     return (seed + turn * _SEED_STEP) % _SEEDS
 
 
 def generator_for(
     client: Engine, tokenizer: Tokenizer, environment: Environment, config: RolloutConfig, *, adapter: str | None = None
 ) -> Generator:
-    """Return the generator of a training run: of several turns if the environment answers responses.
+    """Return the generator of a training run. It plays several turns if the environment answers responses.
 
     Raises:
         ConfigError: see `MultiTurnGenerator`.

@@ -1,7 +1,7 @@
-"""Reasoning, text and tool calls of sampled tokens, by the ids of their markers.
+"""Splits sampled tokens into reasoning, text and tool calls, by the ids of their markers.
 
-A marker counts as one only as its own token. The same characters spelled by other tokens, as in a quoted text, are
-text. This is the form of Qwen, Hermes and their like: `<think>`, `<tool_call>` with JSON or with Qwen-Coder's XML.
+A marker counts only as its own token. The same characters spelled with other tokens, for example in a quotation, are
+text. The form is that of Qwen and Hermes: `<think>`, `<tool_call>` with JSON or with Qwen-Coder's XML.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _XML_CALL = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """A sample taken apart. `calls` are names with their arguments as JSON text, exactly as sampled."""
+    """A parsed sample. `calls` holds (name, arguments as JSON text), exactly as sampled."""
 
     text: str
     reasoning: str | None
@@ -29,7 +29,7 @@ class Parsed:
 
 
 class OutputParser:
-    """Parser for one tokenizer. Without the markers in the vocabulary, everything is text."""
+    """Parser for one tokenizer. If the vocabulary has no markers, everything is text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -43,17 +43,17 @@ class OutputParser:
         tools: Mapping[str, Mapping[str, Any]],
         forced: CallForm | None = None,
     ) -> Parsed:
-        """Take a sample apart.
+        """Split a sample into reasoning, text and calls.
 
         Args:
-            prompt_ids: before it; some templates open the reasoning there.
-            token_ids: sampled.
-            tools: names that may be called, with the JSON schemas of their parameters; a call of another is text.
-            forced: of a sample under a grammar: the form of its calls.
+            prompt_ids: Ids before the sample. Some templates open the reasoning there.
+            token_ids: sampled ids.
+            tools: names that may be called, with the JSON schemas of their parameters. A call of another name is text.
+            forced: form of the calls, if a grammar constrained the sample.
         """
         ids = list(token_ids)
         reasoning, rest = self._split_reasoning(prompt_ids, ids)
-        if rest is None:  # the reasoning has no end, so nothing in it is an answer
+        if rest is None:  # the reasoning did not end, so there is no answer
             return Parsed("", reasoning, ())
         if forced is not None:
             text, calls = forced.read(self._decode(rest), tools)
@@ -76,7 +76,7 @@ class OutputParser:
         return Parsed(text.strip("\n") if found or reasoning is not None else text, reasoning, tuple(found))
 
     def reasoning_before_calls(self, prompt_ids: Sequence[int]) -> Reasoning | None:
-        """Return how reasoning is marked where a prompt has opened it, or the model can; None: it cannot."""
+        """Return how reasoning is marked, opened by the prompt or by the model; or None without markers."""
         if self._think is None or self._end_think is None:
             return None
         return Reasoning("<think>", "</think>", is_open=self._is_open(prompt_ids))
@@ -84,7 +84,7 @@ class OutputParser:
     def _split_reasoning(self, prompt_ids: Sequence[int], ids: list[int]) -> tuple[str | None, list[int] | None]:
         begins = self._think is not None and self._is_open(prompt_ids)
         at = ids.index(self._think) if self._think in ids[:3] else None
-        if not begins and at is not None and not self._shown(ids[:at]).strip():  # white space may come before it
+        if not begins and at is not None and not self._shown(ids[:at]).strip():  # white space may precede it
             begins, ids = True, ids[at + 1 :]
         if not begins:
             return None, ids
@@ -94,7 +94,7 @@ class OutputParser:
         return self._decode(ids[:end]).strip("\n"), ids[end + 1 :]
 
     def _is_open(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether the prompt's end opens the reasoning: its marker, and then at most white space."""
+        """Whether the prompt ends in the start marker, followed by at most white space."""
         tail = list(prompt_ids[-4:])
         if self._think not in tail:
             return False
@@ -109,7 +109,7 @@ class OutputParser:
 
 
 def _call_in(text: str, tools: Mapping[str, Mapping[str, Any]]) -> tuple[str, str] | None:
-    """Read what stands between the markers of a call; None: it is none, or of no tool that was given."""
+    """Return the call between two markers, or None if it is no call of a given tool."""
     if xml := _XML_CALL.fullmatch(text):
         found = xml_arguments(xml[2], tools.get(xml[1], {}))
         return (xml[1], found) if xml[1] in tools else None
@@ -127,11 +127,11 @@ def _call_in(text: str, tools: Mapping[str, Mapping[str, Any]]) -> tuple[str, st
 
 
 def _as_sampled(text: str, arguments: dict[str, Any]) -> str:
-    """Return the text that spells the arguments of a call."""
+    """Return the arguments of a call exactly as the text spells them."""
     for match in _ARGUMENTS.finditer(text):
         try:
             value, end = json.JSONDecoder().raw_decode(text, match.end())
-        except ValueError:  # these characters stand within a string
+        except ValueError:  # this match lies within a string
             continue
         if value == arguments:
             return text[match.end() : end]

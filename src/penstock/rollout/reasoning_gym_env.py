@@ -15,14 +15,14 @@ from penstock.errors import ConfigError, UserError, did_you_mean
 from penstock.rollout.environment import Environment, Split, Task, split_of
 
 CHUNK = 1024
-"""Items drawn from one dataset object: building one reads word lists in some datasets and takes up to 0.4 s."""
+"""Items drawn from one dataset object. Some datasets read word lists when built, which takes up to 0.4 s."""
 
 TRIES = 64
-"""Items looked at for one training task; with 60% of prompts in the split, all 64 fail once in 10^25 tasks."""
+"""Items tried for one training task. With 60% of prompts in the split, all 64 fail once in 10^25 tasks."""
 
 SORTING = "number_sorting"
 _UNREADABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, SyntaxError, TypeError, ValueError)
-"""What scorers raise, which parse free text; one that trips over it has not accepted it."""
+"""Errors that scorers raise on free text they cannot parse. The answer then counts as wrong."""
 
 
 class ReasoningGymEnvironment(Environment):
@@ -30,15 +30,15 @@ class ReasoningGymEnvironment(Environment):
 
     Args:
         dataset: the dataset's name, such as `number_sorting`.
-        seed: of the task streams.
-        exact: 1.0 only for the answer itself, where the dataset's own scorer would give part marks. Always so for
-            `number_sorting`, whose scorer accepts every number within 1.0 of the right one.
-        compact: `number_sorting` only: a prompt of about a dozen characters, `<56 25 75=` (ascending) or `>56 25 75=`,
-            answered by `25 56 75`, for policies over characters.
-        dataset_options: the dataset's own, such as `min_numbers`.
+        seed: seed of the task streams.
+        exact: give 1.0 only for the exact answer, also where the dataset's scorer gives partial credit.
+            `number_sorting` is always exact: its scorer accepts every number within 1.0 of the right one.
+        compact: `number_sorting` only: a prompt of about a dozen characters, such as `<56 25 75=` (ascending) or
+            `>56 25 75=`, answered by `25 56 75`, for character-level policies.
+        dataset_options: the dataset's own options, such as `min_numbers`.
 
     Raises:
-        ConfigError: unknown dataset, or options that it does not take.
+        ConfigError: unknown dataset or unknown options.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class ReasoningGymEnvironment(Environment):
         return self._task("train", index)
 
     def warm_start_task(self, index: int) -> Task:
-        """Task `index` of the stream for supervised warm starts; its answer is `metadata["answer"]`."""
+        """Return task `index` of the supervised warm-start stream. Its answer is `metadata["answer"]`."""
         return self._task("warm_start", index)
 
     def heldout_tasks(self, n: int) -> list[Task]:
-        """`n` distinct held-out tasks, another draw for each seed.
+        """Return `n` distinct held-out tasks; each seed draws others.
 
         Raises:
             UserError: the dataset has too few distinct prompts.
@@ -82,7 +82,7 @@ class ReasoningGymEnvironment(Environment):
         return list(tasks.values())
 
     def reward(self, task: Task, response_text: str) -> float:
-        """1.0 for the right answer; else 0.0, or what the dataset's own scorer gives where `exact` is off."""
+        """Return 1.0 for the right answer; else 0.0, or the dataset's own score if `exact` is off."""
         answer = response_text.strip()
         if self.dataset == SORTING and not self.compact:
             return float(_numbers(answer) == _numbers(task.metadata["answer"]))
@@ -123,7 +123,7 @@ class ReasoningGymEnvironment(Environment):
         for name in self._options.keys() - known:
             hint = did_you_mean(name, sorted(known | {"exact", "compact"}))
             raise ConfigError(f"environment.options: dataset {self.dataset!r} has no option {name!r}; {hint}")
-        # Datasets seed item i with seed + i, so that neighbouring seeds would share items; hashed seeds do not.
+        # Datasets seed item i with seed + i, so neighbouring seeds would share items. Hashed seeds do not.
         name = f"{self.seed}/{split}/{chunk}".encode()
         seed = int.from_bytes(hashlib.blake2b(name, digest_size=4).digest()) >> 1
         try:
@@ -133,7 +133,7 @@ class ReasoningGymEnvironment(Environment):
 
 
 def _compact(metadata: Mapping[str, Any]) -> tuple[str, str]:
-    """Prompt and answer of a number-sorting item in few characters; whole numbers lose their `.0`."""
+    """Return prompt and answer of a number-sorting item in few characters. Whole numbers lose their `.0`."""
     sign = "<" if metadata["direction"] == "ascending" else ">"
     return f"{sign}{_join(metadata['original_numbers'])}=", _join(metadata["sorted_numbers"])
 
@@ -143,7 +143,7 @@ def _join(numbers: list[str]) -> str:
 
 
 def _numbers(text: str) -> list[float] | None:
-    """The numbers of a list such as `['1.0', '2.0']`, quoted or not; None where it is not one."""
+    """Return the numbers of a list such as `['1.0', '2.0']`, quoted or not, or None for other text."""
     if not (text.startswith("[") and text.endswith("]")):
         return None
     try:

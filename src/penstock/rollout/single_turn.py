@@ -1,4 +1,4 @@
-"""Episodes of one turn: a prompt, one response, its reward. Tokens in and tokens out."""
+"""Episodes of one turn: one prompt, one response, one reward. Tokens in and tokens out."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from penstock.types import Sample, SamplingParams
 
 
 class SingleTurnGenerator(Generator):
-    """One n-way request for each group; the text is decoded here, so that an engine is asked for tokens alone.
+    """Sends one n-way request per group. It decodes the text itself, so engines return only tokens.
 
     Args:
         client: one engine or a fleet.
-        tokenizer: of the policy.
-        environment: scores the responses. `reward` runs on the event loop: a slow one belongs in a process of its own.
-        sampling_params: of training; `n` and `seed` come with each batch.
-        concurrency: most samples in flight at the engines; a group waits whole for its places, first come first served.
+        tokenizer: the policy's tokenizer.
+        environment: scores responses. `reward` runs on the event loop; a slow reward belongs in a separate process.
+        sampling_params: training parameters. Each batch brings its own `n` and `seed`.
+        concurrency: maximum of samples in flight at the engines. A group waits for all its places, in FIFO order.
         adapter: name of the LoRA adapter that answers; None: the engines' own weights.
 
     Raises:
-        ConfigError: stop strings, which only text has; name stop tokens instead.
+        ConfigError: stop strings, which need text. Use stop tokens instead.
     """
 
     def __init__(
@@ -99,10 +99,10 @@ class SingleTurnGenerator(Generator):
 
 
 def finite_reward(reward: object, task: Task, giver: str = "environment") -> float:
-    """Return a reward as Python's float, of numpy's and torch's numbers too; PenstockError for NaN."""
+    """Return a reward as a Python float, also from numpy and torch. PenstockError: it is no finite number."""
     try:
         value = math.nan if isinstance(reward, str) else float(cast("SupportsFloat", reward))
-    except (TypeError, ValueError, RuntimeError):  # the last: a tensor of several elements
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with several elements
         value = math.nan
     if not math.isfinite(value):
         raise PenstockError(f"the {giver}'s reward of task {task.id!r} must be a finite number, got {reward!r}")
@@ -110,17 +110,17 @@ def finite_reward(reward: object, task: Task, giver: str = "environment") -> flo
 
 
 def token_space(params: SamplingParams) -> SamplingParams:
-    """Return the parameters of one sample in tokens; ConfigError for stop strings, which only text has."""
+    """Return the parameters of one sample in tokens. ConfigError: stop strings, which need text."""
     if params.stop:
         raise ConfigError(f"stop strings {params.stop!r} need text, but rollouts are in tokens: use stop_token_ids")
     return replace(params, n=1, detokenize=False, logprobs=True)
 
 
 class Places:
-    """A semaphore that hands out several places at once, in the order of asking.
+    """A semaphore that grants several places at once, in the order of requests.
 
-    A larger request at the head of the queue holds back smaller ones behind it, so that none starves; one larger than
-    the whole is served alone.
+    A large request at the head of the queue holds back smaller ones, so it cannot starve. A request for more than all
+    places gets all of them.
     """
 
     def __init__(self, places: int) -> None:
@@ -128,12 +128,12 @@ class Places:
             raise ConfigError(f"concurrency must be at least 1, got {places}")
         self._all = places
         self._free = places
-        self._turn = asyncio.Lock()  # a fair lock: its waiters are served in order
+        self._turn = asyncio.Lock()  # a fair lock: it serves waiters in order
         self._freed = asyncio.Event()
 
     @asynccontextmanager
     async def take(self, places: int) -> AsyncGenerator[None]:
-        """Wait for `places` of them, and give them back at the end of the block."""
+        """Wait for `places` places, and return them at the end of the block."""
         wanted = min(places, self._all)
         async with self._turn:
             while self._free < wanted:

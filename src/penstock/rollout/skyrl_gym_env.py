@@ -1,4 +1,4 @@
-"""`environment.name: skyrl-gym:ID`: an environment of SkyRL's gym, with its rows of data."""
+"""`environment.name: skyrl-gym:ID`: an environment of SkyRL's gym and its data rows."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from penstock.rollout.environment import Dialogue, ListedTasks, Response, Task, 
 
 
 class SkyRLEnvironment(ListedTasks):
-    """Each episode has an instance of its own, made by `skyrl_gym.make`; its `step` runs in a thread.
+    """Gives each episode its own instance from `skyrl_gym.make`. The instance's `step` runs in a thread.
 
     Args:
-        name: under which the environment is registered.
-        seed: of the order of the training tasks.
-        data: rows of training in SkyRL's form, a file of JSON lines or parquet: `prompt` has messages, and the other
+        name: name under which the environment is registered.
+        seed: seed of the order of training tasks.
+        data: training rows in SkyRL's form, a file of JSON lines or parquet. `prompt` holds messages; the other
             columns go to the environment as `extras`.
-        heldout_data: rows held out; default: a tenth of `data`, by a hash of the prompt.
-        env_config: of the environment, for all rows.
-        extras: for all rows; a row's own columns win.
+        heldout_data: held-out rows. Default: a tenth of `data`, chosen by a hash of the prompt.
+        env_config: configuration of the environment for all rows.
+        extras: extra columns for all rows. A row's own columns take precedence.
         imports: module that registers the environment, if it is not one of SkyRL's own.
 
     Raises:
-        ConfigError: no such package, environment or file, or rows of another shape.
+        ConfigError: no such package, environment or file, or rows of another form.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class SkyRLEnvironment(ListedTasks):
         super().__init__(train, seed=seed, heldout=heldout)
 
     def reward(self, task: Task, response_text: str) -> float:
-        """Nothing: the rewards of an episode are those of its steps."""
+        """Return 0.0: an episode's rewards come from its steps."""
         del task, response_text
         return 0.0
 
@@ -80,7 +80,7 @@ class _SkyRLDialogue(Dialogue):
         self._game = game
 
     async def step(self, responses: Sequence[Response]) -> Turn | None:
-        """Give the latest response to the instance. PenstockError: it changes what the policy said."""
+        """Give the latest response to the instance. PenstockError: the instance changes the response."""
         said = str(responses[-1])
         out: Mapping[str, Any] = await asyncio.to_thread(self._game.step, said)
         if out.get("postprocessed_action") not in (None, said):

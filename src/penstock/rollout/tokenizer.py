@@ -1,4 +1,4 @@
-"""Text to token ids and back."""
+"""Converts text to token ids and back."""
 
 # transformers ships partial types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -12,17 +12,17 @@ from typing import Any
 from penstock.errors import ConfigError, RequestError
 
 _CHARACTERS = 8
-"""Characters for each useful token from which a text is looked at in parts; English has four."""
+"""Characters per allowed token beyond which a text is checked in parts. English has four per token."""
 _SLACK = 64
-"""Tokens by which a cut in the middle of a word may lengthen a beginning."""
+"""Tokens that a cut within a word may add to the first part of a text."""
 
 
 class PromptTooLongError(RequestError):
-    """A prompt has more tokens than the engines' context."""
+    """A prompt has more tokens than the engine's context."""
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer folder: the little of it that rollouts need. Build it with `load_tokenizer`."""
+    """The part of a Hugging Face tokenizer that rollouts need. Build it with `load_tokenizer`."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -36,33 +36,33 @@ class Tokenizer:
         return self._tokenizer.eos_token_id
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with the special tokens that the model expects around one."""
+        """Return the token ids of a prompt, with the special tokens that the model expects around it."""
         return list(self._tokenizer(text)["input_ids"])
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids; spaces before punctuation stay, so that the text is what the tokens spell."""
+        """Return the text of token ids. Spaces before punctuation stay, so the text matches the tokens."""
         return self._tokenizer.decode(
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `chat` can be called."""
+        """Whether the tokenizer has a chat template."""
         return bool(self._tokenizer.chat_template)
 
     def encode_exact(self, text: str, most: int | None = None) -> list[int]:
-        """Token ids of the text alone, nothing added; text of special tokens becomes their ids.
+        """Return the token ids of the text, with none added. The text of a special token becomes its id.
 
         Args:
-            text: to encode.
-            most: tokens that are of use. A much longer text is refused by its beginning, since encoding takes about
-                300 bytes of memory a character.
+            text: text to encode.
+            most: maximum of useful tokens. A much longer text is refused by its first part, because encoding takes
+                about 300 bytes of memory per character.
 
         Raises:
-            PromptTooLongError: the text has more than `most` tokens; a few times as many may pass.
+            PromptTooLongError: the text has more than `most` tokens. A text a few times longer may still pass.
         """
         size = _CHARACTERS * most if most is not None else len(text)
-        while most is not None and size < len(text):  # a beginning has no more tokens than the whole, but for its end
+        while most is not None and size < len(text):  # a beginning has at most the whole's tokens plus a few
             if len(self._encoded(text[:size])) > most + _SLACK:
                 raise PromptTooLongError(
                     f"the prompt has {len(text)} characters, and its first {size} are more than {most} tokens"
@@ -74,12 +74,12 @@ class Tokenizer:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def token_id(self, token: str) -> int | None:
-        """Id of a whole token, such as `<think>`; None: the vocabulary has no such token."""
+        """Return the id of a whole token, such as `<think>`, or None if the vocabulary lacks it."""
         found = self._tokenizer.convert_tokens_to_ids(token)
         return found if isinstance(found, int) and found != self._tokenizer.unk_token_id else None
 
     def is_added(self, token_id: int) -> bool:
-        """Whether an id is that of a token beside the vocabulary's texts, such as `<|im_end|>`."""
+        """Whether the id is an added token, such as `<|im_end|>`, and not part of the base vocabulary."""
         return token_id in self._tokenizer.added_tokens_decoder
 
     def chat(
@@ -89,10 +89,10 @@ class Tokenizer:
         *,
         opening: bool = True,
     ) -> str:
-        """Render a conversation by the model's chat template.
+        """Render a conversation with the model's chat template.
 
         Args:
-            messages: in OpenAI's form; arguments of tool calls as objects.
+            messages: messages in OpenAI's form; arguments of tool calls are objects.
             tools: functions in OpenAI's form.
             opening: end with the beginning of the assistant's next message.
 
@@ -108,12 +108,12 @@ class Tokenizer:
             )
         except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
             raise RequestError(f"the chat template refuses these messages: {error}") from error
-        # Arguments of a call may have half a character, which is no text: it is written as JSON writes it.
+        # Arguments of a call may hold half a surrogate pair, which is no valid text. It is escaped as JSON does.
         return text.encode("utf-8", "backslashreplace").decode()
 
 
 def load_tokenizer(path: Path | str) -> Tokenizer:
-    """Load a tokenizer from a folder (or a hub name that transformers has at hand).
+    """Load a tokenizer from a folder, or from a hub name that transformers can find.
 
     Raises:
         ConfigError: no tokenizer there, or transformers is not installed.

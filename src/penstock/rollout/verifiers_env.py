@@ -1,4 +1,4 @@
-"""`environment.name: verifiers:ID`: a taskset of verifiers, with its tasks and rewards."""
+"""`environment.name: verifiers:ID`: a verifiers taskset with its tasks and rewards."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ PLAY = "rollout.generator: agent with rollout.agent.callable: penstock.gateway.v
 
 
 class VerifiersEnvironment(ListedTasks):
-    """Tasks of one turn are scored here by their own rewards; all others are played by verifiers (`PLAY`).
+    """Scores tasks of one turn with their own rewards. verifiers itself must play all other tasks (`PLAY`).
 
     Args:
-        name: of the taskset, as verifiers loads it.
-        seed: of the order of the training tasks.
+        name: name of the taskset, as verifiers loads it.
+        seed: seed of the order of training tasks.
         taskset: options of the taskset.
         env: further options of verifiers' environment: its `id`, its agents, its limits.
-        most_tasks: of the taskset; some have no end.
+        most_tasks: maximum of tasks to load; some tasksets are endless.
 
     Raises:
-        ConfigError: no such package or taskset, or options that it does not take.
+        ConfigError: no such package or taskset, or unknown options.
 
     Attributes:
-        config: of verifiers' environment.
+        config: configuration of verifiers' environment.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class VerifiersEnvironment(ListedTasks):
         super().__init__(given, seed=seed)
 
     def reward(self, task: Task, response_text: str) -> float:
-        """Nothing: the rewards of an episode are those of its steps."""
+        """Return 0.0: an episode's rewards come from its steps."""
         del task, response_text
         return 0.0
 
     @asynccontextmanager
     async def dialogue(self, task: Task) -> AsyncGenerator[Dialogue]:
-        """Open an episode of one turn. UserError: the task needs more than that."""
+        """Open an episode of one turn. UserError: the task needs more than one turn of text."""
         own: Any = task.metadata["task"]
         rewards = [*own.hooks("reward"), *(judge.score for judge in own.plugged_judges())]
         needs_box = own.NEEDS_CONTAINER or any(_needs_runtime(reward) for reward in rewards)
@@ -80,7 +80,7 @@ class VerifiersEnvironment(ListedTasks):
 
 
 class _VerifiersDialogue(Dialogue):
-    """One turn, scored by the task's own rewards and judges over a trace of it."""
+    """One turn, scored by the task's own rewards and judges on a trace of it."""
 
     def __init__(self, environment: VerifiersEnvironment, task: Task, vf: Any) -> None:
         super().__init__(environment, task)

@@ -1,7 +1,7 @@
-"""Reasoning and tool calls by vLLM's own parsers, for families of models that `OutputParser` does not know.
+"""Reasoning and tool calls by vLLM's own parsers, for model families that `OutputParser` does not know.
 
-They read text, in which a marker that the model spelled by other tokens, as in a quotation, looks like the marker
-itself. So such a one has a hidden character in it while they read.
+vLLM's parsers read text. A marker spelled with other tokens, for example in a quotation, looks like the real marker
+there. A hidden character is inserted into such text while they read it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from penstock.rollout.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 _HIDDEN = "\ufdd0"
-"""No text has this character: Unicode keeps it for use within programs."""
+"""A character that occurs in no text: Unicode reserves it for use within programs."""
 _TAIL = 8
-"""Tokens at the end of a prompt in which it opens or closes the reasoning."""
+"""Tokens at the end of a prompt that are searched for the start or end of reasoning."""
 _FAILURES = (ImportError, LookupError, AttributeError, RuntimeError, TypeError, ValueError)
-"""What vLLM's parsers raise on a tokenizer or a text that is not of their family."""
+"""Errors of vLLM's parsers on a tokenizer or a text of another model family."""
 
 
 def output_parser(
     tokenizer: Tokenizer, *, tool_parser: str | None = None, reasoning_parser: str | None = None
 ) -> OutputParser | VllmOutputParser:
-    """Return vLLM's parsers of these names; without a name, our own.
+    """Return vLLM's parsers of these names. Without a name, return Penstock's own parser.
 
     Raises:
         ConfigError: see `VllmOutputParser`.
@@ -46,15 +46,15 @@ def output_parser(
 
 
 class VllmOutputParser:
-    """vLLM's parsers for one tokenizer, one of tool calls, one of reasoning or both.
+    """vLLM's parsers for one tokenizer: for tool calls, for reasoning, or for both.
 
     Args:
-        tokenizer: of the model.
-        tool_parser: name of vLLM's `--tool-call-parser`; None: calls stay text.
-        reasoning_parser: name of vLLM's `--reasoning-parser`; None: reasoning stays text.
+        tokenizer: the model's tokenizer.
+        tool_parser: name for vLLM's `--tool-call-parser`; None: calls stay text.
+        reasoning_parser: name for vLLM's `--reasoning-parser`; None: reasoning stays text.
 
     Raises:
-        ConfigError: vLLM is not installed here, has no parser of that name, or its parser does not fit the tokenizer.
+        ConfigError: vLLM is not installed, has no parser of that name, or the parser does not fit the tokenizer.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, tool_parser: str | None, reasoning_parser: str | None) -> None:
@@ -105,7 +105,7 @@ class VllmOutputParser:
         tools: Mapping[str, Mapping[str, Any]],
         forced: CallForm | None = None,
     ) -> Parsed:
-        """Take a sample apart; arguments as `OutputParser.parse` has them."""
+        """Split a sample, with the same arguments as `OutputParser.parse`."""
         tail = self._tail(prompt_ids)
         reasoning = not (self._end and tail.endswith(self._end.strip()))
         opening = self._start if self._start and tail.endswith(self._start.strip()) else ""
@@ -113,7 +113,7 @@ class VllmOutputParser:
         text = opening + answer
         try:
             parsed = self._read(text, tools if forced is None else {}, token_ids, reasoning=reasoning)
-            if not tools.keys() >= {name for name, _ in parsed.calls}:  # a call of no tool that was given
+            if not tools.keys() >= {name for name, _ in parsed.calls}:  # a call of a tool that was not given
                 parsed = self._read(text, {}, token_ids, reasoning=reasoning)
         except _FAILURES as error:
             log.warning("vLLM's parser failed, so the answer stays text: %r", error)
@@ -124,14 +124,14 @@ class VllmOutputParser:
         return Parsed(answer, parsed.reasoning, calls)
 
     def reasoning_before_calls(self, prompt_ids: Sequence[int]) -> Reasoning | None:
-        """Return how reasoning is marked where a prompt has opened it, or the model can; None: it cannot."""
+        """Return how reasoning is marked, or None without markers or if the prompt closed the reasoning."""
         tail = self._tail(prompt_ids)
         if not self._start or not self._end or tail.endswith(self._end.strip()):
             return None
         return Reasoning(self._start, self._end, is_open=tail.endswith(self._start.strip()))
 
     def _parser(self, tools: Mapping[str, Mapping[str, Any]], *, reasoning: bool) -> tuple[Any, Any]:
-        """Return a parser, which is of one answer, and the request that it reads the tools from."""
+        """Return a parser for one answer, and the request from which it reads the tools."""
         functions = [{"type": "function", "function": {"name": n, "parameters": dict(p)}} for n, p in tools.items()]
         request = self._request(messages=[{"role": "user", "content": ""}], tools=functions or None)
         made = self._classes[bool(tools), reasoning]
@@ -155,7 +155,7 @@ class VllmOutputParser:
         return self._decoded(prompt_ids[-_TAIL:], skip_special=False).rstrip()
 
     def _text(self, token_ids: Sequence[int]) -> str:
-        """Decode a sample, with the hidden character in each marker that is not its own token."""
+        """Decode a sample, with the hidden character in each marker that is spelled with other tokens."""
         text = self._decoded(token_ids, skip_special=self._skips_special)
         skipped = self._special_ids if self._skips_special else set[int]()
         shown = Counter(token for token in token_ids if token not in skipped)
