@@ -36,7 +36,7 @@ _SERVED = {
     "data": sorted(path.decode() for path in DATA_PATHS),
     "router": sorted(path for path in _METHODS if path != "/"),
 }
-"""What `GET /` answers; paths of the configuration are served besides."""
+"""The answer to `GET /`; paths of the configuration are served, too."""
 Text = Annotated[str, Field(min_length=1, max_length=512)]
 
 

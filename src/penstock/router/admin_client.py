@@ -22,7 +22,7 @@ _STATE = TypeAdapter(RouterState)
 
 
 class RouterAdmin:
-    """Client of one router's `/router/` endpoints. Where several processes serve its port, each is told and asked.
+    """Client of one router's `/router/` endpoints. If several processes serve its port, it calls each.
 
     Every method raises `EngineDeadError` where the router is gone, `DeadlineError` after `timeout_s` seconds,
     `UserError` for a refused body (400), `StateError` for an old epoch (409), `EngineHTTPError` for any other status.
@@ -48,7 +48,7 @@ class RouterAdmin:
         return None if answer["engine"] is None else str(answer["engine"])
 
     async def engines(self) -> RouterState:
-        """What all processes together have."""
+        """Return the state of all processes together."""
         answers = await self._all("GET", "/router/engines")
         with reading("answer", self._other_form):
             states = [_STATE.validate_python(answer) for answer in answers]
@@ -79,7 +79,7 @@ class RouterAdmin:
         return self._processes
 
     async def _all(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
-        """What a call to each process answers, or the first error once all calls have ended."""
+        """Call each process, and return the answers, or raise the first error once all calls have ended."""
         known = self._processes
         try:
             return await self._each(method, path, body)

@@ -37,7 +37,7 @@ HEALTH = b"/router/health"
 
 
 class Call:
-    """What serves one request: an `Exchange`, or an admin call."""
+    """The service of one request: an `Exchange`, or an admin call."""
 
     def begin(self, piece: bytes | memoryview, *, done: bool) -> None:
         """Start, with what came of the body together with the head; all of it, if `done`."""
@@ -78,7 +78,7 @@ class Clients:
         self.most = most
         self.connected: set[ClientConnection] = set()
         self.strangers: dict[ClientConnection, None] = {}
-        """Those that have sent no head with the key yet, the oldest first."""
+        """Connections that have sent no head with the key yet, the oldest first."""
 
     def add(self, client: ClientConnection) -> None:
         """Note a new connection; where descriptors run short, the oldest of many strangers gives way to it."""
@@ -317,7 +317,7 @@ class ClientConnection(asyncio.Protocol):
             call.add_body(piece, done=body.done)
 
     def _follow(self, body: BodyReader, data: bytes, start: int) -> bytes | memoryview:
-        """What goes on of this request's body in `data`."""
+        """Return the part of `data` that belongs to this request's body."""
         try:
             end = body.feed(data, start)
         except FramingError as error:

@@ -34,7 +34,7 @@ _SLICE = 64
 
 
 class Wait(Enum):
-    """What a request waits for."""
+    """The event that a request waits for."""
 
     TURN = "turn"
     """The gate, and after it has opened those that came before."""
@@ -50,7 +50,7 @@ class Waiter:
     buffered = 0
     """Most bytes that are kept of it."""
     held_bytes = 0
-    """What of `Gate.held_bytes` is its own."""
+    """Its own part of `Gate.held_bytes`."""
     hold_seconds = 0.0
     """Waited for an engine or for room so far."""
     gate_seconds = 0.0
@@ -58,7 +58,7 @@ class Waiter:
     lost_on: frozenset[Engine] = frozenset()
     """Engines that took it, and then closed the connection without an answer or were dead."""
     tried: tuple[Engine, ...] = ()
-    """Those of them that get it no more; the others may only have closed an idle connection."""
+    """The part of them that gets it no more; the others may only have closed an idle connection."""
     wait: Wait | None = None
     since = 0.0
     """When it began to wait for that."""
@@ -80,9 +80,9 @@ class Waiter:
 class Gate:
     """Lets requests through in order of arrival, or holds them; nothing is polled.
 
-    A pause may be as long as it likes, and no request fails of it: `max_hold_s` begins anew when the gate opens. Nor
-    does a request fail while the engines are full: they are at work, and load will fall. `place` sends a request on its
-    way, or returns what it has to wait for.
+    No request fails because of a pause, however long: `max_hold_s` starts again when the gate opens. Nor does a request
+    fail while the engines are full: they are at work, and load will fall. `place` sends a request on its way, or
+    returns what it has to wait for.
     """
 
     def __init__(self, config: RouterConfig, place: Callable[[Waiter], Wait | None]) -> None:

@@ -315,7 +315,7 @@ class Answer:
     """It is passed on as it comes, and the next byte is the first of a chunk."""
     _head: ResponseHead | None = None
     _buffer = b""
-    """What came before the head may go on."""
+    """The bytes that came before the head may go on."""
     _body: BodyReader
 
     def __init__(self, request: RequestHead) -> None:
@@ -361,7 +361,7 @@ class Answer:
 
 
 def _beginning(head: ResponseHead, body: bytes) -> bytes | None:
-    """What of a body may tell of a death: all of it, or its first chunk; None: it is not all here."""
+    """Return the part of a body that may tell of a death, all of it or its first chunk; None: it is not all here."""
     if head.status == _ERROR and 0 < head.length <= _MOST_HELD_BACK:
         return body if len(body) >= head.length else None
     if head.status != _OK or head.length != CHUNKED or not head.content_type.startswith(_STREAMS):

@@ -24,11 +24,11 @@ from penstock.router.policies import Hints
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 408: "timeout_error", 409: "conflict_error"}
 RETRY_AFTER_S = 5
-"""What a 503 asks a client to wait."""
+"""The wait that a 503 asks of a client."""
 
 
 def shown(given: object, most: int = 80) -> str:
-    """What somebody sent, in quotes, as a message has it: of bytes the characters."""
+    """Quote what a peer sent, for a message; bytes as their characters."""
     text = given.decode(errors="replace") if isinstance(given, bytes) else str(given)
     return repr(text[:most])
 
@@ -136,7 +136,7 @@ def _host(value: bytes) -> bytes:
 
 
 _Role = tuple[str, Callable[[bytes], Value], bool]
-"""Of a field that means something to the router: its attribute, what makes the value, and whether the field goes on."""
+"""A field that the router reads: its attribute, what makes the value, and whether the field goes on."""
 _GOES_ON, _ENDS_HERE = True, False
 _HOP_BY_HOP = b"keep-alive proxy-connection proxy-authorization te upgrade http2-settings"
 _FRAMING: dict[bytes, _Role] = {
@@ -146,7 +146,7 @@ _FRAMING: dict[bytes, _Role] = {
     **dict.fromkeys(_HOP_BY_HOP.split(), ("hop_by_hop", bytes, _ENDS_HERE)),
 }
 _LISTS = {"connection", "hop_by_hop"}
-"""What may occur more than once."""
+"""Fields that may occur more than once."""
 _RESPONSE_ROLES = _FRAMING | {b"content-type": ("content_type", bytes.lower, _GOES_ON)}
 _REQUEST_ROLES = _FRAMING | {
     b"host": ("host", _host, _GOES_ON),
@@ -167,7 +167,7 @@ _REQUEST_ROLES = _FRAMING | {
 
 
 class _Head:
-    """What requests and responses have in common. A field that is missing is the class's default."""
+    """The common part of requests and responses. A field that is missing is the class's default."""
 
     content_length: int | None = None
     transfer_encoding: bytes | None = None

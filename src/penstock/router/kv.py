@@ -1,4 +1,4 @@
-"""What a router knows of engines' KV caches: how full they are, and which beginnings of prompts they have seen."""
+"""The router's view of engines' KV caches: how full they are, and which beginnings of prompts they have seen."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Prefixes:
             holders.popitem(last=False)
 
     def holders(self, boundaries: Sequence[tuple[int, bytes]], most: int) -> tuple[PrefixHolder, ...]:
-        """Of `most` engines those that have seen one of these boundaries, each with its longest; the longest first."""
+        """Return at most `most` engines that have seen one of these boundaries, the one with the longest first."""
         found: dict[Engine, PrefixHolder] = {}
         for tokens, digest in reversed(boundaries):
             for engine, filling in self._holders.get(digest, {}).items():

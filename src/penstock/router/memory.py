@@ -1,4 +1,4 @@
-"""What the router is told and what it remembers: its engines and sessions, and its counts."""
+"""The router's memory: the membership that the fleet announced, engines, sessions and counts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class EngineEntry:
 
     @property
     def place(self) -> tuple[str, int | None]:
-        """What makes it another engine, even under its old name: its URL, and its rank there."""
+        """Its URL and its rank there: another place is another engine, even under the same name."""
         return self.url, self.dp_rank
 
     def address(self) -> tuple[str, int]:
@@ -84,7 +84,7 @@ class Membership:
                 raise UserError(f"two engines have the {what} {twice[0]!r}; give each its own")
 
     def replaced_by(self, announced: Membership) -> Membership:
-        """What is in force after another was announced; this one again where nothing changes.
+        """Return the membership in force after another was announced; this one again if nothing changes.
 
         Raises:
             StateError: an older or equal epoch that says something else: a late message cannot undo a newer one.
@@ -155,18 +155,18 @@ class Engine:
 
 @dataclass(slots=True)
 class Session:
-    """What is known of one session."""
+    """One session that the router knows."""
 
     engine: Engine
     """Where it lives. If that engine has left, its context is lost."""
     tokens: int
-    """Of its context, as its last request said."""
+    """Length of its context, as its last request said."""
     used: float
     """When a turn of it last began or ended, in seconds by the caller's clock."""
 
 
 class SessionTable:
-    """Sessions and their homes. Where it is full, the least recently used session is forgotten, and placed anew.
+    """Sessions and their homes. If it is full, it forgets the least recently used session.
 
     A session that was not used for a while keeps its home but counts no more: see `expire`.
     """
@@ -175,13 +175,13 @@ class SessionTable:
         self._capacity = capacity
         self._counted: OrderedDict[str, Session] = OrderedDict()
         self._idle: OrderedDict[str, Session] = OrderedDict()
-        """Those that count no more. In both the least recently used comes first."""
+        """Sessions that count no more. In both the least recently used comes first."""
 
     def __len__(self) -> int:
         return len(self._counted) + len(self._idle)
 
     def get(self, session_id: str) -> Session | None:
-        """What is known of it; None: nothing. Not to be changed by the caller."""
+        """Return a session, which the caller must not change; None: it is not known."""
         return self._counted.get(session_id) or self._idle.get(session_id)
 
     def record(self, session_id: str, engine: Engine, tokens: int, now: float) -> None:

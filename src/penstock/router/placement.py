@@ -18,7 +18,7 @@ from penstock.settings import RouterConfig
 MOST_GROUPS = 16_384
 """Groups that are remembered; beyond, the one used least recently is forgotten."""
 MOST_TOKENS = 1 << 20
-"""Most that a request's headers can claim where nobody says what an engine holds: the longest contexts of today."""
+"""Most that a request's headers can claim if no engine says what it holds: the longest contexts of today."""
 
 
 class Placement:
@@ -41,13 +41,13 @@ class Placement:
         """Placements by what became of the session: later turns that stayed, that the policy moved, and those whose
         engine could not serve them; first turns; requests without a session."""
         self._groups: OrderedDict[str, Counter[str]] = OrderedDict()
-        """Of each group how many of its samples went to which engine."""
+        """How many samples of each group went to which engine."""
         self._in_flight: dict[str, int] = {}
         """Turns in flight of each session."""
         self._stats = SessionStats()
         self._added_share = self._stats.added_share
         self._open: list[Engine] = []
-        """Those that take new requests."""
+        """Engines that take new requests."""
         self._arrange()
 
     def set_policy(self, config: RouterConfig) -> None:
@@ -74,7 +74,7 @@ class Placement:
             if known is not None and known.entry.place == entry.place:
                 del before[entry.name]
                 if known.weight_version != entry.weight_version:
-                    known.fillings += 1  # what was cached is of no use to anybody
+                    known.fillings += 1  # its cache is of older weights
                 known.announce(entry)
                 self.engines[entry.name] = known
             else:
@@ -240,7 +240,7 @@ class Placement:
         session_id = request.session_id
         tokens = request.prompt_tokens + request.expected_tokens
         if session_id is None:
-            # What nobody has said counts as one token, so that requests and sessions are at least counted.
+            # Without token counts, a request counts as one token, so that at least the number is balanced.
             engine.add(1, tokens, tokens or 1)
             turn = "single"
         else:

@@ -21,7 +21,7 @@ from penstock.settings import RouterConfig
 
 
 class EngineView(NamedTuple):
-    """What a policy sees of an engine."""
+    """An engine as policies see it."""
 
     name: str
     weight_version: int = 0
@@ -40,7 +40,7 @@ class EngineView(NamedTuple):
 
 @dataclass(eq=False)
 class Hints:
-    """What a request's headers say, as far as placing it goes."""
+    """The headers of a request that matter to its placement."""
 
     session_id: str | None = None
     """`X-Session-ID`, the conversation that this is a turn of."""
@@ -67,7 +67,7 @@ class PrefixHolder(NamedTuple):
 
 
 class RequestView(NamedTuple):
-    """What a policy sees of a request."""
+    """A request as policies see it."""
 
     session_id: str | None = None
     """Header text of `X-Session-ID`; an integer id and its decimal text are one session."""
@@ -96,7 +96,7 @@ class Snapshot(NamedTuple):
     placed: int
     """Requests placed so far, by this process; what rotates."""
     resident_tokens: int
-    """Of all `engines` together, so that no policy has to walk over them for a mean."""
+    """Sum over all `engines`, for the mean."""
 
     @classmethod
     def of(cls, engines: Iterable[EngineView], placed: int = 0) -> Self:
@@ -169,7 +169,7 @@ RESIDENT_TOKENS: Measure = attrgetter("resident_tokens")
 
 
 def lowest(engines: Sequence[EngineView], measure: Measure) -> Sequence[EngineView]:
-    """Those of the engines, at least one, with the lowest value of `measure`."""
+    """Return the engines, at least one, with the lowest value of `measure`."""
     values = list(map(measure, engines))
     least = min(values)
     if values.count(least) == 1:
@@ -248,7 +248,7 @@ class BoundedSticky(Policy):
         return context <= self._config.kv_admission * engine.kv_capacity / self._processes
 
     def _preferred(self, engines: Sequence[EngineView], request: RequestView) -> Sequence[EngineView]:
-        """Of the group's samples the fewest, and of these engines those that hold the prompt's beginning."""
+        """Return engines with the fewest samples of the group; of those, holders of the prompt's beginning if any."""
         if request.group:
             placed = dict(request.group)
             near = min(map(RESIDENT_TOKENS, engines)) + self._slack

@@ -1,4 +1,4 @@
-"""What a router answers to `GET /router/engines`, and what several processes answer as one state."""
+"""The answer to `GET /router/engines`, of one router process or of several as one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What the router knows of one engine."""
+    """One engine in the router's state."""
 
     name: str
     url: str
@@ -48,7 +48,7 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True)
 class RouterState:
-    """What `GET /router/engines` answers of one process, or `workers.merged` of several."""
+    """State of one process, or of several (`workers.merged`)."""
 
     epoch: int
     """-1 before the first membership."""
