@@ -121,14 +121,6 @@ def test_of_nothing_under_way_prepare_is_told_at_once_and_again():
     assert loop.scheduler.max_num_scheduled_tokens == 8192
 
 
-def test_an_apply_that_comes_before_the_large_step_has_ended_leaves_no_prepare_unanswered():
-    loop = Loop()
-    loop.steps(2)
-    prepared = loop.cap.begin()
-    loop.cap.end()
-    assert (prepared.done(), loop.scheduler.max_num_scheduled_tokens) == (True, 8192)
-
-
 def test_an_update_that_does_not_come_leaves_no_small_steps(monkeypatch: pytest.MonkeyPatch):
     clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(pause, "time", clock)
