@@ -1,6 +1,6 @@
 # matplotlib ships partial types; its names are unknown to pyright in places.
 # pyright: reportUnknownMemberType=false
-"""Pictures of runs as PNG files: one for each panel of a run, or one of all panels of several. Needs matplotlib."""
+"""Plots of runs as PNG files: one file per panel of a run, or all panels of several runs. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from penstock.observe.summary import idle_shares, staleness_counts
 
 BLUE, ORANGE, GREEN, PURPLE, SKY, GREY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#8A8A8A"
 COLORS = (BLUE, ORANGE, GREEN, PURPLE, SKY, "#D55E00", "#F0E442", GREY)
-"""The palette of Okabe and Ito (2008), distinct in every kind of colour vision; two runs never share one."""
+"""The palette of Okabe and Ito (2008), distinct for every kind of colour vision. Two runs never share a colour."""
 SMOOTHING = 9
 """Steps in the moving mean of noisy curves."""
 LOGPROB_BAR = 1e-4
-"""Largest difference of fp32 logprobs at equal weights that we accept (invariant 1)."""
+"""Largest accepted difference of fp32 logprobs at equal weights (invariant 1)."""
 SIDES = ("learner", "engines")
 NEEDED = (
     "step", "version", "reward_mean", "seconds/step", "seconds/training", "seconds/waiting", "seconds/update",
@@ -34,12 +34,12 @@ NEEDED = (
 )  # fmt: skip
 """Columns that every row has."""
 AFTER_A_STEP = ("seconds/evaluation", "seconds/checkpoint")
-"""Columns about the time after the step before: the next row has them."""
+"""Columns about the time after a step. The row of the next step has them."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnRun:
-    """A run as panels read it."""
+    """A run in the form that panels draw."""
 
     label: str
     color: str
@@ -48,7 +48,7 @@ class DrawnRun:
 
     @classmethod
     def read(cls, folder: RunFolder, color: str, label: str) -> DrawnRun:
-        """Read a run, also one under way. UserError: it has no step yet, or a row lacks a column."""
+        """Read a run, finished or not. UserError: it has no step yet, or a row lacks a column."""
         if not (rows := folder.metrics()):
             raise UserError(f"{folder.path} has no step to plot yet: metrics.jsonl is empty or missing")
         if lacking := [key for key in NEEDED if any(key not in row for row in rows)]:
@@ -61,12 +61,12 @@ class DrawnRun:
         return [row[key] for row in self.rows]
 
     def minutes(self) -> list[float]:
-        """Wall time at the end of each step, from the start of the first."""
+        """Return the wall time in minutes at the end of each step, from the start of the first."""
         return [seconds / 60 for seconds in itertools.accumulate(self.column("seconds/step"))]
 
 
 def draw_plots(folder: RunFolder) -> list[Path]:
-    """Draw every panel of a run into its folder `plots`; returns the files.
+    """Draw every panel of a run into its folder `plots` and return the files.
 
     Raises:
         UserError: the run has no step yet, a row lacks a column, or `plots` cannot be written.
@@ -86,7 +86,7 @@ def compare_runs(folders: Sequence[RunFolder], out: Path) -> None:
     """Draw all panels of several runs into the PNG file `out`.
 
     Raises:
-        UserError: more runs than there are colours, a run without a step, or `out` cannot be written.
+        UserError: more runs than colours, a run without a step, or `out` cannot be written.
     """
     if len(folders) > len(COLORS):
         raise UserError(f"{len(folders)} runs are too many for one picture; give at most {len(COLORS)}")
@@ -98,7 +98,7 @@ def compare_runs(folders: Sequence[RunFolder], out: Path) -> None:
         figure.savefig(drawn, dpi=110, format=out.suffix[1:] or "png")
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_bytes(drawn.getvalue())
-    except (OSError, ValueError) as error:  # the latter: a format that matplotlib does not know
+    except (OSError, ValueError) as error:  # ValueError: a format that matplotlib does not know
         raise UserError(f"cannot write {out}: {error}") from error
 
 
@@ -117,21 +117,21 @@ def _sheet(
 
 
 def draw_reward(axes: Axes, runs: Sequence[DrawnRun]) -> None:
-    """Mean reward of each batch with its moving mean."""
+    """Draw the mean reward of each batch and its moving mean."""
     _label(axes, "Reward by step", "mean reward, sampled")
     for run in runs:
         _curve(axes, run, run.column("step"), "reward_mean")
 
 
 def draw_reward_by_time(axes: Axes, runs: Sequence[DrawnRun]) -> None:
-    """The same by the wall time of the steps."""
+    """Draw the mean reward over the wall time of the steps."""
     _label(axes, "Reward by wall time", "mean reward, sampled", x="minutes")
     for run in runs:
         _curve(axes, run, run.minutes(), "reward_mean")
 
 
 def draw_accuracy(axes: Axes, runs: Sequence[DrawnRun]) -> None:
-    """Held-out accuracy by the end of the step after which it was measured; 0: before the first."""
+    """Draw held-out accuracy over wall time, at the end of the step that it follows. Step 0: before training."""
     _label(axes, "Held-out accuracy by wall time", "decoded greedily", x="minutes")
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     for run in runs:
@@ -142,7 +142,7 @@ def draw_accuracy(axes: Axes, runs: Sequence[DrawnRun]) -> None:
 
 
 def draw_bubble(axes: Axes, runs: Sequence[DrawnRun]) -> None:
-    """Update bubble of each update: the time in which an engine made no token because of it."""
+    """Draw the bubble of each update: the time in which the update kept an engine from making tokens."""
     _label(axes, "Update bubble: time without a token because of the update", "ms", x="update")
     for run in runs:
         bubbles = [1e3 * value for value in run.column("update/bubble")]
@@ -154,7 +154,7 @@ def draw_bubble(axes: Axes, runs: Sequence[DrawnRun]) -> None:
 
 
 def draw_staleness(axes: Axes, runs: Sequence[DrawnRun]) -> None:
-    """Share of the tokens trained on, by age in weight versions."""
+    """Draw the share of trained tokens by their age in weight versions."""
     _label(axes, "Staleness of the tokens trained on", "share of tokens", x="trainer version minus the token's version")
     counts = {run.label: staleness_counts(run.rows) for run in runs}
     ages = range(max(max(each, default=0) for each in counts.values()) + 1)
@@ -167,20 +167,20 @@ def draw_staleness(axes: Axes, runs: Sequence[DrawnRun]) -> None:
 
 
 def draw_logprobs(axes: Axes, runs: Sequence[DrawnRun]) -> None:
-    """Largest difference between the trainer's and the engines' logprobs on tokens of the trainer's own version."""
+    """Draw the largest difference between trainer and engine logprobs, on tokens of the trainer's own version."""
     _label(axes, "Trainer against engine, at equal weights", "largest |difference of logprobs| in nats")
     axes.set_yscale("log")
     for run in runs:
         points = [(row["step"], row["logprob_difference"]) for row in run.rows if row.get("logprob_difference", 0) > 0]
         if points:
             axes.plot(*zip(*points, strict=True), color=run.color, marker=".", linestyle="none")
-    axes.set_xlim(0, max(run.rows[-1]["step"] for run in runs) + 1)  # not of the few steps that had such tokens
+    axes.set_xlim(0, max(run.rows[-1]["step"] for run in runs) + 1)  # all steps, though few may have such tokens
     axes.axhline(LOGPROB_BAR, color=GREY, linewidth=2, linestyle="--", label=f"bar for fp32, {LOGPROB_BAR:.0e}")
     axes.legend(frameon=False)
 
 
 def draw_throughput(axes: Axes, runs: Sequence[DrawnRun]) -> None:
-    """Response tokens a second, all engines together."""
+    """Draw response tokens per second, summed over all engines."""
     _label(axes, "Generation, all engines together", "tokens per s")
     for run in runs:
         _curve(axes, run, run.column("step"), "tokens_per_second")
@@ -189,16 +189,16 @@ def draw_throughput(axes: Axes, runs: Sequence[DrawnRun]) -> None:
 
 
 def draw_idle(axes: Axes, runs: Sequence[DrawnRun]) -> None:
-    """Share of the steps' time in which each side had nothing to do; a side of which nothing is known is absent."""
+    """Draw the share of the steps' time in which each side was idle. A side without data has no bar."""
     _label(axes, "Idle share of the steps' time", "share", x="side")
     _bars(axes, runs, SIDES, lambda run: [idle_shares(run.rows).get(side) for side in SIDES])
 
 
 def draw_seconds(axes: Axes, runs: Sequence[DrawnRun]) -> None:
-    """Where the trainer's wall time went, each step of one run.
+    """Draw how the trainer's wall time was spent, for each step of one run.
 
-    Evaluation and checkpoint stand on the step after which they were made, though it is the next row that has their
-    time; there is none of the last step's.
+    Evaluation and checkpoint are drawn on the step that they follow, but the next step's row holds their time. For the
+    last step this time is unknown.
     """
     _label(axes, "Where a step's time goes", "wall time in s")
     (run,) = runs
@@ -231,7 +231,7 @@ PANELS: Mapping[str, Panel] = {
     "logprobs": draw_logprobs,
     "idle": draw_idle,
 }
-"""Panels of any number of runs, by the names of their files."""
+"""Panels for any number of runs, by the names of their files."""
 
 
 def _label(axes: Axes, title: str, y: str, x: str = "step") -> None:
@@ -245,7 +245,7 @@ def _label(axes: Axes, title: str, y: str, x: str = "step") -> None:
 
 
 def _curve(axes: Axes, run: DrawnRun, x: Sequence[float], key: str) -> None:
-    """Draw a noisy curve, and the mean over the `SMOOTHING` values around each; fewer at the ends."""
+    """Draw a noisy curve and its mean over `SMOOTHING` neighbouring values, fewer at the ends."""
     values, half = run.column(key), SMOOTHING // 2
     means = [statistics.fmean(values[max(i - half, 0) : i + half + 1]) for i in range(len(values))]
     axes.plot(x, values, color=run.color, alpha=0.3, linewidth=1)
@@ -255,7 +255,7 @@ def _curve(axes: Axes, run: DrawnRun, x: Sequence[float], key: str) -> None:
 def _bars(
     axes: Axes, runs: Sequence[DrawnRun], groups: Sequence[str], shares: Callable[[DrawnRun], list[float | None]]
 ) -> None:
-    """Draw a bar of each run in each group."""
+    """Draw one bar per run in each group."""
     width = 0.8 / len(runs)
     for place, run in enumerate(runs):
         known = [(i, share) for i, share in enumerate(shares(run)) if share is not None]

@@ -1,4 +1,4 @@
-"""Show a run: a live panel on a terminal, a plain line every few steps elsewhere."""
+"""Shows a run: a live panel on a terminal, else a plain line every few steps."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from penstock.types import UpdateReport
 BLOCKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 48
 ETA_WINDOW = 20
-"""Steps whose mean duration predicts the rest."""
+"""Number of last steps whose mean duration predicts the remaining time."""
 LINE_EVERY = 5
 """Steps between two plain lines."""
 REFRESH_PER_SECOND = 4
 PREPARING = "preparing"
 EVALUATIONS = 4
-"""Most held-out accuracies that the panel shows."""
+"""Maximum of held-out accuracies that the panel shows."""
 
 PHASES: Mapping[str, str] = {
     "launch": "starting engines",
@@ -43,9 +43,9 @@ PHASES: Mapping[str, str] = {
 
 
 class RunDisplay(Reporter):
-    """A run for people. A context manager: on leaving it, the terminal is as it was.
+    """Shows a run to people. It is a context manager that restores the terminal on exit.
 
-    `clock_s` gives monotonic seconds; a test passes its own.
+    `clock_s` returns monotonic seconds; tests pass their own.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class RunDisplay(Reporter):
 
     def __exit__(self, *_: object) -> None:
         if self._live is not None and self._phase == PREPARING:
-            self._live.transient = True  # nothing was started, and the error says why: an empty panel is useless
+            self._live.transient = True  # no engine was started and the error says why, so an empty panel is useless
         self._stop_live()
 
     # --- Reporter ----------------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ class RunDisplay(Reporter):
     # --- how it looks ------------------------------------------------------------------------------------------------
 
     def eta_s(self) -> float | None:
-        """Seconds that the remaining steps will take, by the mean of the last ones; None before the first step."""
+        """Return the seconds that the remaining steps will take, or None before the first step."""
         return statistics.fmean(self._durations) * (self._steps - self._step) if self._durations else None
 
     def _stop_live(self) -> None:
@@ -122,7 +122,7 @@ class RunDisplay(Reporter):
             self._live = None
 
     def _line(self, text: str) -> None:
-        """A plain line, where there is no live panel to say it."""
+        """Print a plain line if there is no live panel."""
         if not self._console.is_terminal:
             self._console.print(
                 f"[{clock(self._now() - self._started)}] {text}", markup=False, highlight=False, soft_wrap=True
@@ -167,7 +167,7 @@ class RunDisplay(Reporter):
         if not self._evaluations:
             return Text("-", style="dim")
         each = [f"{value:.1%} {name}" for name, value in self._evaluations.items()]
-        # The first and the last ones: a long run has more than fit into a line.
+        # Show the first and the last ones: a long run has more than one line can hold.
         return ", ".join(each if len(each) <= EVALUATIONS else [each[0], "...", *each[1 - EVALUATIONS :]])
 
     def _figure(self, template: str) -> RenderableType:
@@ -188,7 +188,7 @@ class RunDisplay(Reporter):
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The course of `values` in at most `width` characters; neighbours are averaged where there are more values."""
+    """Return a sparkline of `values` in at most `width` characters. It averages neighbours if there are more values."""
     count = min(width, len(values))
     edges = [i * len(values) // count for i in range(count + 1)]
     means = [statistics.fmean(values[a:b]) for a, b in itertools.pairwise(edges)]
@@ -206,11 +206,11 @@ SECONDS_LABELS: Mapping[str, str] = {
     "evaluation": "evaluation",
     "checkpoint": "checkpoints",
 }
-"""How the parts of `Summary.seconds` are called, in the order shown."""
+"""Labels of the parts of `Summary.seconds`, in display order."""
 
 
 def end_table(summary: Summary) -> Table:
-    """Every figure of a finished run, one a row."""
+    """Return a table with every figure of a finished run, one per row."""
     table = Table(title=f"run {summary.name}, seed {summary.seed}", title_justify="left", show_header=False)
     table.add_column(style="bold")
     table.add_column()
@@ -242,12 +242,12 @@ def end_table(summary: Summary) -> Table:
 
 
 def milliseconds(seconds: float) -> str:
-    """A short time to read, such as `48 ms`."""
+    """Format a short time, such as `48 ms`."""
     return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 def clock(seconds: float) -> str:
-    """A long time to read, such as `1:05` or `2:00:09`."""
+    """Format a long time, such as `1:05` or `2:00:09`."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

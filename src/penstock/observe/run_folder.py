@@ -1,8 +1,8 @@
-"""The folder of one run: what was asked, what happened at each step, and what came out.
+"""The folder of one run: its configuration, the record of each step, and its results.
 
-docs/reference/run-folder.md has every file and every key of metrics.jsonl.
+docs/reference/run-folder.md describes every file and every key of metrics.jsonl.
 
-Beside it lies `.NAME.lock`, which the training process holds for its life (`RunFolder.lock`). Readers take no lock.
+The training process holds the lock file `.NAME.lock` beside the folder (`RunFolder.lock`). Readers take no lock.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from penstock.observe.trajectory_log import to_markdown
 
 CONFIG = "config.yaml"
 HELD_OUT = "held_out_accuracy"
-"""Figure of an evaluation."""
+"""Name of the figure that an evaluation records."""
 RECORDS = ("metrics.jsonl", "evaluations.jsonl", "trajectories.jsonl", "spans.jsonl")
-"""Files of one row for each step, or some steps."""
+"""Files with one row for each step, or for some steps."""
 MAY_CHANGE = ("train.steps", "train.ranks", "train.ray_address", "run_dir", "trackers")
-"""Keys that a resumed run may change: how far it goes, on how many ranks, where the folder lies, and its trackers."""
+"""Keys that a resumed run may change: its length, its ranks, its folder, and its trackers."""
 
 _locks: set[int] = set()
 """File descriptors of the locks that this process holds."""
 
 
 def _leave_locks_to_the_parent() -> None:
-    # A forked child shares the parent's flock and would hold it after the parent's death. A program that is started
-    # never gets the descriptor: Python closes it on exec.
+    # A forked child shares the parent's flock and would hold it after the parent's death. An executed program does not
+    # get the descriptor, because Python closes it on exec.
     for descriptor in _locks:
         os.close(descriptor)
     _locks.clear()
@@ -54,7 +54,7 @@ class RunFolder:
     """A run's folder. Build it with `create` or `open`.
 
     Attributes:
-        on_figures: gets the figures of each step and evaluation, and its step.
+        on_figures: callback for the figures and step number of each step and evaluation.
     """
 
     def __init__(self, path: Path, config: RunConfig) -> None:
@@ -65,10 +65,10 @@ class RunFolder:
     @staticmethod
     @contextmanager
     def lock(path: Path) -> Generator[None]:
-        """Hold the run in `path` for this process alone, whether its folder exists or not.
+        """Hold the run in `path` for this process alone, whether or not its folder exists.
 
-        The kernel frees the lock when this process ends, however it ends. The lock file stays, also when the folder
-        is removed.
+        The kernel frees the lock when this process ends in any way. The lock file stays, even if the folder is
+        removed.
 
         Raises:
             UserError: another process holds the run, or the lock file cannot be written.
@@ -94,25 +94,25 @@ class RunFolder:
         try:
             yield
         finally:
-            if descriptor in _locks:  # it is not in a forked child
+            if descriptor in _locks:  # a forked child has cleared `_locks`
                 _locks.remove(descriptor)
                 os.close(descriptor)
 
     @staticmethod
     def check_free(path: Path) -> None:
-        """Raise UserError where another process holds the run in `path`, as `lock` does; nothing is held after it."""
+        """Raise UserError if another process holds the run in `path`. Keep no lock."""
         try:
             with _lock_file(path).open("rb") as file:
                 try:
                     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 except BlockingIOError:
                     raise _going_on(path, file.read(1000)) from None
-        except OSError:  # `lock` says what is wrong with the file
+        except OSError:  # `lock` reports what is wrong with the file
             return
 
     @staticmethod
     def check_unused(path: Path) -> None:
-        """Raise UserError where `path` holds a run, one that recorded a step and not one that failed to start."""
+        """Raise UserError if `path` holds a run with a recorded step. A run that failed to start does not count."""
         if _read(path / "metrics.jsonl"):
             raise UserError(
                 f"{path} already holds a run; go on with it by --resume, replace it by --fresh, or choose another name"
@@ -120,7 +120,7 @@ class RunFolder:
 
     @staticmethod
     def remove(path: Path) -> bool:
-        """Delete `path`, with everything in it, where it holds a run; anything else is left as it is.
+        """Delete the folder `path` if it holds a run, else leave it as it is.
 
         Returns:
             Whether there was a run.
@@ -138,10 +138,10 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, config: RunConfig) -> Self:
-        """Make the folder of a new run; what a run without a step left there is removed.
+        """Create the folder of a new run. Remove the files of an earlier run without a step.
 
         Raises:
-            UserError: the folder holds a run already, or cannot be written.
+            UserError: the folder already holds a run, or cannot be written.
         """
         cls.check_unused(path)
         folder = cls(path, config)
@@ -156,10 +156,10 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Open the folder of a run that was begun.
+        """Open the folder of an existing run.
 
         Raises:
-            UserError: there is no run in it.
+            UserError: the folder holds no run.
         """
         file = path / CONFIG
         if not file.exists():
@@ -169,15 +169,15 @@ class RunFolder:
     # --- configuration -----------------------------------------------------------------------------------------------
 
     def write_config(self, config: RunConfig) -> None:
-        """Record `config` as the run's."""
+        """Record `config` as the run's configuration."""
         self.config = config
         _replace(self.path / CONFIG, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
 
     def check_resumable(self, config: RunConfig) -> None:
-        """Refuse to go on with another configuration than the run was begun with.
+        """Refuse to resume with another configuration than the run's own.
 
         Raises:
-            ConfigError: naming each key that differs and may not (see `MAY_CHANGE`).
+            ConfigError: some keys differ that must not (see `MAY_CHANGE`). The message names each.
         """
         ours, theirs = _flat(self.config.model_dump(mode="json")), _flat(config.model_dump(mode="json"))
         changed = [key for key in sorted(ours.keys() | theirs.keys()) if ours.get(key) != theirs.get(key)]
@@ -192,7 +192,7 @@ class RunFolder:
     # --- rows of each step -------------------------------------------------------------------------------------------
 
     def append_metrics(self, row: Mapping[str, float]) -> None:
-        """Add the row of one step; it survives the end of this process, however it ends."""
+        """Append the row of one step. The row survives any end of this process."""
         _append(self.path / "metrics.jsonl", [row])
         self.on_figures(row, int(row["step"]))
 
@@ -200,39 +200,39 @@ class RunFolder:
         return cast("list[dict[str, float]]", _read(self.path / "metrics.jsonl"))
 
     def append_evaluation(self, step: int, accuracy: float) -> None:
-        """Add the held-out accuracy measured after `step`."""
+        """Append the held-out accuracy measured after `step`."""
         _append(self.path / "evaluations.jsonl", [{"step": step, "accuracy": accuracy}])
         self.on_figures({HELD_OUT: accuracy}, step)
 
     def evaluations(self) -> dict[int, float]:
-        """Held-out accuracy by the step after which it was measured, in order."""
+        """Return held-out accuracies in order, by the step after which they were measured."""
         return {row["step"]: row["accuracy"] for row in _read(self.path / "evaluations.jsonl")}
 
     def append_trajectories(self, records: Sequence[Mapping[str, Any]]) -> None:
         _append(self.path / "trajectories.jsonl", records)
 
     def trajectories(self) -> list[dict[str, Any]]:
-        """Rows of `record_of`."""
+        """Return the rows that `record_of` made."""
         return _read(self.path / "trajectories.jsonl")
 
     def append_spans(self, spans: Sequence[Span]) -> None:
-        """Add what was done since the spans before."""
+        """Append the spans since the last call."""
         _append(self.path / "spans.jsonl", spans)
 
     def spans(self) -> list[Span]:
         return list(_read(self.path / "spans.jsonl"))
 
     def write_trace(self) -> Path:
-        """Write trace.json from the spans so far, and return its path."""
+        """Write trace.json from all spans so far, and return its path."""
         file = self.path / "trace.json"
         _replace(file, chrome_trace(self.spans(), self.config.name))
         return file
 
     def truncate(self, step: int) -> list[dict[str, float]]:
-        """Drop what was recorded after `step`, so that a resumed run records no step twice.
+        """Drop the rows after `step`, so that a resumed run records no step twice.
 
         Returns:
-            The rows of metrics.jsonl that were dropped.
+            The dropped rows of metrics.jsonl.
         """
         dropped = [row for row in self.metrics() if row["step"] > step]
         for name in RECORDS:
@@ -244,13 +244,13 @@ class RunFolder:
     # --- end of the run ----------------------------------------------------------------------------------------------
 
     def write_summary(self, summary: Summary) -> None:
-        """Write summary.json, and from what was recorded trajectories.md and trace.json."""
+        """Write summary.json, and write trajectories.md and trace.json from the records."""
         _replace(self.path / "summary.json", json.dumps(summary.to_json(), indent=2) + "\n")
         _replace(self.path / "trajectories.md", to_markdown(self.trajectories()))
         self.write_trace()
 
     def summary(self) -> dict[str, Any]:
-        """Read summary.json. Raises UserError if the run has not ended."""
+        """Read summary.json. UserError: the run has not ended."""
         try:
             text = (self.path / "summary.json").read_bytes()
         except FileNotFoundError:
@@ -259,7 +259,7 @@ class RunFolder:
 
     @contextmanager
     def capture_log(self) -> Generator[None]:
-        """Append what Penstock logs at INFO and above to run.log."""
+        """Append Penstock's log messages at INFO and above to run.log."""
         logger = logging.getLogger("penstock")
         handler = logging.FileHandler(self.path / "run.log")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -280,7 +280,7 @@ def _lock_file(path: Path) -> Path:
 
 
 def _going_on(path: Path, holder: bytes) -> UserError:
-    """`holder`: what the lock file says."""
+    """Return the error for a held run. `holder` is the content of the lock file."""
     named = holder.decode(errors="replace").strip() or "another process"
     return UserError(
         f"the run in {path} is going on: it is held by {named}; wait for its end, stop it, or choose another name"
@@ -297,7 +297,7 @@ def _append(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _read(file: Path) -> list[dict[str, Any]]:
-    """Rows of a JSON-lines file. A last line without its end is what a kill in mid-write leaves; it is not a row."""
+    """Return the rows of a JSON-lines file. Ignore an unfinished last line, which a kill during a write leaves."""
     text = file.read_text() if file.exists() else ""
     whole, _, _ = text.rpartition("\n")
     rows: list[dict[str, Any]] = []
@@ -314,7 +314,7 @@ def _damaged(why: str) -> UserError:
 
 
 def _replace(file: Path, text: str) -> None:
-    """Write a file whole or not at all."""
+    """Write the whole file or nothing."""
     fresh = file.with_name(file.name + ".new")
     with fresh.open("w") as out:
         out.write(text)

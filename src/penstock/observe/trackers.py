@@ -1,4 +1,4 @@
-"""A run's figures to TensorBoard or Weights & Biases (`trackers`), beside the run folder.
+"""Sends a run's figures to TensorBoard or Weights & Biases (`trackers`), in addition to the run folder.
 
 Both work without a network.
 """
@@ -21,14 +21,14 @@ log = logging.getLogger(__name__)
 
 
 class TensorBoard:
-    """Event files in RUN/tensorboard."""
+    """Writes event files in RUN/tensorboard."""
 
     def __init__(self, config: RunConfig, folder: RunFolder, step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - optional
 
         path = folder.path / "tensorboard"
         self.is_new = not path.is_dir()
-        # What a kill lost comes again: TensorBoard would draw both.
+        # A resumed run repeats the steps that a kill lost. TensorBoard would draw both.
         self._writer: Any = SummaryWriter(str(path), purge_step=0 if step is None else step + 1)
         self._writer.add_text("config", f"```\n{config.model_dump_json(indent=2)}\n```")
 
@@ -36,27 +36,27 @@ class TensorBoard:
         for name, value in figures.items():
             self._writer.add_scalar(name, value, step)
         if HELD_OUT in figures:
-            self._writer.flush()  # a kill would lose what no step makes again
+            self._writer.flush()  # no later step repeats an evaluation that a kill loses
 
     def close(self) -> None:
-        """Write what is not written yet."""
+        """Write the figures that are still buffered."""
         self._writer.close()
 
 
 class Wandb:
-    """A run of Weights & Biases, its files in RUN/wandb; WANDB_MODE=offline keeps them there, WANDB_PROJECT names it.
+    """A run of Weights & Biases with files in RUN/wandb. WANDB_MODE=offline sends none, WANDB_PROJECT sets the project.
 
-    A resumed run is another one in the group of the run's name, with the evaluations of those before.
+    A resumed run is a new one in the group of the run's name. It gets the evaluations of the runs before it.
     """
 
     is_new = True
 
     def __init__(self, config: RunConfig, folder: RunFolder, step: int | None) -> None:
-        del step  # nothing of another run is lost
+        del step  # a resume starts a new run, so there is nothing to purge
         self._run: Any = import_module("wandb").init(
             dir=str(folder.path), name=config.name, group=config.name, config=config.model_dump(mode="json")
         )
-        self._run.define_metric("*", step_metric="step")  # evaluations are logged apart, and would count as steps
+        self._run.define_metric("*", step_metric="step")  # evaluations are logged separately and would count as steps
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
         self._run.log({**figures, "step": step})
@@ -70,18 +70,18 @@ TRACKERS: Mapping[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": Wa
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise UserError where the package of a tracker is missing."""
+    """Raise UserError if the package of a tracker is missing."""
     for name in names:
-        if (found := find_spec(name)) is None or found.origin is None:  # the latter: a folder of wandb's files here
+        if (found := find_spec(name)) is None or found.origin is None:  # without origin: a folder named wandb
             raise UserError(f"trackers: {name} is not installed; pip install 'penstock[{name}]', or leave it out")
 
 
 @contextmanager
 def tracked(config: RunConfig, folder: RunFolder, step: int | None = None) -> Generator[None]:
-    """Give the trackers of `config` what the folder records, until the block ends. UserError: one does not start.
+    """Send what the folder records to the trackers of `config`. UserError: a tracker does not start.
 
-    A resumed run goes on after `step`, and trackers that begin then get its evaluations so far. A tracker that fails is
-    left out from then on, and the log says so: the run's own records have everything.
+    A resumed run continues after `step`. A tracker that starts at a resume also gets the evaluations so far. A tracker
+    that fails is dropped with a log message; the run folder still has every figure.
     """
     with ExitStack() as closing:
         trackers: dict[str, Tracker] = {}
@@ -112,7 +112,7 @@ def _close(name: str, tracker: Tracker) -> None:
     try:
         with _foreign_code(name):
             tracker.close()
-    except UserError as error:  # the run is done
+    except UserError as error:  # the run itself is complete
         log.warning("%s at its end; it may lack figures", error)
 
 
@@ -120,5 +120,5 @@ def _close(name: str, tracker: Tracker) -> None:
 def _foreign_code(name: str, advice: str = "") -> Generator[None]:
     try:
         yield
-    except Exception as error:  # a library's own errors, of any type
+    except Exception as error:  # a library may raise any type of error
         raise UserError(f"trackers: {name} failed ({' '.join(str(error).split())}){advice}") from error

@@ -1,4 +1,4 @@
-"""Sample trajectories as a person reads them: every token with its text, logprob and weight version."""
+"""Sample trajectories for people to read: every token with its text, logprob and weight version."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 from penstock.rollout.generator import Trajectory
 
 SHOWN = 8
-"""Trajectories in trajectories.md, spread over the run."""
+"""Number of trajectories in trajectories.md, spread over the run."""
 
 
 def record_of(step: int, trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-    """Lay out a trajectory that step `step` trained on, as a row of trajectories.jsonl.
+    """Return the row of trajectories.jsonl for a trajectory that step `step` trained on.
 
-    `loss` of a token is 1 where the policy made it and 0 where the environment did. `episode` is the session of an
-    agent's episode, after which its log is named.
+    `loss` of a token is 1 if the policy made the token and 0 if the environment did. `episode` is the session of an
+    agent's episode; the episode's log is named after it.
 
     Args:
-        step: of the run.
-        trajectory: to record.
-        decode: turns ids into text, special tokens included.
+        step: step of the run.
+        trajectory: trajectory to record.
+        decode: turns ids into text, including special tokens.
     """
     columns = zip(trajectory.response_ids, trajectory.logprobs, trajectory.versions, trajectory.loss_mask, strict=True)
     return {
@@ -40,14 +40,14 @@ def record_of(step: int, trajectory: Trajectory, decode: Callable[[Sequence[int]
 
 
 def pick(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """The trajectories of a batch worth recording: its first, and its first with tokens of two versions, if any."""
+    """Return the trajectories of a batch to record: its first, and the next with tokens of two versions, if any."""
     first = trajectories[:1]
     mixed = [t for t in trajectories[1:] if len(set(t.versions)) > 1][:1]
     return [*first, *mixed]
 
 
 def to_markdown(records: Sequence[Mapping[str, Any]]) -> str:
-    """At most `SHOWN` of the records, evenly spread over the run, the first and the last among them."""
+    """Return at most `SHOWN` records as Markdown, evenly spread over the run, with the first and the last."""
     last, shown = len(records) - 1, min(SHOWN, len(records))
     chosen = [records[i * last // max(shown - 1, 1)] for i in range(shown)]
     return "# Sample trajectories\n\n" + "\n".join(_section(record) for record in chosen)
@@ -69,7 +69,7 @@ def _section(record: Mapping[str, Any]) -> str:
 
 
 def _code(text: str) -> str:
-    """Text as one line of code in a table cell: whitespace shows, and neither backtick nor bar ends the cell."""
+    """Return text as one line of code for a table cell. White space shows, and no backtick or bar ends the cell."""
     escaped = json.dumps(text, ensure_ascii=False).replace("|", "\\|")
     fence = "``" if "`" in escaped else "`"
     return f"{fence}{escaped}{fence}"
