@@ -89,7 +89,7 @@ async def test_who_connects_second_adopts_what_the_first_holds() -> None:
                 assert await states(third) == [State.PAUSED] * 2
                 await third.resume_generation()
             await second.load_adapter("style", "/adapters/style", timeout_s=WAIT_S)
-            assert all(server.engine.adapters.path("style") for server in servers)
+            assert all("style" in server.engine.adapters.loaded for server in servers)
             await second.update_weights(GOOD)
             assert (first.weight_version, (await first.update_weights(GOOD)).version) == (2, 3), "one count for all"
         await check_serves(first, engines=2)
