@@ -1,4 +1,4 @@
-"""Episodes of any agent: a callable or a command that calls the gateway, and the rows that its calls left."""
+"""Episodes of any agent: a callable or a command that calls the gateway, and the training rows of its calls."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ from penstock.rollout.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 STOP_S = 2.0 * GRACE_S
-"""For the end of an agent; a command's own processes have half of it."""
+"""Seconds that an agent has to end. The processes of a command have half of it."""
 MOST_SILENT = 64
-"""Episodes in a row without a turn; more are no accident of some tasks."""
+"""Episodes in a row without a turn after which the run fails. Fewer may be due to a few tasks."""
 _TAIL = 2000
 _PLACE = re.compile(r"(?<!\$)\{(\w+)\}")
-"""Not a shell's `${prompt}`."""
+"""A placeholder such as `{prompt}`, but not a shell's `${prompt}`."""
 _PLACES = ("prompt", "model", "base_url")
 _LONGEST_VARIABLE = 100_000
-"""Bytes; Linux starts no program with one of 128 KiB."""
+"""Bytes of a variable. Linux starts no program with a variable of 128 KiB."""
 _SECRETS = ("PENSTOCK_API_KEY", "PENSTOCK_GATEWAY_KEY", "VLLM_API_KEY")
-"""Of our environment; an agent must not have them."""
+"""Variables of our environment that an agent must not see."""
 
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """What an agent gets.
+    """The data that an agent gets for one episode.
 
     Attributes:
-        task: to do.
-        base_url: of the gateway, without `/v1`.
-        api_key: of this episode's session alone.
-        model: name to ask for.
+        task: task to do.
+        base_url: URL of the gateway, without `/v1`.
+        api_key: key for this episode's session only.
+        model: model name to request.
         session: name of the session.
     """
 
@@ -60,7 +60,7 @@ class Episode:
     session: str
 
     def environment(self) -> dict[str, str]:
-        """Return the variables by which harnesses find the gateway."""
+        """Return the variables in which agent harnesses look for the gateway."""
         return {
             "OPENAI_BASE_URL": f"{self.base_url}/v1",
             "OPENAI_API_BASE": f"{self.base_url}/v1",
@@ -70,32 +70,32 @@ class Episode:
             "PENSTOCK_MODEL": self.model,
             "PENSTOCK_PROMPT": self.task.prompt if _fits_variable(self.task.prompt) else "",
             "PENSTOCK_SESSION": self.session,
-            "PENSTOCK_TASK": json.dumps({"id": self.task.id}),  # its metadata may hold the answer
+            "PENSTOCK_TASK": json.dumps({"id": self.task.id}),  # without the metadata, which may hold the answer
         }
 
 
 Agent = Callable[[Episode], Awaitable[float | None]]
-"""Plays an episode. It returns the reward, or None: the environment scores the last answer."""
+"""Plays an episode and returns its reward. If it returns None, the environment scores the last answer."""
 
 
 @dataclass(eq=False)
 class AgentGenerator(Generator):
-    """Runs an agent for each episode, in a session of its own, and returns what it sampled as rows.
+    """Runs an agent for each episode, in its own session, and returns the sampled turns as rows.
 
-    An agent that fails or is over its time has the reward 0: its turns were the policy's as well. In an evaluation
-    (`sampling_params` of the batch) an episode has one trajectory, that of its last answer; else one for each leaf.
+    An agent that fails or exceeds its time gets reward 0, because the policy made its turns too. An episode yields one
+    trajectory per leaf; in an evaluation (the batch has `sampling_params`), only the one with the last answer.
 
     Args:
-        gateway: that is being served at `base_url`.
-        base_url: without `/v1`.
-        tenant: whose sessions these are.
-        environment: scores the last answer where the agent gives no reward.
-        agent: a callable on this event loop; or the words of a command, in which `{prompt}`, `{model}` and `{base_url}`
-            are filled in. All processes that a command started end with the episode.
-        concurrency: most episodes at once.
-        timeout_s: of one episode.
-        log_dir: each command's output is kept there, in a file named by its session.
-        most_logs: of them; the oldest goes for the next.
+        gateway: gateway that is served at `base_url`.
+        base_url: URL without `/v1`.
+        tenant: owner of the sessions.
+        environment: scores the last answer if the agent gives no reward.
+        agent: a callable on this event loop, or the words of a command. In the words, `{prompt}`, `{model}` and
+            `{base_url}` are replaced. All processes that a command started end with the episode.
+        concurrency: maximum of episodes at once.
+        timeout_s: seconds that one episode may take.
+        log_dir: folder for the commands' output, one file per session, named after it.
+        most_logs: maximum of kept output files; the oldest is deleted first.
         limits: budget of an episode.
     """
 
@@ -138,8 +138,8 @@ class AgentGenerator(Generator):
         An episode without a turn gives no row.
 
         Raises:
-            PenstockError: no agent has asked for a turn yet, or many in a row have not; the end of the last one's
-                output is in the message.
+            PenstockError: no agent has requested a turn yet, or many in a row have not. The message contains the end of
+                the last agent's output.
         """
         episodes = (
             self._episode(input_batch, index, number)
@@ -188,7 +188,7 @@ class AgentGenerator(Generator):
         return [replace(t, metrics={**t.metrics, "agent/failed": float(why is not None), **breaks}) for t in made]
 
     def _note_failure(self, task: Task, session: Session, why: str) -> None:
-        """Warn of a failure after some turns: of the first, and of every further power of two."""
+        """Warn of a failure after some turns. Log only the failures whose count is a power of two."""
         self._failed += 1
         if self._failed & (self._failed - 1) == 0:
             turns = len(session.nodes)
@@ -201,7 +201,7 @@ class AgentGenerator(Generator):
             return finite_reward(self.environment.reward(task, last.message.text), task)
 
     async def _play(self, episode: Episode) -> tuple[float | None, str | None]:
-        """Run the agent; return its reward, and why it failed, if it did."""
+        """Run the agent. Return its reward, and the reason if it failed."""
         try:
             if callable(self.agent):
                 return await self._call(episode, self.agent)
@@ -209,22 +209,22 @@ class AgentGenerator(Generator):
                 return None, await self._run(episode, self.agent)
         except TimeoutError:
             return None, self._late
-        except (OSError, ValueError, PenstockError) as error:  # the second: a prompt that no program can be given
+        except (OSError, ValueError, PenstockError) as error:  # ValueError: a prompt that no program can receive
             return None, f": {error}"
 
     async def _call(self, episode: Episode, agent: Agent) -> tuple[float | None, str | None]:
-        """Run the callable in a task of its own, which is left behind if it does not end when it is cancelled."""
+        """Run the callable in its own task. If the task ignores its cancellation, it is abandoned."""
 
         async def play() -> float | None:
             with user_code("the agent failed", PenstockError):
                 try:
                     reward = await agent(episode)
-                except SystemExit as error:  # it would end this process
+                except SystemExit as error:  # would end this process
                     raise PenstockError(f"the agent exited with {error.code!r}") from error
             return None if reward is None else finite_reward(reward, episode.task, "agent")
 
         task = asyncio.create_task(play(), name=f"agent-{episode.session}")
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # read, also if left behind
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # read, even if abandoned
         try:
             done, _ = await asyncio.wait((task,), timeout=self.timeout_s)
         finally:
@@ -235,7 +235,7 @@ class AgentGenerator(Generator):
         return (None, ": it was cancelled") if task.cancelled() else (task.result(), None)
 
     async def _run(self, episode: Episode, command: Sequence[str]) -> str | None:
-        """Run the command to its end, which is also that of its process group; return why it failed."""
+        """Run the command until its whole process group has ended. Return the reason if it failed."""
         filled = {
             "prompt": episode.task.prompt,
             "model": episode.model,
@@ -263,7 +263,7 @@ class AgentGenerator(Generator):
         return None if status == 0 else f": it ended with status {status}; {child.log}: {said}"
 
     def _close_log(self, session: str, said: str) -> None:
-        """Add to a command's output what became of its episode."""
+        """Append the outcome of an episode to its command's output."""
         file = self._folder / f"{session}.log"
         if file.exists():
             with file.open("a") as output:
@@ -276,5 +276,5 @@ class AgentGenerator(Generator):
 
 
 def _fits_variable(text: str) -> bool:
-    """Whether a program can be started with a text in a variable."""
+    """Whether a program can be started with the text in a variable."""
     return "\0" not in text and len(text.encode(errors="surrogatepass")) <= _LONGEST_VARIABLE

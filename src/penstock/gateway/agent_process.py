@@ -1,7 +1,7 @@
-"""Runs an agent's command so that nothing of it outlives the episode: `python -m penstock.gateway.agent_process WORDS`.
+"""Runs an agent's command so that no process outlives the episode: `python -m penstock.gateway.agent_process WORDS`.
 
-We adopt what its processes leave behind, also in sessions of their own, and end all of it: when the command has ended,
-`GRACE_S` after a SIGTERM, or at once when our launcher is gone.
+This process adopts everything that the command leaves behind, including processes in other sessions. It ends all of
+them when the command has ended, `GRACE_S` after a SIGTERM, or at once when its launcher is gone.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from penstock.process_group import PARENT, group_members, watch_lifeline
 
 GRACE_S = 5
 _SUBREAPER = 36
-"""PR_SET_CHILD_SUBREAPER of Linux: orphans among our descendants become our children."""
+"""Linux's PR_SET_CHILD_SUBREAPER: orphaned descendants become children of this process."""
 
 
 def main() -> int:
-    """Run the command in our arguments, and return its exit status when none of its processes is left."""
+    """Run the command from the arguments. Return its exit status once all its processes have ended."""
     ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
     watch_lifeline(_end_children)
     stopping: list[int] = []
@@ -42,18 +42,18 @@ def main() -> int:
             return status
         if pid == command.pid:
             command.returncode = code = os.waitstatus_to_exitcode(code)
-            status = code if code >= 0 else 128 - code  # as shells say it
-            if not stopping:  # else its helpers have the rest of the time to end
+            status = code if code >= 0 else 128 - code  # the shell's status for a signal
+            if not stopping:  # else its helpers may use the rest of the grace time
                 _end_children()
 
 
 def _end_children(*_: object) -> None:
-    """Kill all that descends from us. The children of what is killed become ours, and are next."""
+    """Kill all descendants. The children of a killed process become ours and are killed next."""
     while pids := group_members(os.getpid(), PARENT):
         for pid in pids:
-            with suppress(ProcessLookupError):  # ended in between
+            with suppress(ProcessLookupError):  # it ended in between
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)  # each wait for a child would take its status from `main`
+        time.sleep(0.01)  # a wait for children here would take the command's status away from `main`
 
 
 if __name__ == "__main__":

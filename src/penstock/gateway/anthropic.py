@@ -25,7 +25,7 @@ _ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found
 
 
 class AnthropicDialect(Dialect):
-    """Messages with blocks: text, thinking, tool_use, tool_result."""
+    """Messages with blocks: text, thinking, tool_use and tool_result."""
 
     def read(self, body: Mapping[str, Any]) -> ChatRequest:
         messages = [ChatMessage("system", text)] if (text := text_of(body.get("system"))) else []
@@ -71,13 +71,13 @@ class AnthropicDialect(Dialect):
     def error(self, error: GatewayError) -> dict[str, Any]:
         kind = "invalid_request_error" if error.status < 500 else "api_error"  # noqa: PLR2004
         fields: dict[str, Any] = {"type": _ERRORS.get(error.status, kind), "message": str(error), "code": error.code}
-        if error.code == UNKNOWN_THREAD:  # the client then sends the whole conversation
+        if error.code == UNKNOWN_THREAD:  # makes the client send the whole conversation
             fields["details"] = {"error_code": error.code}
         return {"type": "error", "error": fields}
 
 
 def _messages(given: Mapping[str, Any]) -> list[ChatMessage]:
-    """Read one message, which may hold several results of tools and a text behind them."""
+    """Read one message. It may hold several tool results and a text after them."""
     role, content = given["role"], given["content"]
     blocks: list[Any] = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if role == "assistant":
@@ -146,7 +146,7 @@ def _blocks(answer: Answer) -> list[dict[str, Any]]:
 
 
 def _deltas(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return a block as it begins, and the deltas that fill it."""
+    """Return a block as it starts, and the deltas that fill it."""
     if block["type"] == "text":
         return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
     if block["type"] == "thinking":

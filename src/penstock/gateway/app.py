@@ -1,4 +1,4 @@
-"""The gateway's HTTP: three wires, sessions, rewards, rows."""
+"""The gateway's HTTP server: three wire formats, sessions, rewards, rows."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from penstock.guard import cross_site
 
 MOST_BODY = 64 << 20
 LONG_BODY = 1 << 14
-"""Bytes of a body from which a thread reads it."""
+"""Bytes of a body above which a thread parses it."""
 KEEPALIVE_S = 10.0
-"""A stream begins after so long without an answer; an error before that has its own status."""
+"""Seconds without an answer after which a stream starts. An earlier error gets its own HTTP status."""
 RESET_S = 0.05
-"""An equal request may come before it is seen that the first one's client is gone; after so long it is seen."""
+"""Seconds until the server notices that a client has left. A repeated request may arrive earlier, so it waits."""
 NOTE_HEADER = "X-Penstock-Note"
-"""What was asked for and is not done."""
+"""Header that lists what the client requested but the gateway did not do."""
 MOST_NOTE = 500
 NODE_HEADER = "X-Penstock-Node"
 ROWS_TYPE = "application/x-ndjson"
 LONG_ANSWER = 1 << 16
-"""Bytes of an answer from which a connection takes it piece by piece."""
+"""Bytes of an answer above which it is sent in pieces."""
 _STEPS = 3
-"""Of the event loop, until what was written is sent and a reset is seen."""
+"""Turns of the event loop until written data is sent and a reset is noticed."""
 SESSION_HEADERS = ("x-session-id", "x-claude-code-session-id", "session-id")
 WIRES: dict[str, Dialect] = {
     "/v1/chat/completions": ChatDialect(),
@@ -56,9 +56,9 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 def build_app(gateway: Gateway, *, keepalive_s: float = KEEPALIVE_S) -> Starlette:
-    """Make the ASGI application of a gateway.
+    """Build the ASGI application of a gateway.
 
-    Each wire is served at its own path, and at `/s/SESSION` before that path.
+    Each wire format is served at its own path, and at `/s/SESSION` before that path.
     """
     calls = _Calls(gateway, keepalive_s)
     chat, anthropic = WIRES["/v1/chat/completions"], WIRES["/v1/messages"]
@@ -82,16 +82,16 @@ def build_app(gateway: Gateway, *, keepalive_s: float = KEEPALIVE_S) -> Starlett
 async def serving(
     gateway: Gateway, *, host: str = "127.0.0.1", port: int = 0, max_connections: int | None = None
 ) -> AsyncGenerator[str]:
-    """Serve a gateway while the block runs, and give its base URL; port 0 is any free one.
+    """Serve a gateway while the block runs, and yield its base URL.
 
     Args:
-        gateway: to serve; it is closed at the end.
+        gateway: gateway to serve. It is closed at the end.
         host: address to listen on.
-        port: to listen on.
+        port: port to listen on; 0 picks a free port.
         max_connections: see `penstock.asgi.serving_app`.
 
     Raises:
-        ConfigError: the address cannot be listened on.
+        ConfigError: the server cannot listen on the address.
     """
     listener = listening(host, port, "the gateway")
     async with serving_app(build_app(gateway), listener, "the gateway", gateway.close, max_connections=max_connections):
@@ -107,14 +107,14 @@ async def _no_path(http: Request, _: Exception) -> Response:
 
 
 class _Calls:
-    """Handlers of the routes."""
+    """Handlers of the gateway's routes."""
 
     def __init__(self, gateway: Gateway, keepalive_s: float) -> None:
         self._gateway = gateway
         self._keepalive_s = keepalive_s
 
     def on(self, wire: Dialect, handler: Callable[[Request, Dialect], Awaitable[Response]]) -> Handler:
-        """Answer errors in the form of the wire."""
+        """Wrap a handler so that it answers errors in the form of the wire."""
 
         async def handle(http: Request) -> Response:
             try:
@@ -127,7 +127,7 @@ class _Calls:
         return handle
 
     def for_tenants(self, handler: Callable[[Request, Tenant], Awaitable[Response]]) -> Handler:
-        """Let only a tenant's own key pass, and no web page."""
+        """Wrap a handler so that it requires a tenant's own key, and refuses web pages."""
 
         async def handle(http: Request, _: Dialect) -> Response:
             if (why := cross_site(http.headers.raw)) is not None:
@@ -152,13 +152,13 @@ class _Calls:
         return self._gateway.session(_key(http), http.path_params.get("session"), hint, keep=keep)
 
     async def _read(self, wire: Dialect, body: bytes) -> ChatRequest:
-        """Read a request of a wire. GatewayError: it is malformed, or asks for what cannot be done."""
+        """Read a request of a wire. GatewayError: it is malformed or asks for something unsupported."""
 
         def read() -> ChatRequest:
             with reading("request", GatewayError):
                 request = wire.read(_as_object(body))
                 refuse_long(request)
-                tools_key(request.tools)  # raises for parameters that are nested too deeply to be rendered
+                tools_key(request.tools)  # raises for parameters nested too deeply to render
                 return request
 
         return await self._gateway.in_thread(read) if len(body) > LONG_BODY else read()
@@ -189,12 +189,12 @@ class _Calls:
         return Response(data, media_type="application/json", headers=headers, background=background)
 
     async def _wait(self, turn: PendingTurn, http: Request, seconds: float | None) -> Answer | None:
-        """Return the answer, or None after so many seconds. The turn goes on if the client leaves."""
+        """Return the answer, or None after `seconds` without one. If the client leaves, the turn continues."""
         gone = asyncio.ensure_future(_disconnected(http))
         turn.waiters += 1
         try:
             await asyncio.wait((turn.task, gone), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            if gone.done():  # perhaps in the moment in which the turn ended: its retry reads the answer
+            if gone.done():  # perhaps just when the turn ended: the client's retry reads the answer
                 raise GatewayError("the client has left", status=499, code="client_left")
             return _result(turn) if turn.task.done() else None
         finally:
@@ -223,7 +223,7 @@ class _Calls:
     async def reward(self, http: Request, tenant: Tenant) -> Response:
         session = self._gateway.find(tenant, http.path_params["session"])
         body = _as_object(await _body(http))
-        if unknown := sorted(body.keys() - {"reward", "node"}):  # a misspelt node would reward the whole session
+        if unknown := sorted(body.keys() - {"reward", "node"}):  # a misspelt `node` would reward the whole session
             raise UserError(f"unknown field {unknown[0]!r}; known: reward, node")
         reward, node = body.get("reward"), body.get("node")
         if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
@@ -247,7 +247,7 @@ class _Calls:
 
 
 class _Stream(StreamingResponse):
-    """An answer in pieces. Its client counts as waiting for the turn already now, so an equal request is another."""
+    """An answer in pieces. Its client counts as waiting from now on, so an equal request is a new turn."""
 
     def __init__(
         self,
@@ -263,7 +263,7 @@ class _Stream(StreamingResponse):
         turn.waiters += 1
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
+        """Send the answer, and count the client as waiting until the end."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -273,12 +273,12 @@ class _Stream(StreamingResponse):
 async def _watched(
     http: Request, pieces: AsyncIterable[bytes], then: Callable[[], Awaitable[None]]
 ) -> AsyncGenerator[bytes]:
-    """Pass pieces on, and run `then` if the client was there to the end of them."""
+    """Yield the pieces. Call `then` if the client stayed until the end."""
     async for data in pieces:
         yield data
     for _ in range(_STEPS):
         await asyncio.sleep(0)
-    yield b""  # waits until the connection has taken what was written
+    yield b""  # waits until the connection has accepted the written data
     if not await http.is_disconnected():
         await then()
 
@@ -288,7 +288,7 @@ async def _whole(data: bytes) -> AsyncGenerator[bytes]:
 
 
 async def _events(wire: Dialect, turn: PendingTurn, keepalive_s: float) -> AsyncGenerator[bytes]:
-    """Write a turn as events, with comments until it is finished. A stream without its last event is not whole."""
+    """Yield a turn as events, with keepalive comments until it ends. A stream without its last event is incomplete."""
     while not turn.task.done():
         await asyncio.wait((turn.task,), timeout=keepalive_s)
         if not turn.task.done():
@@ -303,7 +303,7 @@ async def _events(wire: Dialect, turn: PendingTurn, keepalive_s: float) -> Async
 
 
 def _result(turn: PendingTurn) -> Answer:
-    """Return a finished turn's answer. GatewayError: it has none."""
+    """Return the answer of a finished turn. GatewayError: the turn failed."""
     if turn.task.cancelled():
         raise GatewayError("the gateway is shutting down", status=503, code="shutting_down")
     error = turn.task.exception()
@@ -316,7 +316,7 @@ def _result(turn: PendingTurn) -> Answer:
     raise error
 
 
-async def _deliver(turn: PendingTurn) -> None:  # not in a thread: the client's next request may come before
+async def _deliver(turn: PendingTurn) -> None:  # async, not in a thread: the client's next request may arrive first
     turn.delivered = True
 
 

@@ -12,7 +12,7 @@ _KNOWN = ("messages", "max_tokens", "max_completion_tokens", "parallel_tool_call
 
 
 class ChatDialect(Dialect):
-    """Chat completions, with `reasoning_content` as vLLM and others have it."""
+    """Chat completions, with `reasoning_content` as in vLLM."""
 
     def read(self, body: Mapping[str, Any]) -> ChatRequest:
         refuse_many(body)
@@ -54,7 +54,7 @@ class ChatDialect(Dialect):
         yield b"data: [DONE]\n\n"
 
     def error_event(self, error: GatewayError) -> bytes:
-        """Write an error as the last event; there is no `[DONE]` after it."""
+        """Write an error as the last event. No `[DONE]` follows it."""
         return event(None, self.error(error))
 
 

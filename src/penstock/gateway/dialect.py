@@ -1,4 +1,4 @@
-"""What the three wires share: reading parts of a body, and the interface of a dialect."""
+"""The part that all wire formats share: parsing of request fields, and the interface of a dialect."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAMPLING = (
 MOST_MESSAGES = 50_000
 MOST_TOOLS = 1000
 MOST_ARGUMENTS = 1 << 20
-"""Messages or items of one request, its tools, and characters of one call; more would hold up other sessions."""
+"""Limits of one request: messages or items, tools, characters of one call. More would delay other sessions."""
 _WITHOUT_EFFECT = frozenset(
     (
         *("betas", "cache_control", "client_metadata", "context_management", "diagnostics", "include"),
@@ -27,7 +27,7 @@ _WITHOUT_EFFECT = frozenset(
         *("safety_identifier", "service_tier", "speed", "store", "stream_options", "user"),
     )
 )
-"""Fields that change no token."""
+"""Fields that change no token and are ignored without a note."""
 _REFUSED = frozenset(
     (
         *("audio", "background", "container", "conversation", "echo", "function_call", "functions", "guided_json"),
@@ -35,7 +35,7 @@ _REFUSED = frozenset(
         *("response_format", "structured_outputs", "text", "web_search_options"),
     )
 )
-"""Fields without which the answer would be another than the harness asked for."""
+"""Fields that would change the answer, so they must not be ignored."""
 _FORMATS = ("output_config", "output_format", "response_format", "text")
 _PLAIN: tuple[Any, ...] = (None, False, "", "text", [], {}, ["text"])
 _NOT_FORCED = ("none", "auto", None)
@@ -44,11 +44,11 @@ _NAMED = ("function", "custom", "tool")
 
 
 class Dialect(ABC):
-    """One wire: its requests read, answers, events and errors written."""
+    """One wire format: it reads requests, and writes answers, events and errors."""
 
     @abstractmethod
     def read(self, body: Mapping[str, Any]) -> ChatRequest:
-        """Read a request. GatewayError: it asks for what cannot be done."""
+        """Read a request. GatewayError: it asks for something unsupported."""
 
     @abstractmethod
     def write(self, answer: Answer) -> dict[str, Any]:
@@ -56,7 +56,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def events(self, answer: Answer) -> Iterator[bytes]:
-        """Write a finished turn as server-sent events, the last of which says that it is whole."""
+        """Write a finished turn as server-sent events. The last event marks it as complete."""
 
     def error(self, error: GatewayError) -> dict[str, Any]:
         """Write an error as a body, in OpenAI's form."""
@@ -64,18 +64,18 @@ class Dialect(ABC):
         return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
 
     def error_event(self, error: GatewayError) -> bytes:
-        """Write an error as the last event of a stream that has begun."""
+        """Write an error as the last event of a stream that has started."""
         return event("error", self.error(error))
 
 
 def event(name: str | None, data: Mapping[str, Any]) -> bytes:
-    """Write one event; some wires have no names."""
+    """Write one event. Some wire formats do not name their events."""
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
     return head + b"data: " + dumps(data) + b"\n\n"
 
 
 def dumps(data: Any) -> bytes:
-    """Write JSON; a model may call a tool with integers of over 64 bits or half a character, which orjson cannot."""
+    """Write JSON, also with integers over 64 bits or lone surrogates in a tool call, which orjson refuses."""
     try:
         return orjson.dumps(data)
     except TypeError:
@@ -84,7 +84,7 @@ def dumps(data: Any) -> bytes:
 
 
 def sampling_of(body: Mapping[str, Any], *, stop: str) -> dict[str, Any]:
-    """Return the sampling parameters of a body under vLLM's names; `stop` is this wire's name of stop strings."""
+    """Return a body's sampling parameters under vLLM's names. `stop` is this wire's field of stop strings."""
     found = {name: body[name] for name in SAMPLING if body.get(name) is not None}
     stops = body.get(stop)
     if stops:
@@ -96,10 +96,10 @@ def sampling_of(body: Mapping[str, Any], *, stop: str) -> dict[str, Any]:
 
 
 def notes_of(body: Mapping[str, Any], known: Sequence[str]) -> tuple[str, ...]:
-    """Say which fields of a body are ignored: all but those that a wire knows.
+    """Return notes on the ignored fields of a body: all fields that the wire format does not know.
 
     Raises:
-        GatewayError: one of them cannot be ignored.
+        GatewayError: a field cannot be ignored.
     """
     notes: list[str] = []
     for name in sorted(body.keys() - _WITHOUT_EFFECT - {*known, *SAMPLING, "model", "stream", "tools", "tool_choice"}):
@@ -112,7 +112,7 @@ def notes_of(body: Mapping[str, Any], known: Sequence[str]) -> tuple[str, ...]:
 
 
 def _format_of(value: Any) -> Any:
-    """Return the kind of output that a field asks for."""
+    """Return the kind of output that a field requests."""
     while isinstance(value, dict):
         fields = cast("dict[str, Any]", value)
         value = fields.get("format", fields.get("type"))
@@ -120,7 +120,7 @@ def _format_of(value: Any) -> Any:
 
 
 def listed(given: Any, name: str) -> list[Any]:
-    """Return the messages of a request. GatewayError: they are no list, or too many."""
+    """Return the messages of a request. GatewayError: they are not a list, or too many."""
     if not isinstance(given, list):
         raise GatewayError(f"{name} is a list, got {str(given)[:80]}")
     found = cast("list[Any]", given)
@@ -130,7 +130,7 @@ def listed(given: Any, name: str) -> list[Any]:
 
 
 def text_of(content: Any, kinds: Sequence[str] = ("text", "input_text", "output_text", "refusal")) -> str:
-    """Join the text parts of a content. GatewayError: it has a part that is no text, such as an image."""
+    """Join the text parts of a message's content. GatewayError: a part is not text, for example an image."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -147,10 +147,10 @@ def text_of(content: Any, kinds: Sequence[str] = ("text", "input_text", "output_
 
 
 def forced_tools(choice: Any, tools: Sequence[Tool]) -> tuple[str, ...]:
-    """Read the tool choice of any wire; return the names of the tools one of which has to be called.
+    """Read the tool choice of any wire. Return the names of the tools of which one must be called.
 
     Raises:
-        GatewayError: it is unknown, or names a tool that the request does not have.
+        GatewayError: the choice is unknown, or names a tool that the request does not have.
     """
     fields: dict[str, Any] = {"type": choice}
     if isinstance(choice, dict):
@@ -176,7 +176,7 @@ def forced_tools(choice: Any, tools: Sequence[Tool]) -> tuple[str, ...]:
 
 
 def refuse_long(request: ChatRequest) -> None:
-    """Refuse a request of too many tools, or with too long a call."""
+    """Refuse a request with too many tools or too long a call."""
     if len(request.tools) > MOST_TOOLS:
         raise GatewayError(f"tools has {len(request.tools)} entries; at most {MOST_TOOLS} are served", status=413)
     for call in (call for message in request.messages for call in message.calls):
@@ -186,6 +186,6 @@ def refuse_long(request: ChatRequest) -> None:
 
 
 def refuse_many(body: Mapping[str, Any]) -> None:
-    """Refuse several choices of one turn."""
+    """Refuse a request for several choices of one turn."""
     if body.get("n") not in (None, 1):
         raise GatewayError(f"one choice a turn is served here, got n={body['n']!r}; send the request again for another")

@@ -1,7 +1,7 @@
-"""The turns of a session as a graph of nodes, in tokens: what each turn added, sampled, and was rewarded with.
+"""The turns of a session as a graph of nodes in token space: their added tokens, sampled tokens and rewards.
 
-A node's context is that of its parent, the tokens added before it, and those it sampled: exactly what the engine saw.
-A row of training data is a path from a root to a leaf. A node that several paths share trains in the first alone.
+A node's context is its parent's context, its added tokens, and its sampled tokens: exactly what the engine saw. A row
+of training data is a path from a root to a leaf. A node on several paths trains only in the first of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.types import Sample, SamplingParams
 
 ID_BYTES = 12
 RECORDED = (*SAMPLING, "max_tokens", "stop")
-"""Sampling parameters that rows say of each turn."""
+"""Sampling parameters that a row records for each turn."""
 
 
 @dataclass(slots=True)
@@ -32,19 +32,19 @@ class Node:
 
     Attributes:
         id: 24 hexadecimal digits.
-        parent: the turn before it; None: this is a root.
-        added: ids between the parent's and the sampled ones; a root's are its whole prompt.
-        sample: what the engine gave.
+        parent: the previous turn; None: this node is a root.
+        added: ids between the parent's and the sampled ids. For a root, its whole prompt.
+        sample: output of the engine.
         message: the sample as a message, with the minted ids.
         inputs: messages between the parent's and `message`.
-        seen: messages of the conversation up to and with `message`.
-        digest: of the conversation up to and with `message`.
-        length: tokens of the context with the sample.
-        params: it was sampled with.
-        cause: why it did not extend an earlier turn; empty: it did, or the session was new.
-        tools: that it could call.
-        reward: given to this turn.
-        children: how many turns extend it; their list would be a circle, which waits for the collector.
+        seen: number of messages of the conversation, including `message`.
+        digest: digest of the conversation, including `message`.
+        length: tokens of the context, including the sample.
+        params: sampling parameters.
+        cause: reason why the turn did not extend an earlier one. Empty: it did, or the session was new.
+        tools: tools that the turn could call.
+        reward: reward of this turn alone.
+        children: number of turns that extend it. A list of them would be a reference cycle.
     """
 
     id: str
@@ -65,11 +65,11 @@ class Node:
 
     @property
     def constrained(self) -> bool:
-        """Whether it was sampled under a grammar."""
+        """Whether a grammar constrained the sample."""
         return self.params.structured_outputs is not None
 
     def path(self) -> list[Node]:
-        """Nodes from the root to this one."""
+        """Return the nodes from the root to this one."""
         found: list[Node] = []
         node: Node | None = self
         while node is not None:
@@ -78,29 +78,29 @@ class Node:
         return found[::-1]
 
     def history(self) -> tuple[ChatMessage, ...]:
-        """Messages up to and with this turn's: shape `[seen]`."""
+        """Return all messages up to and including this turn's: shape `[seen]`."""
         return tuple(message for node in self.path() for message in (*node.inputs, node.message))
 
     def context(self) -> list[int]:
-        """Every id up to the end of the sample: shape `[length]`."""
+        """Return every id up to the end of the sample: shape `[length]`."""
         return [token for node in self.path() for token in (*node.added, *node.sample.token_ids)]
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a conversation continues: the node, how many of its messages lie behind it, and why not later ones."""
+    """The point where a conversation continues: its node, the messages up to it, and why no later node fits."""
 
     parent: Node | None
     seen: int
     messages: tuple[ChatMessage, ...]
-    """With what we sent in place of what came back."""
+    """Messages of the request. Answers that were recognised have the form in which the gateway sent them."""
     digest: bytes
     cause: str = ""
 
 
 @dataclass(slots=True)
 class Session:
-    """All turns of one episode, whatever sub-agents and branches it has."""
+    """All turns of one episode, including its sub-agents and branches."""
 
     id: str
     tenant: str
@@ -116,8 +116,8 @@ class Session:
     def find(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> Place:
         """Find the latest turn that a conversation continues.
 
-        A message that carries an id of ours is that turn's if it agrees with it, however the harness wrote it. Then
-        equal meaning of all messages up to there decides.
+        A message with a minted id stands for that turn's answer if the two agree, however the harness wrote it. The
+        turn is then found by equal meaning of all messages up to its answer.
         """
         given: list[ChatMessage] = []
         cause, named = "", set[str]()
@@ -140,7 +140,7 @@ class Session:
         return Place(None, 0, tuple(given), digests[-1], cause or self._why_root(given, digests))
 
     def add(self, node: Node, tools: Sequence[Tool]) -> None:
-        """Add a turn."""
+        """Add a turn to the session."""
         self.nodes[node.id] = node
         self._by_digest.setdefault(node.digest, []).append(node)
         self._by_minted |= dict.fromkeys((node.id, *(call.id for call in node.message.calls)), node)
@@ -155,7 +155,7 @@ class Session:
     def _sent(self, message: ChatMessage) -> Node | None:
         if message.role != "assistant":
             return None
-        named = [node for i in message.minted if (node := self._by_minted.get(i))]  # a text may name others' calls, too
+        named = [node for i in message.minted if (node := self._by_minted.get(i))]  # a text may also name others' calls
         return next((node for node in named if not message.agrees(node.message)), named[0] if named else None)
 
     def _why_root(self, given: Sequence[ChatMessage], digests: Sequence[bytes]) -> str:
@@ -168,11 +168,11 @@ class Session:
         return "edited history" if any(m.role == "assistant" for m in given) else "new conversation"
 
     def last_turn(self) -> Node:
-        """Return the latest turn of the main conversation; UserError: there is no turn.
+        """Return the latest turn of the main conversation. UserError: there is no turn.
 
-        Sub-agents, titles and the like have another system prompt or other tools. They lie within the main
-        conversation, whose root therefore spans the most turns of the session; compacted, it goes on at another root.
-        Of conversations that span as many, that of the most tokens is the main one.
+        Sub-agents and title requests have another system prompt or other tools. They run within the main conversation,
+        so its root spans the most turns of the session. After compaction, it continues at another root of the same
+        prompt and tools. If conversations span equally many turns, the one with the most tokens is the main one.
         """
         roots: dict[str, tuple[int, tuple[bytes, bytes]]] = {}
         spans: dict[tuple[int, tuple[bytes, bytes]], int] = {}
@@ -189,18 +189,18 @@ class Session:
         return latest[kind]
 
     def leaves(self) -> list[Node]:
-        """Turns that no other extends, in the order of their making."""
+        """Return the turns that no other turn extends, oldest first."""
         return [node for node in self.nodes.values() if not node.children]
 
     def reward_of(self, leaf: Node) -> float | None:
-        """Return a row's reward: the leaf's and its turns' own, else the session's; None: there is none yet."""
+        """Return a row's reward: the sum of its turns', plus the session's if the leaf has none; None without any."""
         own = [node.reward for node in leaf.path() if node.reward is not None]
         if leaf.reward is not None or self.reward is None:
             return sum(own) if own else None
         return self.reward + sum(own)
 
     def give_reward(self, reward: float, node_id: str | None) -> None:
-        """Set the reward of the session or of a node; a second one replaces the first. UserError: no such node."""
+        """Set the reward of the session or of a node, replacing an earlier one. UserError: no such node."""
         if node_id is None:
             self.reward = reward
             return
@@ -210,7 +210,7 @@ class Session:
         node.reward = reward
 
     def rows(self) -> list[Row]:
-        """Return one row for each leaf. Every sampled token has mask 1 in exactly one of them."""
+        """Return one row for each leaf. Every sampled token has mask 1 in exactly one row."""
         trained: set[str] = set()
         rows: list[Row] = []
         for leaf in self.leaves():
@@ -221,7 +221,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Budget of a session: sampled tokens, turns, seconds since its start; None: no limit."""
+    """Budget of a session: sampled tokens, turns, and seconds since its start; None: no limit."""
 
     max_turns: int | None = None
     max_tokens: int | None = None
@@ -229,7 +229,7 @@ class Limits:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Limits:
-        """Read the limits of a mapping. UserError: one of them is no number, or below its least value."""
+        """Read the limits from a mapping. UserError: unknown, not a number, or too small."""
         known = [f.name for f in fields(cls)]
         if unknown := sorted(given.keys() - {*known, "key", "session"}):
             raise UserError(f"unknown limit {unknown[0]!r}; known: {', '.join(known)}")
@@ -248,7 +248,7 @@ class Limits:
         return Limits(**{name: min((v for v in pair if v is not None), default=None) for name, pair in pairs.items()})
 
     def check(self, session: Session, *, under_way: int) -> None:
-        """Refuse the next turn of a session that is over its budget, with the turns under way."""
+        """Refuse the next turn of a session that has used up its budget. Turns under way count."""
         used = {
             "max_turns": len(session.nodes) + under_way,
             "max_tokens": session.sampled_tokens,
@@ -260,21 +260,21 @@ class Limits:
                 raise self.over(session, name)
 
     def over(self, session: Session, name: str) -> GatewayError:
-        """Return the error of a session that has used up a limit."""
+        """Return the error for a session that has used up a limit."""
         why = f"the budget of session {session.id} is used up: {name}={getattr(self, name):g}"
         return GatewayError(why, code="budget_exceeded")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A path from a root to a leaf; the turns in `elsewhere` train in another row."""
+    """A path from a root to a leaf. The turns in `elsewhere` train in another row."""
 
     session: Session
     leaf: Node
     elsewhere: frozenset[str]
 
     def trajectory(self, group_id: str = "", reward: float | None = None) -> Trajectory:
-        """Return the row as a trajectory. UserError: it has no reward yet and none is given."""
+        """Return the row as a trajectory. UserError: the row has no reward and none is given."""
         reward = self.session.reward_of(self.leaf) if reward is None else reward
         if reward is None:
             raise UserError(f"session {self.session.id} has no reward for leaf {self.leaf.id}; post it first")
@@ -295,7 +295,7 @@ class Row:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return the row as one object of a JSONL file; its reward may be null."""
+        """Return the row as one object of a JSONL file. Its reward may be null."""
         reward = self.session.reward_of(self.leaf)
         t = self.trajectory(reward=0.0 if reward is None else reward)
         columns = ("prompt_ids", "response_ids", "loss_mask", "logprobs", "versions", "stop_reason", "group_id")
@@ -327,9 +327,9 @@ class Row:
 
 
 def digests_of(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> Iterator[bytes]:
-    """Yield the digest of the tools, then that up to each message: `[len(messages) + 1]`.
+    """Yield the digest of the tools, then the digest up to each message: `[len(messages) + 1]`.
 
-    A result counts with the place of its call, since some harnesses make new ids for each request.
+    A tool result counts by the place of its call, because some harnesses make new ids for each request.
     """
     digest = tools_key(tools)
     yield digest
@@ -343,18 +343,18 @@ def digests_of(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> Iterat
 
 
 def extended(digest: bytes, message: ChatMessage) -> bytes:
-    """Return the digest of a conversation with one message more."""
+    """Return the digest of a conversation extended by one message."""
     return hashlib.blake2b(digest + message.key, digest_size=16).digest()
 
 
 def _agrees(given: Sequence[ChatMessage], history: Sequence[ChatMessage]) -> bool:
-    """Whether no answer of a conversation has another reasoning than the turns of equal meaning."""
+    """Whether every answer with reasoning has the same reasoning as our turn of equal meaning."""
     pairs = zip(given, history, strict=False)
     return not any(m.role == "assistant" and m is not ours and m.agrees(ours) for m, ours in pairs)
 
 
 def new_id() -> str:
-    """Mint an id."""
+    """Return a new random id."""
     return token_hex(ID_BYTES)
 
 

@@ -19,7 +19,7 @@ _KNOWN = ("input", "instructions", "max_output_tokens", "parallel_tool_calls", "
 
 
 class ResponsesDialect(Dialect):
-    """Items instead of messages; an assistant's items in a row are one message."""
+    """Items instead of messages. Adjacent items of an assistant form one message."""
 
     def read(self, body: Mapping[str, Any]) -> ChatRequest:
         instructions = str(body.get("instructions") or "")
@@ -67,14 +67,14 @@ class ResponsesDialect(Dialect):
             yield event(data["type"], {**data, "sequence_number": number})
 
     def error_event(self, error: GatewayError) -> bytes:
-        """Write an error as the last event: a failed response."""
+        """Write an error as the last event, which is a failed response."""
         why = {"code": error.code, "message": str(error)}
         failed: dict[str, Any] = {"object": "response", "status": "failed", "error": why, "output": []}
         return event("response.failed", {"type": "response.failed", "response": failed})
 
 
 def _messages(items: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
-    """Read items; an assistant's in a row are one message, and reasoning behind a text begins the next."""
+    """Read items. An assistant's adjacent items form one message; reasoning after a text starts the next message."""
     messages: list[ChatMessage] = []
     run: list[ChatMessage] = []
     for item in items:
@@ -103,7 +103,7 @@ def _assistant(kind: str, item: Mapping[str, Any]) -> ChatMessage:
         return ChatMessage("assistant", text, minted=(*minted, *minted_in(text)))
     if kind == "reasoning":
         parts = [*(item.get("content") or ()), *(item.get("summary") or ())]
-        text = text_of(parts, (_REASONING, _SUMMARY)) if parts else None  # it may come without what it said
+        text = text_of(parts, (_REASONING, _SUMMARY)) if parts else None  # the item may come without its content
         return ChatMessage("assistant", reasoning=text, minted=minted)
     if kind == "function_call":
         arguments = str(item.get("arguments") or "{}")
@@ -127,7 +127,7 @@ def _joined(parts: Sequence[ChatMessage]) -> ChatMessage:
 
 
 def _tools(given: Any) -> tuple[tuple[Tool, ...], tuple[str, ...]]:
-    """Read the tools; those that OpenAI's servers run are left out, with a note."""
+    """Read the tools. Leave out those that OpenAI's servers run, with a note."""
     tools: list[Tool] = []
     notes: list[str] = []
     for tool in given:
@@ -201,7 +201,7 @@ def _item_events(item: dict[str, Any], index: int) -> Iterator[dict[str, Any]]:
 
 
 def _emptied(item: dict[str, Any]) -> tuple[dict[str, Any], str, str]:
-    """Return an item as it begins, the name of the events that fill it, and the text that does."""
+    """Return an item as it starts, the name of the events that fill it, and its text."""
     kind = item["type"]
     begun = {**item, "status": "in_progress"}
     if kind == "function_call":

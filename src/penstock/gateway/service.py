@@ -1,7 +1,7 @@
 """Sessions of tenants and their turns: keys, budgets, sampling, and answers that outlive their client.
 
-Towards engines there are only token ids, over our own client. So logprobs, versions, pauses and deaths of engines are
-what they are for every other rollout.
+The gateway exchanges only token ids with engines, through Penstock's own client. Logprobs, versions, pauses and engine
+deaths therefore behave as in every other rollout.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from penstock.rollout.vllm_parser import VllmOutputParser
 from penstock.types import Sample, SamplingParams
 
 MOST_NAME = 200
-"""Characters of a session's name."""
+"""Maximum of characters in a session's name."""
 _NAME = re.compile(rf"(?!\.{{1,2}}$)[A-Za-z0-9._~:@!$&'()*+,;=-]{{1,{MOST_NAME}}}")
-"""What stands in a URL's path as it is."""
+"""Names that a URL's path can hold unescaped."""
 MOST_REPLAYED = 8
-"""Answers of a session kept for a client that sends its request again although it has read the answer."""
+"""Answers kept per session for a client that repeats a request although it has read the answer."""
 MOST_FAILED = 64
-"""Failed turns of a session that are kept in mind until they are asked again."""
+"""Failed turns remembered per session until they are requested again."""
 MOST_THREADS = 4
-"""Threads that read, render and encode requests; each long body occupies one."""
+"""Threads that read, render and encode requests. Each long body occupies one thread."""
 LONG_TEXT = 1 << 14
-"""Characters of a conversation from which a thread renders it."""
+"""Characters of a conversation above which a thread renders it."""
 _SERVER_ERROR = 500
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A user of the gateway: sees its own sessions alone."""
+    """A user of the gateway, which sees only its own sessions."""
 
     name: str
     key: str = field(repr=False)
@@ -56,7 +56,7 @@ class Tenant:
 
 @dataclass(slots=True)
 class PendingTurn:
-    """A turn under way or finished; clients that repeat a request read the same one. `id` is its node's."""
+    """A turn under way or finished. Clients that repeat a request share it. `id` is the id of its node."""
 
     id: str
     digest: bytes
@@ -66,41 +66,41 @@ class PendingTurn:
 
     @property
     def is_unread(self) -> bool:
-        """Whether no client has its answer or waits for it."""
+        """Whether no client has received the answer or waits for it."""
         return not (self.delivered or self.waiters)
 
     @property
     def failed(self) -> bool:
-        """Whether it ended without an answer."""
+        """Whether the turn ended without an answer."""
         return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
 
 
 @dataclass(slots=True)
 class ServedSession(Session):
-    """A session with what belongs to its serving: its budget, its own key, its parameters before all others."""
+    """A session with the data to serve it: budget, own key, and parameters that override all others."""
 
     limits: Limits = field(default_factory=Limits)
     key: str = field(default_factory=new_key, repr=False)
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
     begun: int = 0
-    """Turns."""
+    """Number of turns begun."""
     finished: bool = False
-    """No turn begins any more."""
+    """True if no further turn may begin."""
     reserved: int = 0
-    """Most tokens that turns under way may sample."""
+    """Maximum of tokens that the turns under way may sample."""
     freed: asyncio.Event = field(default_factory=asyncio.Event)
-    """A turn under way ended."""
+    """Set when a turn under way has ended."""
     turns: list[PendingTurn] = field(default_factory=list[PendingTurn])
     """Turns that a request may repeat."""
     failed: deque[bytes] = field(default_factory=lambda: deque[bytes](maxlen=MOST_FAILED))
-    """Digests of turns that failed and were not asked again."""
+    """Digests of failed turns that were not requested again."""
     tasks: set[asyncio.Task[Answer]] = field(default_factory=set["asyncio.Task[Answer]"])
-    """Turns under way; one that just ended is still there, although its node is in the session."""
+    """Turns under way. A turn that just ended is still in this set, although its node is in the session."""
 
     def repeated(self, digest: bytes, *, is_retry: bool) -> PendingTurn | None:
-        """Return the turn that a request repeats, if it does: one that no client has read, before all others.
+        """Return the turn that a request repeats, or None. Prefer a turn that no client has read.
 
-        A retry of a turn that failed is a new turn: the other equal ones are those of other clients.
+        A retry of a failed turn is a new turn: the other equal turns belong to other clients.
         """
         turns = [turn for turn in self.turns if turn.digest == digest and not turn.failed]
         unread = next((turn for turn in turns if turn.is_unread), None)
@@ -116,16 +116,16 @@ class ServedSession(Session):
         return any(turn.waiters and turn.digest == digest for turn in self.turns)
 
     def next_sampling(self) -> Mapping[str, Any]:
-        """Return the parameters of the next turn, with a seed of its own."""
+        """Return the parameters of the next turn, with its own seed."""
         seed, turn = self.sampling.get("seed"), self.begun
         self.begun += 1
         return self.sampling if seed is None else {**self.sampling, "seed": seed_of_turn(seed, turn)}
 
     async def reserve(self, wanted: int) -> int:
-        """Take tokens of the budget for one turn; return how many. It waits for turns that may leave some of theirs.
+        """Reserve tokens of the budget for one turn and return their number. Wait for turns that may free some.
 
         Raises:
-            GatewayError: there are none left.
+            GatewayError: no tokens are left.
         """
         most = self.limits.max_tokens
         while most is not None:
@@ -141,12 +141,12 @@ class ServedSession(Session):
         return wanted
 
     def release(self, tokens: int) -> None:
-        """Give back what a turn has reserved; what it sampled counts from here on."""
+        """Return a turn's reserved tokens. From now on, its sampled tokens count instead."""
         self.reserved -= tokens
         self.freed.set()
 
     def keep(self, turn: PendingTurn) -> None:
-        """Keep a turn for requests that repeat it, and let go of the oldest that were read."""
+        """Keep a turn for requests that repeat it. Drop the oldest turns that were read."""
         read = [turn for turn in self.turns if turn.delivered]
         for old in read[:-MOST_REPLAYED]:
             self.turns.remove(old)
@@ -156,7 +156,7 @@ class ServedSession(Session):
 
     def _ended(self, turn: PendingTurn) -> None:
         self.tasks.discard(turn.task)
-        if turn.failed:  # its error holds the whole prompt
+        if turn.failed:  # do not keep it: its error holds the whole prompt
             self.turns.remove(turn)
             self.failed.append(turn.digest)
 
@@ -165,19 +165,19 @@ class Gateway:
     """Sessions of tenants over one model.
 
     Args:
-        client: samples; an engine, a fleet, or a `DataClient` of a router.
-        template: of the model. If it cannot be extended, the policy is `faithful`.
-        options: see there.
+        client: source of samples: an engine, a fleet, or a `DataClient` of a router.
+        template: template of the model. If it cannot be extended, the policy is `faithful`.
+        options: see `GatewayOptions`.
         tenants: at least one.
-        adapter: name of the LoRA adapter that every turn asks for.
-        parser: of answers; None: our own.
+        adapter: name of the LoRA adapter that every turn uses.
+        parser: parser of answers; None: Penstock's own.
 
     Raises:
-        ConfigError: two tenants with one name or key, or an empty one.
+        ConfigError: no tenant, one without a name or key, or two that share a name or key.
 
     Attributes:
-        codec: of its turns.
-        policy: in force.
+        codec: codec of the turns.
+        policy: policy in force.
     """
 
     def __init__(
@@ -208,13 +208,13 @@ class Gateway:
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="penstock-gateway")
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """Run work that only reads sessions in one of a few threads: a long body must not hold up the others."""
+        """Run read-only work on sessions in one of a few threads, so that a long body does not delay other requests."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     # --- sessions ----------------------------------------------------------------------------------------------------
 
     def tenant_of(self, key: str) -> Tenant | None:
-        """Return the tenant whose own key this is; a session's key is not."""
+        """Return the tenant with this key. A session's key belongs to no tenant."""
         return self._tenants.get(_digest(key))
 
     def open_session(
@@ -224,18 +224,18 @@ class Gateway:
         limits: Limits | None = None,
         sampling: Mapping[str, Any] | None = None,
     ) -> ServedSession:
-        """Open a session, or find the tenant's own of that name.
+        """Open a session, or return the tenant's existing session of that name.
 
-        Its key serves its turns and nothing else, so a harness can have it.
+        The session's key permits only its turns, so a harness may have it.
 
         Args:
-            tenant: whose session it is.
-            name: default: a new id.
-            limits: besides the tenant's; the lower one holds.
-            sampling: parameters of all its turns, before the gateway's own and what the harness asks for.
+            tenant: owner of the session.
+            name: name of the session; None: a new id.
+            limits: further limits. The lower of these and the tenant's applies.
+            sampling: parameters of all its turns. They override the gateway's and the harness's.
 
         Raises:
-            UserError: the name is too long, or limits are given for a session that exists.
+            UserError: the name is too long or malformed, or the limits differ from those of the existing session.
             GatewayError: too many sessions.
         """
         name = new_id() if name is None else name
@@ -257,16 +257,16 @@ class Gateway:
         return session
 
     def session(self, key: str, name: str | None, hint: str | None = None, *, keep: bool = True) -> ServedSession:
-        """Return the session of a call: that of a session's key, else the tenant's of that name.
+        """Return the session of a call, by a session's key, or by a tenant's key and the session's name.
 
         Args:
-            key: of a session or of a tenant.
-            name: that the path says.
-            hint: name that the harness gave in a header, for a tenant's key without a `name`.
-            keep: open the tenant's session if there is none of that name; else an empty one is returned, and not kept.
+            key: key of a session or of a tenant.
+            name: name in the path.
+            hint: name in a header of the harness, for a tenant's key without a `name`.
+            keep: if there is no such session, open one; False: return an empty one that is not kept.
 
         Raises:
-            GatewayError: the key is unknown, or of another session.
+            GatewayError: the key is unknown, or belongs to another session.
         """
         if (session := self._by_key.get(_digest(key))) is not None:
             if name not in (None, session.id):
@@ -280,18 +280,18 @@ class Gateway:
         return self.open_session(tenant, name)
 
     def find(self, tenant: Tenant, name: str) -> ServedSession:
-        """Return a session of the tenant. GatewayError: there is none; those of others count as none."""
+        """Return a session of the tenant. GatewayError: the tenant has no such session."""
         if (session := self._kept.get((tenant.name, name))) is None:
             why = f"there is no session {name!r}; a finished one is forgotten as soon as its rows are sent"
             raise GatewayError(why, status=404, code="not_found")
         return session
 
     def sessions(self, tenant: Tenant) -> list[ServedSession]:
-        """Sessions of the tenant, oldest first."""
+        """Return the tenant's sessions, oldest first."""
         return [session for (owner, _), session in self._kept.items() if owner == tenant.name]
 
     def finish(self, tenant: Tenant, name: str) -> ServedSession:
-        """End a session: no turn of it begins any more. GatewayError: one is under way, or there is no such session."""
+        """End a session, so that no further turn begins. GatewayError: a turn is under way, or no such session."""
         session = self.find(tenant, name)
         if not all(task.done() for task in session.tasks):
             raise GatewayError(f"a turn of session {name} is under way; wait for it", status=409, code="busy")
@@ -307,7 +307,7 @@ class Gateway:
     async def close_session(self, tenant: Tenant, name: str) -> list[Row]:
         """End the session's turns under way, forget it, and return its rows."""
         session = self.find(tenant, name)
-        session.finished = True  # before the turns end: a harness may ask on meanwhile
+        session.finished = True  # before the turns end, because a harness may send requests until then
         await _cancel(session.tasks)
         self.forget(session)
         return session.rows()
@@ -317,17 +317,17 @@ class Gateway:
     def submit(
         self, session: ServedSession, request: ChatRequest, digest: bytes, *, is_retry: bool, size: int = 0
     ) -> PendingTurn:
-        """Begin a turn, or return the one that this request repeats.
+        """Begin a turn, or return the turn that this request repeats.
 
         A request repeats an earlier one of equal `digest` if its client says so (`is_retry`), or if no client has read
-        the earlier answer and none waits for it. Two clients that ask the same at once get a turn each.
+        the earlier answer and none waits for it. If two clients send equal requests at once, each gets its own turn.
 
         Args:
-            session: that it belongs to.
-            request: as it was read.
+            session: session of the turn.
+            request: the request, parsed.
             digest: equal for equal requests.
-            is_retry: its client says so.
-            size: bytes of its body; a long one is rendered in a thread.
+            is_retry: the client marked the request as a retry.
+            size: bytes of the body. A long body is rendered in a thread.
 
         Raises:
             GatewayError: the session was finished, or is over its budget.
@@ -350,16 +350,16 @@ class Gateway:
             )
         if max(size, sum(len(m.text) for m in request.messages)) > LONG_TEXT:
             parent, added, place = await self.in_thread(lambda: self.codec.prompt_of(session, request))
-        else:  # a thread would cost more than the work: each change of threads may wait 5 ms for the interpreter's lock
+        else:  # a thread would cost more than the work: each switch of threads may wait 5 ms for the interpreter's lock
             parent, added, place = self.codec.prompt_of(session, request)
         context = [*(parent.context() if parent else ()), *added]
         params = self.codec.params(request, context, session.next_sampling())
         sample, params = await self._sampled(session, context, params)
-        if not sample.token_ids:  # a row cannot go on from nothing
+        if not sample.token_ids:  # no row can continue from an empty sample
             raise GatewayError("the turn was aborted before its first token; send it again", status=503, code="engine")
         finish, node = sample.finish_reason, self.codec.node(parent, added, sample, request, place, params, node_id)
         session.add(node, request.tools)
-        shown = tuple(tool for tool in node.tools if tool.custom)  # the only ones that a wire writes in another way
+        shown = tuple(tool for tool in node.tools if tool.custom)  # the only tools that a wire writes in another form
         return Answer(
             id=node.id,
             message=node.message,
@@ -373,13 +373,13 @@ class Gateway:
     async def _sampled(
         self, session: ServedSession, context: Sequence[int], params: SamplingParams
     ) -> tuple[Sample, SamplingParams]:
-        """Sample a turn within the session's budget; return its parameters, too, with the tokens that it may have."""
+        """Sample a turn within the session's budget. Return the sample, and the parameters with the granted tokens."""
         seconds = session.limits.max_seconds
         try:
             async with asyncio.timeout(None if seconds is None else session.created + seconds - time.time()):
                 most = await session.reserve(params.max_tokens)
                 try:
-                    if most < params.max_tokens:  # building them anew takes a noticeable part of a turn
+                    if most < params.max_tokens:  # building new parameters takes a noticeable part of a turn
                         params = replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
                     (sample,) = await self._sample(context, 1, params, f"{session.tenant}/{session.id}")
                 finally:
@@ -398,7 +398,7 @@ class Gateway:
     # --- report ------------------------------------------------------------------------------------------------------
 
     def report(self, tenant: Tenant) -> dict[str, Any]:
-        """Return what a tenant's sessions came to: rows, tokens, and breaks by cause."""
+        """Return totals of a tenant's sessions: rows, tokens, and breaks by cause."""
         sessions = self.sessions(tenant)
         rows = [row for session in sessions for row in session.rows()]
         sampled = sum(session.sampled_tokens for session in sessions)
@@ -415,7 +415,7 @@ class Gateway:
         }
 
     async def close(self) -> None:
-        """End turns under way."""
+        """Cancel the turns under way and stop the threads."""
         await _cancel({task for session in self._kept.values() for task in session.tasks})
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -429,5 +429,5 @@ async def _cancel(tasks: set[asyncio.Task[Answer]]) -> None:
 
 
 def _digest(key: str) -> bytes:
-    """Hash a key: looking it up then takes a time that does not depend on how much of it is right."""
+    """Hash a key, so that the time of a lookup does not depend on how much of the key is right."""
     return hashlib.sha256(key.encode()).digest()

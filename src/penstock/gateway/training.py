@@ -1,4 +1,4 @@
-"""`rollout.generator: agent`: the episodes of a training run, played by an agent through a gateway of the run's own."""
+"""`rollout.generator: agent`: an agent plays a training run's episodes through the run's own gateway."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ _WHOLE = {
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
 }
-"""In place of what a harness asks for: logprobs over a part of the vocabulary cannot be trained on, and with a seed all
-episodes of a task would be one."""
+"""Parameters that replace the harness's own. Logprobs over a part of the vocabulary cannot be trained on, and a seed
+would make all episodes of a task equal."""
 
 
 class AgentRollouts:
     """The agent of a run, checked before engines start.
 
     Args:
-        config: of the run.
-        tokenizer: of the policy, with a chat template.
-        environment: gives the tasks, and scores last answers where the agent gives no reward.
+        config: configuration of the run.
+        tokenizer: the policy's tokenizer, with a chat template.
+        environment: gives the tasks, and scores the last answer if the agent gives no reward.
 
     Raises:
-        ConfigError: there is no such callable or command, or both or neither are given; `engine.max_model_len` is not
-            given; the tokenizer has no chat template; or vLLM's parsers that are named cannot be had.
+        ConfigError: no such callable or command, or both or neither given; no `engine.max_model_len`; no chat template;
+            or the named parsers of vLLM are not available.
     """
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer, environment: Environment) -> None:
@@ -77,12 +77,12 @@ class AgentRollouts:
     async def generator(
         self, client: Sampler, log_dir: Path, *, adapter: str | None = None
     ) -> AsyncGenerator[Generator]:
-        """Serve the gateway while the block runs, and give the generator.
+        """Serve the gateway while the block runs, and yield the generator.
 
         Args:
-            client: samples; a fleet or an engine.
-            log_dir: for the output of commands.
-            adapter: name of the LoRA adapter that every turn asks for.
+            client: source of samples: a fleet or an engine.
+            log_dir: folder for the output of commands.
+            adapter: name of the LoRA adapter that every turn uses.
         """
         raise_file_limit()
         tenant = Tenant("training", new_key())

@@ -1,6 +1,6 @@
-"""What a turn asks of the engine, and what its sample becomes: requests to prompts and parameters, samples to nodes.
+"""Translates requests into prompts and parameters, and samples into nodes.
 
-Nothing here waits for an engine or changes a session.
+No code here waits for an engine or changes a session.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ TOO_LONG = "context_length_exceeded"
 
 @dataclass(frozen=True, slots=True)
 class GatewayOptions:
-    """How a gateway answers.
+    """Options of a gateway's answers.
 
     Attributes:
-        model: name it shows.
-        max_model_len: of the engines, in tokens.
+        model: model name that the gateway shows.
+        max_model_len: context length of the engines, in tokens.
         policy: `extend` keeps sampled tokens; `faithful` renders each prompt as the template would.
         sampling: parameters that replace the harness's own, such as `temperature`.
-        max_tokens: most tokens of a turn; None: as many as fit.
-        max_sessions: most sessions kept of each tenant.
-        force_calls: sample under a grammar where `tool_choice` forces a call.
+        max_tokens: maximum of tokens per turn; None: as many as fit.
+        max_sessions: maximum of sessions kept per tenant.
+        force_calls: sample under a grammar if `tool_choice` forces a call.
     """
 
     model: str
@@ -58,16 +58,16 @@ class GatewayOptions:
 
 
 class TurnCodec:
-    """Turns of one model. It depends on nothing but its arguments, so it can be shared.
+    """Translates the turns of one model. It keeps no state of a session, so it can be shared.
 
     Args:
-        template: of the model. If it cannot be extended, the policy is `faithful`.
-        options: see there.
-        parser: of answers.
+        template: template of the model. If it cannot be extended, the policy is `faithful`.
+        options: see `GatewayOptions`.
+        parser: parser of answers.
 
     Attributes:
-        policy: in force.
-        template_faults: why the template cannot be extended.
+        policy: policy in force.
+        template_faults: reasons why the template cannot be extended.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class TurnCodec:
     def prompt_of(self, session: Session, request: ChatRequest) -> tuple[Node | None, list[int], Place]:
         """Return the turn that a request extends, the ids to add after it, and where its conversation was found.
 
-        It changes nothing and is slow for long conversations, so it runs in a thread.
+        The call changes no state. It is slow for long conversations, so a thread runs it.
 
         Raises:
-            GatewayError: the prompt is much longer than the context, or continues an answer that is not known.
+            GatewayError: the prompt is much longer than the context, or continues an unknown answer.
         """
         try:
             return self._prompt_of(session, request)
@@ -113,7 +113,7 @@ class TurnCodec:
         return None, self.template.render(messages, tools, most=most), place
 
     def whole(self, session: Session, request: ChatRequest) -> ChatRequest:
-        """Return a request that names the answer that it continues as one with the whole conversation."""
+        """Return the request with the whole conversation, if it only names the answer that it continues."""
         if not request.previous:
             return request
         node = session.nodes.get(request.previous)
@@ -130,7 +130,7 @@ class TurnCodec:
         return replace(request, messages=(*before, *given), previous="")
 
     def _rendered(self, place: Place, tools: Sequence[Tool]) -> tuple[Node | None, list[int]]:
-        """Render the conversation as a whole, and find the latest turn whose tokens it begins with."""
+        """Render the whole conversation. Find the latest turn whose tokens it begins with."""
         messages = [message.for_template() for message in place.messages]
         most = self.options.max_model_len
         ids = self.template.render(messages, [tool.for_template() for tool in tools], most=most)
@@ -143,9 +143,9 @@ class TurnCodec:
         """Return the parameters of a turn.
 
         Args:
-            request: of the turn.
-            context: its prompt.
-            sampling: parameters of the session, before all others.
+            request: request of the turn.
+            context: prompt of the turn.
+            sampling: parameters of the session, which override all others.
 
         Raises:
             GatewayError: the prompt fills the context, or a parameter is malformed.
@@ -168,7 +168,7 @@ class TurnCodec:
         return replace(params, stop_token_ids=tuple({*params.stop_token_ids, *self.template.end_ids}))
 
     def _grammar(self, request: ChatRequest, context: Sequence[int]) -> dict[str, Any]:
-        """Return what makes the engine call one of the tools that have to be called, after its reasoning."""
+        """Return the grammar that makes the engine call one of the forced tools, after its reasoning."""
         if self._call_form is None:
             raise GatewayError("tool_choice cannot force a call: this model's chat template shows no calls as JSON")
         tools = {tool.name: tool.parameters for tool in request.tools if tool.name in request.forced}
@@ -188,7 +188,7 @@ class TurnCodec:
         params: SamplingParams,
         node_id: str,
     ) -> Node:
-        """Return the node of a sample that continues `parent` by the tokens `added`."""
+        """Return the node of a sample that extends `parent` by the tokens `added`."""
         prompt = added if parent is None else (*parent.sample.token_ids[-4:], *added)
         message = replace(self._message(prompt, sample, request.tools, params), minted=(node_id,))
         cause = place.cause or ("template" if place.parent is not parent else "")

@@ -1,7 +1,7 @@
-"""`rollout.agent.callable: penstock.gateway.verifiers:play`: verifiers plays its own environment over the gateway.
+"""`rollout.agent.callable: penstock.gateway.verifiers:play`: verifiers plays its own environment via the gateway.
 
-Tools, users and agents are verifiers'; the rows are ours. Our harness runs in this process and stands in for agents to
-which neither the options nor the taskset give one.
+verifiers supplies tools, users and agents; Penstock records the rows. Penstock's harness runs in this process. It
+serves agents for which neither the options nor the taskset name a harness.
 """
 # pyright: basic, reportMissingImports=false
 
@@ -26,19 +26,19 @@ from penstock.gateway.agent import Episode
 __all__ = ["ChatHarness", "play"]
 
 HARNESS = "penstock_chat"
-"""Name under which verifiers finds our harness."""
+"""Name under which verifiers finds Penstock's harness."""
 
 
 async def play(episode: Episode) -> float:
     """Play one episode of a `verifiers:ID` task, and return its reward.
 
     Raises:
-        PenstockError: the task is of another environment, the episode failed, or several agents played it.
+        PenstockError: the task belongs to another environment, the episode failed, or several agents played it.
     """
     environment = episode.task.metadata.get("environment")
     if (given := getattr(environment, "config", None)) is None:
         raise PenstockError(f"task {episode.task.id!r} is no task of an environment.name verifiers:ID")
-    variable = f"PENSTOCK_API_KEY_{episode.session}"  # verifiers reads a key from a variable alone
+    variable = f"PENSTOCK_API_KEY_{episode.session}"  # verifiers reads a key only from a variable
     os.environ[variable] = episode.api_key
     try:
         env = loaders.load_environment(_seated(given))
@@ -56,8 +56,8 @@ async def play(episode: Episode) -> float:
 
 
 def _seated(config: Any) -> Any:
-    """Give our harness to agents that have none; it runs in this process, so verifiers needs no box for it."""
-    if loaders.default_harness_id(config.taskset.id) != "bash":  # the taskset brings its own
+    """Give Penstock's harness to agents without one. It runs in this process, so verifiers needs no box."""
+    if loaders.default_harness_id(config.taskset.id) != "bash":  # the taskset brings its own harness
         return config
     sys.modules.setdefault(HARNESS, sys.modules[__name__])
     harness = loaders.harness_config_type(HARNESS)(id=HARNESS)
@@ -69,7 +69,7 @@ def _seated(config: Any) -> Any:
 
 
 class ChatHarness(NullHarness):
-    """Like verifiers' `null`, without a process and an environment of its own for each episode."""
+    """Like verifiers' `null`, but without a process and an environment per episode."""
 
     SUPPORTS_TOOL_INTERCEPTION = False
 
@@ -77,7 +77,7 @@ class ChatHarness(NullHarness):
         super().__init__(config)
 
     async def setup(self, runtime: Any) -> None:
-        """Nothing to prepare."""
+        """Do nothing: there is nothing to prepare."""
 
     async def launch(
         self,
@@ -103,7 +103,7 @@ class ChatHarness(NullHarness):
             while True:
                 try:
                     answer = await client.chat.completions.create(model=ctx.model, messages=messages, **shown)
-                except APIStatusError as error:  # a limit of the episode; verifiers knows whether it is one
+                except APIStatusError as error:  # perhaps a limit of the episode, which verifiers can tell
                     return vf.ProgramResult(1, "", str(error))
                 message = answer.choices[0].message
                 messages.append(message.model_dump(exclude_none=True))
@@ -115,7 +115,7 @@ class ChatHarness(NullHarness):
 
 
 async def _called(function: Any, dispatch: Any, servers: Any) -> Any:
-    """Call a tool; what is wrong with the call is its result."""
+    """Call a tool. If the call is wrong, return the error as its result."""
     try:
         arguments = json.loads(function.arguments or "{}")
     except ValueError as error:
