@@ -75,7 +75,7 @@ def test_status_shows_every_engine(server: Server) -> None:
 
 @pytest.mark.parametrize(
     ("number", "status"),
-    [(signal.SIGINT, 0), (signal.SIGHUP, 0), (signal.SIGKILL, -signal.SIGKILL)],
+    [(signal.SIGINT, 0), (signal.SIGTERM, 0), (signal.SIGHUP, 0), (signal.SIGKILL, -signal.SIGKILL)],
     ids=str,
 )
 def test_nothing_is_left_behind(number: signal.Signals, status: int, tmp_path: Path) -> None:
