@@ -1,9 +1,9 @@
-"""Advantages of the trajectories of a batch, each from the rewards of its group (the samples of one prompt).
+"""Advantages of a batch's trajectories, each from the rewards of its group (the samples of one prompt).
 
-Axes: N trajectories, G groups. `groups_N` holds the index of each trajectory's group, from 0 to G - 1, in any order;
-`episodes_N` that of its episode. An agent's episode has a trajectory for each leaf: they weigh as much as one together.
-Without `episodes_N` each trajectory is an episode.
-In a group whose rewards are all equal, up to rounding, every advantage is exactly 0: there is nothing to prefer.
+Axes: N trajectories, G groups. `groups_N` holds the index of each trajectory's group, from 0 to G - 1, in any order.
+`episodes_N` holds the index of its episode. An agent's episode has one trajectory per leaf; together they weigh as much
+as one. Without `episodes_N`, each trajectory is an episode.
+If all rewards of a group are equal up to rounding, every advantage is exactly 0, because no sample is better.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch import Tensor
 Advantage = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 ROUNDING = 1e-6
-"""Rewards of a group that differ by less are equal: of 1, and of the largest where that is more."""
+"""Largest difference between equal rewards of a group: relative to the largest reward, or to 1 if that is more."""
 
 
 def group_mean(rewards_N: Tensor, groups_N: Tensor, episodes_N: Tensor | None = None) -> Tensor:
-    """Reward minus the group's mean: A_i = R_i - mean(R) (Dr. GRPO, arXiv:2503.20783)."""
+    """Return the reward minus the group's mean: A_i = R_i - mean(R) (Dr. GRPO, arXiv:2503.20783)."""
     mean_N = _mean(rewards_N, groups_N, _weights(rewards_N, episodes_N))
     return (rewards_N - mean_N).masked_fill(_constant(rewards_N, groups_N), 0.0)
 
 
 def group_norm(rewards_N: Tensor, groups_N: Tensor, episodes_N: Tensor | None = None) -> Tensor:
-    """The same divided by the group's standard deviation: A_i = (R_i - mean(R)) / std(R) (GRPO, arXiv:2402.03300).
+    """Return the normalised advantage: A_i = (R_i - mean(R)) / std(R) within the group (GRPO, arXiv:2402.03300).
 
     The standard deviation is that of the population (divided by n), so that a group's advantages have variance 1.
     """
@@ -36,9 +36,9 @@ def group_norm(rewards_N: Tensor, groups_N: Tensor, episodes_N: Tensor | None = 
 
 
 def leave_one_out(rewards_N: Tensor, groups_N: Tensor, episodes_N: Tensor | None = None) -> Tensor:
-    """Reward minus the mean of the group's others: A_i = R_i - mean_{j != i} R_j (RLOO, arXiv:2402.14740, eq. 8).
+    """Return the reward minus the mean of the others: A_i = R_i - mean_{j != i} R_j (RLOO, arXiv:2402.14740, eq. 8).
 
-    For n episodes of one trajectory each this is n / (n - 1) times `group_mean`; a group of one has advantage 0.
+    For n episodes of one trajectory each, this is n / (n - 1) times `group_mean`. A group of one has advantage 0.
     """
     weights_N = _weights(rewards_N, episodes_N)
     centred_N = group_mean(rewards_N, groups_N, episodes_N)
@@ -52,24 +52,24 @@ ADVANTAGES: Mapping[str, Advantage] = {
     "group_mean": group_mean,
     "leave_one_out": leave_one_out,
 }
-"""By the name that `train.advantage` has in the config."""
+"""Advantages by their name in the config (`train.advantage`)."""
 
 
 def group_indices(group_ids: Sequence[str]) -> Tensor:
-    """Index of each trajectory's group, `[N]`, groups numbered in the order of their first trajectory."""
+    """Return the index of each trajectory's group, `[N]`. Groups are numbered in order of their first trajectory."""
     numbers: dict[str, int] = {}
     return torch.tensor([numbers.setdefault(group_id, len(numbers)) for group_id in group_ids])
 
 
 def _weights(rewards_N: Tensor, episodes_N: Tensor | None) -> Tensor:
-    """Weight of each trajectory: one by the number that its episode has, `[N]`."""
+    """Return the weight of each trajectory, `[N]`: one divided by the number of trajectories of its episode."""
     if episodes_N is None:
         return torch.ones_like(rewards_N)
     return 1 / episodes_N.bincount().to(rewards_N.dtype)[episodes_N]
 
 
 def _mean(values_N: Tensor, groups_N: Tensor, weights_N: Tensor) -> Tensor:
-    """Mean of each trajectory's group, `[N]`."""
+    """Return the mean of each trajectory's group, `[N]`."""
     weight_G, total_G = (
         values_N.new_zeros(int(groups_N.max()) + 1).index_add_(0, groups_N, added_N)
         for added_N in (weights_N, values_N * weights_N)
@@ -78,7 +78,7 @@ def _mean(values_N: Tensor, groups_N: Tensor, weights_N: Tensor) -> Tensor:
 
 
 def _constant(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
-    """Where all rewards of the group are equal up to rounding, which `group_norm` would blow up to a full gradient."""
+    """Return where all rewards of a group are equal up to rounding. `group_norm` would amplify the rounding."""
     groups = int(groups_N.max()) + 1
     low_G = rewards_N.new_zeros(groups).scatter_reduce_(0, groups_N, rewards_N, "amin", include_self=False)
     high_G = rewards_N.new_zeros(groups).scatter_reduce_(0, groups_N, rewards_N, "amax", include_self=False)

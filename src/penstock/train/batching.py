@@ -1,6 +1,6 @@
-"""Data to packed micro-batches: sequences end to end in one row, nothing padded.
+"""Packs data into micro-batches: sequences end to end in one row, without padding.
 
-Axes: B sequences, L tokens of the row, K places whose logprob is wanted, T the most of those in one sequence.
+Axes: B sequences, L tokens of the row, K places whose logprob is wanted, T the maximum of those in one sequence.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ class MicroBatch:
     """Tensors of a few sequences.
 
     Attributes:
-        input_ids_1_L: what the model reads.
-        position_ids_1_L: from 0 in each sequence.
+        input_ids_1_L: input of the model.
+        position_ids_1_L: positions, from 0 in each sequence.
         bounds: int32 `[B + 1]`: where each sequence begins in L, and L.
         longest: tokens of the longest sequence.
-        targets_K: the wanted targets, row by row.
-        positions_K: where in L each of them is predicted.
-        present_B_T: true for those K; the rest is padding.
+        targets_K: wanted targets, sequence by sequence.
+        positions_K: places in L where the targets are predicted.
+        present_B_T: true for the K targets, false for padding.
         behaviour_B_T: logprobs of the policy that made the targets.
-        advantages_B_T: of each target.
-        weights_B_T: of each target in the loss, 0 on padding.
+        advantages_B_T: advantage of each target.
+        weights_B_T: weight of each target in the loss, 0 on padding.
         reference_B_T: logprobs of the reference policy, if the data have them.
-        extra: what the data have for some losses, by name `[B, T]`.
-        indices: of the B sequences in the data.
-        places: of each sequence: its wanted places.
-        several: a place may have several targets, one after another.
+        extra: additional input of some losses, by name `[B, T]`.
+        indices: indices of the B sequences in the data.
+        places: wanted places of each sequence.
+        several: true if one place may have several targets, one after another.
         experts_L_N_K: experts that the engine chose, `[L, layers, experts a token]`, if a datum has them.
-        needs_gradient: false where the loss has none, whatever the policy: such sequences are only measured.
+        needs_gradient: false if the loss has no gradient under any policy; the sequences are then only measured.
     """
 
     input_ids_1_L: Tensor
@@ -63,13 +63,13 @@ class MicroBatch:
     experts_L_N_K: Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same on another device."""
+        """Return the batch on another device."""
         values: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
         tensors = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
         return replace(self, **tensors, extra={name: value.to(device) for name, value in self.extra.items()})
 
     def terms(self, logprobs_K: Tensor, entropy_K: Tensor) -> LossTerms:
-        """Lay what the model found beside what is known."""
+        """Combine the model's outputs with the batch's data into the input of a loss."""
         blank_B_T = logprobs_K.new_zeros(self.present_B_T.shape)
         return LossTerms(
             blank_B_T.masked_scatter(self.present_B_T, logprobs_K),
@@ -83,14 +83,14 @@ class MicroBatch:
 
 
 def plan(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Split sequences into micro-batches of at most `max_tokens` tokens each; a longer one goes alone.
+    """Split sequences into micro-batches of at most `max_tokens` tokens each. A longer sequence goes alone.
 
     Args:
         lengths: tokens of each sequence.
-        max_tokens: bound on the sum over a micro-batch.
+        max_tokens: limit of the sum in a micro-batch.
 
     Returns:
-        Indices into `lengths`, longest first: neighbours are of about one length.
+        Indices into `lengths`, longest first, so that neighbours have similar lengths.
     """
     batches: list[list[int]] = []
     filled = 0
@@ -105,32 +105,32 @@ def plan(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def default_device() -> torch.device:
-    """Return where a learner computes unless it is told."""
+    """Return the device on which a learner computes by default."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def micro_batch_tokens(config: TrainConfig, device: torch.device) -> int:
-    """Tokens of a micro-batch. CPUs are up to twice as fast where its tensors fit in their caches."""
+    """Return the tokens of a micro-batch. CPUs are up to twice as fast if its tensors fit in their caches."""
     return config.micro_batch_tokens or (16_384 if device.type == "cuda" else 2_048)
 
 
 def micro_batches(
     data: Sequence[Datum], loss: LossSpec, max_tokens: int, *, vocabulary: int, ranks: int = 1
 ) -> list[MicroBatch]:
-    """All data with a wanted place, each in one micro-batch; those that need no backward pass apart.
+    """Return all data with a wanted place in micro-batches; data without a backward pass are separate.
 
-    Every rank calls this with the same data, before any of them waits for the others in a layer.
+    Every rank calls this with the same data, before it waits for other ranks in any layer.
 
     Args:
-        data: sequences.
-        loss: what is evaluated on them.
-        max_tokens: see `plan`; less where several ranks would not have their share.
-        vocabulary: tokens that the model knows.
-        ranks: that share the micro-batches of each kind.
+        data: sequences to pack.
+        loss: loss to evaluate on them.
+        max_tokens: see `plan`. The limit is lower if several ranks would not all get a share.
+        vocabulary: number of tokens that the model knows.
+        ranks: number of ranks that share the micro-batches of each kind.
 
     Raises:
-        UserError: a token is not of the vocabulary, a place not of its sequence, a number not finite, a loss is
-            unknown, or the data lack what one of them reads.
+        UserError: a token is outside the vocabulary, a place is outside its sequence, a number is not finite, a loss
+            is unknown, or the data lack what a loss reads.
     """
     functions = [loss_named(part) for part in loss.parts]
     by_need: dict[bool, list[int]] = {True: [], False: []}
@@ -145,14 +145,14 @@ def micro_batches(
             batch = replace(collate([data[i] for i in indices], loss, indices), needs_gradient=needs_gradient)
             _check(batch, vocabulary)
             blank_K = torch.zeros(len(batch.targets_K), requires_grad=True)
-            for function in functions:  # refuses what it would refuse in the midst of a step, on some ranks alone
+            for function in functions:  # raises now what it would raise within a step, perhaps on some ranks only
                 function(batch.terms(blank_K, blank_K), loss.limits)
             result.append(batch)
     return result
 
 
 def _check(batch: MicroBatch, vocabulary: int) -> None:
-    """Refuse what the model cannot read, or what would teach it nothing that means anything."""
+    """Refuse data that the model cannot read, or that would give a meaningless gradient."""
     samples = torch.arange(len(batch.indices))
     of_L, of_K = (samples.repeat_interleave(n) for n in (batch.bounds.diff(), batch.present_B_T.sum(-1)))
     for what, ids, of in (("input token", batch.input_ids_1_L[0], of_L), ("target", batch.targets_K, of_K)):
@@ -174,10 +174,10 @@ def _check(batch: MicroBatch, vocabulary: int) -> None:
 
 
 def collate(data: Sequence[Datum], loss: LossSpec, indices: Sequence[int] = ()) -> MicroBatch:
-    """Lay sequences end to end.
+    """Lay sequences end to end in one row.
 
     Raises:
-        UserError: only some of the data have reference logprobs, or the same extra values.
+        UserError: only some of the data have reference logprobs, or they have different extra values.
     """
     places = tuple(_wanted(datum, loss) for datum in data)
     lengths = torch.tensor([len(datum.input_ids) for datum in data])
@@ -220,7 +220,7 @@ def collate(data: Sequence[Datum], loss: LossSpec, indices: Sequence[int] = ()) 
 
 
 def _experts(data: Sequence[Datum]) -> Tensor | None:
-    """Lay experts end to end, `UNKNOWN` for data without."""
+    """Lay experts end to end, with `UNKNOWN` for data without experts."""
     known = next((torch.as_tensor(datum.experts) for datum in data if datum.experts is not None), None)
     if known is None:
         return None
@@ -234,7 +234,7 @@ def _experts(data: Sequence[Datum]) -> Tensor | None:
 
 
 def _wanted(datum: Datum, loss: LossSpec) -> Tensor:
-    """Places of a datum whose logprobs are wanted."""
+    """Return the places of a datum whose logprobs are wanted."""
     weights = torch.as_tensor(datum.weights, dtype=torch.float32)
     return torch.arange(len(weights)) if loss.all_logprobs else weights.nonzero().squeeze(-1)
 

@@ -1,7 +1,7 @@
-"""Checkpoints of a run: a folder each, whole or absent.
+"""Checkpoints of a run: one folder each, complete or absent.
 
-The tensors are in the format of `torch.distributed.checkpoint`, which any number of ranks can write and another number
-read. `record.json` holds everything that is no tensor, and the CRC-32 of each file.
+The tensors are in the format of `torch.distributed.checkpoint`. Any number of ranks can write it, and another number
+can read it. `record.json` holds everything else, and the CRC-32 of each file.
 """
 
 # torch.distributed.checkpoint ships partial types.
@@ -32,26 +32,26 @@ from penstock.errors import CheckpointError, parse_json
 
 FORMAT = "penstock-checkpoint-3"
 KEEP = 2
-"""Checkpoints kept: the last, and the one before it in case the last cannot be read."""
+"""Number of checkpoints kept: the last, and the one before it in case the last is unreadable."""
 RECORD = "record.json"
 
 _NAME = re.compile(r"step-(\d+)")
 _UNFINISHED = ".unfinished"
 _LITTLE = 64 << 20
-"""Free bytes of a disk on which a checkpoint failed that call it full."""
+"""Free bytes below which a failed write is reported as a full disk."""
 _REMEDY = "remove it to go on from the checkpoint before it, or start a new run without --resume"
 
 
 def save(run_dir: Path, step: int, write: Callable[[Path], Mapping[str, Any]]) -> Path:
     """Write `run_dir/checkpoints/step-N` and remove all but the last `KEEP` checkpoints.
 
-    The folder appears under its name only when all of it is on the disk, so a kill at any moment leaves the checkpoint
-    before it.
+    The folder gets its name only when its whole content is on disk. A kill at any moment leaves the previous
+    checkpoint.
 
     Args:
-        run_dir: of the run.
-        step: that it is of.
-        write: writes files into the folder it is given, and returns what else `load` shall give, as JSON.
+        run_dir: folder of the run.
+        step: step of the checkpoint.
+        write: writes files into the given folder, and returns the JSON values that `load` shall return.
 
     Raises:
         CheckpointError: the disk refused, or a value is not JSON.
@@ -70,7 +70,7 @@ def save(run_dir: Path, step: int, write: Callable[[Path], Mapping[str, Any]]) -
         (unfinished / RECORD).write_text(json.dumps(record, allow_nan=False))
         for file in (*unfinished.iterdir(), unfinished):
             _flush(file)
-        shutil.rmtree(path, ignore_errors=True)  # of a run that was taken up again before it
+        shutil.rmtree(path, ignore_errors=True)  # from before a resume at an earlier step
         unfinished.replace(path)
         _flush(folder)
         for useless in _checkpoints(folder)[:-KEEP]:
@@ -79,7 +79,7 @@ def save(run_dir: Path, step: int, write: Callable[[Path], Mapping[str, Any]]) -
 
 
 def rewrite(path: Path, values: Mapping[str, Any]) -> None:
-    """Replace what `load` gives of a checkpoint beside its tensors, wholly or not at all."""
+    """Replace the values of a checkpoint that are not tensors, completely or not at all."""
     with _refusals(path):
         unfinished, record = path / f"{RECORD}{_UNFINISHED}", json.loads((path / RECORD).read_text())
         unfinished.write_text(json.dumps({**record, "values": values}, allow_nan=False))
@@ -89,23 +89,23 @@ def rewrite(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def latest(run_dir: Path) -> Path | None:
-    """The checkpoint of the highest step in `run_dir`, or None where there is none."""
+    """Return the checkpoint of the highest step in `run_dir`, or None."""
     found = _checkpoints(run_dir / "checkpoints")
     return found[-1] if found else None
 
 
 def latest_step(run_dir: Path) -> int:
-    """The step that `latest` is of; 0 where there is none."""
+    """Return the step of the `latest` checkpoint, or 0 without one."""
     path = latest(run_dir)
     match = _NAME.fullmatch(path.name) if path is not None else None
     return int(match[1]) if match else 0
 
 
 def load(path: Path) -> tuple[int, Mapping[str, Any]]:
-    """Read a checkpoint's step and what `write` returned; its tensors are `read_tensors`' to read.
+    """Read a checkpoint's step and the values that `write` returned. `read_tensors` reads its tensors.
 
     Raises:
-        CheckpointError: missing, damaged, or not one of ours; says which file, and what to do.
+        CheckpointError: missing, damaged, or not Penstock's. The message names the file and a remedy.
     """
     try:
         record = parse_json((path / RECORD).read_bytes(), "its record", loads=json.loads)
@@ -125,18 +125,18 @@ def load(path: Path) -> tuple[int, Mapping[str, Any]]:
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Write tensors into a folder, of sharded ones each rank its part.
+    """Write tensors into a folder. Each rank writes its part of sharded ones.
 
     Args:
-        folder: of the checkpoint; all ranks see it.
-        tensors: by names that are the same on every rank.
-        group: of the ranks, on CPUs; None: this process alone.
+        folder: folder of the checkpoint, visible to all ranks.
+        tensors: tensors by names that are the same on every rank.
+        group: group of the ranks, on CPUs; None: this process alone.
 
     Raises:
-        CheckpointError: the disk refused, on any rank.
+        CheckpointError: the disk refused on any rank.
     """
     with _refusals(folder), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of one process alone, and of what torch deprecates
+        warnings.simplefilter("ignore")  # torch warns about a single process, and about its own deprecations
         dcp.save(dict(tensors), checkpoint_id=folder, process_group=group, no_dist=group is None)
 
 
@@ -145,22 +145,22 @@ def read_tensors(
     blank: Callable[[str, Sequence[int], torch.dtype], Tensor],
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Tensor]:
-    """Read what `write_tensors` wrote, by any number of ranks.
+    """Read the tensors that `write_tensors` wrote, with any number of ranks.
 
     Args:
-        folder: of the checkpoint.
-        blank: makes room for a tensor of a name, shape and dtype: a sharded one is filled with this rank's part.
+        folder: folder of the checkpoint.
+        blank: allocates a tensor for a name, shape and dtype. A sharded tensor receives this rank's part.
         group: see `write_tensors`.
 
     Raises:
-        CheckpointError: it cannot be read, on any rank.
+        CheckpointError: a tensor cannot be read on some rank.
     """
     planner = _Blanks(blank)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             dcp.load({}, checkpoint_id=folder, planner=planner, process_group=group, no_dist=group is None)
-    except dcp.api.CheckpointException as error:  # no Exception, by torch's choice
+    except dcp.api.CheckpointException as error:  # torch derives it from BaseException
         raise CheckpointError(
             f"checkpoint {folder} cannot be read ({_first(error)}); if that is for lack of memory, free some or take "
             "more ranks, and if a file is missing or damaged, go on from another checkpoint"
@@ -169,7 +169,7 @@ def read_tensors(
 
 
 class _Blanks(dcp.DefaultLoadPlanner):
-    """Makes room for what a checkpoint holds, where torch tells every rank of what fails on one of them."""
+    """Allocates a checkpoint's tensors in a place where torch reports one rank's failure to every rank."""
 
     def __init__(self, blank: Callable[[str, Sequence[int], torch.dtype], Tensor]) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class _Blanks(dcp.DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,  # noqa: FBT001, FBT002 - torch's signature
     ) -> None:
-        del state_dict  # nothing is known before the checkpoint's metadata
+        del state_dict  # the names are known only from the checkpoint's metadata
         for name, entry in metadata.state_dict_metadata.items() if metadata is not None else ():
             if isinstance(entry, TensorStorageMetadata):
                 self.tensors[name] = self._blank(name, entry.size, entry.properties.dtype)
@@ -191,12 +191,12 @@ class _Blanks(dcp.DefaultLoadPlanner):
 
 @contextmanager
 def _refusals(path: Path) -> Generator[None]:
-    """Say of what the disk refused where, and what to do."""
+    """Turn a disk's refusal into an error that says where, and what to do."""
     try:
         yield
     except (OSError, dcp.api.CheckpointException) as error:
         why = str(error) if isinstance(error, OSError) else _first(error)
-        # torch's own words for a full disk are "unexpected pos".
+        # For a full disk, torch only says "unexpected pos".
         free = next(shutil.disk_usage(near).free for near in path.parents if near.exists())
         full = "the disk is full, or nearly so: " if free < _LITTLE else ""
         raise CheckpointError(
@@ -210,20 +210,20 @@ def _refusals(path: Path) -> Generator[None]:
 
 
 def _first(error: dcp.api.CheckpointException) -> str:
-    """What the first rank that failed says."""
+    """Return the error of the first rank that failed."""
     rank, (cause, _) = min(error.failures.items())
     lines = str(cause).strip().splitlines()
     return f"rank {rank}: {type(cause).__name__}: {lines[0] if lines else ''}"
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """All of them, oldest step first."""
+    """Return all checkpoints, oldest step first."""
     named = [(match, path) for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name))]
     return [path for _, path in sorted((int(match[1]), path) for match, path in named)]
 
 
 def _checksums(folder: Path, names: Iterable[str]) -> dict[str, int]:
-    """CRC-32 of files by name: a third of the time that hashlib's fastest takes, and chance is all it has to see."""
+    """Return the CRC-32 of files by name. It takes a third of hashlib's fastest, and detects accidental damage."""
 
     def checksum(name: str) -> int:
         crc = 0
@@ -233,12 +233,12 @@ def _checksums(folder: Path, names: Iterable[str]) -> dict[str, int]:
         return crc
 
     chosen = list(names)
-    with ThreadPoolExecutor() as pool:  # zlib lets go of the GIL
+    with ThreadPoolExecutor() as pool:  # zlib releases the GIL
         return dict(zip(chosen, pool.map(checksum, chosen), strict=True))
 
 
 def _flush(path: Path) -> None:
-    """Have the disk hold what was written to a file, or the names in a folder."""
+    """Flush a file's content, or a folder's names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

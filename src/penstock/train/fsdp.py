@@ -1,6 +1,6 @@
-"""One rank's part of a sharded learner (FSDP2): its shards, its share of the data, and layers gathered to be sent.
+"""One rank's part of a sharded learner (FSDP2): its shards, its share of the data, and the gathering of layers.
 
-Every rank makes the same calls in the same order (`ranked.py`); collectives are what they wait for each other in.
+Every rank makes the same calls in the same order (`ranked.py`). The ranks wait for each other in collectives.
 """
 
 # transformers and torch's distributed tensors ship partial types.
@@ -33,25 +33,25 @@ from penstock.train.rank_group import RankGroup
 from penstock.types import TensorSpec
 from penstock.weights.checkpoint_names import checkpoint_names_of, distinct_tensors
 
-# torch 2.13's name, or 2.11's, which is deprecated.
+# The name in torch 2.13, or the one in 2.11, which is deprecated.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # pyright: ignore[reportDeprecated]
 
 REFUSED_ELSEWHERE = "another rank of the learner refused the data"
-"""What a rank says that would have taken them."""
+"""Message of a rank that accepted the data."""
 
 
 class ShardedLearner(LocalLearner):
-    """Holds a shard of every weight, its gradient and its optimiser state; reads its share of the data.
+    """Holds a shard of every weight with its gradient and optimiser state, and reads its share of the data.
 
     Args:
-        group: of the ranks.
-        model_path: see `LocalLearner`, as the rest.
+        group: group of the ranks.
+        model_path: see `LocalLearner`.
         config: see `LocalLearner`.
         seed: see `LocalLearner`.
         served_dtype: see `LocalLearner`.
 
     Attributes:
-        specs: what `gather` gives over all units, under the names and in the dtypes that engines take.
+        specs: specs of all tensors that `take` returns, over all units, with the engines' names and dtypes.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ShardedLearner(LocalLearner):
         self._units = _units(self.policy)
         self.specs: list[TensorSpec] = []
         self._kept: set[str] = set()
-        """Tensors that the checkpoint has under the same name."""
+        """Tensors with the same name in the checkpoint."""
         for unit in self._units:
             blank = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in unit}
             found = checkpoint_names_of(self.policy.model, blank)
@@ -74,15 +74,15 @@ class ShardedLearner(LocalLearner):
 
     @property
     def units(self) -> int:
-        """How often `gather` is called for a whole version."""
+        """Number of `gather` calls for a whole version."""
         return len(self._units)
 
     def check_merging(self, adapter: str) -> None:
-        """Raise as `Learner.merged_weights` does."""
+        """Raise the errors of `Learner.merged_weights`."""
         self._adapters_of(adapter).merged(adapter)
 
     def optim_step(self, adapter: str | None, adam: AdamSpec, *, scale: float) -> float:
-        """See `Learner.optim_step`. Every rank holds all of an adapter, and the gradient of its share of the data."""
+        """See `Learner.optim_step`. Every rank holds the whole adapter, and the gradient of its share of the data."""
         if adapter is not None:
             for parameter in self._parameters(adapter).values():
                 if parameter.grad is not None:
@@ -90,20 +90,20 @@ class ShardedLearner(LocalLearner):
         return super().optim_step(adapter, adam, scale=scale)
 
     def gather(self, unit: int, merged: str | None = None) -> dict[str, Gathering]:
-        """Begin to gather a unit's weights on every rank: a decoder layer, or one tensor outside of them.
+        """Begin to gather a unit's weights on every rank: a decoder layer, or one tensor outside of the layers.
 
         Args:
-            unit: from 0.
-            merged: an adapter whose product is added on the rank that takes them.
+            unit: number of the unit, from 0.
+            merged: adapter whose product `take` adds.
         """
-        narrow = {name for name in self._kept if merged is None}  # cast first, as fewer bytes then travel
+        narrow = {name for name in self._kept if merged is None}  # cast before sending, to send fewer bytes
         return {
             name: Gathering(tensor, self._dtype_of(name) if name in narrow else tensor.dtype, self._ranks.size)
             for name, tensor in self._units[unit]
         }
 
     def take(self, gathering: dict[str, Gathering], merged: str | None = None) -> list[tuple[str, Tensor]]:
-        """Wait for a unit; name its tensors as a checkpoint has them, in the dtypes that engines take."""
+        """Wait for a unit; return its tensors with their checkpoint names, in the dtypes that engines take."""
         found = checkpoint_names_of(self.policy.model, {name: part.wait() for name, part in gathering.items()})
         if merged is not None:
             adapters = self._adapters_of(merged)
@@ -114,23 +114,23 @@ class ShardedLearner(LocalLearner):
 
     def _load_policy(self, model_path: str) -> PolicyModel:
         dtype = compute_dtype(self.config, self.device)
-        devices = self._ranks.size if self.device.type == "cuda" else 1  # CPUs have one memory
+        devices = self._ranks.size if self.device.type == "cuda" else 1  # ranks on CPUs share one memory
         check_fits(model_path, self.config, self.device, frozen_bytes=dtype.itemsize, ranks=devices)
         held = weights_dtype(self.config, self.device)
         files = checkpoint_files(model_path)
         model = without_weights(model_path, held) if files else load_whole(model_path, held)
         policy = PolicyModel(model, model_path, self.config, self.device)
-        policy.autocast = False  # what is gathered is cast instead
+        policy.autocast = False  # FSDP casts the gathered weights instead
         half = dtype != torch.float32
         precision = MixedPrecisionPolicy(dtype, torch.float32) if half else MixedPrecisionPolicy()
         mesh = init_device_mesh(self.device.type, (self._ranks.size,))
         loader = ModuleLoader(model, model_path, files) if files else None
         for part in (*policy.layers, policy):
-            if loader is not None:  # a layer is whole here until it is sharded, and no more than one at once
+            if loader is not None:  # at most one layer at a time is whole here, until it is sharded
                 loader.load(model if part is policy else part)
             sharded: Any = fully_shard(part, mesh=mesh, mp_policy=precision)
             sharded.set_gradient_divide_factor(1.0)  # sums, not means over ranks
-            sharded.set_force_sum_reduction_for_comms(enable=True)  # gloo has no other
+            sharded.set_force_sum_reduction_for_comms(enable=True)  # gloo has only sums
         return policy
 
     def _run(self, loss: LossSpec, data: Sequence[Datum]) -> Outputs:
@@ -138,10 +138,10 @@ class ShardedLearner(LocalLearner):
             return super()._run(loss, data)
         finally:
             sharded: Any = self.policy
-            sharded.reshard()  # the root stays whole after a pass without a gradient
+            sharded.reshard()  # after a pass without a gradient, the root would stay whole
 
     def _batches(self, data: Sequence[Datum], loss: LossSpec) -> list[MicroBatch]:
-        """This rank's share, once every rank has found that it can evaluate all of the data."""
+        """Return this rank's share, once every rank has accepted all of the data."""
         accepted = torch.zeros(1)
         try:
             whole = super()._batches(data, loss)
@@ -153,7 +153,7 @@ class ShardedLearner(LocalLearner):
         return self._share(whole)
 
     def _share(self, whole: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Of each kind as many as the others have, as all wait for each other in every layer."""
+        """Take as many batches of each kind as every other rank, because ranks wait for each other in every layer."""
         mine: list[MicroBatch] = []
         for needs_gradient in (True, False):
             batches = [batch for batch in whole if batch.needs_gradient == needs_gradient]
@@ -166,12 +166,12 @@ class ShardedLearner(LocalLearner):
         if batch.indices:
             try:
                 return super()._measure(batch, loss)
-            except PenstockError as error:  # `_batches` found none; now the other ranks wait in a layer
+            except PenstockError as error:  # unexpected after `_batches`; the other ranks now wait in a layer
                 raise RuntimeError(f"rank {self._ranks.rank} refused in the midst of a step: {error}") from error
         with torch.set_grad_enabled(batch.needs_gradient and torch.is_grad_enabled()):
             nothing = self.policy(batch, loss.temperature).logprobs
             if torch.is_grad_enabled():
-                nothing.sum().backward()  # zeros, for what the others reduce
+                nothing.sum().backward()  # contributes zeros to the reduction
         return nothing.detach(), {}
 
     def _blank(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -182,7 +182,7 @@ class ShardedLearner(LocalLearner):
 
 
 class Gathering:
-    """One tensor on its way to every rank; a shard is cast first, as half of the bytes then travel."""
+    """One tensor on its way to every rank. A shard is cast before it is sent, which halves the bytes."""
 
     def __init__(self, tensor: Tensor, dtype: torch.dtype, ranks: int) -> None:
         self._work: Any = None
@@ -196,14 +196,14 @@ class Gathering:
         if len(local) < most:  # the last ranks have fewer rows, or none
             local = torch.cat([local, local.new_zeros(most - len(local), *local.shape[1:])])
         gathered = local.new_empty(most * ranks, *local.shape[1:])
-        self._local = local  # until it has left
-        # Bytes, as gloo has not all dtypes.
+        self._local = local  # kept alive until it is sent
+        # Send bytes, because gloo does not support all dtypes.
         flat, source = gathered.view(-1).view(torch.uint8), local.contiguous().view(-1).view(torch.uint8)
         self._work = _all_gather(flat, source, async_op=True)
         self._full = gathered[:rows]
 
     def wait(self) -> Tensor:
-        """Return all of it."""
+        """Wait, and return the whole tensor."""
         if self._work is not None:
             self._work.wait()
             del self._local
@@ -211,7 +211,7 @@ class Gathering:
 
 
 def _units(policy: PolicyModel) -> list[list[tuple[str, Tensor]]]:
-    """Tensors of a model in units that are gathered together: of a decoder layer, or one outside of them."""
+    """Return a model's tensors in units that are gathered together: a decoder layer, or one tensor outside."""
     names = {module: name for name, module in policy.model.named_modules()}
     layers = tuple(f"{names[layer]}." for layer in policy.layers)
     units: dict[str, list[tuple[str, Tensor]]] = {}
@@ -222,6 +222,6 @@ def _units(policy: PolicyModel) -> list[list[tuple[str, Tensor]]]:
 
 
 def _nothing() -> MicroBatch:
-    """A micro-batch of one token whose logprob nobody wants."""
+    """Return a micro-batch of one token whose logprob is not used."""
     datum = Datum([0], [0], [0.0], [0.0], [0.0])
     return replace(collate([datum], LossSpec({})), indices=(), places=())

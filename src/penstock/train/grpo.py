@@ -1,6 +1,6 @@
-"""The step of a run on a batch of trajectories: advantages, loss, optimiser, and what is told of it.
+"""One training step on a batch of trajectories: advantages, loss, optimiser step, and metrics.
 
-It works on any `Learner`, and on its base's weights or on one of its adapters.
+It works on any `Learner`, with the base's weights or with one of its adapters.
 """
 
 # torch ships partial types.
@@ -32,16 +32,16 @@ from penstock.types import UpdateReport
 
 @dataclass(frozen=True, slots=True)
 class Trainee:
-    """What a run trains: a learner's base weights, or one of its adapters.
+    """The weights that a run trains: a learner's base weights, or one of its adapters.
 
     Attributes:
-        learner: holds them.
-        config: of optimiser and loss.
-        temperature: of sampling.
-        max_tokens: generation budget; the constant that Dr. GRPO divides by.
+        learner: learner that holds the weights.
+        config: settings of optimiser and loss.
+        temperature: temperature of sampling.
+        max_tokens: generation budget, the constant that Dr. GRPO divides by.
         adapter: name of the adapter; None: the base's weights.
-        merge: engines get the base's weights with the adapter in them, and no adapter.
-        reference: holds the model that `kl_coefficient` compares with; None: the base without the adapter.
+        merge: send engines the base's weights with the adapter merged in, and no adapter.
+        reference: learner of the model that `kl_coefficient` compares with; None: the base without the adapter.
     """
 
     learner: Learner
@@ -54,16 +54,16 @@ class Trainee:
 
     @property
     def version(self) -> int:
-        """Version of what is held: of weights 0 as loaded, of an adapter 1 as created; +1 for each step."""
+        """Version of the weights: 0 for a loaded base, 1 for a new adapter, +1 for each step."""
         return self.learner.versions[self.adapter]
 
     @property
     def served_adapter(self) -> str | None:
-        """What requests name to be answered by it; None: the engines' own weights."""
+        """Name by which requests select the adapter; None: the engines' own weights."""
         return None if self.merge else self.adapter
 
     async def put_in_force(self, engine: Fleet) -> UpdateReport:
-        """Have engines serve what is held: all weights, or the adapter's tensors alone."""
+        """Make engines serve the current version: all weights, or the adapter's tensors alone."""
         if self.adapter is None:
             return await engine.update_weights(self.learner.weights(None), version=self.version, kv=self.config.kv)
         if self.merge:
@@ -75,23 +75,23 @@ class Trainee:
         )
 
     def step(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """Do one optimiser step on the batch; `version` goes up by one.
+        """Do one optimiser step on the batch. `version` goes up by one.
 
-        The gradient of each part of the loss is divided by what that part kept of the whole batch. The engine's
-        logprobs are the behaviour policy: there is no second forward pass for them.
+        The gradient of each loss part is divided by the part's denominator over the whole batch. The engine's logprobs
+        are those of the behaviour policy: no second forward pass computes them.
 
         Returns:
-            `loss`, and of several parts `loss_kl` and `loss_entropy` without their coefficients; `grad_norm` (before
-            clipping), `reward_mean`, `tokens` (prompt and response), `seconds`, `tokens_per_second`,
-            `trajectories_without_advantage` (fraction); over the policy's tokens the means of `LossOutput.metrics` and
-            `entropy` (nats), `ratio_p1`, `ratio_p50`, `ratio_p99`, `ratio_max` and `effective_sample_share`; and of
-            |trainer logprob - engine logprob| over the policy's tokens: `logprob_diff_mean`, for each staleness s
-            `logprob_diff_staleness/s` (mean), and for tokens of the version held before the step
-            `logprob_diff_equal_tokens` (count) and `logprob_diff_max_equal`, the latter absent where the count is 0.
+            `loss`, and its parts `loss_kl` and `loss_entropy` without coefficients; `grad_norm` (before clipping),
+            `reward_mean`, `tokens` (prompt and response), `seconds`, `tokens_per_second`,
+            `trajectories_without_advantage` (fraction). Over the policy's tokens: means of `LossOutput.metrics` and
+            `entropy` (nats), `ratio_p1`, `ratio_p50`, `ratio_p99`, `ratio_max`, `effective_sample_share`,
+            `kv_kept_share`, `logprob_diff_mean` (|trainer - engine|, nats), and `logprob_diff_kv_kept` of tokens with
+            older KV. Over the others: `logprob_diff_staleness/s` (mean at staleness s). At staleness 0:
+            `logprob_diff_equal_tokens` (count) and `logprob_diff_max_equal` (if there are any).
 
         Raises:
             UserError: no trajectories, an empty prompt, or no token that the policy made.
-            StateError: loss or gradient is NaN or infinite; weights and optimiser are as before.
+            StateError: loss or gradient is NaN or infinite; weights and optimiser are unchanged.
         """
         started = time.perf_counter()
         policy_tokens = _count_policy_tokens(trajectories)
@@ -123,7 +123,7 @@ class Trainee:
         }
 
     def release_memory(self) -> None:
-        """See `Learner.release_memory`; of the reference too."""
+        """See `Learner.release_memory`. It also releases the reference's memory."""
         self.learner.release_memory()
         if self.reference is not None:
             self.reference.release_memory()
@@ -135,18 +135,18 @@ class Trainee:
         self.learner.load(self.adapter, folder, values)
 
     def _with_reference(self, data: Sequence[Datum]) -> list[Datum]:
-        """Add the reference policy's logprobs."""
+        """Add the reference policy's logprobs to the data."""
         found = (self.reference or self.learner).forward(None, LossSpec({}, temperature=self.temperature), data)
         return [replace(datum, reference=row) for datum, row in zip(data, found.logprobs, strict=True)]
 
     def _coefficients(self) -> dict[str, float]:
-        """Return the parts of the loss, the policy's first, with their coefficients."""
+        """Return the parts of the loss and their coefficients. The policy's part comes first."""
         config = self.config
         others = {"kl": config.kl_coefficient, "entropy": config.entropy_coefficient}
         return {config.loss: 1.0} | {part: factor for part, factor in others.items() if factor}
 
     def _loss(self, data: Sequence[Datum]) -> LossSpec:
-        """Return what to evaluate. Divided by the policy part's denominator, each part is divided by its own."""
+        """Return the loss to evaluate. The coefficients make up for one common denominator, the policy part's."""
         config = self.config
         limits = Limits(
             low=config.clip_low,
@@ -171,7 +171,7 @@ class Trainee:
         )
 
     def _optimise(self, outputs: Outputs) -> tuple[dict[str, float], float]:
-        """Take the optimiser's step: the batch's loss and those of its other parts, and the norm of the gradient."""
+        """Take the optimiser's step. Return the losses of the batch and its parts, and the gradient's norm."""
         config = self.config
         coefficients = self._coefficients()
         means = {part: outputs.losses[part] / max(outputs.denominators[part], 1.0) for part in coefficients}
@@ -184,7 +184,7 @@ class Trainee:
             grad_clip_norm=config.grad_clip_norm,
         )
         try:
-            # A loss that is no number may leave a finite gradient; scaled by NaN it is refused like one that is not.
+            # A NaN loss may leave a finite gradient. Scaled by NaN, the step is refused like one with a NaN gradient.
             scale = 1 / max(outputs.denominators[config.loss], 1.0) if math.isfinite(loss) else math.nan
             grad_norm = self.learner.optim_step(self.adapter, adam, scale=scale)
         except StateError as error:
@@ -193,7 +193,7 @@ class Trainee:
 
 
 def known_denominators(spec: LossSpec, data: Sequence[Datum]) -> dict[str, float]:
-    """Return the denominators of data of which the correction drops nothing, whatever the policy."""
+    """Return the denominators if the correction drops no token, so that they do not depend on the policy."""
     batch = collate([datum for datum in data if any(datum.weights)], spec)
     behaviour_K = batch.behaviour_B_T[batch.present_B_T]
     terms = batch.terms(behaviour_K, torch.zeros_like(behaviour_K))
@@ -201,7 +201,7 @@ def known_denominators(spec: LossSpec, data: Sequence[Datum]) -> dict[str, float
 
 
 def datum_of(trajectory: Trajectory, advantage: float) -> Datum:
-    """Lay a trajectory out as what is read and what is predicted, every policy token with the same advantage."""
+    """Convert a trajectory into inputs and targets. Every policy token has the same advantage."""
     ids = trajectory.prompt_ids + trajectory.response_ids
     context = (0.0,) * (len(trajectory.prompt_ids) - 1)
     weights = (*context, *map(float, trajectory.loss_mask))
@@ -232,7 +232,7 @@ def _count_policy_tokens(trajectories: Sequence[Trajectory]) -> int:
 def _logprob_metrics(
     outputs: Outputs, data: Sequence[Datum], trajectories: Sequence[Trajectory], version: int
 ) -> dict[str, float]:
-    """Figures of trainer logprob - engine logprob over the policy's tokens, K."""
+    """Return metrics of trainer logprob - engine logprob over the policy's tokens, K."""
     made = [torch.tensor(datum.weights) != 0 for datum in data]
     engine = [torch.tensor(datum.logprobs) for datum in data]
     log_ratio_K = torch.cat(
@@ -247,9 +247,9 @@ def _logprob_metrics(
 
 
 def _gap_metrics(log_ratio_K: Tensor) -> dict[str, float]:
-    """Quantiles of the ratio pi / mu, and the share of tokens that importance weighting leaves effective.
+    """Return quantiles of the ratio pi / mu, and the effective share of tokens under importance weighting.
 
-    The effective sample size of weights w is (sum w)^2 / sum w^2 (Kish 1965), here as a share of the tokens.
+    The effective sample size of weights w is (sum w)^2 / sum w^2 (Kish 1965), here divided by the number of tokens.
     """
     ratio_K = log_ratio_K.double().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     ordered_K = ratio_K.sort().values
@@ -260,9 +260,9 @@ def _gap_metrics(log_ratio_K: Tensor) -> dict[str, float]:
 
 
 def _difference_metrics(difference_K: Tensor, staleness_K: Tensor, kept_K: Tensor) -> dict[str, float]:
-    """Figures of |trainer - engine logprob| by trainer version minus token version.
+    """Return metrics of |trainer - engine logprob| by trainer version minus token version.
 
-    Tokens that attend to KV of older weights stand apart: the trainer has no KV of these, so it differs by right.
+    Tokens that attend to KV of older weights count apart. The trainer lacks this KV, so their difference is expected.
     """
     result = {"logprob_diff_mean": float(difference_K.mean()), "kv_kept_share": float(kept_K.float().mean())}
     if kept_K.any():

@@ -1,7 +1,7 @@
-"""What a learner is to its callers: data, losses and optimiser settings in, logprobs and weights out.
+"""The learner's interface: data, losses and optimiser settings in, logprobs and weights out.
 
-One learner holds one base model, and trains either its weights or any number of adapters on it. In every call
-`adapter` says which: a name that `create_adapter` was given, or None for the base's own weights.
+One learner holds one base model, and trains either its weights or any number of adapters on it. In every call,
+`adapter` selects one: a name that was given to `create_adapter`, or None for the base's own weights.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from penstock.errors import UserError
 from penstock.train.losses import LossSpec
 
 _APART = {"extra", "experts"}
-"""Fields of a datum that have no value for each target."""
+"""Fields of a datum without one value per target."""
 
 
 @dataclass(frozen=True, slots=True)
 class Datum:
-    """One sequence of L tokens and its M targets, by default one for each token; lists, arrays and tensors will do.
+    """One sequence of L tokens and its M targets, by default one per token. Lists, arrays and tensors are accepted.
 
     Attributes:
-        input_ids: `[L]`, what the model reads.
+        input_ids: `[L]`, input of the model.
         target_ids: `[M]`, the token predicted at each place.
-        weights: `[M]`, of each target in the loss; 0: not trained on (prompt, environment).
-        logprobs: `[M]`, of the policy that made the target, nats; 0 where the weight is 0.
-        advantages: `[M]`.
+        weights: `[M]`, weight of each target in the loss; 0: not trained on (prompt, environment).
+        logprobs: `[M]`, of the policy that made the target, in nats; 0 where the weight is 0.
+        advantages: `[M]`, advantage of each target.
         reference: `[M]`, logprobs of a reference policy, for the loss part `kl`.
-        positions: `[M]`, the place in `input_ids` at which each target is predicted; None: M is L, one at each.
-        extra: by name `[M]`, what some losses read; see `LossTerms.extra`. All data of a call have the same names.
-        experts: `[L, layers, experts a token]`, ids of the experts that the engine chose for each input token, -1 where
-            it is not known; the learner replays them (`router_replay.py`). None: its own router chooses.
+        positions: `[M]`, the place in `input_ids` at which each target is predicted; None: M is L, one at each place.
+        extra: additional input of some losses, by name `[M]`; see `LossTerms.extra`. A call's data share the names.
+        experts: `[L, layers, experts a token]`, ids of the experts that the engine chose for each input token, -1 if
+            unknown. The learner replays them (`router_replay.py`); None: its own router chooses.
 
     Raises:
         UserError: the lengths differ.
@@ -69,7 +69,7 @@ class AdamSpec:
     """One step of AdamW. `grad_clip_norm` 0: no clipping.
 
     Raises:
-        UserError: a value is negative, no finite number, or a beta of 1 or more.
+        UserError: a value is negative or not finite, or a beta is 1 or more.
     """
 
     learning_rate: float = 1e-4
@@ -92,11 +92,11 @@ class LoraSpec:
 
     Attributes:
         rank: columns of B.
-        alpha: see above; None: `rank`, a factor of 1.
+        alpha: numerator of the factor; None: `rank`, so the factor is 1.
         train_attn: adapt the matrices of attention.
-        train_mlp: adapt those of the feed-forward layers.
+        train_mlp: adapt the matrices of feed-forward layers.
         train_unembed: adapt the output matrix.
-        seed: of A's random values; B starts at 0.
+        seed: seed of A's random values. B starts at 0.
     """
 
     rank: int = 16
@@ -109,14 +109,14 @@ class LoraSpec:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """What a forward pass over data found.
+    """The results of a forward pass over data.
 
     Attributes:
-        logprobs: of each datum `[M]`, fp32 on the CPU: of the targets after temperature. They are 0 where the weight
-            is 0, unless `LossSpec.all_logprobs`.
-        losses: sum of each part of the loss, by its name, not divided and without its coefficient.
-        denominators: of each part: what the schedule divides the sum by.
-        metrics: sums over tokens of weight other than 0; see `LossOutput`.
+        logprobs: logprobs of each datum's targets after temperature, `[M]`, fp32 on the CPU. They are 0 where the
+            weight is 0, unless `LossSpec.all_logprobs`.
+        losses: sum of each part of the loss, by name, without division and without its coefficient.
+        denominators: number by which the schedule divides each part's sum.
+        metrics: sums over tokens whose weight is not 0; see `LossOutput`.
     """
 
     logprobs: Sequence[Tensor]
@@ -126,11 +126,11 @@ class Outputs:
 
 
 class Learner(ABC):
-    """Holds the weights being trained. It knows no event loop and may be called from any one thread at a time.
+    """Holds the weights in training. It uses no event loop; any thread may call it, but only one at a time.
 
     Attributes:
-        versions: of the weights held: the base's (None) 0 as loaded, an adapter's 1 as created, +1 for each step.
-        joins: `forward_backward_together` can be called.
+        versions: versions of the weights: 0 for a loaded base (None), 1 for a new adapter, +1 for each step.
+        joins: whether `forward_backward_together` is supported.
     """
 
     versions: dict[str | None, int]
@@ -142,12 +142,12 @@ class Learner(ABC):
 
     @abstractmethod
     def forward_backward(self, adapter: str | None, loss: LossSpec, data: Sequence[Datum]) -> Outputs:
-        """Evaluate the loss, and add the gradient of its sum to what is held since the last `optim_step`.
+        """Evaluate the loss, and add the gradient of its sum to the gradient since the last `optim_step`.
 
-        If it fails half way, the adapter's whole gradient is forgotten.
+        If the call fails half way, the adapter's whole gradient is discarded.
 
         Raises:
-            StateError: the base's weights are frozen, as adapters are trained on them.
+            StateError: the base's weights are frozen, because adapters are trained on them.
         """
 
     def forward_backward_together(self, parts: Sequence[tuple[str, LossSpec, Sequence[Datum]]]) -> list[Outputs]:
@@ -155,74 +155,74 @@ class Learner(ABC):
 
         Raises:
             StateError: a loss or a gradient is not finite.
-            PenstockError: what `forward_backward` refuses. Whatever is raised, no gradient was changed.
+            PenstockError: see `forward_backward`. After any error, all gradients are as before.
         """
         raise NotImplementedError(f"{type(self).__name__} has `joins` {self.joins}; got {len(parts)} parts")
 
     @abstractmethod
     def optim_step(self, adapter: str | None, adam: AdamSpec, *, scale: float) -> float:
-        """Multiply the gradient by `scale`, clip it, take a step, and forget the gradient.
+        """Multiply the gradient by `scale`, clip it, take a step, and discard the gradient.
 
         Returns:
-            The gradient's norm after scaling, before clipping.
+            The gradient's norm after scaling and before clipping.
 
         Raises:
-            StateError: the gradient is NaN or infinite. It is forgotten; weights and optimiser are as before.
+            StateError: the gradient is NaN or infinite. It is discarded; weights and optimiser are unchanged.
         """
 
     @abstractmethod
     def discard_gradient(self, adapter: str | None) -> None:
-        """Forget the gradient; weights and optimiser stay."""
+        """Discard the gradient. Weights and optimiser stay."""
 
     @abstractmethod
     def create_adapter(self, name: str, spec: LoraSpec) -> None:
-        """Add an adapter that changes nothing yet; from then on the base's weights are frozen.
+        """Add an adapter that has no effect yet. From then on, the base's weights are frozen.
 
         Raises:
-            UserError: there is one of that name, or the spec does not fit the model; nothing was changed.
+            UserError: the name is in use, or the spec does not fit the model; nothing is changed.
         """
 
     @abstractmethod
     def drop_adapter(self, name: str) -> None:
-        """Forget an adapter, its gradient and its optimiser state."""
+        """Remove an adapter with its gradient and its optimiser state."""
 
     @abstractmethod
     def set_adapter(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Replace an adapter's tensors, named and shaped as in `weights`; forget its gradient and optimiser state.
+        """Replace an adapter's tensors, named and shaped as in `weights`. Discard its gradient and optimiser state.
 
         Raises:
-            UserError: a tensor is missing, unknown or of another shape; nothing was changed.
+            UserError: a tensor is missing, unknown or of another shape; nothing is changed.
         """
 
     @abstractmethod
     def adapter_config(self, name: str) -> Mapping[str, Any]:
-        """PEFT's `adapter_config` of an adapter, as JSON holds it."""
+        """Return PEFT's `adapter_config` of an adapter, with JSON values."""
 
     @abstractmethod
     def weights(self, adapter: str | None) -> Iterable[tuple[str, Tensor]]:
-        """`(name, tensor)` of what engines are sent: good until the next call of the learner, so copy before it.
+        """Return `(name, tensor)` pairs for engines. They are valid until the next call of the learner: copy before.
 
-        Of the base: all weights under the names of its checkpoint, tied ones once, in the dtypes that engines take. Of
-        an adapter: its own tensors, under the names that PEFT stores them by.
+        For the base: all weights under their checkpoint names, tied weights once, in the dtypes that engines take. For
+        an adapter: its own tensors, under PEFT's names.
         """
 
     @abstractmethod
     def merged_weights(self, adapter: str) -> Iterable[tuple[str, Tensor]]:
-        """All weights as `weights(None)` gives them, with an adapter's product added to those that it changes.
+        """Return all weights as `weights(None)` does, with an adapter's product added where it applies.
 
         Raises:
-            UserError: the adapter changes an output matrix that is the input matrix as well.
+            UserError: the adapter changes an output matrix that is also the input matrix.
         """
 
-    def release_memory(self) -> None:  # noqa: B027 - nothing is held on CPUs
-        """Give back device memory that is cached for the next step: engines on the same GPUs wake up."""
+    def release_memory(self) -> None:  # noqa: B027 - CPUs cache nothing
+        """Release cached device memory, because engines on the same GPUs wake up."""
 
     @abstractmethod
     def save(self, adapter: str | None, folder: Path) -> Mapping[str, Any]:
         """Write everything that a resumed run needs: weights, optimiser, random state, version.
 
         Returns:
-            What `load` needs besides the folder, as JSON.
+            The JSON values that `load` needs in addition to the folder.
 
         Raises:
             CheckpointError: the disk refused.
@@ -230,8 +230,8 @@ class Learner(ABC):
 
     @abstractmethod
     def load(self, adapter: str | None, folder: Path, values: Mapping[str, Any]) -> None:
-        """Take up what `save` wrote and returned, also as another number of ranks; forget the gradient held.
+        """Restore the state that `save` wrote, also with another number of ranks. Discard the current gradient.
 
         Raises:
-            CheckpointError: it cannot be read, or is of another model; nothing was changed.
+            CheckpointError: the state is unreadable or belongs to another model; nothing is changed.
         """

@@ -1,4 +1,4 @@
-"""The learner of one process: a causal language model and its optimiser, on CUDA where there is a device."""
+"""The learner of one process: a causal language model and its optimiser, on CUDA if available."""
 
 # transformers ships partial types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -43,15 +43,15 @@ class LocalLearner(Learner):
     Args:
         model_path: folder or hub name of a causal language model.
         config: sizes; see `TrainConfig`.
-        seed: of torch, for losses that draw numbers. Models compute without dropout, as engines do.
-        served_dtype: what engines take (`weights`); `auto`: of each tensor that of the checkpoint.
+        seed: seed of torch, for losses that draw numbers. Models compute without dropout, as engines do.
+        served_dtype: dtype that engines take (`weights`); `auto`: each tensor's dtype in the checkpoint.
 
     Raises:
         ConfigError: see `check_fits` and `PolicyModel`.
     """
 
     _group: dist.ProcessGroup | None = None
-    """Of the ranks that a checkpoint is written and read by; None: this process alone."""
+    """Group of the ranks that write and read a checkpoint; None: this process alone."""
 
     def __init__(
         self,
@@ -75,9 +75,9 @@ class LocalLearner(Learner):
         self._optimizers: dict[str | None, torch.optim.AdamW] = {}
         self._adapters: Adapters | None = None
         self._base_digest = ""
-        # Compiled layers would be compiled again for each mixture of adapters.
+        # Compiled layers would be compiled again for each mix of adapters.
         self.joins = self._group is None and not config.compile
-        if self._group is None:  # a model that cannot be packed is refused now; of ranks the first step refuses it
+        if self._group is None:  # refuse a model that cannot be packed now; with ranks, the first step does
             with torch.no_grad(), torch.compiler.set_stance("force_eager"):
                 self._run(LossSpec({}), [Datum([0, 0], [0, 0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0])] * 2)
 
@@ -154,12 +154,12 @@ class LocalLearner(Learner):
         _set_gradients(parameters, [None] * len(parameters))
 
     def create_adapter(self, name: str, spec: LoraSpec) -> None:
-        from penstock.train.lora import Adapters  # noqa: PLC0415 - most runs have none, and peft takes seconds
+        from penstock.train.lora import Adapters  # noqa: PLC0415 - most runs have no adapters, and peft takes seconds
 
         if self.versions[None]:
             raise StateError("the base's weights have been trained; adapters need a learner of their own")
         adapters = self._adapters or Adapters(self.policy.model, compiled=self.config.compile)
-        adapters.create(name, spec)  # refuses before it changes the model
+        adapters.create(name, spec)  # raises before it changes the model
         self._adapters = adapters
         self._optimizers.pop(None, None)
         for parameter in self._parameters(None).values():
@@ -189,10 +189,10 @@ class LocalLearner(Learner):
         return self._adapters_of(name).config(name)
 
     def weights(self, adapter: str | None) -> Iterator[tuple[str, Tensor]]:
-        """See `Learner.weights`: the live tensors where they have the dtype that engines take, else copies.
+        """See `Learner.weights`. A tensor is live if it has the engines' dtype, else a copy.
 
-        Copies lie in memory that is kept for the next version. It stays in the same place, which engines that map it
-        (`cuda_ipc`) then do once.
+        Copies keep their place in memory for the next version, so engines that map it (`cuda_ipc`) do so only
+        once.
         """
         if adapter is not None:
             for name, parameter in self._adapters_of(adapter).parameters(adapter).items():
@@ -206,7 +206,7 @@ class LocalLearner(Learner):
         return self._served({name: partial(adapters.delta, adapter, layer) for name, layer in layers.items()})
 
     def _served(self, changes: Mapping[str, Callable[[], Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the base's weights, with something added to some of them."""
+        """Yield the base's weights, adding `changes` to some of them."""
         for name, weight in checkpoint_tensors(self.policy.model).items():
             tensor = weight.detach()
             if name in changes:
@@ -243,10 +243,10 @@ class LocalLearner(Learner):
         return tensors
 
     def load_state(self, adapter: str | None, state: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Take up what `save` wrote, and forget the gradient held.
+        """Restore the state that `save` wrote, and discard the current gradient.
 
         Raises:
-            CheckpointError: the state is that of another model; nothing was changed.
+            CheckpointError: the state belongs to another model; nothing is changed.
         """
         parameters = self._parameters(adapter)
         here = {f"model/{name}": tuple(parameter.shape) for name, parameter in parameters.items()}
@@ -266,7 +266,7 @@ class LocalLearner(Learner):
             for name, parameter in parameters.items():
                 parameter.copy_(state[f"model/{name}"])
         optimizer = self._optimizer(adapter)
-        optimizer.zero_grad()  # a gradient belongs to the weights that were here before
+        optimizer.zero_grad()  # a gradient belongs to the replaced weights
         optimizer.state.clear()
         for key, value in state.items():
             if key.startswith("optimizer/"):
@@ -280,7 +280,7 @@ class LocalLearner(Learner):
         self.versions[adapter] = int(values["version"])
 
     def _run(self, loss: LossSpec, data: Sequence[Datum]) -> Outputs:
-        """Evaluate all data, with gradients where autograd is on."""
+        """Evaluate all data, with gradients if autograd is on."""
         tally = Tally(data)
         for given in self._batches(data, loss):
             batch = given.to(self.device)
@@ -288,7 +288,7 @@ class LocalLearner(Learner):
         return tally.outputs()
 
     def _measure(self, batch: MicroBatch, loss: LossSpec) -> tuple[Tensor, Sums]:
-        """Evaluate a micro-batch and add its gradient: logprobs `[K]`, and sums as `Outputs` has them."""
+        """Evaluate a micro-batch and add its gradient. Return logprobs `[K]`, and sums as in `Outputs`."""
         with torch.set_grad_enabled(batch.needs_gradient and torch.is_grad_enabled()):
             found = self.policy(batch, loss.temperature)
             total, sums = loss_of(found, batch, loss)
@@ -302,7 +302,7 @@ class LocalLearner(Learner):
         return PolicyModel(model, model_path, self.config, self.device)
 
     def _batches(self, data: Sequence[Datum], loss: LossSpec) -> list[MicroBatch]:
-        """What this process evaluates of the data; refuses, on every rank alike, what cannot be evaluated."""
+        """Return the micro-batches of this process. Every rank refuses the same invalid data."""
         for datum in data:
             if datum.experts is not None:
                 self.policy.replay.check(torch.as_tensor(datum.experts, dtype=torch.long))
@@ -311,23 +311,23 @@ class LocalLearner(Learner):
         return micro_batches(data, loss, tokens, vocabulary=self.policy.vocabulary, ranks=ranks)
 
     def _dtype_of(self, name: str) -> torch.dtype:
-        """What engines take of a tensor of the checkpoint."""
+        """Return the dtype in which engines take a tensor of the checkpoint."""
         return self._stored_dtypes.get(name, self._served_dtype)
 
     def _blank(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Make room for a tensor of a checkpoint."""
+        """Allocate a tensor of a checkpoint."""
         del name
         return torch.empty(tuple(shape), dtype=dtype)
 
     def _parameters(self, adapter: str | None) -> Mapping[str, Parameter]:
-        """What `optim_step` changes, by the names that a state has."""
+        """Return the parameters that `optim_step` changes, by their names in a saved state."""
         if adapter is not None:
             return self._adapters_of(adapter).parameters(adapter)
         named = self.policy.model.named_parameters()
         return {plain_name(name): parameter for name, parameter in named if not is_adapter(name)}
 
     def _fingerprint(self) -> str:
-        """Name the weights of the frozen base by their bits' sum, and by a few values of each tensor."""
+        """Return a digest of the frozen base: of the sum of bits and a few values of each tensor."""
         if not self._base_digest:
             digest = hashlib.blake2b(digest_size=16)
             for name, parameter in self._parameters(None).items():
@@ -339,7 +339,7 @@ class LocalLearner(Learner):
 
     def _optimizer(self, adapter: str | None) -> torch.optim.AdamW:
         if adapter not in self._optimizers:
-            # An adapter has hundreds of small tensors: one by one they take longer than all at once.
+            # An adapter has hundreds of small tensors. One fused step is faster than one step for each.
             self._optimizers[adapter] = torch.optim.AdamW(self._parameters(adapter).values(), fused=adapter is not None)
         return self._optimizers[adapter]
 
@@ -354,13 +354,13 @@ class LocalLearner(Learner):
             raise StateError("the base's weights are frozen, as adapters are trained on them; name an adapter")
 
     def _activate(self, adapter: str | None) -> None:
-        """Compute with an adapter, or with the base alone."""
+        """Select the adapter to compute with, or the base alone."""
         adapters = self._adapters if adapter is None else self._adapters_of(adapter)
         if adapters is not None:
             adapters.activate(adapter)
 
     def _use_threads(self) -> None:
-        # Set again in each call: the number belongs to the calling thread.
+        # Set this in each call, because it belongs to the calling thread.
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
 
@@ -371,11 +371,11 @@ def _set_gradients(parameters: Sequence[Parameter], gradients: Sequence[Tensor |
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """Gather a tensor of which this rank has a part; all ranks do so at once."""
+    """Return a whole tensor from its shards. All ranks must call this together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _config_dtype(model_path: str) -> torch.dtype:
-    """What the checkpoint's config says; an engine goes by it where a tensor's header says nothing."""
+    """Return the dtype in the checkpoint's config. Engines use it if a tensor's header names none."""
     config: Any = AutoConfig.from_pretrained(model_path)
     return config.dtype or config.get_text_config().dtype or torch.float32

@@ -1,6 +1,6 @@
-"""A causal language model of transformers from its checkpoint: whole, or one module at a time where ranks share it.
+"""Loads a transformers causal language model: whole, or one module at a time if ranks share it.
 
-Whether it fits the learner's memory is told by arithmetic, before anything is loaded.
+Arithmetic decides whether the model fits the learner's memory, before anything is loaded.
 """
 
 # transformers and safetensors ship partial types.
@@ -38,10 +38,10 @@ from penstock.config import TrainConfig
 from penstock.errors import ConfigError
 
 _STORED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Dtypes of a safetensors header that weights can be cast to; of others (quantized ones) the config's goes."""
+"""Safetensors dtypes that weights can be cast to. For others (quantized weights), the config's dtype applies."""
 GIB = 1 << 30
 MASTER_BYTES, GRADIENT_BYTES, ADAM_BYTES = 4, 4, 8
-"""Of each trained parameter: all in fp32, AdamW with two moments."""
+"""Bytes per trained parameter: all in fp32, AdamW with two moments."""
 _ABSENT_IS_NONE: dict[str, Any] = {
     "_raise_exceptions_for_missing_entries": False,
     "_raise_exceptions_for_connection_errors": False,
@@ -55,14 +55,14 @@ def load_whole(model_path: str, dtype: torch.dtype) -> Any:
 
 
 def without_weights(model_path: str, dtype: torch.dtype) -> Any:
-    """Build a model whose parameters have shapes and no values; its buffers have theirs."""
+    """Build a model whose parameters have shapes but no values. Its buffers have values."""
     with _refusing(model_path), init_empty_weights(include_buffers=False):
         config = AutoConfig.from_pretrained(model_path)
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 def checkpoint_files(model_path: str) -> list[str]:
-    """Find a checkpoint's safetensors files in a folder or, by its name, on the hub; none: it is of another format."""
+    """Return a checkpoint's safetensors files, from a folder or the hub; an empty list for other formats."""
     if single := cached_file(model_path, SAFE_WEIGHTS_NAME, **_ABSENT_IS_NONE):
         return [single]
     if (index := cached_file(model_path, SAFE_WEIGHTS_INDEX_NAME, **_ABSENT_IS_NONE)) is None:
@@ -72,7 +72,7 @@ def checkpoint_files(model_path: str) -> list[str]:
 
 
 def stored_dtypes(model_path: str) -> dict[str, torch.dtype]:
-    """Return the dtype of each tensor of a checkpoint; nothing for files of another format than safetensors."""
+    """Return the dtype of each tensor of a checkpoint; an empty dict for formats other than safetensors."""
     dtypes: dict[str, torch.dtype] = {}
     for file in checkpoint_files(model_path):
         with safe_open(file, framework="pt") as tensors:
@@ -84,12 +84,12 @@ def stored_dtypes(model_path: str) -> dict[str, torch.dtype]:
 
 
 class ModuleLoader:
-    """Gives the modules of a model their weights, one after another: whoever shards each one holds no more than it.
+    """Loads the weights of a model's modules one after another, so that a sharding rank holds only one at a time.
 
     Args:
-        model: of `without_weights`.
-        model_path: its checkpoint.
-        files: `checkpoint_files` of it. They are mapped, so what is read and not copied is no memory of this process.
+        model: model from `without_weights`.
+        model_path: path or name of its checkpoint.
+        files: its `checkpoint_files`. They are mapped, so bytes that are not copied take no memory of this process.
     """
 
     def __init__(self, model: Any, model_path: str, files: Sequence[str]) -> None:
@@ -97,7 +97,7 @@ class ModuleLoader:
         self._names = {module: f"{name}." if name else "" for name, module in model.named_modules()}
         self._mapping: Any = get_model_conversion_mapping(model)
         self._left: dict[str, dict[str, Any]] = {}
-        """By a tensor's name in the model: what it is made of, by the names of the checkpoint."""
+        """By a tensor's name in the model: its parts, by their checkpoint names."""
         renamings = [entry for entry in self._mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in self._mapping if isinstance(entry, WeightConverter)]
         state = model.state_dict()
@@ -110,10 +110,10 @@ class ModuleLoader:
                     self._left.setdefault(target, {})[name] = opened.get_slice(name)
 
     def load(self, module: nn.Module) -> None:
-        """Fill a module; the model itself: all that is left.
+        """Fill a module. For the model itself: fill everything that is left.
 
         Raises:
-            ConfigError: a tensor of it is missing, of another shape, or cannot be read.
+            ConfigError: a tensor is missing, has another shape, or cannot be read.
         """
         prefix = self._names[module]
         targets = [target for target in self._left if target.startswith(prefix)]
@@ -138,7 +138,7 @@ def _empty(module: nn.Module) -> set[str]:
 
 @contextmanager
 def _refusing(model_path: str) -> Generator[None]:
-    hf_logging.disable_progress_bar()  # it would write over the live display
+    hf_logging.disable_progress_bar()  # a bar would overwrite the live display
     try:
         yield
     except (OSError, ValueError, SafetensorError, StrictDataclassError) as error:
@@ -148,19 +148,19 @@ def _refusing(model_path: str) -> Generator[None]:
 def check_fits(
     model_path: str, config: TrainConfig, device: torch.device, *, frozen_bytes: int = 4, ranks: int = 1
 ) -> None:
-    """Refuse a model whose weights, gradients and optimiser are more than the memory that is free.
+    """Refuse a model whose weights, gradients and optimiser need more than the free memory.
 
-    Activations come on top and are not counted: what passes may still be too large.
+    Activations are not counted. A model that passes may still be too large.
 
     Args:
         model_path: folder or hub name.
-        config: `lora` leaves a base without gradients and optimiser.
-        device: of the learner; on CPUs the host's memory is looked at.
-        frozen_bytes: of each parameter that is not trained itself.
-        ranks: that share everything evenly, each with a device of its own.
+        config: with `lora`, the base needs no gradients and no optimiser.
+        device: device of the learner. On CPUs, the host's memory is checked.
+        frozen_bytes: bytes of each parameter that is not trained itself.
+        ranks: number of ranks that share everything evenly, each with its own device.
 
     Raises:
-        ConfigError: with the sum and what is free; or the model's config cannot be read.
+        ConfigError: it does not fit (the message has the sum and the free memory), or its config is unreadable.
     """
     count = parameter_count(model_path)
     free = _free_bytes(device)
@@ -182,16 +182,16 @@ def check_fits(
 
 
 def parameter_count(model_path: str) -> int:
-    """Count a model's parameters from its config; nothing is loaded. ConfigError: there is none that can be read."""
+    """Count a model's parameters from its config, without loading it. ConfigError: the config is unreadable."""
     model = without_weights(model_path, torch.float32)
     model.tie_weights()
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _free_bytes(device: torch.device) -> int | None:
-    """Memory that is free now; None where nothing says so."""
+    """Return the free bytes of memory, or None if unknown."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # PyTorch keeps what an earlier learner of this process gave back
+        torch.cuda.empty_cache()  # PyTorch caches memory that an earlier learner of this process released
         return torch.cuda.mem_get_info(device)[0]
     try:
         meminfo = Path("/proc/meminfo").read_text()

@@ -1,8 +1,8 @@
 """Log-probabilities of chosen tokens without a `[tokens, vocabulary]` tensor in fp32.
 
 The output matrix is applied to a few hundred rows at a time, and again in the backward pass. Sums over the vocabulary
-and over chunks are in fp32: gradients of chunks that were summed in bf16 lower a policy's entropy within dozens of
-steps, while each step looks right.
+and over chunks are in fp32. Summing chunk gradients in bf16 lowers a policy's entropy within dozens of steps, although
+each single step looks right.
 """
 
 # torch's autograd functions ship without types.
@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 CHUNK_ELEMENTS = 1 << 27
-"""Logits in fp32 that exist at once, at most: half a GiB, which is 883 rows of Qwen3's vocabulary."""
+"""Maximum of fp32 logits in memory at once: half a GiB, or 883 rows of Qwen3's vocabulary."""
 
 
 class TokenLogprobs(NamedTuple):
-    """Of K tokens, fp32 and with gradient: `logprobs`, and `entropy` (nats, of the whole distribution)."""
+    """`logprobs` of K tokens and `entropy` of their whole distributions (nats), fp32 with gradient."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -43,12 +43,12 @@ def token_logprobs(
 
     Args:
         hidden_K_H: hidden states of the positions that predict a token, fp32 or bf16.
-        weight_V_H: output matrix. Under autocast both are multiplied in its dtype; else they must be of one dtype.
+        weight_V_H: output matrix. Under autocast, both are multiplied in its dtype; else both must have one dtype.
         targets_K: int64, the token of each position.
-        temperature: of sampling; the logits are divided by it.
-        fuse: compile what is done to each chunk's logits, so that they pass through memory once.
-        rows_K: of each target its row of `hidden_K_H`, ascending, where several are predicted at one place; each row's
-            logits are then made once. None: one target a row.
+        temperature: temperature of sampling; it divides the logits.
+        fuse: compile the work on each chunk's logits, so that they pass through memory only once.
+        rows_K: row of `hidden_K_H` for each target, ascending, if several targets share a place. Each row's logits are
+            then computed once; None: one target per row.
     """
     device = hidden_K_H.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight_V_H.dtype
@@ -101,8 +101,8 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _chunks(count: int, rows: int, of_rows: Tensor | None) -> list[tuple[slice, slice, Tensor | None]]:
-    """Split rows; of each chunk its rows, their targets, and of each target its row in the chunk (None: its own)."""
-    starts = range(0, max(count, 1), rows)  # of no rows one empty chunk
+    """Split rows into chunks: (rows, their targets, each target's row within the chunk or None: its own)."""
+    starts = range(0, max(count, 1), rows)  # without rows, one empty chunk
     spans = [slice(start, min(start + rows, count)) for start in starts]
     if of_rows is None:
         return [(span, span, None) for span in spans]
@@ -112,7 +112,7 @@ def _chunks(count: int, rows: int, of_rows: Tensor | None) -> list[tuple[slice, 
 
 
 def _measure(logits: Tensor, targets: Tensor, own: Tensor | None, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Logprob of each target; of each row its entropy, and the logarithm of the softmax's denominator."""
+    """Return each target's logprob, each row's entropy, and the logarithm of each row's softmax denominator."""
     wide = _widened(logits, temperature)
     normalizer = wide.logsumexp(-1)
     entropy = normalizer - ((wide - normalizer.unsqueeze(-1)).exp() * wide).sum(-1)
@@ -131,7 +131,7 @@ def _slope(
     by_entropy: Tensor | None,
     temperature: float,
 ) -> Tensor:
-    """Gradient of the logits, given those of logprobs and entropy.
+    """Return the gradient of the logits from the gradients of logprobs and entropy.
 
     d logprob / d logits = (one at the target) - p; d entropy / d logits = -p (log p + entropy).
     """

@@ -23,9 +23,9 @@ from penstock.train.interface import LoraSpec
 from penstock.weights.checkpoint_names import checkpoint_names_of
 
 _PREFIX = "base_model.model."
-"""PEFT's checkpoints name tensors as its own wrapper does, which is not used here."""
+"""Prefix of tensor names in PEFT's checkpoints. It comes from PEFT's wrapper, which is not used here."""
 _ROUTER = re.compile(r"\.(router|gate|shared_expert_gate)$")
-"""Matrices that choose experts, or weigh them; no adapter changes them."""
+"""Matrices that choose or weigh experts. No adapter changes them."""
 
 
 class Adapters:
@@ -33,7 +33,7 @@ class Adapters:
 
     Args:
         model: changed in place: matrices that an adapter changes are wrapped, and everything else is frozen.
-        compiled: its layers are, so PEFT's own functions compute; else ours, which are fewer and faster.
+        compiled: the model's layers are compiled, so PEFT's functions compute; else our faster ones do.
     """
 
     def __init__(self, model: Any, *, compiled: bool = False) -> None:
@@ -64,7 +64,7 @@ class Adapters:
         key = f"adapter{self._made}"
         self._made += 1
         with torch.random.fork_rng(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PEFT's, of a second adapter and of tied embeddings
+            warnings.simplefilter("ignore")  # PEFT warns about a second adapter and about tied embeddings
             torch.manual_seed(spec.seed)
             inject_adapter_in_model(config, self._model, adapter_name=key)
         self._configs[name], self._keys[name] = config, key
@@ -82,12 +82,12 @@ class Adapters:
         self._merged.pop(name, None)
         del self._configs[name], self._parameters[name]
         for layer in self._layers:
-            layer.set_adapter([])  # an active one would make way for another, with a warning
+            layer.set_adapter([])  # else PEFT activates another adapter, with a warning
             layer.delete_adapter(key)
 
     def activate(self, name: str | None) -> None:
-        """Have the model compute with one adapter, or (None) without any; only its tensors get gradients."""
-        # PEFT's own set_adapter freezes the others, tensor by tensor; with dozens of adapters that takes longer than a
+        """Make the model compute with one adapter, or without any (None). Only its tensors get gradients."""
+        # PEFT's own set_adapter freezes the others tensor by tensor. With dozens of adapters, this takes longer than a
         # small batch. An adapter that does not compute gets no gradient anyway.
         for layer in self._layers:
             layer._disable_adapters = name is None  # noqa: SLF001
@@ -98,11 +98,11 @@ class Adapters:
 
     @contextmanager
     def together(self, stretches: Sequence[tuple[str, int]], device: torch.device) -> Generator[None]:
-        """Have each stretch of a packed row computed with its own adapter, forwards and backwards.
+        """Compute each stretch of a packed row with its own adapter, forwards and backwards.
 
         Args:
             stretches: `(adapter, tokens)`, in the order of the row.
-            device: of the row.
+            device: device of the row.
         """
         self._row = _Row([(self._keys[name], tokens) for name, tokens in stretches], device)
         try:
@@ -111,20 +111,20 @@ class Adapters:
             self._row = None
 
     def parameters(self, name: str) -> Mapping[str, Parameter]:
-        """The adapter's tensors by PEFT's checkpoint names."""
+        """Return the adapter's tensors by PEFT's checkpoint names."""
         return self._parameters[name]
 
     def config(self, name: str) -> Mapping[str, Any]:
-        """PEFT's `adapter_config` as JSON holds it."""
+        """Return PEFT's `adapter_config` with JSON values."""
         values = self._configs[name].to_dict()
         return {key: sorted(value) if isinstance(value, set) else value for key, value in values.items()}
 
     def merged(self, name: str) -> Mapping[str, LoraLayer]:
-        """Which weights of the base an adapter changes, by their names in a checkpoint.
+        """Return the base's layers that an adapter changes, by their weights' checkpoint names.
 
         Raises:
-            UserError: it changes an output matrix that is the input matrix as well, which must stay as it is, or a
-                matrix that the checkpoint has in other pieces.
+            UserError: the adapter changes an output matrix that is also the input matrix, or a matrix that the
+                checkpoint stores in other pieces.
         """
         if name in self._merged:
             return self._merged[name]
@@ -143,11 +143,11 @@ class Adapters:
         return self._merged[name]
 
     def delta(self, name: str, layer: Any) -> Tensor:
-        """Alpha / rank * B A of one matrix, in its shape."""
+        """Return alpha / rank * B A of one matrix, in its shape."""
         return layer.get_delta_weight(self._keys[name])
 
     def _through(self, layer: Any, x: Tensor) -> Tensor:
-        """Compute one wrapped matrix with the adapter in force, or with those of a row."""
+        """Compute one wrapped matrix with the active adapter, or with the adapters of a row."""
         if self._row is not None:
             return self._row.through(layer, x)
         if self._active is None or self._active not in layer.lora_A:
@@ -156,7 +156,7 @@ class Adapters:
         return _adapted(layer.base_layer, x, *halves, layer.scaling[self._active])
 
     def _targets(self, spec: LoraSpec) -> list[str]:
-        """Names of the matrices that a spec chooses; refuses a spec of which this model has nothing, or not all."""
+        """Return the names of the chosen matrices. Refuse a spec if the model lacks them or cannot adapt them."""
         head, layers = _base(self._model.get_output_embeddings()), self._model.base_model.layers
         inside = set(layers.modules())
         found: dict[str, list[str]] = {"train_attn": [], "train_mlp": [], "train_unembed": []}
@@ -180,14 +180,14 @@ class Adapters:
 
 
 class _Row:
-    """A packed row whose stretches have adapters of their own.
+    """A packed row whose stretches have their own adapters.
 
-    All adapters of a matrix work as one of their ranks' sum, and a mask leaves each token those of its own adapter: a
-    few large products take less time than many small ones.
+    All adapters of a matrix compute as one adapter, whose rank is the sum of theirs. A mask keeps each token's own
+    adapter. A few large products are faster than many small ones.
 
     Args:
         stretches: `(PEFT's name, tokens)`, in order.
-        device: of the row.
+        device: device of the row.
     """
 
     def __init__(self, stretches: Sequence[tuple[str, int]], device: torch.device) -> None:
@@ -207,7 +207,7 @@ class _Row:
         return _adapted(layer.base_layer, x, narrow_R_I, wide_O_R, mask_L_R)
 
     def _mask(self, columns: tuple[tuple[str, int, float], ...]) -> Tensor:
-        """`[L, ranks]`: an adapter's factor where the token is its own, else 0."""
+        """Return `[L, ranks]`: an adapter's factor on its own tokens, else 0."""
         if columns not in self._masks:
             ranks = torch.tensor([rank for _, rank, _ in columns])
             owners = torch.tensor([self._keys.index(key) for key, _, _ in columns]).repeat_interleave(ranks)
@@ -218,7 +218,7 @@ class _Row:
 
 
 def _adapted(base: Any, x: Tensor, narrow_R_I: Tensor, wide_O_R: Tensor, factor: Tensor | float) -> Tensor:
-    """Return x W^T + bias + (factor * x A^T) B^T, in the dtype of autocast, else of x."""
+    """Return x W^T + bias + (factor * x A^T) B^T, in autocast's dtype or else in x's."""
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     found: Any = _Adapted.apply(x, base.weight, base.bias, narrow_R_I, wide_O_R, factor, dtype)
@@ -226,7 +226,7 @@ def _adapted(base: Any, x: Tensor, narrow_R_I: Tensor, wide_O_R: Tensor, factor:
 
 
 class _Adapted(torch.autograd.Function):
-    """See `_adapted`. One function with sums in place: PEFT's has eight, and casts x twice under autocast."""
+    """See `_adapted`. One function with sums in place; PEFT has eight functions, and casts x twice under autocast."""
 
     @staticmethod
     def forward(
@@ -256,5 +256,5 @@ class _Adapted(torch.autograd.Function):
 
 
 def _base(module: nn.Module) -> nn.Module:
-    """Return what an adapter was wrapped around."""
+    """Return the module inside an adapter's wrapper."""
     return module.get_base_layer() if isinstance(module, LoraLayer) else module

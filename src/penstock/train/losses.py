@@ -1,11 +1,11 @@
-"""Policy losses as pure functions of logprobs, advantages and a mask, and corrections of off-policy data.
+"""Policy losses as pure functions of logprobs, advantages and a mask, and corrections for off-policy data.
 
-Axes: B sequences, T places (right-padded). A loss is a sum over what it is given, beside the denominator
-that the sum is divided by in the end: both of micro-batches, and of ranks, add up to those of the batch.
+Axes: B sequences, T places (right-padded). A loss returns a sum over its input, and the denominator that divides this
+sum in the end. Both add up over micro-batches and ranks to the values of the batch.
 
-The policy that made the tokens (behaviour policy, mu) is the engine, with the logprobs it reported; the ratio is
-r_t = pi(t) / mu(t). A correction says which tokens are trained on, and with which weight. Denominators count the tokens
-and sequences that are kept.
+The behaviour policy (mu) made the tokens: it is the engine, with the logprobs that it reported. The ratio is
+r_t = pi(t) / mu(t). A correction decides which tokens are trained on, and with which weight. Denominators count the
+tokens and sequences that are kept.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.errors import ConfigError, PenstockError, UserError
 from penstock.rollout.environment import import_named, user_code
 
 LOG_RATIO_LIMIT = 20.0
-"""Logarithms of ratios are held within +-20 before exp, so that no ratio overflows in fp32."""
+"""Log ratios are clamped to +-20 before exp, so that no ratio overflows in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +29,13 @@ class Limits:
     """Bounds of losses and corrections; see `TrainConfig`.
 
     Attributes:
-        low: the clip range of the ratio is [1 - low, 1 + high].
-        high: see `low`.
+        low: lower width of the ratio's clip range [1 - low, 1 + high].
+        high: upper width of the clip range.
         correction: key of `CORRECTIONS`.
-        importance_cap: every correction but `none` truncates importance weights there.
+        importance_cap: maximum of importance weights in every correction but `none`.
         ratio_band: least and largest ratio that `mis` and `icepop` keep.
-        probability_gap: |pi - mu| from which `dppo` drops tokens that move on in that direction.
-        sequence_gap: mean of log mu - log pi from which `sequence_mask` drops sequences of negative advantage, nats.
+        probability_gap: |pi - mu| above which `dppo` drops tokens that would move farther.
+        sequence_gap: mean of log mu - log pi (nats) above which `sequence_mask` drops tokens of negative advantage.
         max_tokens: generation budget, the constant that `dr_grpo` divides by.
         beta: factor of the quadratic penalty of `dro`.
     """
@@ -59,13 +59,13 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class LossSpec:
-    """What to evaluate on data.
+    """The loss to evaluate on data.
 
     Attributes:
         parts: names that `loss_named` takes, each with the factor of its sum in the gradient.
-        limits: of losses and corrections.
-        temperature: of sampling. The engine's logprobs are those after division of the logits by it.
-        all_logprobs: give logprobs of targets of weight 0 too.
+        limits: bounds of losses and corrections.
+        temperature: temperature of sampling. It divides the logits before the engine's logprobs are computed.
+        all_logprobs: also return logprobs of targets of weight 0.
     """
 
     parts: Mapping[str, float]
@@ -88,14 +88,14 @@ class LossTerms:
     """Input of every loss.
 
     Attributes:
-        logprobs_B_T: of the policy in training, with gradient.
-        behaviour_B_T: of the policy that made the tokens, without.
-        advantages_B_T: of each token; `[B, 1]` will do.
-        weights_B_T: factor of each token in the loss; 0: not trained on. Other values there do not matter.
-        entropy_B_T: of the policy in training, nats; for `entropy`.
+        logprobs_B_T: logprobs of the policy in training, with gradient.
+        behaviour_B_T: logprobs of the policy that made the tokens, without gradient.
+        advantages_B_T: advantage of each token, or of each sequence as `[B, 1]`.
+        weights_B_T: factor of each token in the loss; 0: not trained on, and other values there are ignored.
+        entropy_B_T: entropy of the policy in training, nats; for `entropy`.
         reference_B_T: logprobs of a reference policy; for `kl`.
-        extra: by name, what the losses of `TOKEN_LOSSES` read: `sequence_ratio_mask`, and bounds of the ratio for each
-            token in place of those of `Limits`, `clip_low_threshold` and `clip_high_threshold`.
+        extra: additional input of `TOKEN_LOSSES`, by name: `sequence_ratio_mask`; and `clip_low_threshold` and
+            `clip_high_threshold`, bounds of the ratio per token that replace those of `Limits`.
     """
 
     logprobs_B_T: Tensor
@@ -107,30 +107,30 @@ class LossTerms:
     extra: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     def mask(self) -> Tensor:
-        """Bool `[B, T]`, true where the weight is not 0."""
+        """Return bool `[B, T]`, true where the weight is not 0."""
         return self.weights_B_T != 0
 
     def log_ratio(self) -> Tensor:
-        """Log of pi / mu, `[B, T]`, 0 outside the mask."""
+        """Return log(pi / mu), `[B, T]`, 0 outside the mask."""
         log_ratio_B_T = (self.logprobs_B_T - self.behaviour_B_T).masked_fill(~self.mask(), 0.0)
         return log_ratio_B_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
     def lengths(self) -> Tensor:
-        """Tokens under the mask of each sequence, `[B]`, at least 1."""
+        """Return the tokens under the mask of each sequence, `[B]`, at least 1."""
         return self.mask().sum(-1).clamp(min=1)
 
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """Sums over what a loss was given; those of micro-batches add up to the batch's.
+    """Sums over the input of a loss. Sums of micro-batches add up to the batch's.
 
     Attributes:
-        loss: with gradient, before division.
-        denominator: what the batch's loss is divided by: weights of kept tokens, kept sequences, or their budgets.
-        metrics: detached sums over the tokens under the mask, of policy losses alone: `clip_fraction` (tokens whose
-            gradient the clip removed), `truncated_fraction` (whose importance weight was cut), `masked_fraction` (which
-            the correction dropped), `ratio_mean`, `logprob_gap_k1` (log mu - log pi), `kl` (k3 estimate of KL(mu ||
-            pi), r - 1 - log r, http://joschu.net/blog/kl-approx.html).
+        loss: sum with gradient, before division.
+        denominator: divisor of the batch's loss: weights of kept tokens, kept sequences, or their budgets.
+        metrics: detached sums over the tokens under the mask, for policy losses only: `clip_fraction` (tokens whose
+            gradient the clip removed), `truncated_fraction` (importance weight was cut), `masked_fraction` (the
+            correction dropped the token), `ratio_mean`, `logprob_gap_k1` (log mu - log pi), `kl` (k3 estimate of
+            KL(mu || pi), r - 1 - log r, http://joschu.net/blog/kl-approx.html).
     """
 
     loss: Tensor
@@ -145,10 +145,10 @@ Loss = Callable[[LossTerms, Limits], LossOutput]
 
 @dataclass(frozen=True, slots=True)
 class Corrected:
-    """What a correction leaves: tokens trained on (bool `[B, T]`), and the most that an importance weight may be.
+    """The result of a correction: tokens to train on (bool `[B, T]`), and the maximum of importance weights.
 
-    Every correction but `none` caps weights as `tis` does: what it keeps may still have tokens of any ratio.
-    `replaces_clip`: the mask stands in place of the loss's clip of the ratio.
+    Every correction but `none` caps weights as `tis` does, because the tokens it keeps may have any ratio.
+    `replaces_clip`: the mask replaces the loss's clip of the ratio.
     """
 
     keep_B_T: Tensor
@@ -157,11 +157,11 @@ class Corrected:
 
 
 def tis(terms: LossTerms, limits: Limits) -> Corrected:
-    """Truncated importance sampling: the gradient carries min(r, cap) where it would carry r.
+    """Truncated importance sampling: the gradient carries min(r, cap) instead of r.
 
     Espeholt et al., IMPALA, arXiv:1802.01561; Yao et al. 2025, "Your efficient RL framework secretly brings you
-    off-policy RL training". With clipping this acts where clipping does not: on tokens of negative advantage that have
-    become likelier.
+    off-policy RL training". With clipping, the cap acts where clipping does not: on tokens of negative advantage that
+    have become likelier.
     """
     return Corrected(terms.mask(), limits.importance_cap)
 
@@ -178,10 +178,10 @@ def icepop(terms: LossTerms, limits: Limits) -> Corrected:
 
 
 def dppo(terms: LossTerms, limits: Limits) -> Corrected:
-    """DPPO (arXiv:2602.04879), total variation: drop tokens that have moved far, and that A would move farther.
+    """DPPO (arXiv:2602.04879), total variation: drop tokens that have moved far and that A would move farther.
 
-    That is |pi - mu| > `probability_gap` with pi > mu and A > 0, or pi < mu and A < 0. The mask replaces the clip of
-    the ratio, which drops unlikely tokens that have hardly moved.
+    The condition is |pi - mu| > `probability_gap`, with pi > mu and A > 0 or pi < mu and A < 0. The mask replaces the
+    clip of the ratio, which drops unlikely tokens that have hardly moved.
     """
     logprobs_B_T = terms.logprobs_B_T.detach().masked_fill(~terms.mask(), 0.0)
     gap_B_T = logprobs_B_T.exp() - terms.behaviour_B_T.masked_fill(~terms.mask(), 0.0).exp()
@@ -192,7 +192,7 @@ def dppo(terms: LossTerms, limits: Limits) -> Corrected:
 def sequence_mask(terms: LossTerms, limits: Limits) -> Corrected:
     """DeepSeek-V3.2's off-policy sequence mask (arXiv:2512.02556, eq. 9).
 
-    Tokens of negative advantage are dropped where the sequence's mean of log mu - log pi is above `sequence_gap`.
+    It drops tokens of negative advantage if their sequence's mean of log mu - log pi is above `sequence_gap`.
     """
     gap_B_1 = -terms.log_ratio().sum(-1, keepdim=True) / terms.lengths().unsqueeze(-1)
     return Corrected(
@@ -201,7 +201,7 @@ def sequence_mask(terms: LossTerms, limits: Limits) -> Corrected:
 
 
 def no_correction(terms: LossTerms, _: Limits) -> Corrected:
-    """Train on every token as if the current policy had made it: right for synchronous runs only."""
+    """Train on every token as if the current policy had made it. This is right only for synchronous runs."""
     return Corrected(terms.mask())
 
 
@@ -213,9 +213,9 @@ CORRECTIONS: Mapping[str, Callable[[LossTerms, Limits], Corrected]] = {
     "sequence_mask": sequence_mask,
     "none": no_correction,
 }
-"""By the name that `train.correction` has in the config."""
+"""Corrections by their name in the config (`train.correction`)."""
 DROP_NOTHING = {"tis", "none"}
-"""Corrections under which denominators do not depend on the policy."""
+"""Corrections whose denominators do not depend on the policy."""
 
 
 def _inside(ratio: Tensor, limits: Limits) -> Tensor:
@@ -235,7 +235,7 @@ def grpo(terms: LossTerms, limits: Limits) -> LossOutput:
 
 
 def dr_grpo(terms: LossTerms, limits: Limits) -> LossOutput:
-    """Dr. GRPO (Liu et al., arXiv:2503.20783): a constant in place of |o_i|, so that length carries no bias.
+    """Dr. GRPO (Liu et al., arXiv:2503.20783): a constant replaces |o_i|, so that length causes no bias.
 
     1/(G max_tokens) sum_i sum_t -min(r A_i, clip(r) A_i). Its advantages are `group_mean`, without division by std.
     """
@@ -252,24 +252,24 @@ def dapo(terms: LossTerms, limits: Limits) -> LossOutput:
 
 
 def gspo(terms: LossTerms, limits: Limits) -> LossOutput:
-    """GSPO (Zheng et al., arXiv:2507.18071, eq. 5): one ratio a sequence, s_i = (pi(o_i) / mu(o_i))^(1/|o_i|).
+    """GSPO (Zheng et al., arXiv:2507.18071, eq. 5): one ratio per sequence, s_i = (pi(o_i) / mu(o_i))^(1/|o_i|).
 
-    1/G sum_i -min(s_i A_i, clip(s_i, 1 - low, 1 + high) A_i). Its clip range is of the order of 3e-4. Where advantages
-    differ within a sequence it is the paper's GSPO-token (eq. 13): the same where they do not.
+    1/G sum_i -min(s_i A_i, clip(s_i, 1 - low, 1 + high) A_i). Its clip range is of the order of 3e-4. If advantages
+    differ within a sequence, this is the paper's GSPO-token (eq. 13); else the two are equal.
     """
     kept_B_T = CORRECTIONS[limits.correction](terms, limits).keep_B_T
     length_B = kept_B_T.sum(-1).clamp(min=1)
     log_ratio_B_T = terms.log_ratio()
     mean_B_1 = ((log_ratio_B_T * kept_B_T).sum(-1) / length_B).detach().unsqueeze(-1)
-    # The value is the sequence's, the gradient the token's own.
+    # The value is the sequence's ratio, the gradient is each token's own.
     return _clipped(mean_B_1 + log_ratio_B_T - log_ratio_B_T.detach(), terms, limits).by_sequence()
 
 
 def cispo(terms: LossTerms, limits: Limits) -> LossOutput:
-    """CISPO (MiniMax-M1, arXiv:2506.13585, eq. 4): the importance weight is clipped, no token loses its gradient.
+    """CISPO (MiniMax-M1, arXiv:2506.13585, eq. 4): the clip bounds the importance weight; no token loses its gradient.
 
-    1/(sum_i |o_i|) sum_i sum_t -sg(min(r, 1 + high)) A_i log pi. As in the paper, there is no lower bound; the upper
-    one is the correction's cap where that is less.
+    1/(sum_i |o_i|) sum_i sum_t -sg(min(r, 1 + high)) A_i log pi. As in the paper, there is no lower bound. The
+    correction's cap is the upper bound if it is lower.
     """
     corrected = CORRECTIONS[limits.correction](terms, limits)
     bound = corrected.cap if corrected.replaces_clip else min(1 + limits.high, corrected.cap)
@@ -281,15 +281,15 @@ def cispo(terms: LossTerms, limits: Limits) -> LossOutput:
 
 
 def cross_entropy(terms: LossTerms, _: Limits) -> LossOutput:
-    """-sum_t w log pi: supervised learning of the targets, by the sum of weights."""
+    """-sum_t w log pi: supervised learning of the targets, divided by the sum of weights."""
     return _token_sum(-terms.logprobs_B_T, terms)
 
 
 def kl(terms: LossTerms, limits: Limits) -> LossOutput:
-    """k3 estimate of KL(pi || reference) on the tokens made, by the sum of weights (DeepSeekMath, eq. 4).
+    """k3 estimate of KL(pi || reference) on the sampled tokens, divided by the sum of weights (DeepSeekMath, eq. 4).
 
-    The tokens are mu's, so each is weighted by sg(min(r, importance_cap)), as DeepSeek-V3.2 does (arXiv:2512.02556)
-    without the cap: else the estimate is of no divergence of pi off-policy.
+    mu made the tokens, so each is weighted by sg(min(r, importance_cap)). DeepSeek-V3.2 does so without the cap
+    (arXiv:2512.02556). Without the weight, off-policy data give no estimate of a divergence of pi.
 
     Raises:
         UserError: the data have no reference logprobs.
@@ -304,16 +304,16 @@ def kl(terms: LossTerms, limits: Limits) -> LossOutput:
 
 
 def entropy(terms: LossTerms, _: Limits) -> LossOutput:
-    """-sum_t w H(pi): an entropy bonus where its coefficient is positive, by the sum of weights."""
+    """-sum_t w H(pi), divided by the sum of weights: an entropy bonus if its coefficient is positive."""
     if terms.entropy_B_T is None:
         raise UserError("the loss part 'entropy' needs the entropy of the policy's distributions")
     return _token_sum(-terms.entropy_B_T, terms)
 
 
 POLICY_LOSSES: Mapping[str, Loss] = {"grpo": grpo, "dr_grpo": dr_grpo, "dapo": dapo, "gspo": gspo, "cispo": cispo}
-"""By the name that `train.loss` has in the config."""
+"""Policy losses by their name in the config (`train.loss`)."""
 
-# Losses that are plain sums over tokens: whoever calls chooses weights and advantages, and nothing is corrected.
+# Losses that are plain sums over tokens. The caller chooses weights and advantages, and nothing is corrected.
 
 
 def importance_sampling(terms: LossTerms, _: Limits) -> LossOutput:
@@ -327,7 +327,7 @@ def ppo(terms: LossTerms, limits: Limits) -> LossOutput:
 
 
 def gspo_token(terms: LossTerms, limits: Limits) -> LossOutput:
-    """GSPO-token (arXiv:2507.18071, eq. 13) as a sum over tokens, with the sequence's ratio over a mask of its own.
+    """GSPO-token (arXiv:2507.18071, eq. 13) as a sum over tokens. Its own mask selects the sequence's ratio.
 
     Raises:
         UserError: the data have no `sequence_ratio_mask`.
@@ -342,7 +342,7 @@ def gspo_token(terms: LossTerms, limits: Limits) -> LossOutput:
 
 
 def cispo_token(terms: LossTerms, limits: Limits) -> LossOutput:
-    """CISPO with a bound below as well: -sum_t w sg(clip(r)) A log pi."""
+    """CISPO with a lower bound too: -sum_t w sg(clip(r)) A log pi."""
     low_B_T, high_B_T = _bounds(terms, limits)
     ratio_B_T = terms.log_ratio().detach().exp().clamp(low_B_T, high_B_T)
     return _token_sum(-ratio_B_T * terms.advantages_B_T * terms.logprobs_B_T, terms)
@@ -355,7 +355,7 @@ def dro(terms: LossTerms, limits: Limits) -> LossOutput:
 
 
 def _bounds(terms: LossTerms, limits: Limits) -> tuple[Tensor, Tensor]:
-    """Least and largest ratio, of each token or of all."""
+    """Return the least and largest ratio, per token or for all tokens."""
     low, high = terms.logprobs_B_T.new_tensor((1 - limits.low, 1 + limits.high))
     return terms.extra.get("clip_low_threshold", low), terms.extra.get("clip_high_threshold", high)
 
@@ -387,14 +387,14 @@ LOSSES: Mapping[str, Loss] = {
     "kl": kl,
     "entropy": entropy,
 }
-"""By the name of a part of `LossSpec`."""
+"""All losses by their name in `LossSpec.parts`."""
 
 
 def loss_named(name: str) -> Loss:
     """Return a loss by its name in `LOSSES`, or by `module:function`.
 
     Raises:
-        UserError: there is none. The function of one's own raises a PenstockError for whatever goes wrong in it.
+        UserError: there is no such loss. A user's function raises a PenstockError for any failure inside it.
     """
     if name in LOSSES:
         return LOSSES[name]
@@ -420,7 +420,7 @@ def loss_named(name: str) -> Loss:
 
 @dataclass(frozen=True, slots=True)
 class _Surrogate:
-    """The loss of each token, where the clip removed its gradient, where its importance weight was cut."""
+    """The loss of each token, and where a clip removed its gradient or cut its importance weight."""
 
     terms: LossTerms
     loss_B_T: Tensor
@@ -429,19 +429,19 @@ class _Surrogate:
     keep_B_T: Tensor
 
     def kept(self) -> Tensor:
-        """The weighted loss of each token, 0 where it is not trained on."""
+        """Return the weighted loss of each token, 0 where it is not trained on."""
         return self.loss_B_T.masked_fill(~self.keep_B_T, 0.0) * self.terms.weights_B_T
 
     def sequences(self) -> Tensor:
-        """How many are trained on."""
+        """Return the number of sequences that are trained on."""
         return self.keep_B_T.any(-1).sum()
 
     def by_token(self) -> LossOutput:
-        """Every token weighs the same."""
+        """Sum over tokens, each with the same weight."""
         return self.output(self.kept().sum(), (self.terms.weights_B_T * self.keep_B_T).sum())
 
     def by_sequence(self) -> LossOutput:
-        """Sum over sequences of their mean token."""
+        """Sum over sequences of the mean over their tokens."""
         weight_B = (self.terms.weights_B_T * self.keep_B_T).sum(-1)
         return self.output((self.kept().sum(-1) / torch.where(weight_B == 0, 1.0, weight_B)).sum(), self.sequences())
 
@@ -459,12 +459,12 @@ class _Surrogate:
         }
 
     def output(self, loss: Tensor, denominator: Tensor) -> LossOutput:
-        """Add the metrics."""
+        """Return the loss output, with the metrics added."""
         return LossOutput(loss, denominator, self._sums())
 
 
 def _clipped(log_ratio_B_T: Tensor, terms: LossTerms, limits: Limits) -> _Surrogate:
-    """PPO's pessimistic clipped surrogate (arXiv:1707.06347, eq. 7), corrected."""
+    """Return PPO's pessimistic clipped surrogate (arXiv:1707.06347, eq. 7), corrected."""
     corrected = CORRECTIONS[limits.correction](terms, limits)
     ratio_B_T = log_ratio_B_T.exp()
     free_B_T = ratio_B_T * terms.advantages_B_T

@@ -1,7 +1,7 @@
-"""Causal attention over sequences packed into one row, for any transformers model that lets its attention be chosen.
+"""Causal attention over sequences packed into one row, for transformers models that allow another attention.
 
-All other layers must work on each token alone; then a packed row needs no padding. `cu_seq_lens_q` (bounds of the
-sequences in the row, as FlashAttention names them) and `max_length_q` travel through the model's keyword arguments.
+All other layers must work on each token alone; then a packed row needs no padding. `cu_seq_lens_q` (FlashAttention's
+name for the bounds of the sequences in the row) and `max_length_q` travel as keyword arguments of the model.
 """
 
 # transformers and torch's varlen attention ship partial types.
@@ -24,22 +24,22 @@ from penstock.errors import ConfigError
 
 NAME = "penstock_packed"
 _VARLEN_OPTIONS = inspect.signature(varlen_attn).parameters
-"""They differ between versions of torch: `is_causal` or a window, with `enable_gqa` or without."""
+"""Options of torch's varlen attention. They differ by version: `is_causal` or a window, and `enable_gqa`."""
 _UNSUPPORTED = ("attn_logit_softcapping", "attention_chunk_size")
-"""Config entries of models whose attention is more than softmax(QK) V, or has chunks in the mask that ours replaces."""
+"""Config entries of models whose attention is not softmax(QK) V, or whose mask has chunks that ours lacks."""
 _PACKED_LAYERS = {"full_attention", "sliding_attention"}
-"""Types of layers that keep the sequences of a row apart. A convolution or a recurrence runs over the whole row."""
+"""Layer types that keep the sequences of a row apart. A convolution or a recurrence runs over the whole row."""
 
 
 def use_packed_attention(model: Any, name: str) -> None:
-    """Have `model` attend within the sequences of a packed row.
+    """Make `model` attend only within the sequences of a packed row.
 
     Args:
         model: a transformers model.
-        name: how an error calls it.
+        name: name of the model in errors.
 
     Raises:
-        ConfigError: the model's attention cannot be replaced by ours.
+        ConfigError: the model's attention cannot be replaced.
     """
     config = model.config.get_text_config()
     kinds: Any = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
@@ -78,19 +78,19 @@ def packed_attention(
 
     Args:
         module: the attention layer.
-        query: `[1, heads, tokens, width]`; key and value may have fewer heads, each for a group of the query's.
+        query: `[1, heads, tokens, width]`. Key and value may have fewer heads, each for a group of the query's.
         key: see `query`.
         value: see `query`.
-        attention_mask: the window of a model that has it in its mask alone; see `_window_of_mask`.
+        attention_mask: the window, for models that have it only in their mask; see `_window_of_mask`.
         cu_seq_lens_q: int32 `[sequences + 1]`, where each sequence begins, and where the last one ends.
-        max_length_q: tokens of the longest.
-        scaling: of the products; default: 1 / sqrt(width).
-        dropout: of attention's weights.
+        max_length_q: tokens of the longest sequence.
+        scaling: factor of the products; default: 1 / sqrt(width).
+        dropout: dropout of the attention weights.
         sliding_window: tokens that a token sees, itself included; None: all before it.
-        others: what else the model passes on.
+        others: further arguments that the model passes.
 
     Returns:
-        `[1, tokens, heads, width]`, and no weights.
+        `[1, tokens, heads, width]`, and None in place of the attention weights.
     """
     if others.get("s_aux") is not None:
         raise ConfigError("the learner's packed attention knows no attention sinks; train another model")
@@ -108,10 +108,10 @@ def packed_attention(
     count = len(cu_seq_lens_q) - 1
     if query.is_cuda and count > 1 and window is None and query.dtype in (torch.bfloat16, torch.float16):
         return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling), None
-    if query.shape[2] == count * max_length_q:  # all of one length, or there is one alone
+    if query.shape[2] == count * max_length_q:  # all sequences have one length, or there is only one
         query, key, value = (part[0].unflatten(1, (count, -1)).transpose(0, 1) for part in (query, key, value))
         return _padded(query, key, value, scaling, dropout, window).transpose(1, 2).flatten(0, 1).unsqueeze(0), None
-    # Sequences of a micro-batch are of about one length: what is padded here, in attention alone, is little.
+    # A micro-batch's sequences have similar lengths, so this padding, for attention only, is small.
     bounds = cu_seq_lens_q.to(torch.int64)
     tokens = torch.arange(query.shape[2], device=query.device)
     row_L = torch.searchsorted(bounds[1:], tokens, right=True)
@@ -125,7 +125,7 @@ def packed_attention(
 def _padded(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dropout: float, window: int | None
 ) -> Tensor:
-    """Attend causally in rows padded on their right, where no real token looks: `[sequences, heads, tokens, width]`."""
+    """Attend causally in right-padded rows, whose tokens never see padding: `[sequences, heads, tokens, width]`."""
     mask = None
     if window is not None:
         age = torch.arange(query.shape[2], device=query.device)
@@ -151,5 +151,5 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: 
 
 
 def _window_of_mask(*_: Any, local_size: int | None = None, **__: Any) -> int | None:
-    """Stand in for a mask: its window is all that our attention needs besides the bounds of the sequences."""
+    """Take the place of a mask. Packed attention needs only its window and the sequences' bounds."""
     return local_size

@@ -1,4 +1,4 @@
-"""The parts that a schedule puts in order: rollouts, the learner's step, the update of the engines."""
+"""The parts that a schedule arranges: rollouts, the learner's step, and the engines' update."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Learned:
     """One step of the learner.
 
     Attributes:
-        batch: what it trained on.
+        batch: trajectories of the step.
         ages: policy tokens of the batch by age in versions.
-        figures: what the learner returned.
+        figures: metrics that the learner returned.
     """
 
     batch: Sequence[Trajectory]
@@ -36,14 +36,14 @@ class Learned:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a schedule arranges.
+    """The parts that a schedule arranges.
 
     Attributes:
         rollouts: groups in flight and done.
-        trainee: the weights being trained.
+        trainee: the weights in training.
         client: the engines.
         watch: measures each part.
-        tracer: notes what each engine did in an update.
+        tracer: records what each engine did in an update.
         staleness: largest age of a token, in versions.
     """
 
@@ -55,17 +55,17 @@ class Parts:
     staleness: int
 
     async def next_batch(self) -> list[Trajectory]:
-        """See `Rollouts.next_batch`."""
+        """Wait for the next batch; see `Rollouts.next_batch`."""
         with self.watch.measure("waiting"):
             return await self.rollouts.next_batch()
 
     async def settled(self) -> None:
-        """See `Rollouts.settled`."""
+        """Wait for all submitted groups; see `Rollouts.settled`."""
         with self.watch.measure("waiting"):
             await self.rollouts.settled()
 
     async def learn(self, batch: Sequence[Trajectory]) -> Learned:
-        """Train on a batch in a thread; the learner's version goes up by one.
+        """Train on a batch in a thread. The learner's version goes up by one.
 
         Raises:
             StateError: a token is older than the schedule allows, or the loss is not finite.
@@ -76,7 +76,7 @@ class Parts:
             return Learned(batch, ages, await to_the_end(asyncio.to_thread(self.trainee.step, batch)))
 
     async def update(self) -> UpdateReport:
-        """Put the learner's weights in force on the engines; `rollouts.submit` may then start further groups."""
+        """Put the learner's weights in force on the engines. `rollouts.submit` may then start more groups."""
         began = self.watch.now()
         with self.watch.measure("update"):
             report = await to_the_end(self.trainee.put_in_force(self.client))
@@ -86,12 +86,12 @@ class Parts:
 
 
 async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
-    """Await what must not be left half done: cancelling waits for its end first (it has deadlines of its own)."""
+    """Await work that must not stop half way. A cancellation waits for its end (the work has its own deadlines)."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait([task])
         if not task.cancelled():
-            task.exception()  # looked at, so that asyncio does not complain: the cancellation is what the caller gets
+            task.exception()  # read to avoid asyncio's complaint; the caller gets the cancellation
         raise

@@ -28,16 +28,16 @@ Sums = Mapping[str, Mapping[str, Tensor]]
 
 
 class Tally:
-    """What passes find of the data of one call."""
+    """Collects the results of passes over the data of one call."""
 
     def __init__(self, data: Sequence[Datum]) -> None:
         self._logprobs = [torch.zeros(len(datum.target_ids)) for datum in data]
         self._sums: dict[str, dict[str, float]] = {"losses": {}, "denominators": {}, "metrics": {}}
 
     def add(self, batch: MicroBatch, logprobs_K: Tensor, sums: Sums) -> None:
-        """Count one micro-batch."""
+        """Add the results of one micro-batch."""
         named = [(kind, name, value.double()) for kind, values in sums.items() for name, value in values.items()]
-        # Read at once, as a device makes each reader wait.
+        # Read all values at once, because each read waits for the device.
         found = torch.stack([value for *_, value in named]).tolist() if named else []
         for (kind, name, _), value in zip(named, found, strict=True):
             self._sums[kind][name] = self._sums[kind].get(name, 0.0) + value
@@ -46,26 +46,26 @@ class Tally:
             self._logprobs[index][places] = part
 
     def outputs(self) -> Outputs:
-        """All of it."""
+        """Return the collected results."""
         return Outputs(self._logprobs, **self._sums)
 
 
 def loss_of(found: TokenLogprobs, batch: MicroBatch, loss: LossSpec) -> tuple[Tensor, Sums]:
-    """Return the sum to differentiate of a micro-batch, and its sums without gradients."""
+    """Return a micro-batch's sum to differentiate, and its sums without gradients."""
     terms = batch.terms(found.logprobs, found.entropy)
     outputs = {part: loss_named(part)(terms, loss.limits) for part in loss.parts}
     metrics = {name: value for output in outputs.values() for name, value in output.metrics.items()}
     metrics["entropy"] = (terms.entropy_B_T.detach() * terms.mask()).sum()  # pyright: ignore[reportOptionalMemberAccess]
     losses = {part: output.loss.detach() for part, output in outputs.items()}
     denominators = {part: output.denominator for part, output in outputs.items()}
-    nothing = found.logprobs.new_zeros(())  # a loss of no parts asks for logprobs alone
+    nothing = found.logprobs.new_zeros(())  # a loss without parts only needs logprobs
     total = torch.stack([nothing, *(factor * outputs[part].loss for part, factor in loss.parts.items())]).sum()
     return total, {"losses": losses, "denominators": denominators, "metrics": metrics}
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A micro-batch of one adapter, which may share a pass: `tally` counts what is found of it."""
+    """A micro-batch of one adapter that may share a pass. `tally` collects its results."""
 
     adapter: str
     loss: LossSpec
@@ -76,8 +76,8 @@ class Share:
 def shared_passes(policy: PolicyModel, adapters: Adapters, shares: Sequence[Share], tokens: int) -> None:
     """Evaluate micro-batches of several adapters in passes of at most `tokens` tokens, and add their gradients.
 
-    Sequences of a row see only themselves, and each token only its own adapter. So the gradients are those of passes
-    apart, unless one of them is not finite.
+    Each sequence of a row sees only itself, and each token only its own adapter. The gradients therefore equal those
+    of separate passes, unless one of them is not finite.
 
     Raises:
         StateError: a loss is not finite.
@@ -97,7 +97,7 @@ def _shared_pass(policy: PolicyModel, adapters: Adapters, shares: Sequence[Share
     with adapters.together(stretches, row.input_ids_1_L.device):
         parts = policy.hidden(row).split(lengths, dim=1)
         for share, hidden_1_L_H in zip(shares, parts, strict=True):
-            adapters.activate(share.adapter)  # the output matrix is not of the row: each takes its own
+            adapters.activate(share.adapter)  # the output matrix is outside of the row: each uses its own
             found = policy.measure(hidden_1_L_H, share.batch, share.loss.temperature)
             total, sums = loss_of(found, share.batch, share.loss)
             share.tally.add(share.batch, found.logprobs.detach(), sums)
@@ -110,7 +110,7 @@ def _shared_pass(policy: PolicyModel, adapters: Adapters, shares: Sequence[Share
 
 
 def _end_to_end(batches: Sequence[MicroBatch]) -> MicroBatch:
-    """Lay the rows of micro-batches end to end; of the rest only what a model reads is right."""
+    """Lay the rows of micro-batches end to end. Only the fields that a model reads are valid."""
     starts = [0]
     for batch in batches:
         starts.append(starts[-1] + batch.input_ids_1_L.shape[1])

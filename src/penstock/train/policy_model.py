@@ -1,6 +1,6 @@
 """The model in training as one module: token ids in, logprobs and entropy of chosen places out.
 
-No weight is read outside its forward pass, so that sharding and compilation see all of it.
+All weights are read within its forward pass, so that sharding and compilation see every use.
 """
 
 # transformers ships partial types.
@@ -26,7 +26,7 @@ from penstock.train.packed_attention import use_packed_attention
 from penstock.train.router_replay import RouterReplay
 
 _HEAD_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
-"""Config entries of models that do something to the logits after the output matrix."""
+"""Config entries of models that transform the logits after the output matrix."""
 _ATTENTION = {
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,  # noqa: SLF001 - its public name dispatches to these
     torch.ops.aten._scaled_dot_product_efficient_attention.default,  # noqa: SLF001
@@ -41,17 +41,17 @@ class PolicyModel(nn.Module):
     """A causal language model of transformers, without `[tokens, vocabulary]` logits.
 
     Args:
-        model: of transformers; on `device`, or without weights as yet.
-        model_path: folder or hub name that an error names.
-        config: its `dtype`, `recompute`, `offload_activations` and `compile`.
-        device: that it computes on.
+        model: transformers model, on `device` or still without weights.
+        model_path: folder or hub name for errors.
+        config: settings; this class uses `dtype`, `recompute`, `offload_activations` and `compile`.
+        device: device that computes.
 
     Attributes:
-        model: see above.
-        autocast: matrices are multiplied in bf16 by autocast; off where the weights themselves are cast.
+        model: the transformers model.
+        autocast: multiply matrices in bf16 by autocast; off if the weights themselves are cast.
 
     Raises:
-        ConfigError: the model transforms its logits, or attends, in a way that is not supported.
+        ConfigError: the model's logits or attention are not supported.
     """
 
     def __init__(self, model: Any, model_path: str, config: TrainConfig, device: torch.device) -> None:
@@ -68,20 +68,20 @@ class PolicyModel(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The decoder layers."""
+        """The model's decoder layers."""
         return self.model.base_model.layers
 
     @property
     def vocabulary(self) -> int:
-        """Number of tokens that it knows, from 0."""
+        """Number of tokens that the model knows, from 0."""
         return self.model.get_input_embeddings().num_embeddings
 
     def forward(self, batch: MicroBatch, temperature: float) -> TokenLogprobs:
-        """Of each wanted target, `[K]`; the output matrix sees only the places that predict one."""
+        """Return the results for each wanted target, `[K]`. The output matrix sees only places with a target."""
         return self.measure(self.hidden(batch), batch, temperature)
 
     def hidden(self, batch: MicroBatch) -> Tensor:
-        """Hidden states of the last layer, `[1, L, width]`."""
+        """Return the hidden states of the last layer, `[1, L, width]`."""
         self.replay.begin(batch.experts_L_N_K)
         with torch.autocast(self.device_type, torch.bfloat16, enabled=self.autocast):
             return self.model.base_model(
@@ -93,7 +93,7 @@ class PolicyModel(nn.Module):
             ).last_hidden_state
 
     def measure(self, hidden_1_L_H: Tensor, batch: MicroBatch, temperature: float) -> TokenLogprobs:
-        """Logprobs of the targets, `[K]`, by the output matrix with the adapter in force."""
+        """Return the logprobs of the targets, `[K]`, by the output matrix with the active adapter."""
         with torch.autocast(self.device_type, torch.bfloat16, enabled=self.autocast):
             weight = _effective_weight(self.model.get_output_embeddings())
             positions, rows = batch.positions_K, None
@@ -105,21 +105,21 @@ class PolicyModel(nn.Module):
 
 
 def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
-    """Return what matrices are multiplied in: `train.dtype`, by default bf16 on CUDA and fp32 elsewhere."""
+    """Return the dtype of matrix products: `train.dtype`, by default bf16 on CUDA and fp32 elsewhere."""
     default = torch.bfloat16 if device.type == "cuda" else torch.float32
     return default if config.dtype == "auto" else getattr(torch, config.dtype)
 
 
 def weights_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
-    """Return what weights are held in: fp32 if they are trained, what is computed in if adapters change them."""
+    """Return the dtype of held weights: fp32 if they are trained, the computing dtype under adapters."""
     return torch.float32 if config.lora is None else compute_dtype(config, device)
 
 
 def _prepare(layer: nn.Module, config: TrainConfig, *, pin_memory: bool) -> None:
-    """Have a decoder layer recompute, offload and compile as the config says; its names stay as they are."""
+    """Make a decoder layer recompute, offload and compile as configured. Its names stay as they are."""
     forward: Callable[..., Any] = layer.forward
-    # Compiled outside of a selective recomputation, which looks into the graph, and within a full one, which does not:
-    # then what the layer keeps passes through autograd's hooks.
+    # Compile outside of a selective recomputation, which looks into the graph, and within a full one, which does not.
+    # The activations that the layer keeps then pass through autograd's hooks.
     if config.compile and config.recompute != "selective":
         forward = torch.compile(forward)
     if config.recompute != "none":
@@ -149,7 +149,7 @@ def _keep_attention(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) 
 
 
 def _effective_weight(matrix: Any) -> Tensor:
-    """Weight of the output matrix, with the adapter in force where PEFT wrapped it in one."""
+    """Return the output matrix's weight, with the active adapter if PEFT wrapped it."""
     if not hasattr(matrix, "base_layer"):
         return matrix.weight
     weight: Tensor = matrix.base_layer.weight
@@ -160,7 +160,7 @@ def _effective_weight(matrix: Any) -> Tensor:
 
 
 def _check(model: Any, model_path: str) -> None:
-    """Refuse a model whose logits are more than its output matrix times its last hidden state, or without `layers`."""
+    """Refuse a model without `layers`, or with logits that are not output matrix times last hidden state."""
     if not isinstance(getattr(model.base_model, "layers", None), nn.ModuleList):
         raise ConfigError(
             f"model {model_path!r} ({type(model).__name__}) has no `layers` as llama-like ones have; train one of those"

@@ -1,7 +1,7 @@
-"""The ranks of a sharded learner as one group: how a process joins it, and how rank 0 tells the others what to do.
+"""The ranks of a sharded learner as one group: how a process joins it, and how rank 0 sends commands.
 
-A message is JSON and raw tensors in safetensors' format. Nothing is pickled: who reaches a rank's port can send it
-numbers and the name of a loss that is there, and no code.
+A message is JSON and raw tensors in safetensors' format. Pickle is never used: a peer that reaches a rank's port can
+send numbers and the name of an existing loss, but no code.
 """
 
 # torch.distributed and safetensors ship partial types.
@@ -29,29 +29,29 @@ from torch import Tensor
 from penstock.errors import ConfigError, LearnerError
 
 JOIN = timedelta(minutes=5)
-"""For all ranks to be there; over several nodes, people start them."""
+"""Time for all ranks to join. With several nodes, people start them."""
 COLLECTIVE = timedelta(minutes=10)
-"""For one collective of a step: a rank that hangs. One that died is noticed at once."""
+"""Time limit of one collective, against a rank that hangs. The death of a rank is noticed at once."""
 IDLE = timedelta(days=365)
-"""A follower waits for the next command as long as rank 0 lives: the end of its connection ends the wait."""
+"""Time that a follower waits for a command. If rank 0 ends, the lost connection ends the wait at once."""
 LOOPBACK = "127.0.0.1"
 ANSWER_S = 10.0
-"""For a Ray cluster to accept a connection."""
+"""Seconds for a Ray cluster to accept a connection."""
 POLL_S = 0.05
 _HEADER = "header"
 GPU = "gpu"
-"""Key of the store for the GPU that a Ray cluster gave rank 0; empty: none."""
+"""Key in the store for the GPU that a Ray cluster gave rank 0. Empty value: no GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a process stands among the ranks.
+    """The place of a process among the ranks.
 
     Attributes:
-        rank: from 0.
+        rank: number of the rank, from 0.
         size: number of ranks.
-        local_rank: number on its host, which is the GPU it takes.
-        store: where the ranks meet; a client of it in this process.
+        local_rank: number on its host, which selects its GPU.
+        store: this process's client of the store where the ranks meet.
     """
 
     rank: int
@@ -68,35 +68,35 @@ class Message:
     tensors: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     def pack(self) -> Tensor:
-        """The bytes, as a tensor."""
-        header = torch.frombuffer(bytearray(json.dumps(self.values).encode()), dtype=torch.uint8)  # NaN and all
+        """Return the message's bytes as a tensor."""
+        header = torch.frombuffer(bytearray(json.dumps(self.values).encode()), dtype=torch.uint8)  # NaN is allowed
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors.items()}
         return torch.frombuffer(bytearray(save({_HEADER: header, **tensors})), dtype=torch.uint8)
 
     @classmethod
     def unpack(cls, packed: Tensor) -> Message:
-        """Read what `pack` made."""
+        """Read a message that `pack` made."""
         tensors = load(packed.numpy().tobytes())
         return cls(json.loads(tensors.pop(_HEADER).numpy().tobytes()), tensors)
 
 
 def meeting_point(address: str) -> tuple[dist.Store, int]:
-    """A store that listens at one address of this host, and its port."""
+    """Return a store that listens at one address of this host, and its port."""
     listener = socket.create_server((address, 0))
     port = listener.getsockname()[1]
-    store = dist.TCPStore(  # without the descriptor it would listen on all addresses
+    store = dist.TCPStore(  # without the descriptor, it would listen on all addresses
         address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
     return dist.PrefixStore(_prefix("0"), store), port
 
 
 def store_at(address: str, port: int) -> dist.Store:
-    """Reach what `meeting_point` made from another process."""
+    """Connect from another process to the store that `meeting_point` made."""
     return dist.PrefixStore(_prefix("0"), dist.TCPStore(address, port, is_master=False))
 
 
 async def wait_ready(store: dist.Store, size: int) -> None:
-    """Wait until the other ranks have imported what they need. LearnerError: they have not in time."""
+    """Wait until the other ranks have imported what they need. LearnerError: they take too long."""
     try:
         async with asyncio.timeout(JOIN.total_seconds()):
             while not store.check([_ready(rank) for rank in range(1, size)]):  # noqa: ASYNC110 - other processes set them
@@ -106,7 +106,7 @@ async def wait_ready(store: dist.Store, size: int) -> None:
 
 
 def address_towards(cluster: str) -> str:
-    """Return this host's address on its way to a Ray cluster, `host:port` or what Ray finds by itself."""
+    """Return this host's address as seen from a Ray cluster, at `host:port` or as Ray finds it."""
     host, _, port = cluster.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=ANSWER_S) as route:
@@ -126,10 +126,10 @@ def _ready(rank: int) -> str:
 
 
 def place_of(taken: Mapping[str, str]) -> Place:
-    """The place that torchrun's variables give, or those of `Ranks` for a child.
+    """Return the place given by torchrun's variables, or by those that `Ranks` sets for a child.
 
     Raises:
-        ConfigError: a variable is no number, or nothing answers at the address.
+        ConfigError: a variable is not a number, or nothing answers at the address.
     """
     try:
         rank, size, port = int(taken["RANK"]), int(taken["WORLD_SIZE"]), int(taken["MASTER_PORT"])
@@ -148,20 +148,20 @@ def place_of(taken: Mapping[str, str]) -> Place:
 
 
 class RankGroup:
-    """This process as one of the ranks; one at a time in a process.
+    """This process as a member of the ranks. A process can be in one group at a time.
 
     Args:
-        place: of this process.
-        one_host: all ranks are here: their traffic stays on the loopback device.
+        place: place of this process.
+        one_host: all ranks are on this host, so their traffic uses the loopback device.
 
     Attributes:
-        rank: from 0.
+        rank: number of the rank, from 0.
         size: number of ranks.
-        device: that this rank computes on.
-        gloo: the ranks over gloo, whatever they compute on; `COLLECTIVE` bounds what they wait for in it.
+        device: device on which this rank computes.
+        gloo: the ranks' gloo group, on any device. `COLLECTIVE` limits each wait in it.
 
     Raises:
-        LearnerError: the others did not come in time.
+        LearnerError: the other ranks did not join in time.
     """
 
     def __init__(self, place: Place, *, one_host: bool = False) -> None:
@@ -190,28 +190,28 @@ class RankGroup:
             raise LearnerError(f"rank {place.rank} of {place.size} could not join the others: {error}") from error
 
     def tell(self, message: Message) -> None:
-        """Send a command to every other rank; on rank 0."""
+        """Send a command to every other rank; called on rank 0."""
         _send(message, partial(dist.broadcast, src=0, group=self._commands))
 
     def hear(self) -> Message:
-        """Wait for the next command, for as long as `IDLE`; on the others."""
+        """Wait up to `IDLE` for the next command; called on the other ranks."""
         return _receive(partial(dist.broadcast, src=0, group=self._commands))
 
     def answer(self, message: Message) -> None:
-        """Send what came of a command to rank 0; on the others."""
+        """Send the result of a command to rank 0; called on the other ranks."""
         _send(message, partial(dist.send, dst=0, group=self.gloo))
 
     def answers(self) -> Sequence[Message]:
-        """What every other rank answers, in their order; on rank 0."""
+        """Return the answers of all other ranks, in their order; called on rank 0."""
         return [_receive(partial(dist.recv, src=rank, group=self.gloo)) for rank in range(1, self.size)]
 
     def abort(self) -> None:
-        """End collectives that wait for a rank which is gone. gloo's end by themselves, NCCL's never."""
+        """End collectives that wait for a lost rank. gloo's end by themselves, NCCL's never do."""
         if self.device.type == "cuda":
             dist.distributed_c10d._abort_process_group()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage] - no public one
 
     def close(self) -> None:
-        """Leave the group; the process may join another."""
+        """Leave the group. The process may then join another one."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -232,7 +232,7 @@ def _receive(take: Callable[[Tensor], Any]) -> Message:
 
 @contextmanager
 def _loopback() -> Generator[None]:
-    """Have gloo listen on the loopback device: it takes the host name's address otherwise, which others may reach."""
+    """Make gloo listen on the loopback device. By default, it uses the host's address, which others may reach."""
     name = "GLOO_SOCKET_IFNAME"
     before = os.environ.get(name)
     os.environ[name] = "lo"

@@ -1,4 +1,4 @@
-"""A learner of several ranks as rank 0 sees it, and what the other ranks do: each call is a command to all of them."""
+"""Rank 0's view of a learner of several ranks, and the other ranks' side: each call is a command to all of them."""
 
 # torch ships partial types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -29,20 +29,20 @@ from penstock.weights.manifest import TensorProvider
 
 
 class RankedLearner(Learner):
-    """The learner of all ranks; lives on rank 0 and holds one shard itself.
+    """The learner of all ranks. It lives on rank 0 and holds one shard itself.
 
-    Calls come from any one thread at a time; `weights` may be read by another one.
+    Any thread may call it, one at a time. Another thread may read `weights` at the same time.
 
     Args:
-        group: of the ranks; the others run `serve`.
-        model_path: see `LocalLearner`, as the rest.
+        group: group of the ranks; the others run `serve`.
+        model_path: see `LocalLearner`.
         config: see `LocalLearner`.
         seed: see `LocalLearner`.
         served_dtype: see `LocalLearner`.
 
     Raises:
         ConfigError: see `PolicyModel`.
-        LearnerError: a rank was lost; in every later call too.
+        LearnerError: a rank was lost. Every later call raises it too.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class RankedLearner(Learner):
 
     @property
     def is_lost(self) -> bool:
-        """Whether a rank is lost, or a call broke off between the ranks."""
+        """Whether a rank is lost, or a call broke off on some of the ranks."""
         return bool(self._lost)
 
     def forward(self, adapter: str | None, loss: LossSpec, data: Sequence[Datum]) -> Outputs:
@@ -87,7 +87,7 @@ class RankedLearner(Learner):
         self._call("discard_gradient", adapter=adapter)
 
     def create_adapter(self, name: str, spec: LoraSpec) -> None:
-        """See `Learner.create_adapter`. Every rank holds all of it."""
+        """See `Learner.create_adapter`. Every rank holds the whole adapter."""
         self._call("create_adapter", name=name, spec=spec)
 
     def drop_adapter(self, name: str) -> None:
@@ -100,31 +100,31 @@ class RankedLearner(Learner):
         return self._part.adapter_config(name)
 
     def weights(self, adapter: str | None) -> TensorProvider:
-        """See `Learner.weights`: each pass gathers a layer at a time, and the next one while a layer is being sent."""
+        """See `Learner.weights`. Each pass gathers layer by layer; the next layer is gathered while one is sent."""
         part = self._part
-        if adapter is not None:  # every rank holds all of it
+        if adapter is not None:  # every rank holds the whole adapter
             return TensorProvider(lambda: part.weights(adapter))
         return TensorProvider(self._gather_all, specs=part.specs)
 
     def merged_weights(self, adapter: str) -> TensorProvider:
-        """See `Learner.merged_weights`; gathered as `weights` does."""
+        """See `Learner.merged_weights`. The weights are gathered as in `weights`."""
         self._part.check_merging(adapter)
         return TensorProvider(lambda: self._gather_all(adapter), specs=self._part.specs)
 
     def save(self, adapter: str | None, folder: Path) -> Mapping[str, Any]:
-        """See `Learner.save`; every rank writes its shard, so all must see the folder."""
+        """See `Learner.save`. Every rank writes its shard, so all ranks must see the folder."""
         return self._call("save", adapter=adapter, folder=folder.resolve())[0].values["returned"]
 
     def load(self, adapter: str | None, folder: Path, values: Mapping[str, Any]) -> None:
-        """See `Learner.load`; the number of ranks need not be that of `save`."""
+        """See `Learner.load`. The number of ranks may differ from that of `save`."""
         self._call("load", adapter=adapter, folder=folder.resolve(), values=dict(values))
 
     def release_memory(self) -> None:
-        """See `Learner.release_memory`; on every rank."""
+        """See `Learner.release_memory`. It runs on every rank."""
         self._call("release_memory")
 
     def stop(self) -> None:
-        """End the other ranks, if none is lost."""
+        """End the other ranks, if no rank is lost."""
         if not self._lost:
             with self._lock, self._together():
                 self._group.tell(Message({"command": "stop"}))
@@ -132,17 +132,17 @@ class RankedLearner(Learner):
 
     def _run(self, command: str, adapter: str | None, loss: LossSpec, data: Sequence[Datum]) -> Outputs:
         answers = self._call(command, pack(data), adapter=adapter, loss=loss)
-        logprobs = torch.stack([answer.tensors["logprobs"] for answer in answers]).sum(0)  # of others' data: 0
+        logprobs = torch.stack([answer.tensors["logprobs"] for answer in answers]).sum(0)  # 0 for other ranks' data
         sums: dict[str, dict[str, float]] = {}
         for kind in _SUMS:
             total = Counter[str]()
             for answer in answers:
                 total.update(answer.values[kind])
-            sums[kind] = dict(total)  # a Counter has 0 for a loss that is missing
+            sums[kind] = dict(total)  # a Counter would return 0 for a missing loss
         return Outputs(logprobs.split([len(datum.target_ids) for datum in data]), **sums)
 
     def _call(self, command: str, tensors: Mapping[str, Tensor] | None = None, **given: Any) -> list[Message]:
-        """Have every rank call a method of its learner; returns what each answers."""
+        """Make every rank call a method of its learner. Return the answers of all ranks."""
         values = {n: _TYPED[n].dump_python(v, mode="json") if n in _TYPED else v for n, v in given.items()}
         message = Message({"command": command, **values}, tensors or {})
         with self._lock, self._together():
@@ -163,9 +163,9 @@ class RankedLearner(Learner):
             tensors = self._take(following.pop(), merged)
             begun = False
             while tensors:
-                # Each is let go as it is given away, so what follows is all that is held beside it.
+                # Each tensor is released once yielded, so only the following unit is held in addition.
                 yield tensors.pop(0)
-                if not begun:  # now the reader has let go of the unit before
+                if not begun:  # the reader has now released the unit before
                     following += [self._gather(unit, merged) for unit in itertools.islice(units, 1)]
                     begun = True
 
@@ -177,19 +177,19 @@ class RankedLearner(Learner):
     def _take(self, gathering: dict[str, Gathering], merged: str | None) -> list[tuple[str, Tensor]]:
         try:
             return self._part.take(gathering, merged)
-        except RuntimeError as error:  # not under the lock: a step may be under way, and fail alike
+        except RuntimeError as error:  # outside the lock: a step may run now, and will fail too
             self._lost = _lost_each_other(error)
             raise LearnerError(self._lost) from error
 
     @contextmanager
     def _together(self) -> Generator[None]:
-        """For what all ranks do at once: if it breaks off, they do not stand at one place any more."""
+        """Guard a call that all ranks make together. If it breaks off, the ranks are out of step."""
         if self._lost:
             raise LearnerError(self._lost)
         self._lost = "a call of the learner broke off, so that its ranks may hold different weights"
         try:
             yield
-        except RuntimeError as error:  # of torch.distributed, and of CUDA
+        except RuntimeError as error:  # from torch.distributed or CUDA
             self._lost = _lost_each_other(error)
             raise LearnerError(self._lost) from error
         self._lost = ""
@@ -200,15 +200,15 @@ def _lost_each_other(error: RuntimeError) -> str:
 
 
 def serve(group: RankGroup) -> None:
-    """Follow rank 0 until it says stop; on every other rank.
+    """Follow rank 0 until it says stop; called on every other rank.
 
     Raises:
-        RuntimeError: rank 0 is gone, or torch refused.
+        RuntimeError: rank 0 is gone, or torch failed.
     """
     part: ShardedLearner | None = None
     while (message := group.hear()).values["command"] != "stop":
         if message.values["command"] == "build":
-            part = None  # its memory is free before another one's is taken
+            part = None  # free its memory before the new learner takes some
             part = _build(group, message.values)
             group.answer(Message({}))
         elif part is None:
@@ -222,19 +222,19 @@ def serve(group: RankGroup) -> None:
 
 def _build(group: RankGroup, values: Mapping[str, Any]) -> ShardedLearner:
     config = TrainConfig.model_validate(values["config"])
-    loss_named(config.loss)  # one of the user's own must be there on every rank; in a step the others would wait
+    loss_named(config.loss)  # check on every rank that a user's loss exists; in a step, the others would wait
     return ShardedLearner(group, values["model_path"], config, seed=values["seed"], served_dtype=values["served_dtype"])
 
 
 def _check(others: Sequence[Message]) -> None:
-    """Raise for a rank that failed where rank 0 did not: they do not hold the same any more."""
+    """Raise for a rank that failed where rank 0 did not: the ranks no longer hold the same state."""
     for rank, answer in enumerate(others, start=1):
         if "error" in answer.values:
             raise LearnerError(f"rank {rank} of the learner failed: {answer.values['error']['message']}")
 
 
 def _respond(part: ShardedLearner, message: Message) -> Message:
-    """Do a command; what Penstock refuses is part of the answer, and the same on every rank."""
+    """Execute a command. Errors that Penstock raises go into the answer, and are the same on every rank."""
     given = {n: _TYPED[n].validate_python(v) if n in _TYPED else v for n, v in message.values.items()}
     command = given.pop("command")
     if (name := COMMANDS[command]) is not None:
@@ -250,7 +250,7 @@ def _respond(part: ShardedLearner, message: Message) -> Message:
 
 
 def pack(data: Sequence[Datum]) -> dict[str, Tensor]:
-    """Lay data out as one tensor for each field, and the length that each datum's has there; -1: it has none."""
+    """Pack data as one tensor per field, and each datum's length in it; -1: the datum has no such field."""
     extra = dict.fromkeys(_EXTRA + name for datum in data for name in datum.extra)
     packed: dict[str, Tensor] = {}
     for name in (*_FIELDS, *extra):
@@ -263,7 +263,7 @@ def pack(data: Sequence[Datum]) -> dict[str, Tensor]:
 
 
 def unpack(packed: Mapping[str, Tensor]) -> list[Datum]:
-    """Read what `pack` made."""
+    """Read data that `pack` made."""
     columns: dict[str, list[Tensor | None]] = {}
     for name in (name for name in packed if not name.startswith("lengths/")):
         lengths: list[int] = packed[f"lengths/{name}"].tolist()
@@ -286,12 +286,12 @@ COMMANDS: Mapping[str, str | None] = {
         ("optim_step", "discard_gradient", "create_adapter", "drop_adapter", "release_memory", "save", "load")
     ),
 }  # fmt: skip
-"""Methods that all ranks call together, and their argument that a message's tensors hold."""
+"""Methods that all ranks call together, and the argument that a message's tensors hold."""
 _TYPED: Mapping[str, TypeAdapter[Any]] = {
     "loss": TypeAdapter(LossSpec), "adam": TypeAdapter(AdamSpec), "spec": TypeAdapter(LoraSpec),
     "folder": TypeAdapter(Path),
 }  # fmt: skip
-"""Arguments of theirs that are not JSON themselves, by name."""
+"""Arguments that are not JSON themselves, by name."""
 _SUMS = ("losses", "denominators", "metrics")
 _FIELDS = tuple(field.name for field in fields(Datum) if field.name != "extra")
 _EXTRA = "extra/"

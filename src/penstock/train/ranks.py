@@ -1,4 +1,4 @@
-"""Start the other ranks of a sharded learner beside this process, and end the run if one of them ends."""
+"""Starts the other ranks of a sharded learner, and ends the run if one of them ends."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 STOP_S = 10.0
-"""For a rank to end by itself, then by SIGTERM."""
+"""Seconds for a rank to end by itself, and then again after SIGTERM."""
 EXPLAIN_S = 10.0
-"""Between a collective that failed and the end of the rank that explains it."""
+"""Seconds between a failed collective and the end of the rank that explains it."""
 T = TypeVar("T")
 
 
 class Ranks:
-    """The ranks beside rank 0, which is this process; an asynchronous context manager that ends them.
+    """The ranks other than rank 0, which is this process. An asynchronous context manager that ends them.
 
     Args:
-        count: ranks in all, this one included.
-        log_dir: of `rank-N.log`.
-        launched: torchrun's variables (`rank.take_launched`): the others run already, and torchrun ends them.
-        ray_address: of the cluster whose actors the others are; None: they are processes of this machine.
+        count: number of all ranks, including this one.
+        log_dir: folder of the `rank-N.log` files.
+        launched: torchrun's variables (`rank.take_launched`): the others already run, and torchrun ends them.
+        ray_address: address of the Ray cluster that runs the others; None: they are processes of this machine.
 
     Attributes:
-        count: ranks in all.
+        count: number of all ranks.
 
     Raises:
-        ConfigError: torchrun started another number.
+        ConfigError: torchrun started another number of ranks.
     """
 
     def __init__(self, count: int, log_dir: Path, launched: Mapping[str, str], ray_address: str | None = None) -> None:
@@ -59,21 +59,21 @@ class Ranks:
         self._group: RankGroup | None = None
         self._learner: RankedLearner | None = None
         self._call: asyncio.Future[Any] | None = None
-        """What runs in a thread now, and may wait for the others there."""
+        """The call that runs in a thread now, and may wait there for the other ranks."""
 
     @property
     def pids(self) -> list[int]:
-        """Of this process and of those started here, by rank."""
+        """Process ids of this process and of those started here, by rank."""
         return [os.getpid(), *(child.pid for child in self._children)]
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """End the others: by a command where they listen, else by a signal."""
+        """End the other ranks: by a command if they listen, else by a signal."""
         listening = self._learner is not None and (self._call is None or self._call.done())
         if self._learner is not None and listening:
-            with suppress(LearnerError):  # one is gone; the rest is ended below
+            with suppress(LearnerError):  # a rank is gone; the others are ended below
                 await asyncio.to_thread(self._learner.stop)
                 waits = [asyncio.create_task(child.wait()) for child in self._children]
                 if waits:
@@ -86,29 +86,29 @@ class Ranks:
             self._group.close()
 
     async def load(self, make: Callable[[RankGroup], RankedLearner]) -> RankedLearner:
-        """Start the other ranks, join them, and have all of them load the model.
+        """Start and join the other ranks, and make all of them load the model.
 
         Raises:
-            LearnerError: one ended instead, or did not come in time; what it said is in the message.
-            PenstockError: what `make` raises.
+            LearnerError: a rank ended, or did not join in time. The message has its last output.
+            PenstockError: see `make`.
         """
         self._group = await (self._in_thread(self._join_launched) if self._launched else self._start_and_join())
         self._learner = await self.during(self._in_thread(make, self._group))
         return self._learner
 
     async def during(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return what `work` returns, and end it if a rank ends meanwhile.
+        """Return the result of `work`. If a rank ends first, end `work` too.
 
         Raises:
-            LearnerError: a rank ended; names it, its exit status, and what it said last. Or the ranks lost each other
-                and none ended, as where one stands still; names those that run.
+            LearnerError: a rank ended; the message has its name, exit status and last output. Or the ranks lost each
+                other although none ended, because one hangs; the message names the running ranks.
         """
         working = asyncio.create_task(work)
         ends = {asyncio.create_task(child.wait()): child for child in self._children}
         try:
             done, _ = await asyncio.wait((working, *ends), return_when=asyncio.FIRST_COMPLETED)
             if ends and (working not in done or isinstance(working.exception(), LearnerError)):
-                # The connection to a rank that dies ends before the rank does.
+                # The connection to a dying rank closes before the rank ends.
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED, timeout=EXPLAIN_S)
                 ended = [(child, task.result()) for task, child in ends.items() if task.done()]
                 if ended:
@@ -121,36 +121,36 @@ class Ranks:
         finally:
             for task in (working, *ends):
                 task.cancel()
-            if not (await asyncio.wait((working,), timeout=STOP_S))[0]:  # its step waits for a rank that stands still
+            if not (await asyncio.wait((working,), timeout=STOP_S))[0]:  # its step waits for a rank that hangs
                 log.warning("a step of the learner did not end within %g s: its ranks are ended", STOP_S)
                 await asyncio.gather(*(child.stop(STOP_S) for child in self._children))
                 await asyncio.to_thread(self._abort)
             await asyncio.wait((working, *ends))
 
     async def _in_thread(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Run what waits for other ranks. Its thread is not left behind: `__aexit__` waits for it."""
+        """Run a call that waits for other ranks in a thread. `__aexit__` waits for the thread's end."""
         self._call = asyncio.get_running_loop().run_in_executor(None, functools.partial(call, *arguments))
         return await asyncio.shield(self._call)
 
     def _abort(self) -> None:
-        """End what waits for a rank that is gone."""
+        """End calls that wait for a lost rank."""
         if self._group is not None:
             self._group.abort()
 
     def _join_launched(self) -> RankGroup:
-        from penstock.train.rank_group import RankGroup, place_of  # noqa: PLC0415 - seconds: torch
+        from penstock.train.rank_group import RankGroup, place_of  # noqa: PLC0415 - torch takes seconds
 
         return RankGroup(place_of(self._launched), one_host=on_one_host(self._launched))
 
     async def _start_and_join(self) -> RankGroup:
-        from penstock.train import rank_group  # noqa: PLC0415 - seconds: torch
+        from penstock.train import rank_group  # noqa: PLC0415 - torch takes seconds
 
         ray = self._ray_address
         address = rank_group.LOOPBACK if ray is None else await asyncio.to_thread(rank_group.address_towards, ray)
         store, port = rank_group.meeting_point(address)
         await (self._start_here(port) if ray is None else self._start_by_ray(ray, address, port))
         log.info("ranks of the learner: %d, pids %s", self.count, self.pids)
-        # Joining takes no time once the others have imported torch, so a rank that cannot start is named soon.
+        # Joining is fast once the others have imported torch, so a rank that cannot start is reported soon.
         await self.during(rank_group.wait_ready(store, self.count))
         gpu = store.get(rank_group.GPU).decode() if ray is not None else ""  # set before any rank was ready
         place = rank_group.Place(0, self.count, visible_gpus().index(gpu) if gpu else 0, store)

@@ -1,7 +1,7 @@
 """`python -m penstock.train.ray_ranks OPTIONS`: the Ray driver of a learner's other ranks.
 
-It is a process of its own, as `fleet/ray_driver.py` is, and ends with rank 0 by a lifeline. Ray then ends the actors
-and removes their placement group, and each rank ends with its actor.
+It is a separate process, like `fleet/ray_driver.py`. A lifeline ends it with rank 0. Ray then ends the actors and
+removes their placement group, and each rank ends with its actor.
 """
 # pyright: basic
 
@@ -24,18 +24,18 @@ from penstock.process_group import watch_lifeline
 from penstock.settings import Section
 
 ROOM_S = 240.0
-"""For the cluster to have room for all ranks."""
+"""Seconds for the cluster to have room for all ranks."""
 
 
 class Options(Section):
-    """What the driver is told.
+    """Options of the driver.
 
     Attributes:
-        address: of the cluster.
-        size: ranks in all; rank 0 is no actor.
+        address: address of the cluster.
+        size: number of all ranks; rank 0 is not an actor.
         master: address and port where the ranks meet.
-        log_dir: of `rank-N.log`, on each rank's own node.
-        gpus: each rank takes one, and rank 0 one of this node.
+        log_dir: folder of `rank-N.log`, on each rank's own node.
+        gpus: whether each rank takes a GPU; rank 0 takes one of this node.
     """
 
     address: str
@@ -46,7 +46,7 @@ class Options(Section):
 
 
 class RankActor:
-    """Holds a rank's bundle on a Ray node, and runs the rank as a child."""
+    """Holds a rank's bundle on a Ray node, and runs the rank as a child process."""
 
     def __init__(self) -> None:
         threading.Thread(target=end_with, args=(os.getppid(),), name="penstock-node", daemon=True).start()
@@ -56,8 +56,8 @@ class RankActor:
         return list(visible_gpus())
 
     async def run(self, rank: int, env: dict[str, str], folder: str, log: str) -> str:
-        """Run a rank in the user's folder to its end; empty, or why it ended."""
-        with suppress(OSError):  # a loss of the user's own is found there
+        """Run a rank in the user's folder until it ends. Return the reason, or an empty text for success."""
+        with suppress(OSError):  # a user's own loss is imported from this folder
             os.chdir(folder)
         argv = [sys.executable, "-m", "penstock.train.rank"]
         child = await ChildProcess.start(argv, name=f"rank {rank}", log=Path(log), env=env)
@@ -67,10 +67,10 @@ class RankActor:
 
 
 async def drive(options: Options) -> None:
-    """Start the ranks where the cluster has room, and return when all have ended.
+    """Start the ranks once the cluster has room, and return when all have ended.
 
     Raises:
-        PenstockError: no cluster, no room, or a rank that was lost; the others then end with this process.
+        PenstockError: no cluster, no room, or a lost rank. The other ranks then end with this process.
     """
     ray, _ = join(options.address)
     need: dict[str, float] = {"GPU": 1.0} if options.gpus else {"CPU": 1.0}
@@ -81,7 +81,7 @@ async def drive(options: Options) -> None:
         raise ConfigError(f"the Ray cluster at {options.address} had no room for {bundles} within {ROOM_S:g} s")
     actors = actors_in(ray, group, 0, bundles, RankActor)
     gpu = (await actors[0].gpus.remote())[0] if here else ""
-    from penstock.train.rank_group import GPU, store_at  # noqa: PLC0415 - seconds: torch
+    from penstock.train.rank_group import GPU, store_at  # noqa: PLC0415 - torch takes seconds
 
     store_at(*options.master).set(GPU, gpu)
     await _until_ended(ray, actors[len(here) :], options)
@@ -106,7 +106,7 @@ async def _until_ended(ray: Any, actors: list[Any], options: Options) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Drive the ranks that the one argument, `Options` as JSON, describes; returns the exit status."""
+    """Drive the ranks as the only argument says (`Options` as JSON), and return the exit status."""
     watch_lifeline()
     try:
         asyncio.run(drive(Options.model_validate_json(argv[0])))

@@ -1,9 +1,9 @@
-"""Taking up a run where its last checkpoint left it, with no step recorded twice and none missing.
+"""Resumes a run from its last checkpoint. No step is recorded twice, and none is missing.
 
-A checkpoint holds the learner (weights, optimiser, random state) and `Progress`. Rollouts are not in it: the task of
-group `i` is a function of the seed and `i` alone, so the groups in flight at a kill are generated again from the same
-tasks, under weights that are never older than those before. In a synchronous run so are their sampling seeds and
-weights, and the resumed run equals one that was never cut off.
+A checkpoint holds the learner (weights, optimiser, random state) and `Progress`. It holds no rollouts, because the
+task of group `i` depends only on the seed and `i`. The groups in flight at a kill are generated again, from the same
+tasks and under weights that are never older. In a synchronous run, their sampling seeds and weights are the same too,
+so the resumed run equals an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from penstock.train.grpo import Trainee
 
 @dataclass(slots=True)
 class Progress:
-    """How far a run is; what a checkpoint holds next to the learner.
+    """Progress of a run, which a checkpoint holds in addition to the learner.
 
     Attributes:
         step: finished steps.
-        generated_tokens: response tokens of all groups completed.
-        trained_tokens: those trained on.
-        wasted_tokens: those thrown away.
-        aborted_samples: samples thrown away because they were aborted; their tokens are among the wasted.
-        resumed_at: steps at which the run was taken up again.
-        seconds: by activity (`Stopwatch.totals`), at the last checkpoint.
+        generated_tokens: response tokens of all completed groups.
+        trained_tokens: tokens trained on.
+        wasted_tokens: tokens discarded.
+        aborted_samples: samples discarded because they were aborted; their tokens count as wasted.
+        resumed_at: steps at which the run was resumed.
+        seconds: seconds by activity (`Stopwatch.totals`), at the last checkpoint.
         carried: groups that were submitted and not trained on, at the last checkpoint.
     """
 
@@ -45,13 +45,13 @@ class Progress:
 
     @property
     def unconsumed_tokens(self) -> int:
-        """Generated, and waiting to be trained on."""
+        """Tokens that were generated and may still be trained on."""
         return self.generated_tokens - self.trained_tokens - self.wasted_tokens
 
     def resumed(self, dropped: Sequence[Mapping[str, float]]) -> None:
-        """Count what a kill cost, given the rows of the steps after the checkpoint.
+        """Count the cost of a kill, given the rows of the steps after the checkpoint.
 
-        That is every token generated since the checkpoint, as far as a row tells of it, and what was waiting then.
+        The cost is every recorded token generated since the checkpoint, and the unconsumed tokens at the checkpoint.
         """
         self.wasted_tokens += self.unconsumed_tokens
         lost = int(sum(row["generated_tokens"] for row in dropped))
@@ -61,14 +61,14 @@ class Progress:
 
 
 def save_checkpoint(folder: RunFolder, trainee: Trainee, progress: Mapping[str, Any]) -> None:
-    """Write the state after `progress["step"]` steps; `progress` holds the fields of `Progress`. Blocks."""
+    """Write the state after `progress["step"]` steps. `progress` holds the fields of `Progress`. Blocks."""
     checkpoint.save(
         folder.path, progress["step"], lambda path: {"learner": dict(trainee.save(path)), "run": dict(progress)}
     )
 
 
 def check(config: RunConfig, folder: RunFolder) -> None:
-    """Refuse what `take_up` would, as far as it is known before anything is loaded; raises as it does."""
+    """Raise the errors of `take_up` that are known before anything is loaded."""
     folder.check_resumable(config)
     step = checkpoint.latest_step(folder.path)
     if step > config.train.steps:
@@ -76,12 +76,12 @@ def check(config: RunConfig, folder: RunFolder) -> None:
 
 
 def take_up(config: RunConfig, folder: RunFolder, trainee: Trainee) -> Progress:
-    """Load the last checkpoint into `trainee`, and cut the folder's records back to it; without one, to the start.
+    """Load the last checkpoint into `trainee`, and cut the folder's records back to it, or to the start without one.
 
     Raises:
-        ConfigError: the configuration is not the run's.
-        UserError: the run is further than `train.steps`.
-        CheckpointError: the checkpoint is damaged, or of another model; nothing was changed.
+        ConfigError: the configuration differs from the run's.
+        UserError: the run is beyond `train.steps`.
+        CheckpointError: the checkpoint is damaged or belongs to another model; nothing is changed.
     """
     check(config, folder)
     progress = Progress()
@@ -94,7 +94,7 @@ def take_up(config: RunConfig, folder: RunFolder, trainee: Trainee) -> Progress:
             raise CheckpointError(f"checkpoint {path} is not one of a training run: {error!r}") from error
         trainee.load(path, of_learner)
         progress.resumed(folder.truncate(progress.step))
-        checkpoint.rewrite(path, {**values, "run": asdict(progress)})  # a kill before the next checkpoint would lose it
+        checkpoint.rewrite(path, {**values, "run": asdict(progress)})  # else a kill before the next checkpoint loses it
     else:
         progress.resumed(folder.truncate(0))
     folder.write_config(config)

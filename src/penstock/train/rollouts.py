@@ -1,4 +1,4 @@
-"""Groups of rollouts beside the learner: submitted as a schedule allows, complete in any order, taken as batches."""
+"""Groups of rollouts: submitted as the schedule allows, completed in any order, and taken as batches."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from penstock.train.step_metrics import SOLVED, policy_tokens
 from penstock.types import SamplingParams
 
 TRIES = 3
-"""How often samples are asked for that come back aborted; then they are left out."""
+"""Number of attempts to get a sample that is not aborted. After the last one, the sample is left out."""
 EVALUATED_AT_ONCE = 4096
-"""Tasks that an evaluation has in flight, so that a signal ends one of any size."""
+"""Maximum of tasks that an evaluation has in flight, so that a signal ends even a large one."""
 _PAUSE_INSTEAD = "end no requests by abort_generation while a run goes on: pause_generation keeps what is in flight"
 
 
 def group_seed(run_seed: int, group: int) -> int:
-    """Sampling seed of a group's first sample, 31 bits; hashed, as neighbouring seeds would share samples."""
+    """Return the sampling seed of a group's first sample, 31 bits. Hashed, so that groups share no samples."""
     name = f"{run_seed}/{group}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=4).digest()) >> 1
 
@@ -34,12 +34,12 @@ class Rollouts:
     """The rollouts of one run.
 
     Attributes:
-        config: of the run.
-        generator: makes episodes.
-        environment: gives the tasks.
-        progress: counts tokens and aborted samples here.
-        window: bounds what may be submitted.
-        tasks: runs the groups; the first that fails ends the run.
+        config: configuration of the run.
+        generator: plays the episodes.
+        environment: supplies the tasks.
+        progress: counters for tokens and aborted samples.
+        window: limits what may be submitted.
+        tasks: runs the groups. The first failure ends the run.
         pacer: spreads the starts of groups that are submitted together.
     """
 
@@ -55,17 +55,17 @@ class Rollouts:
     )
 
     def submit(self, *, ahead: int | None = None) -> None:
-        """Start the groups that may start now; `ahead` as for `StalenessWindow.take`."""
+        """Start the groups that may start now. `ahead`: see `StalenessWindow.take`."""
         admitted = self.window.take(ahead)
         for place, group in enumerate(admitted):
             work = self._roll_out(group, place, len(admitted))
             self._groups[group] = self.tasks.create_task(work, name=f"rollout-{group}")
 
     async def next_batch(self) -> list[Trajectory]:
-        """Wait for the trajectories of the next step, its groups in order.
+        """Wait for the trajectories of the next step, with its groups in order.
 
         Raises:
-            StateError: every sample of them was aborted.
+            StateError: every sample of the step was aborted.
         """
         step = self.window.step
         self.pacer.hurry(self.window.awaited())
@@ -79,22 +79,22 @@ class Rollouts:
         return batch
 
     async def settled(self) -> None:
-        """Wait until no submitted group is being made."""
+        """Wait until all submitted groups are complete."""
         if self._groups:
             await asyncio.wait(self._groups.values())
 
     async def _roll_out(self, group: int, place: int, of: int) -> list[Trajectory]:
-        """The whole samples of a group.
+        """Return the complete samples of a group.
 
-        `abort_generation` cuts samples anywhere, so an episode with an aborted one has no reward of its own: all of it
-        is thrown away, counted and asked for again. A part of an agent's episode would lack the turns that train in
-        the rest of it.
+        `abort_generation` may cut any sample, so an episode with an aborted one has no valid reward. The whole episode
+        is discarded, counted, and requested again. Part of an agent's episode would lack the turns that train in
+        another part.
         """
         config, progress = self.config, self.progress
         await self.pacer.turn(group, place, of)
         whole: list[Trajectory] = []
-        # Sampling is seeded only where that makes a run reproducible: with weights that change in flight, the version
-        # that makes a token is a matter of timing, and vLLM draws for seeded requests one by one (topk_topp_sampler).
+        # Sampling is seeded only if that makes a run reproducible. If weights change in flight, a token's version
+        # depends on timing, and vLLM samples seeded requests one by one (topk_topp_sampler).
         seed = group_seed(config.seed, group) if config.train.staleness == 0 else None
         missing = config.rollout.group_size
         for _ in range(TRIES):
@@ -108,7 +108,7 @@ class Rollouts:
             missing = len(cut)
             if not missing:
                 break
-            seed = None  # with the same one, samples would come twice
+            seed = None  # the same seed would repeat samples
         return whole
 
     async def _generate(self, group: int, samples: int, seed: int | None) -> GeneratorOutput:
@@ -128,15 +128,15 @@ def _episode(trajectory: Trajectory) -> str:
 
 
 async def greedy_accuracy(generator: Generator, tasks: Sequence[Task], max_tokens: int) -> float:
-    """Fraction of tasks solved by the most likely response: temperature 0, one response each, reward of at least 1.
+    """Return the fraction of tasks solved greedily: temperature 0, one response each, reward of at least 1.
 
     Args:
-        generator: of the policy to judge.
-        tasks: held out from training.
-        max_tokens: bound on a response.
+        generator: generator of the policy to judge.
+        tasks: held-out tasks.
+        max_tokens: maximum of tokens per response.
 
     Raises:
-        StateError: responses were aborted time and again; an aborted one says nothing of the policy.
+        StateError: some responses were aborted every time, so they say nothing about the policy.
     """
     greedy = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     solved, left = set[str](), {str(i): task for i, task in enumerate(tasks)}
@@ -145,7 +145,7 @@ async def greedy_accuracy(generator: Generator, tasks: Sequence[Task], max_token
         names = list(asked)
         for groups in (names[at : at + EVALUATED_AT_ONCE] for at in range(0, len(names), EVALUATED_AT_ONCE)):
             batch = GeneratorInput([asked[group] for group in groups], group_ids=groups, sampling_params=greedy)
-            made = (await generator.generate(batch)).trajectories  # an agent's episode may have several, or none
+            made = (await generator.generate(batch)).trajectories  # an agent's episode may yield several, or none
             aborted = {t.group_id for t in made if t.stop_reason == "abort"}
             solved |= {t.group_id for t in made if t.reward >= SOLVED} - aborted
             left |= {group: asked[group] for group in groups if group in aborted}

@@ -1,7 +1,7 @@
-"""Router replay: a mixture of experts is trained with the experts that its engine chose (arXiv 2510.11370).
+"""Router replay: a mixture of experts trains with the experts that its engine chose (arXiv 2510.11370).
 
-Engine and learner round differently, so near a tie their routers choose different experts, and logprobs jump. The
-learner takes the engine's choice of experts and computes their weights anew, so that the router still learns.
+Engine and learner round differently. Near a tie, their routers choose different experts, and logprobs jump. The
+learner uses the engine's choice of experts but computes their weights itself, so that the router still learns.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from penstock.errors import ConfigError
 
 UNKNOWN = -1
-"""Expert of a token for which the engine reported none: the learner's own router chooses."""
+"""Expert of a token without a report from the engine. The learner's own router chooses."""
 _NORMALISED = {"Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "OlmoeTopKRouter"}
 _ALWAYS_NORMALISED = {"MixtralTopKRouter"}
-"""Routers of transformers whose weights are a softmax over experts, of the chosen ones, by their class."""
+"""Transformers' router classes whose weights are a softmax over experts, normalised over the chosen ones."""
 
 
 class RouterReplay:
     """Replays experts in one model.
 
     Args:
-        layers: the decoder layers. Those without experts are passed over.
+        layers: the decoder layers. Layers without experts are skipped.
     """
 
     def __init__(self, layers: nn.ModuleList) -> None:
@@ -44,15 +44,15 @@ class RouterReplay:
                     self._others.add(kind)
 
     def begin(self, experts_L_N_K: Tensor | None) -> None:
-        """Replay these experts from here on, also when a backward pass computes layers anew; None: replay nothing.
+        """Replay these experts from now on, also when a backward pass recomputes layers; None: replay nothing.
 
         Args:
-            experts_L_N_K: ids, `[tokens, layers, experts a token]`; `UNKNOWN` where there are none.
+            experts_L_N_K: ids, `[tokens, layers, experts a token]`; `UNKNOWN` where the engine reported none.
         """
         self._experts_L_N_K = experts_L_N_K
 
     def check(self, experts_L_N_K: Tensor) -> None:
-        """Raise ConfigError if the model is no such mixture of experts, or has none of these (see `begin`)."""
+        """Raise ConfigError if the model cannot replay experts, or does not have these (see `begin`)."""
         if self._others or self._top_k is None:
             has = f"has the routers {', '.join(sorted(self._others))}" if self._others else "has no experts"
             known = ", ".join(sorted(_NORMALISED | _ALWAYS_NORMALISED))

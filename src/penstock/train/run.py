@@ -1,4 +1,4 @@
-"""A whole training run from its configuration: engines, learner, environment, folder, and the schedule over them."""
+"""A whole training run from its configuration: engines, learner, environment, folder, and schedule."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ async def run(
 ) -> Summary:
     """Do a training run, as `penstock train` does. The folder is `config.run_dir / config.name`.
 
-    Everything that can be refused is refused before an engine is started.
+    All checks that can refuse the run come before the first engine starts.
 
     Args:
-        config: of the run.
-        resume: go on with the run in the folder.
-        reporter: gets every event of the run.
-        fresh: delete the run in the folder first, if there is one.
+        config: configuration of the run.
+        resume: continue the run in the folder.
+        reporter: receives every event of the run.
+        fresh: delete an existing run in the folder first.
         launched: torchrun's variables, if it started this process as rank 0 of the learner (`rank.take_launched`).
 
     Raises:
-        UserError: both `resume` and `fresh`, or another process holds the run (it is named).
+        UserError: both `resume` and `fresh`, or another process holds the run (the message names it).
         PenstockError: see `penstock.train.trainer.train`, `Fleet.launch` and `RunFolder`.
     """
     if resume and fresh:
@@ -98,7 +98,7 @@ async def run(
 
 
 def _check_without_gpus(config: RunConfig) -> None:
-    """Refuse what CPUs cannot do: vLLM computes fp8 there at 90 tokens a second, and rollouts end in timeouts."""
+    """Refuse what CPUs cannot do. vLLM computes fp8 there at 90 tokens/s, so rollouts would time out."""
     if config.fleet.weight_transport == "cuda_ipc" and not torch.cuda.is_available():
         raise ConfigError("fleet.weight_transport: cuda_ipc needs GPUs, and torch sees none here; set it to auto")
     if config.engine.quantization == "fp8" and _starts_on_cpus(config):
@@ -106,7 +106,7 @@ def _check_without_gpus(config: RunConfig) -> None:
 
 
 def _check_ranks(config: RunConfig, launched: Mapping[str, str]) -> None:
-    """Refuse more ranks than this machine has GPUs, or cores if it has none; torchrun's and Ray's may be elsewhere."""
+    """Refuse more ranks than this machine has GPUs, or cores without GPUs. torchrun and Ray may use others."""
     gpus, cores = torch.cuda.device_count(), len(os.sched_getaffinity(0))
     elsewhere = launched or config.train.ray_address is not None
     if not elsewhere and config.train.ranks > (gpus or cores):
@@ -118,7 +118,7 @@ def _check_ranks(config: RunConfig, launched: Mapping[str, str]) -> None:
 
 
 def _load_tokenizer(config: RunConfig) -> Tokenizer:
-    """Load the tokenizer, and refuse checkpoints that are not there."""
+    """Load the tokenizer, and refuse missing checkpoints."""
     tokenizer = config.engine.tokenizer or config.engine.model
     check_model(config.learner_model)
     for name in dict.fromkeys((config.learner_model, tokenizer)):
@@ -128,7 +128,7 @@ def _load_tokenizer(config: RunConfig) -> Tokenizer:
 
 
 async def _check_tasks(config: RunConfig, environment: Environment) -> list[Task]:
-    """Return the held-out tasks and the first one to train on, once they are known to be some."""
+    """Return the held-out tasks and the first training task, after checking them."""
     name, size = config.environment.name, config.eval.size
     with user_code(f"environment {name!r} has no {size} held-out tasks (eval.size)", UserError):
         heldout = await abandonable(partial(environment.heldout_tasks, size))
@@ -140,7 +140,7 @@ async def _check_tasks(config: RunConfig, environment: Environment) -> list[Task
 
 
 def _check_context(config: RunConfig, tokenizer: Tokenizer, tasks: Sequence[Task]) -> None:
-    """Refuse prompts that leave no room for a response. An engine would say so of the first request."""
+    """Refuse prompts that leave no room for a response. An engine would refuse only the first request."""
     most, response = config.engine.max_model_len, config.rollout.max_tokens
     if most is None:
         return
@@ -162,7 +162,7 @@ def _generator(
     agents: Any,
     fleet: Fleet,
 ) -> AbstractAsyncContextManager[Generator]:
-    """Return the generator, for the time of a block; `agents`: `AgentRollouts`, if an agent plays the episodes."""
+    """Return the generator as a context manager. `agents`: `AgentRollouts` if an agent plays the episodes."""
     lora = config.train.lora
     adapter = None if lora is None or lora.merge else lora.name
     if agents is not None:
@@ -180,9 +180,9 @@ async def _run(
     *,
     resume: bool,
 ) -> Summary:
-    """From the start of the engines to their end."""
+    """Run from the start of the engines to their end."""
     ranks = Ranks(config.train.ranks, folder.path / "logs", launched, config.train.ray_address)
-    if (refused := config.refused_ranks(ranks.count)) is not None:  # torchrun gives ranks that the config does not name
+    if (refused := config.refused_ranks(ranks.count)) is not None:  # torchrun may start more ranks than configured
         raise ConfigError(refused)
     fleet_config = config.fleet
     if fleet_config.log_dir is None:
@@ -191,7 +191,7 @@ async def _run(
     opening = Fleet.launch(config.engine, fleet=fleet_config, router=config.router)
     async with ranks:
         colocated = config.train.schedule == "colocated"
-        # The learner loads in a thread while the engines start, or on their GPUs while they sleep.
+        # The learner loads in a thread while the engines start. A colocated learner loads while they sleep.
         loading = asyncio.create_task(_load(config, ranks)) if not colocated else None
         try:
             async with opening as fleet, open_generator(fleet) as generator:
@@ -217,12 +217,12 @@ async def _run(
 
 
 async def _in_flight(fleet: Fleet) -> dict[str, int]:
-    """Requests that the router has sent to each engine and that are not answered in full."""
+    """Return the number of unfinished requests that the router has sent to each engine."""
     return {engine.name: engine.outstanding for engine in (await fleet.router_admin.engines()).engines}
 
 
 async def _load_asleep(config: RunConfig, ranks: Ranks, fleet: Fleet) -> Trainee:
-    """Load a colocated learner: vLLM wants its share of a GPU free when it starts, so the engines come first."""
+    """Load a colocated learner after the engines, because a starting vLLM needs its share of the GPU free."""
     await fleet.sleep(1)
     trainee = await _load(config, ranks)
     await fleet.wake_up()
@@ -260,10 +260,10 @@ def _trainee(config: RunConfig, learner: Learner) -> Trainee:
 
 
 def _served_dtype(config: RunConfig) -> ServedDtype:
-    """Return the engines' dtype as far as it is known here; `auto`, the checkpoint's own, fits all of them.
+    """Return the engines' dtype as far as it is known here. `auto`, the checkpoint's own, fits all engines.
 
-    Engines that Penstock starts on CPUs serve in fp32, whatever the checkpoint has, and would get rounded weights by
-    `auto`. Of servers that others started, and of what a Ray cluster has, nothing is known.
+    Engines that Penstock starts on CPUs serve in fp32, whatever the checkpoint has. With `auto` they would get
+    rounded weights. The dtype of attached servers and of engines on a Ray cluster is unknown.
     """
     if config.engine.dtype != "auto" or config.fleet.attach:
         return config.engine.dtype
@@ -271,6 +271,6 @@ def _served_dtype(config: RunConfig) -> ServedDtype:
 
 
 def _starts_on_cpus(config: RunConfig) -> bool:
-    """Whether engines that the run starts are of vLLM's CPU build, as far as it is known here."""
+    """Whether this run's engines use vLLM's CPU build, as far as it is known here."""
     here = config.engine.profile == "auto" and config.fleet.launcher == "local" and not torch.cuda.is_available()
     return here or config.engine.profile == "cpu"

@@ -1,4 +1,4 @@
-"""What one step says of itself: rows of metrics.jsonl as pure functions (docs/reference/run-folder.md)."""
+"""The metrics of one step: rows of metrics.jsonl as pure functions (docs/reference/run-folder.md)."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from penstock.rollout.generator import Trajectory
 from penstock.types import UpdateReport
 
 LOGPROB_DIFFERENCE = "logprob_diff_max_equal"
-"""The learner's name for the largest |trainer - engine logprob| over tokens of the version it held."""
+"""The learner's name for the largest |trainer - engine logprob| over tokens of its own version."""
 SOLVED = 1 - 1e-9
-"""Least reward of a solved episode: ten turns of 0.1 add up to less than 1."""
+"""Least reward of a solved episode. It is below 1 because ten turns of 0.1 add up to less than 1."""
 
 
 def policy_tokens(trajectories: Sequence[Trajectory]) -> int:
-    """Response tokens that the policy made."""
+    """Return the number of response tokens that the policy made."""
     return sum(sum(t.loss_mask) for t in trajectories)
 
 
 def token_ages(trajectories: Sequence[Trajectory], trainer_version: int) -> Counter[int]:
-    """How many of the policy's tokens have which age, in weight versions, when trainer `trainer_version` sees them.
+    """Count the policy's tokens by their age in weight versions, as trainer `trainer_version` sees them.
 
     Raises:
-        StateError: an engine's label of some of them was no version.
+        StateError: some tokens have an engine's label that is no version.
     """
     versions: Counter[int] = Counter()
     for t in trajectories:
@@ -42,7 +42,7 @@ def token_ages(trajectories: Sequence[Trajectory], trainer_version: int) -> Coun
 
 
 def check_ages(ages: Mapping[int, int], max_staleness: int) -> None:
-    """Refuse tokens that the schedule cannot have caused: an engine served, or claims, another version than it should.
+    """Refuse ages that the schedule cannot cause. They mean that an engine serves, or claims, a wrong version.
 
     Raises:
         StateError: a token is older than `max_staleness`, or of a version that does not exist yet.
@@ -56,7 +56,7 @@ def check_ages(ages: Mapping[int, int], max_staleness: int) -> None:
 
 
 def batch_metrics(trajectories: Sequence[Trajectory], ages: Mapping[int, int]) -> dict[str, float]:
-    """Figures of the batch that a step trains on; it must not be empty."""
+    """Return the metrics of the batch that a step trains on. The batch must not be empty."""
     n = len(trajectories)
     tokens = sum(ages.values())
     groups: dict[str, set[float]] = {}
@@ -82,20 +82,20 @@ def batch_metrics(trajectories: Sequence[Trajectory], ages: Mapping[int, int]) -
 
 
 def agent_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Means over the agents' episodes of a batch; other generators' have none."""
+    """Return means over the agents' episodes of a batch; empty for other generators."""
     episodes = {t.episode_id: t.metrics for t in trajectories if "agent/failed" in t.metrics}
     names = {name for figures in episodes.values() for name in figures if name.startswith("agent/")}
     return {name: sum(e.get(name, 0.0) for e in episodes.values()) / len(episodes) for name in sorted(names)}
 
 
 def replayed_share(trajectories: Sequence[Trajectory]) -> float:
-    """Share of the policy's tokens in trajectories with the experts that their engine chose."""
+    """Return the share of the policy's tokens in trajectories with their engine's experts."""
     replayed = [t for t in trajectories if t.routed_experts is not None]
     return policy_tokens(replayed) / (policy_tokens(trajectories) or 1)
 
 
 def learner_metrics(learned: Mapping[str, float]) -> dict[str, float]:
-    """What the learner returned, under `learner/`, and its logprob difference under our name."""
+    """Return the learner's results under `learner/`, and its logprob difference under our name."""
     metrics = {f"learner/{name}": value for name, value in learned.items()}
     if LOGPROB_DIFFERENCE in learned:
         metrics["logprob_difference"] = learned[LOGPROB_DIFFERENCE]
@@ -104,11 +104,11 @@ def learner_metrics(learned: Mapping[str, float]) -> dict[str, float]:
 
 @dataclass(slots=True)
 class LogprobAlarm:
-    """Warns if trainer and engine disagree about tokens of equal weights: then one of them computes another model.
+    """Warns if trainer and engine disagree about tokens of equal weights, which means that their models differ.
 
     Attributes:
-        limit: mean |trainer logprob - engine logprob| that is let pass, in nats.
-        simulated: the engines invent their logprobs; this is said once, and nothing else.
+        limit: largest accepted mean |trainer logprob - engine logprob|, in nats.
+        simulated: the engines invent their logprobs, which is reported once and instead of any comparison.
     """
 
     limit: float
@@ -116,7 +116,7 @@ class LogprobAlarm:
     _told_once: bool = False
 
     def warning(self, learned: Mapping[str, float]) -> str | None:
-        """Return what is wrong, given what the learner returned of a step; that nothing was measured, once."""
+        """Return a warning about a step's results, or None. If nothing can be compared, warn once."""
         gap = learned.get("logprob_diff_staleness/0")
         if self.simulated or gap is None:
             told, self._told_once = self._told_once, True
@@ -142,7 +142,7 @@ class LogprobAlarm:
 
 
 def update_metrics(report: UpdateReport) -> dict[str, float]:
-    """Figures of one weight update."""
+    """Return the metrics of one weight update."""
     return {
         "update/bubble": report.bubble,
         "update/bytes": report.bytes,
@@ -158,11 +158,11 @@ class Stopwatch:
     """Adds up seconds by name.
 
     Args:
-        earlier: totals of the run before it was resumed, as `totals` gave them.
-        clock: monotonic seconds; a test injects its own.
+        earlier: `totals` of the run before it was resumed.
+        clock: monotonic seconds; tests inject their own.
 
     Attributes:
-        on_span: told of each measured block: its name, when it began (see `now`), and its seconds.
+        on_span: callback for each measured block: its name, its start (see `now`), and its seconds.
     """
 
     def __init__(self, earlier: Mapping[str, float] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -185,11 +185,11 @@ class Stopwatch:
             self.on_span(name, started - self._started, seconds)
 
     def now(self) -> float:
-        """Seconds since the run began, without those between an end and a resume."""
+        """Return the seconds since the run began, without the time between an end and a resume."""
         return self._clock() - self._started
 
     def lap(self) -> dict[str, float]:
-        """Seconds by name since the lap before, and `step`: all of the time since then."""
+        """Return seconds by name since the last lap, and `step`: the total since then."""
         now = self._clock()
         lap = {**self._lap, "step": now - self._lap_started}
         self._lap = {}
@@ -197,5 +197,5 @@ class Stopwatch:
         return lap
 
     def totals(self) -> dict[str, float]:
-        """Seconds by name since the run began, and `total`: all of the time."""
+        """Return seconds by name since the run began, and `total`: the whole time."""
         return {**self._totals, "total": self.now()}

@@ -1,7 +1,7 @@
 """One training run: its steps by a schedule, evaluations, checkpoints and records (R30).
 
-`penstock.train.schedules` has the order of a step. Everything else (HTTP, scoring, more groups) runs beside it on the
-event loop, which wakes when a group is done. Only the trace asks, twenty times a second, what is in flight.
+`penstock.train.schedules` has the order of a step. Everything else (HTTP, scoring, more groups) runs on the same event
+loop, which wakes when a group is done. Only the trace polls: it asks for requests in flight twenty times a second.
 """
 
 from __future__ import annotations
@@ -55,26 +55,26 @@ async def train(
     resume: bool = False,
     loads: Loads | None = None,
 ) -> Summary:
-    """Run `config.train.steps` steps, evaluate before and after, and write everything into `folder`.
+    """Run `config.train.steps` steps, evaluate before and after, and record everything in `folder`.
 
-    Cancelling ends the rollouts, lets a step or an update under way come to its end, and leaves a folder that `resume`
-    can go on with.
+    A cancellation ends the rollouts and lets a step or an update under way finish. The folder can then be
+    resumed.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         client: the engines, freshly loaded with the learner's model.
-        trainee: the weights being trained.
-        generator: makes episodes with `client`.
-        environment: gives the tasks.
-        folder: of this run; `RunFolder.create` for a new one, `RunFolder.open` for one to resume.
-        reporter: gets every event of the run.
-        resume: go on from the folder's last checkpoint.
-        loads: says how many requests each engine has in flight, for the trace and the idle share of the engines.
+        trainee: the weights in training.
+        generator: plays the episodes with `client`.
+        environment: supplies the tasks.
+        folder: folder of this run: `RunFolder.create` for a new run, `RunFolder.open` to resume one.
+        reporter: receives every event of the run.
+        resume: continue from the folder's last checkpoint.
+        loads: returns the requests in flight on each engine, for the trace and the engines' idle share.
 
     Raises:
-        UserError: the folder holds a run and `resume` is off, or cannot be resumed with this configuration.
-        StateError: the engines do not serve the weights that the learner starts from.
-        PenstockError: a rollout or an update failed for good; the message says which.
+        UserError: the folder holds a run and `resume` is off, or the run cannot be resumed with this configuration.
+        StateError: the engines do not serve the weights from which the learner starts.
+        PenstockError: a rollout or an update failed for good. The message names it.
     """
     if resume:
         reporter.on_phase("resume")
@@ -82,14 +82,14 @@ async def train(
         RunFolder.check_unused(folder.path)
     progress = take_up(config, folder, trainee) if resume else Progress()
     if config.engines_may_differ and trainee.adapter is None and not trainee.version:
-        trainee.learner.versions[None] = 1  # as 0 are the weights that engines were loaded with
+        trainee.learner.versions[None] = 1  # version 0 are the weights that engines were loaded with
     if resume and progress.step == 0:
         reporter.on_phase("restart")
     run = _Run(config, client, trainee, generator, environment, folder, reporter, progress, loads)
     for step, accuracy in folder.evaluations().items():
         run.report_evaluation(step, accuracy)
     await run.put_in_force()
-    # Here, as no rollout uses the environment yet.
+    # Called here, while no rollout uses the environment.
     run.heldout = await abandonable(partial(environment.heldout_tasks, config.eval.size))
     await run.evaluate_if_due()
     await run.train_to_the_end()
@@ -115,7 +115,7 @@ class _Run:
     alarm: LogprobAlarm = field(init=False)
     heldout: Sequence[Task] = ()
     recovering: asyncio.Task[UpdateReport] | None = None
-    """Waits for what the last update cost."""
+    """Waits for the cost of the last update."""
     generated_before: int = field(init=False)
     """`progress.generated_tokens` at the last recorded step."""
 
@@ -137,7 +137,7 @@ class _Run:
         self.generated_before = self.progress.generated_tokens
 
     async def put_in_force(self) -> None:
-        """Have the engines serve the learner's weights: sent unless both have just loaded the same checkpoint."""
+        """Make the engines serve the learner's weights. Send them unless both sides just loaded the checkpoint."""
         served, wanted = self.client.weight_version, self.trainee.version
         if served == wanted == 0:
             return
@@ -157,14 +157,14 @@ class _Run:
             ) from error
 
     async def _put_base_in_force(self) -> None:
-        """Send the learner's base where engines add the adapter to one that may be another, and can take it."""
+        """Send the learner's base to engines that may have another base under the adapter, if they can take it."""
         if not self.config.engines_may_differ or self.trainee.served_adapter is None:
             return
-        if read_shape(self.config.engine.model).quantised:  # many formats take an adapter and no weights
+        if read_shape(self.config.engine.model).quantised:  # many formats accept an adapter but no weights
             return
         try:
             await to_the_end(self.client.update_weights(self.trainee.learner.weights(None)))
-        except MissingCapabilityError as error:  # vLLM without our plugin takes adapters alone
+        except MissingCapabilityError as error:  # vLLM without our plugin accepts only adapters
             log.warning("whether the engines add the adapter to the learner's base is unknown: %s", error)
 
     async def evaluate_if_due(self) -> None:
@@ -181,7 +181,7 @@ class _Run:
         self.report_evaluation(step, accuracy)
 
     async def train_to_the_end(self) -> None:
-        """All remaining steps, with rollouts beside them; the first failure of either ends both."""
+        """Run all remaining steps and the rollouts. The first failure of either ends both."""
         watching = asyncio.create_task(self.tracer.watch(), name="tracer")
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -200,7 +200,7 @@ class _Run:
                 self.recovering.cancel()
 
     def summarize(self) -> Summary:
-        """Write the summary and tell the reporter."""
+        """Write the summary and pass it to the reporter."""
         progress = self.progress
         self.folder.append_spans(self.tracer.cut(progress.step, 0.0)[0])
         summary = Summary.of(
@@ -240,19 +240,19 @@ class _Run:
         await self.evaluate_if_due()
 
     async def _tokens_lost(self, report: UpdateReport) -> dict[str, float]:
-        """Return what the update before this one cost, which has ended its measurement, and begin to ask for this."""
+        """Return the cost of the previous update, measured by now, and start to measure this one's."""
         before, self.recovering = self.recovering, asyncio.create_task(self.client.recovered(report))
         if before is None:
             return {}
         try:
             lost = (await before).tokens_lost
-        except PenstockError as error:  # a figure is missing, and nothing else
+        except PenstockError as error:  # one figure is missing, without further harm
             log.warning("what the update before step %d cost is unknown: %s", self.progress.step + 1, error)
             return {}
         return {} if lost is None else {"update/tokens_lost": lost}
 
     def _record(self, batch: Sequence[Trajectory], figures: Mapping[str, float], report: UpdateReport) -> None:
-        """Add the step to the folder and tell the reporter. Nothing awaits in here, so that the counts agree."""
+        """Add the step to the folder and report it. It never awaits, so that the counts agree."""
         progress = self.progress
         progress.step += 1
         progress.trained_tokens += policy_tokens(batch)
@@ -287,12 +287,12 @@ class _Run:
         self.reporter.on_phase("checkpoint")
         self.progress.seconds = self.watch.totals()
         self.progress.carried = sorted(self.window.outstanding)
-        progress = asdict(self.progress)  # here and not in the thread: rollouts go on counting
+        progress = asdict(self.progress)  # copied here and not in the thread, because rollouts go on counting
         with self.watch.measure("checkpoint"):
             await to_the_end(asyncio.to_thread(save_checkpoint, self.folder, self.trainee, progress))
 
     def report_evaluation(self, step: int, accuracy: float) -> None:
-        """Tell the reporter of a held-out accuracy, measured now or before the run was resumed."""
+        """Report a held-out accuracy, measured now or before a resume."""
         name = "before" if step == 0 else "after" if step == self.config.train.steps else f"step {step}"
         self.reporter.on_eval(name, accuracy)
 

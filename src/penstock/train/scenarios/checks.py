@@ -12,20 +12,20 @@ from penstock.observe.summary import Reporter, Summary, package_versions
 from penstock.types import UpdateReport
 
 GAIN = 0.10
-"""Held-out accuracy that the sorter gains, a fraction."""
+"""Increase of held-out accuracy that the sorter must reach, a fraction."""
 LOGPROB_BARS = {"cpu": 1e-4, "gpu": 2e-2}
 """Largest |learner - engine logprob| at equal weights, nats, by the engines' profile. GPUs round fp32 products."""
 ROUNDED_BARS = {"fp8": 0.03}
 ROUNDED_BAR = 0.01
-"""Largest mean of |learner - engine logprob| of a step at equal weights, nats, of engines that compute in int8 or
-bfloat16, and above it of those that round more. docs/scenarios.md has what was measured: int8 makes up to 0.006,
-weights that are one version old 0.08 in the second step. A single unlikely token may be 2 nats off."""
+"""Largest mean of |learner - engine logprob| in a step at equal weights, in nats. `ROUNDED_BAR` is for engines that
+compute in int8 or bfloat16, `ROUNDED_BARS` for those that round more. docs/scenarios.md has measured values: int8 up to
+0.006; weights that are one version old, 0.08 in the second step. A single unlikely token may differ by 2 nats."""
 EQUAL_MEAN = "learner/logprob_diff_staleness/0"
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One point of a checklist: whether it holds, and the figure that says so."""
+    """One point of a checklist: whether it holds, and the figure that shows it."""
 
     name: str
     ok: bool
@@ -34,14 +34,14 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a scenario came to.
+    """The result of a scenario.
 
     Attributes:
-        scenario: its name.
-        profile: of the engines.
-        checks: its checklist.
-        seconds: wall time, the engines' start included.
-        shape: what there was less of than in the plan; empty: all of it.
+        scenario: name of the scenario.
+        profile: profile of the engines.
+        checks: checklist of the scenario.
+        seconds: wall time, including the engines' start.
+        shape: parts that are smaller than planned; empty: none.
     """
 
     scenario: str
@@ -56,18 +56,18 @@ class Result:
         return all(check.ok for check in self.checks)
 
     def row(self) -> str:
-        """One line to read."""
+        """Return the result as one line for people."""
         points = ", ".join(f"{'' if check.ok else 'FAILED '}{check.name} {check.figure}" for check in self.checks)
         kind = f"{self.profile}, {self.shape}" if self.shape else self.profile
         return f"{self.scenario} ({kind}): {'ok' if self.ok else 'FAILED'} in {self.seconds:.0f} s: {points}"
 
     def to_json(self) -> dict[str, Any]:
-        """As in scenarios.jsonl, with the versions of packages."""
+        """Return the row of scenarios.jsonl, with the versions of packages."""
         return {**asdict(self), "ok": self.ok, "versions": package_versions()}
 
 
 class UpdateRecorder(Reporter):
-    """Keeps the reports of updates."""
+    """Keeps the reports of all updates."""
 
     def __init__(self) -> None:
         self.reports: list[UpdateReport] = []
@@ -79,7 +79,7 @@ class UpdateRecorder(Reporter):
 def training_checks(
     config: RunConfig, summary: Summary, reports: Sequence[UpdateReport], *, engines: int, gains: bool
 ) -> list[Check]:
-    """Check a whole run: engines, versions, checksums, staleness, experts, logprobs, and what was learned."""
+    """Check a whole run: engines, versions, checksums, staleness, experts, logprobs, and the gain."""
     rows = RunFolder.open(config.run_dir / config.name).metrics()
     made_it = [len(report.engines) for report in reports]
     versions = [report.version for report in reports]
@@ -93,7 +93,7 @@ def training_checks(
             versions == list(range(first, first + config.train.steps)),
             f"{min(versions, default=0)}-{max(versions, default=0)}",
         ),
-        *([] if adapter else [checksum_check(reports)]),  # an adapter's update reports none
+        *([] if adapter else [checksum_check(reports)]),  # an adapter's update has no checksums
         Check("staleness", oldest <= config.train.staleness, f"{oldest:.0f} of {config.train.staleness}"),
     ]
     if config.engine.enable_return_routed_experts:
@@ -108,7 +108,7 @@ def training_checks(
 
 
 def _logprob_check(config: RunConfig, summary: Summary, rows: Sequence[Mapping[str, float]]) -> Check:
-    """Learner and engines agree on tokens of equal weights: each of them, or on average where engines round."""
+    """Check that learner and engines agree at equal weights: on each token, or on average if engines round."""
     gap, bar, kind = summary.logprob_difference, LOGPROB_BARS[config.engine.profile], ""
     if config.engine.quantization or config.engine.dtype != "float32":
         means = [row[EQUAL_MEAN] for row in rows if EQUAL_MEAN in row]
@@ -118,12 +118,12 @@ def _logprob_check(config: RunConfig, summary: Summary, rows: Sequence[Mapping[s
 
 
 def checksum_check(reports: Sequence[UpdateReport]) -> Check:
-    """All engines of each update say the same of the weights in force."""
+    """Check that all engines report equal checksums after each update."""
     said = [{engine.checksum for engine in report.engines} for report in reports]
     equal = sum(len(checksums) == 1 and all(checksums) for checksums in said)
     return Check("checksums", equal == len(reports) > 0, f"{equal} of {len(reports)} equal")
 
 
 def length_check(lengths: Mapping[int, int], wanted: int) -> Check:
-    """Every answer has all of its tokens; `lengths` counts answers by their number of tokens."""
+    """Check that every answer has all its tokens. `lengths` counts answers by their number of tokens."""
     return Check("tokens", set(lengths) == {wanted}, ", ".join(f"{n} answers of {size}" for size, n in lengths.items()))

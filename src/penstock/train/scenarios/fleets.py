@@ -1,4 +1,4 @@
-"""Scenarios over a fleet alone: a pause that keeps requests, HTTP beside tokens, and vLLM's own weight transfer."""
+"""Scenarios with a fleet alone: a pause that keeps requests, HTTP and tokens, and vLLM's own weight transfer."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from penstock.types import PauseMode, Sample, SamplingParams
 
 PROMPTS = 16
 TOKENS = 96
-"""Of each answer: long enough that a pause mostly finds all of them under way."""
+"""Tokens of each answer: long enough that a pause mostly finds all answers under way."""
 ATTEMPTS = 10
-"""To pause while answers are under way: on a busy machine an engine can end them before it is asked."""
+"""Attempts to pause while answers are under way. On a busy machine, an engine may finish them before."""
 PAUSED_S = 1.0
 LONG = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
 UPDATES = 2
-"""Of the native transfer."""
+"""Number of native weight transfers."""
 BACKEND = "nccl"
 DEADLINE_S = 120.0
-"""For one native call, or for engine and trainer to join."""
+"""Seconds for one native call, or for engine and trainer to join."""
 
 
 async def pause_keep(config: RunConfig) -> list[Check]:
-    """Pause requests in flight, keep them for a second, and let them go on."""
+    """Pause requests in flight, keep them for a second, and let them continue."""
     prompts, params = _task_prompts(config), LONG
     async with Fleet.launch(config.engine, fleet=config.fleet, router=config.router) as fleet:
         asked = await _pause_under_way(fleet, prompts, params)
@@ -66,14 +66,14 @@ async def pause_keep(config: RunConfig) -> list[Check]:
 async def _pause_under_way(
     fleet: Fleet, prompts: Sequence[Sequence[int]], params: SamplingParams
 ) -> list[asyncio.Task[list[Sample]]]:
-    """Ask for all prompts and pause as soon as an engine has one; again where all were done by then."""
+    """Send all prompts and pause once an engine has one. Try again if all were finished by then."""
     asked: list[asyncio.Task[list[Sample]]] = []
     for _ in range(ATTEMPTS):
         asked = [asyncio.create_task(fleet.sample(prompt, 1, params)) for prompt in prompts]
         while not await fleet.get_num_unfinished_requests() and (await asyncio.wait(asked, timeout=0.01))[1]:
             pass
         await fleet.pause_generation(PauseMode.KEEP, clear_cache=False)
-        await asyncio.sleep(PAUSED_S)  # for answers that were ended before and are on their way
+        await asyncio.sleep(PAUSED_S)  # for answers that had ended and are on their way
         if not all(task.done() for task in asked):
             break
         await fleet.resume_generation()
@@ -81,7 +81,7 @@ async def _pause_under_way(
 
 
 async def http_generator(config: RunConfig) -> list[Check]:
-    """Ask the same greedily by `/v1/completions` and by the token interface."""
+    """Send the same greedy requests to `/v1/completions` and to the token interface."""
     prompts = _task_prompts(config)
     params = SamplingParams(max_tokens=24, temperature=0.0)
     async with Fleet.launch(config.engine, fleet=config.fleet, router=config.router) as fleet:
@@ -93,7 +93,7 @@ async def http_generator(config: RunConfig) -> list[Check]:
     texts = [tokenizer.decode(samples[0].token_ids) for samples in tokens]
     same = sum(answer["choices"][0]["text"] == text for answer, text in zip(answers, texts, strict=True))
     labelled = sum(bool(answer["choices"][0].get("weight_versions")) for answer in answers)
-    real = config.engine.profile != "sim"  # the simulated engine's text is its own, not the tokenizer's
+    real = config.engine.profile != "sim"  # the simulated engine's text does not come from the tokenizer
     return [
         Check("answers", len(answers) == PROMPTS, str(len(answers))),
         *([Check("texts", same == PROMPTS, f"{same} of {PROMPTS} equal")] if real else []),
@@ -111,7 +111,7 @@ def _largest_gap(learner: LocalLearner, data: Sequence[Datum]) -> float:
 
 
 def _data_of(prompts: Sequence[Sequence[int]], samples: Sequence[Sample]) -> list[Datum]:
-    """Lay samples out as what is read and what is predicted, each with an advantage of 1."""
+    """Convert samples into inputs and targets, each with an advantage of 1."""
     made = [
         Trajectory(tuple(p), s.token_ids, (1,) * len(s.token_ids), s.logprobs or (), s.versions(), 1.0, "stop", "")
         for p, s in zip(prompts, samples, strict=True)
@@ -120,14 +120,14 @@ def _data_of(prompts: Sequence[Sequence[int]], samples: Sequence[Sample]) -> lis
 
 
 def _task_prompts(config: RunConfig) -> list[tuple[int, ...]]:
-    """Token ids of the first tasks of the training stream."""
+    """Return the token ids of the first tasks of the training stream."""
     environment = load_environment(config.environment, config.seed)
     tokenizer = load_tokenizer(config.engine.tokenizer or config.engine.model)
     return [tuple(tokenizer.encode(environment.train_task(i).prompt)) for i in range(PROMPTS)]
 
 
 class NcclLink:
-    """The trainer's end of vLLM's own NCCL transfer to one engine of one GPU, tensor by tensor."""
+    """The trainer's end of vLLM's own NCCL transfer to an engine on one GPU, tensor by tensor."""
 
     def __init__(self) -> None:
         with reserved_port() as port:
@@ -135,19 +135,19 @@ class NcclLink:
         self._group: Any = None
 
     def join(self) -> None:
-        """Meet the engine, which joins meanwhile; blocking."""
+        """Join the engine, which joins at the same time. Blocks."""
         trainer_init = import_module("vllm.distributed.weight_transfer.nccl_common").trainer_init
         self._group = trainer_init({name: self.joins[name] for name in ("master_address", "master_port", "world_size")})
 
     def send(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Send what `_announced` says, while the engine receives it. Blocking."""
+        """Send the tensors that `_announced` describes, while the engine receives them. Blocks."""
         for _, tensor in tensors:
             self._group.broadcast(tensor.contiguous(), src=0, stream=torch.cuda.current_stream())
         torch.cuda.synchronize()
 
 
 def _announced(tensors: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
-    """Say what follows, as vLLM's call wants it."""
+    """Return the description of the tensors in the form of vLLM's call."""
     return {
         "names": [name for name, _ in tensors],
         "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors],
@@ -156,7 +156,7 @@ def _announced(tensors: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
 
 
 async def native_sync(config: RunConfig) -> list[Check]:
-    """Train on what a plain vLLM server samples, and give it the weights by vLLM's own calls."""
+    """Train on samples of a plain vLLM server, and send it the weights by vLLM's own calls."""
     logs = config.run_dir / "native-sync-logs"
     logs.mkdir(parents=True, exist_ok=True)
     server = await EngineProcess.launch(config.engine, name="plain", log_dir=logs, gpus=_last_gpu(), native=BACKEND)
@@ -198,7 +198,7 @@ async def _rounds(config: RunConfig, fleet: Fleet, learner: LocalLearner) -> lis
 
 
 def _learn(learner: LocalLearner, data: Sequence[Datum], learning_rate: float) -> None:
-    """Take a step that makes every answer likelier; the weights then differ."""
+    """Take a step that makes every answer likelier, so that the weights differ."""
     outputs = learner.forward_backward(None, LossSpec({"dapo": 1.0}), data)
     learner.optim_step(None, AdamSpec(learning_rate), scale=1 / outputs.denominators["dapo"])
 
@@ -212,6 +212,6 @@ async def _send(fleet: Fleet, link: NcclLink, version: int, tensors: Sequence[tu
 
 
 def _last_gpu() -> tuple[str, ...]:
-    """The last visible GPU, by its name in CUDA_VISIBLE_DEVICES; none on a machine without one."""
+    """Return the last visible GPU by its name in CUDA_VISIBLE_DEVICES; empty on a machine without a GPU."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
     return tuple(name.strip() for name in named.split(",")[-1:] if name.strip())

@@ -18,21 +18,21 @@ from penstock.train.scenarios.fleets import http_generator, native_sync, pause_k
 from penstock.train.scenarios.table import Scenario
 
 RESULTS = "scenarios.jsonl"
-"""In the folder of runs: one row for each scenario that was run."""
+"""File in the runs' folder, with one row for each scenario that was run."""
 MARK = "scenario"
-"""File in the folder of a run that a scenario made, and that the next one may replace."""
+"""File in the folder of a scenario's run. The next scenario may replace such a folder."""
 
 
 async def run_scenario(scenario: Scenario, config: RunConfig, *, data: Path | None = None) -> Result:
-    """Run it and check it; the result is added to `RESULTS` in `config.run_dir`.
+    """Run a scenario and check it. The result is appended to `RESULTS` in `config.run_dir`.
 
     Args:
         scenario: see `SCENARIOS`.
-        config: of `Scenario.config`, with the caller's changes.
-        data: of `gsm8k`: a folder of GSM8K's shape; None: a generated stand-in.
+        config: from `Scenario.config`, with the caller's changes.
+        data: for `gsm8k`: a folder of GSM8K's form; None: a generated stand-in.
 
     Raises:
-        PenstockError: it could not be run to its end.
+        PenstockError: the scenario did not run to its end.
     """
     began = time.monotonic()
     try:
@@ -100,7 +100,7 @@ KINDS: Mapping[str, Callable[[Scenario, RunConfig], Awaitable[list[Check]]]] = {
 
 
 def stand_in(folder: Path) -> Path:
-    """Write a small data set of GSM8K's shape, made of sums in words; return the folder."""
+    """Write a small data set in GSM8K's form, made of sums in words. Return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     sums = random.Random(0).sample([(one, other) for one in range(2, 30) for other in range(2, 30)], 80)
     for split, its in (("train", sums[:64]), ("test", sums[64:])):

@@ -1,4 +1,4 @@
-"""The table of scenarios: what each is, what it needs, and its keys over the base."""
+"""The table of scenarios: description, needs, and configuration keys over the base."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from penstock.errors import UserError
 from penstock.settings import validate
 
 MODEL = Path("examples/models/sorter-0.8m")
-"""The policy that has half learned to sort; a checkout has it."""
+"""The policy that has half learned to sort, from a checkout."""
 STEPS = 40
-"""Of a training scenario: the sorter gains 10 points in them."""
+"""Steps of a training scenario, in which the sorter gains 10 points."""
 
 BASE: Mapping[str, Mapping[str, Any]] = {
     "engine": {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 256},
@@ -34,7 +34,7 @@ BASE: Mapping[str, Mapping[str, Any]] = {
     },
     "eval": {"size": 512},
 }  # fmt: skip
-"""Of every scenario; the demo's job."""
+"""Configuration of every scenario, which is the demo's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +42,16 @@ class Scenario:
     """One scenario.
 
     Attributes:
-        name: on the command line.
-        what: one line.
-        keys: over `BASE`, by section.
-        gpus: of the plan's shape; 0: vLLM's CPU build can run it.
-        on_gpu: keys over `keys` of engines on GPUs.
-        fewer: keys over those on a machine with this many GPUs, or with more but fewer than the next entry.
+        name: name on the command line.
+        what: description of one line.
+        keys: keys over `BASE`, by section.
+        gpus: GPUs of the plan's shape; 0: vLLM's CPU build can run it.
+        on_gpu: keys over `keys` for engines on GPUs.
+        fewer: further keys for machines with this many GPUs, or more but fewer than the next entry.
         kind: `train`, or the name of a check in `fleets.py`.
-        note: where its shape has fewer GPUs than the plan, and what stands in for what.
-        missing: part of Penstock that it needs and that is not there yet.
-        gains: the sorter's accuracy is expected to rise by `GAIN`.
+        note: how the shape differs from the plan, and what stands in for what.
+        missing: part of Penstock that the scenario needs and that does not exist yet.
+        gains: whether the sorter's accuracy must rise by `GAIN`.
     """
 
     name: str
@@ -67,16 +67,16 @@ class Scenario:
 
     @property
     def least_gpus(self) -> int:
-        """The fewest GPUs that a smaller shape runs on, where the engines are of GPUs."""
+        """Fewest GPUs on which a smaller shape runs, if the engines use GPUs."""
         return min(self.fewer, default=self.gpus)
 
     def config(
         self, *, profile: str, run_dir: Path, model: Path = MODEL, overrides: Sequence[str] = (), gpus: int = 0
     ) -> RunConfig:
-        """Return the whole configuration, in a smaller shape if there are too few `gpus` (0: the plan's shape).
+        """Return the whole configuration, in a smaller shape for too few `gpus` (0: the plan's shape).
 
         Raises:
-            UserError: there is no such model, or an override is wrong.
+            UserError: no such model, or a wrong override.
         """
         if not model.is_dir():
             raise UserError(f"no model in {model}: run from a checkout of Penstock, or give --model FOLDER")
@@ -96,13 +96,13 @@ class Scenario:
         return validate(RunConfig, tree)
 
     def _fewer(self, gpus: int) -> Mapping[str, Mapping[str, Any]]:
-        """Return the keys of the smaller shape for so many GPUs; none for the plan's."""
+        """Return the keys of the smaller shape for `gpus` GPUs; empty for the plan's shape."""
         fitting = [count for count in self.fewer if count <= gpus]
         enough = not gpus or gpus >= (self.gpus or WHOLE)
         return {} if enough or not fitting else self.fewer[max(fitting)]
 
     def smaller_shape(self, config: RunConfig) -> str:
-        """Say what a configuration has less of than the plan: "1 of 4 engines"; empty if it has all."""
+        """Return what a configuration has less of than the plan, such as "1 of 4 engines"; empty if nothing."""
         planned = {**BASE["fleet"], **self.keys.get("fleet", {})}["engines"]
         tensor = self.keys.get("engine", {}).get("tensor_parallel_size", 1)
         said = [
@@ -119,13 +119,13 @@ SHARED = {
     1: {"fleet": {"engines": 1}, "engine": {"gpu_memory_utilization": 0.4}},
     2: {"fleet": {"engines": 1}},
 }
-"""On one GPU an engine shares it with the learner; on two each has its own."""
+"""Smaller shapes by number of GPUs: on one, engine and learner share it; on two, each has its own."""
 APART = {2: SHARED[2]}
-"""Of schedules whose learner wants a GPU of its own."""
+"""Smaller shape for schedules whose learner needs its own GPU."""
 WHOLE = 3
-"""GPUs of the base's two engines and a learner."""
+"""GPUs for the base's two engines and a learner."""
 SIM = {"vocab-size": 100, "eos-token-id": 2, "eos-share": 0.1, "tokens-per-second": 5000.0}
-"""Options of the simulated engine, which knows no model."""
+"""Options of the simulated engine, which reads no model."""
 SLEEPING = {"enable_sleep_mode": True, "gpu_memory_utilization": 0.5}
 LORA = {"enable_lora": True, "max_lora_rank": 16}
 LORA_ON_GPU = {
@@ -133,8 +133,8 @@ LORA_ON_GPU = {
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
     )},
 }  # fmt: skip
-"""vLLM's LoRA kernels for GPUs take no float32. Its warm-up fails on adapters of embeddings where the vocabulary is
-smaller than the hidden size; none of embeddings is trained here."""
+"""vLLM's LoRA kernels for GPUs do not take float32. Its warm-up fails on adapters of embeddings if the vocabulary is
+smaller than the hidden size; no scenario trains embeddings."""
 
 SCENARIOS: Mapping[str, Scenario] = {
     scenario.name: scenario
@@ -232,11 +232,11 @@ SCENARIOS: Mapping[str, Scenario] = {
         ),
     )
 }  # fmt: skip
-"""By name, in the order of the plan."""
+"""Scenarios by name, in the order of the plan."""
 
 
 def random_experts(folder: Path) -> Path:
-    """Write a small Qwen3-MoE of random weights with the sorter's tokenizer; return the folder."""
+    """Write a small Qwen3-MoE of random weights with the sorter's tokenizer. Return the folder."""
     from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM, set_seed  # noqa: PLC0415 - seconds
 
     config = Qwen3MoeConfig(
@@ -250,17 +250,17 @@ def random_experts(folder: Path) -> Path:
 
 
 def scenario_named(name: str) -> Scenario:
-    """Return a scenario. UserError: there is none of that name."""
+    """Return the scenario of that name. UserError: there is none."""
     if name not in SCENARIOS:
         raise UserError(f"there is no scenario {name!r}; known: {', '.join(SCENARIOS)}")
     return SCENARIOS[name]
 
 
 def check_machine(scenario: Scenario, profile: str) -> int:
-    """Refuse a scenario that this machine, or Penstock, cannot run; return its GPUs, 0 if engines are of no GPU.
+    """Refuse a scenario that this machine or Penstock cannot run. Return the GPUs, 0 for engines on CPUs.
 
     Raises:
-        UserError: what is missing, in one line.
+        UserError: something is missing; the message names it in one line.
     """
     if scenario.missing:
         raise UserError(
@@ -270,7 +270,7 @@ def check_machine(scenario: Scenario, profile: str) -> int:
         raise UserError(f"scenario {scenario.name} needs {needs(scenario)}: vLLM's CPU build cannot run it")
     if profile != "gpu":
         return 0
-    import torch  # noqa: PLC0415 - seconds
+    import torch  # noqa: PLC0415 - takes seconds
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus < scenario.least_gpus:
@@ -280,7 +280,7 @@ def check_machine(scenario: Scenario, profile: str) -> int:
 
 
 def needs(scenario: Scenario) -> str:
-    """What a machine has to have."""
+    """Return the hardware that a scenario needs, in words."""
     least, most = scenario.least_gpus, scenario.gpus
     if not most:
         return "a CPU, or an NVIDIA GPU" if least == 1 else f"a CPU, or {least} NVIDIA GPUs"

@@ -1,4 +1,4 @@
-"""The schedules of a run (`train.schedule`), one file each over the same parts, and which layouts can run them."""
+"""The schedules of a run (`train.schedule`), one file each, and the layouts that can run them."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def check_schedule(config: RunConfig) -> None:
     """Refuse a schedule that other keys or the machine's layout rule out, before anything starts.
 
     Raises:
-        ConfigError: engines that cannot sleep beside a colocated learner; a bound of 0 on tokens of the version before;
-            or engines on the GPUs of a learner that a schedule wants apart.
+        ConfigError: engines that cannot sleep, next to a colocated learner; `max_staleness` 0 with `one_step_off`; or
+            engines on the GPUs of a learner that needs its own.
     """
     engine, fleet, schedule = config.engine, config.fleet, config.train.schedule
     if schedule == "one_step_off" and config.train.max_staleness == 0:
@@ -44,7 +44,7 @@ def check_schedule(config: RunConfig) -> None:
             "train.schedule: colocated has the engines sleep while the learner trains; set "
             "engine.enable_sleep_mode: true, or choose another schedule"
         )
-    # Of other launchers and of the simulated engine nothing is known here.
+    # The layout of other launchers and of the simulated engine is unknown here.
     if not fleet.attach and fleet.launcher == "local" and engine.profile != "sim":
         _check_gpus(config)
 

@@ -1,7 +1,7 @@
 """Synchronous, learner and engines on the same GPUs: the engines sleep while the learner trains.
 
-The engines wake in two parts. First they take the memory of their weights and receive the new version, by CUDA IPC on
-one host. Then they take that of their KV cache.
+The engines wake in two steps. First they take the memory of their weights and receive the new version, on one host by
+CUDA IPC. Then they take the memory of their KV cache.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ async def step(parts: Parts) -> tuple[Learned, UpdateReport]:
 
 
 async def _train_asleep(parts: Parts, batch: Sequence[Trajectory]) -> tuple[Learned, UpdateReport]:
-    # Level 2 drops the weights, which the update replaces. An adapter's update does not bring its base, and servers of
-    # others outlive a run that fails.
+    # Level 2 drops the weights, which the update replaces. An adapter's update does not bring its base, and attached
+    # servers outlive a failed run.
     attached = bool(parts.rollouts.config.fleet.attach)
     level = 2 if parts.trainee.served_adapter is None and not attached else 1
     async with AsyncExitStack() as failed:

@@ -1,7 +1,7 @@
 """Fully asynchronous: rollouts never stop, and weights change while tokens are being made.
 
-Groups start as far ahead as `train.max_staleness` allows (`penstock.train.staleness`), at the pace of the learner. What
-is done waits in a buffer. A step takes the oldest that are done, and a long one is carried over to a later batch.
+Groups start as far ahead as `train.max_staleness` allows (`penstock.train.staleness`), at the learner's pace. Finished
+groups wait in a buffer. A step takes the oldest finished groups, and a slow group goes into a later batch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ async def step(parts: Parts) -> tuple[Learned, UpdateReport]:
     began = time.monotonic()
     learned = await parts.learn(batch)
     report = await parts.update()
-    if parts.staleness:  # without it the learner has nothing to do while rollouts go on
+    if parts.staleness:  # at staleness 0, the learner is idle while rollouts run
         parts.rollouts.pacer.busy_s = time.monotonic() - began
     parts.rollouts.submit()
     return learned, report

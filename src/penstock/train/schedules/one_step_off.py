@@ -1,4 +1,4 @@
-"""One step off: the engines generate batch N + 1 while the learner trains on batch N, and then both meet.
+"""One step off: the engines generate batch N + 1 while the learner trains on batch N.
 
 The update comes when both are done, so no token spans two versions. Every batch but the first is one version old.
 """
@@ -11,7 +11,7 @@ from penstock.types import UpdateReport
 
 async def step(parts: Parts) -> tuple[Learned, UpdateReport]:
     """Do one step of the run."""
-    parts.rollouts.submit(ahead=0)  # the first step of the run, or after a resume
+    parts.rollouts.submit(ahead=0)  # for the first step of the run, or after a resume
     batch = await parts.next_batch()
     parts.rollouts.submit(ahead=0)
     learned = await parts.learn(batch)

@@ -1,4 +1,4 @@
-"""Synchronous, learner and engines apart: generate a batch, train on it, update; each waits for the other.
+"""Synchronous, learner and engines apart: generate a batch, train on it, update. Each waits for the other.
 
 Every token is of the trainer's own version, and sampling is seeded, so a run can be repeated.
 """
