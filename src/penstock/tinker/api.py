@@ -1,4 +1,4 @@
-"""The HTTP that the Tinker SDK speaks, under `/api/v1`."""
+"""The HTTP API for the Tinker SDK, under `/api/v1`."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ STATUS: Mapping[type[PenstockError], int] = {
 
 
 def build_app(state: ServiceState) -> Starlette:
-    """Make the ASGI application of an API process."""
+    """Build the ASGI application of an API process."""
     calls = _Calls(state)
     posts = {
-        "asample": calls.asample,  # these two first, since routes are tried in order
+        "asample": calls.asample,  # these two come first, because routes are tried in order
         "retrieve_future": calls.retrieve_future,
         "client/config": calls.client_config,
         "client/dynamic_config": calls.dynamic_config,
@@ -91,19 +91,19 @@ def build_app(state: ServiceState) -> Starlette:
 
 
 def error_answer(message: str, status: int) -> JSONResponse:
-    """Make an error that the SDK shows; it retries 408, 409, 429 and 5xx."""
+    """Return an error that the SDK shows. The SDK retries 408, 409, 429 and 5xx."""
     return JSONResponse({"error": message, "detail": message}, status)
 
 
 class _Calls:
-    """Handlers of the routes."""
+    """Handlers of the API's routes."""
 
     def __init__(self, state: ServiceState) -> None:
         self._state = state
         self._bodies = BodyBudget()
 
     def guarded(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
-        """Let tenants pass, and answer errors as the SDK reads them."""
+        """Wrap a handler so that it requires a tenant's key and answers errors in the SDK's form."""
 
         async def handle(http: Request) -> Response:
             try:
@@ -145,7 +145,7 @@ class _Calls:
         return JSONResponse({"sample_cancel_enabled": True})
 
     async def telemetry(self, http: Request, _: Tenant) -> Response:
-        await read_body(http, MOST_BODY)  # nothing of it is kept
+        await read_body(http, MOST_BODY)  # read, but not kept
         return JSONResponse({"status": "accepted"})
 
     async def capabilities(self, _http: Request, _: Tenant) -> Response:
@@ -221,7 +221,7 @@ class _Calls:
         return await self._accepted(_on_model(kind, tenant, model, message.seq_id or None, data), tenant)
 
     def operation(self, kind: str) -> Handler:
-        """Make the handler of an operation on a model with a JSON body."""
+        """Return the handler for a kind of operation on a model, with a JSON body."""
 
         async def handle(http: Request, tenant: Tenant) -> Response:
             data = await read_body(http)
@@ -345,7 +345,7 @@ class _Calls:
 
 
 def _on_model(kind: str, tenant: Tenant, model: str, seq_id: int | None, data: bytes) -> Operation:
-    """Make an operation; without a sequence number a repeated request cannot be known again."""
+    """Return an operation. Without a sequence number, a repeated request is not recognised."""
     return Operation(f"{model}:{uuid.uuid4().hex if seq_id is None else seq_id}", tenant.name, kind, model, data)
 
 

@@ -23,10 +23,10 @@ WHAT = "the Tinker service"
 
 @asynccontextmanager
 async def serving(options: Options, *, host: str = "127.0.0.1", port: int = 0) -> AsyncGenerator[str]:
-    """Serve the API while the block runs, and give its base URL; port 0 is any free one.
+    """Serve the API while the block runs, and yield its base URL. Port 0 picks a free port.
 
     Raises:
-        ConfigError: the address or the database cannot be used, or anyone could call.
+        ConfigError: the address or the database cannot be used, or the service would be open to anyone.
     """
     refuse_open_service(host, options.tenants)
     listener = listening(host, port, WHAT)
@@ -36,7 +36,7 @@ async def serving(options: Options, *, host: str = "127.0.0.1", port: int = 0) -
 
 
 def options_of(values: Mapping[str, Any]) -> Options:
-    """Return the options of the owner's JSON. ConfigError: the keys cannot be read."""
+    """Return the options from the owner's JSON. ConfigError: the keys cannot be read."""
     return Options(
         data=Path(values["data"]),
         database=os.environ[DATABASE],

@@ -1,4 +1,4 @@
-"""Read request bodies: bounded in size and time, zstd unpacked."""
+"""Reads request bodies with limits on size and time, and unpacks zstd."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from penstock.errors import UserError
 from penstock.tinker.schema import check_fields, pb
 
 MOST_BODY = 256 << 20
-"""Bytes of training data, also unpacked; the SDK's own chunks have 5 MB."""
+"""Bytes of training data, also when unpacked. The SDK sends chunks of 5 MB."""
 MOST_JSON = 1 << 20
-"""Bytes of any other body but a sample's. JSON is parsed at once: its parser lets no other thread run."""
+"""Bytes of any other body except a sample's. JSON is parsed at once, and its parser blocks all threads."""
 TOKEN_BYTES, SAMPLE_BYTES = 16, 1 << 16
-"""Of a token's id in JSON, and of all else in a request to sample."""
+"""Bytes of a token's id in JSON, and of everything else in a request to sample."""
 SMALL = 1 << 16
-"""Bytes of training data that are parsed at once; more are parsed in a thread."""
+"""Bytes of training data up to which it is parsed at once. A thread parses larger data."""
 MOST_OF_TENANT, MOST_OF_PROCESS = 2 * MOST_BODY, 8 * MOST_BODY
-"""Bytes of bodies under way: one of the largest fits as it came and unpacked, and four tenants may send such."""
+"""Bytes of bodies under way. One of the largest fits, packed and unpacked; four tenants may each send one."""
 _PIECE = 1 << 20
 """Bytes that are unpacked before they are counted."""
 
 
 class RefusedError(UserError):
-    """A request that is answered with a status of its own."""
+    """A refused request. The answer has the status of this error."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -40,9 +40,9 @@ class RefusedError(UserError):
 
 
 class BodyBudget:
-    """Counts the bytes of bodies that are read, unpacked or parsed, of each tenant and of the process.
+    """Counts the bytes of bodies that are read, unpacked or parsed, per tenant and for the process.
 
-    The first `SMALL` bytes of a request are free: small requests pass while large ones fill the process.
+    The first `SMALL` bytes of a request are free, so small requests pass while large ones fill the process.
     """
 
     def __init__(self) -> None:
@@ -51,9 +51,9 @@ class BodyBudget:
 
     @contextmanager
     def of(self, tenant: str) -> Generator[Callable[[int], None]]:
-        """Give what counts more bytes of one request; all are given back when the block ends.
+        """Yield a function that counts more bytes of one request. At the end of the block, all are returned.
 
-        What it gives raises RefusedError where there is no room: the SDK waits and sends the request again.
+        The function raises RefusedError if there is no room. The SDK then waits and sends the request again.
         """
         size = held = 0
 
@@ -76,16 +76,16 @@ class BodyBudget:
         finally:
             with self._lock:
                 self._used[tenant] -= held
-                self._used += Counter()  # drops the tenants that have nothing under way
+                self._used += Counter()  # removes tenants with nothing under way
 
 
 def most_of_sample(context: int | None) -> int:
-    """Return the bytes that a request to sample may have."""
+    """Return the maximum of bytes in a request to sample."""
     return MOST_BODY if context is None else SAMPLE_BYTES + context * TOKEN_BYTES
 
 
 async def training_request(http: Request) -> tuple[bytes, Any]:
-    """Return the body and the message of a request with training data. UserError: it is malformed, or too large."""
+    """Return a training request's body and its message. UserError: it is malformed or too large."""
     data = await read_body(http, MOST_BODY)
     return data, _parsed(data) if len(data) <= SMALL else await in_thread(lambda: _parsed(data))
 
@@ -99,7 +99,7 @@ def _parsed(data: bytes) -> Any:
 
 
 async def read_body(http: Request, most: int = MOST_JSON) -> bytes:
-    """Return the whole body. RefusedError: it is too large, does not come, or cannot be unpacked."""
+    """Return the whole body. RefusedError: it is too large, does not arrive, or cannot be unpacked."""
     take: Callable[[int], None] = http.state.take
     data = await asgi.read_body(http, most, lambda status, why: RefusedError(why, status), take)
     encoding = http.headers.get("content-encoding", "identity")

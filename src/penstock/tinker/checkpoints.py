@@ -1,4 +1,4 @@
-"""Checkpoints: `tinker://` paths, and the folders of the data folder that they stand for."""
+"""Checkpoints: `tinker://` paths, and their folders in the data folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.tinker.database import Database, checkpoints, samplers
 
 SCHEME = "tinker://"
 TYPES = {"weights": "training", "sampler_weights": "sampler"}
-"""The second part of a path, and the SDK's word for it."""
+"""Kinds of checkpoint (the second part of a path), with the SDK's names."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _MODEL = re.compile(r"[A-Za-z0-9-]{1,64}:train:[0-9]{1,9}")
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TinkerPath:
-    """`tinker://MODEL/KIND/NAME`."""
+    """A path `tinker://MODEL/KIND/NAME`."""
 
     model: str
     kind: str
@@ -37,7 +37,7 @@ class TinkerPath:
 
     @classmethod
     def of(cls, given: str) -> TinkerPath:
-        """Read a path. UserError: it is none, or could name a file outside the data folder."""
+        """Parse a path. UserError: it is malformed, or could name a file outside the data folder."""
         parts = given.removeprefix(SCHEME).split("/") if given.startswith(SCHEME) else []
         if len(parts) != 3 or parts[1] not in TYPES or not _MODEL.fullmatch(parts[0]):  # noqa: PLR2004
             shown = f"{SCHEME}RUN/weights/NAME or {SCHEME}RUN/sampler_weights/NAME"
@@ -49,22 +49,22 @@ class TinkerPath:
 
 
 def checked_name(name: str) -> str:
-    """Return the name of a checkpoint. UserError: it is none."""
+    """Return the name of a checkpoint if it is valid. UserError: it is not."""
     if not _NAME.fullmatch(name):
         raise UserError(f"a checkpoint's name has letters, digits, '.', '_' and '-', at most 128; got {name[:200]!r}")
     return name
 
 
 class MissingError(UserError):
-    """The tenant has no checkpoint of that path."""
+    """The tenant has no checkpoint at the path."""
 
 
 class Checkpoints:
     """The checkpoints of a service.
 
     Args:
-        database: holds their paths.
-        data: the data folder; every checkpoint lies in it.
+        database: database of their paths.
+        data: the data folder, which contains every checkpoint.
     """
 
     def __init__(self, database: Database, data: Path) -> None:
@@ -72,15 +72,15 @@ class Checkpoints:
         self._data = data
 
     def folder(self, path: TinkerPath, number: int) -> Path:
-        """Return a folder that no other save has: what it replaces stays whole until it is there."""
+        """Return a folder for one save only. An old checkpoint stays complete until the new one is."""
         return self._data / "checkpoints" / _plain(path.model) / path.kind / f"{path.name}@{number}"
 
     def sampler_folder(self, model: str, name: str) -> Path:
-        """Return the folder of a sampler without a path."""
+        """Return the folder of a sampler that has no path."""
         return self._data / "samplers" / _plain(model) / _plain(name)
 
     async def adopt(self) -> None:
-        """Have every row name this data folder: it may have been moved since they were written."""
+        """Make every row name this data folder, which may have been moved since the rows were written."""
 
         def work(connection: Connection) -> None:
             for table in (checkpoints, samplers):
@@ -95,8 +95,8 @@ class Checkpoints:
         """Return the row of a checkpoint that a tenant may read.
 
         Raises:
-            MissingError: there is none, it has expired, or it is another's and not public.
-            UserError: it is no path, or of none of `kinds`.
+            MissingError: it does not exist, has expired, or is another tenant's and not public.
+            UserError: the path is malformed, or its kind is not in `kinds`.
         """
         path = TinkerPath.of(given)
         if kinds and path.kind not in kinds:
@@ -107,19 +107,19 @@ class Checkpoints:
         return row
 
     async def exists(self, path: TinkerPath) -> bool:
-        """Return whether a checkpoint of that path is there."""
+        """Return whether the path has a checkpoint that has not expired."""
         row = await self.row(path)
         return row is not None and not _expired(row)
 
     async def row(self, path: TinkerPath) -> Row[Any] | None:
-        """Return the row of a path, also of one that has expired."""
+        """Return the row of a path, even if the checkpoint has expired."""
         wanted = select(checkpoints).where(checkpoints.c.path == str(path))
         return await self._database.run(lambda c: c.execute(wanted).first())
 
     async def listed(
         self, tenant: str, model: str | None, limit: int | None, offset: int
     ) -> tuple[list[Row[Any]], int]:
-        """Return a tenant's checkpoints, newest first, of one model or all; and how many there are in all."""
+        """Return a tenant's checkpoints of one model or of all, newest first, and their total number."""
         live = (checkpoints.c.expires.is_(None)) | (checkpoints.c.expires > time.time())
         mine = (checkpoints.c.tenant == tenant) & live
         if model is not None:
@@ -129,25 +129,25 @@ class Checkpoints:
         return await self._database.run(lambda c: (list(c.execute(rows).all()), int(c.execute(count).scalar_one())))
 
     async def change(self, tenant: str, path: TinkerPath, **values: Any) -> None:
-        """Change a tenant's own checkpoint. MissingError: there is none."""
+        """Change a tenant's own checkpoint. MissingError: the tenant has no such checkpoint."""
         mine = (checkpoints.c.path == str(path)) & (checkpoints.c.tenant == tenant)
         change = update(checkpoints).where(mine).values(**values)
         if not await self._database.run(lambda c: c.execute(change).rowcount):
             raise MissingError(f"there is no checkpoint {path}")
 
     async def set_ttl(self, tenant: str, path: TinkerPath, seconds: int | None) -> None:
-        """Let a tenant's own checkpoint expire after so long, or never. MissingError: there is none."""
+        """Let a tenant's checkpoint expire in `seconds`, or never. MissingError: it does not exist."""
         await self.change(tenant, path, expires=None if seconds is None else time.time() + seconds)
 
     async def remove(self, tenant: str, path: TinkerPath) -> None:
-        """Delete a tenant's own checkpoint. MissingError: there is none."""
+        """Delete a tenant's own checkpoint. MissingError: the tenant has no such checkpoint."""
         row = await self.find(tenant, str(path))
         if row.tenant != tenant:
             raise MissingError(f"there is no checkpoint {path}")
         await self._drop(row)
 
     async def expire(self) -> None:
-        """Delete what has outlived its time."""
+        """Delete expired checkpoints."""
         old = select(checkpoints).where(checkpoints.c.expires <= time.time())
         for row in await self._database.run(lambda c: list(c.execute(old).all())):
             await self._drop(row)
@@ -158,11 +158,11 @@ class Checkpoints:
         in_use = await self._database.run(lambda c: (c.execute(gone), c.execute(used).first())[1])
         if in_use is None:
             await delete_folder(row.folder)
-        # One that a sampler reads stays on disk until it is used no longer (`Sessions.unused_folders`).
+        # A folder that a sampler reads stays on disk until it is no longer used (`Sessions.unused_folders`).
 
 
 async def delete_folder(folder: str) -> None:
-    """Delete a folder that nothing names any more; a load that reads it fails."""
+    """Delete a folder without any reference. A load that reads it fails."""
     try:
         await asyncio.to_thread(shutil.rmtree, folder)
     except FileNotFoundError:
@@ -172,19 +172,19 @@ async def delete_folder(folder: str) -> None:
 
 
 def size_of(folder: Path) -> int:
-    """Return the bytes of a folder's files."""
+    """Return the total bytes of a folder's files."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def record(connection: Connection, path: TinkerPath, values: Mapping[str, Any]) -> None:
-    """Put a checkpoint that is on disk under its path, instead of one that was there."""
+    """Record a checkpoint on disk under its path, replacing an earlier one."""
     connection.execute(delete(checkpoints).where(checkpoints.c.path == str(path)))
     row = {"path": str(path), "model": path.model, "kind": path.kind, "created": time.time(), "public": False}
     connection.execute(insert(checkpoints).values({**row, **values}))
 
 
 def as_json(row: Row[Any]) -> dict[str, Any]:
-    """Return the SDK's `Checkpoint`."""
+    """Return the row as the SDK's `Checkpoint`."""
     path = TinkerPath.of(row.path)
     return {
         "checkpoint_id": f"{path.kind}/{path.name}",
@@ -199,7 +199,7 @@ def as_json(row: Row[Any]) -> dict[str, Any]:
 
 
 def when(seconds: float) -> str:
-    """Return a time as the SDK reads it."""
+    """Return a time in the form that the SDK reads."""
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
@@ -208,7 +208,7 @@ def _expired(row: Row[Any]) -> bool:
 
 
 def _within(folder: str) -> Path:
-    """Return a folder of a checkpoint or sampler as seen from the data folder that it was written in."""
+    """Return the path of a checkpoint's or sampler's folder relative to its data folder."""
     parts = Path(folder).parts
     return Path(*parts[max(i for i, part in enumerate(parts) if part in {"checkpoints", "samplers"}) :])
 

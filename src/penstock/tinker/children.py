@@ -1,4 +1,4 @@
-"""Child processes that report when they serve, and are started again when they end: both sides."""
+"""Child processes that report when they serve and are restarted when they end: child side and owner side."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ logger = logging.getLogger(__name__)
 
 _FAILED = 1
 STOP_S = 10.0
-"""Between SIGTERM and SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL."""
 PROBES = 6
 MOST_NEW = 10_000
 """Objects made and not freed before the garbage collector runs."""
 BACKOFF_S, STEADY_S = 0.2, 60.0
-"""Wait before the first restart, and time after which a child counts as well again."""
+"""Wait before the first restart, and time after which a child counts as healthy again."""
 
 
 def run_child(serve: Callable[[str], AbstractAsyncContextManager[str]]) -> int:
-    """Serve until a signal, as a child does: `python -m MODULE FD OPTIONS`; returns the exit status.
+    """Serve as a child (`python -m MODULE FD OPTIONS`) until a signal, and return the exit status.
 
     Args:
-        serve: serves, given the options, while its block runs; gives where.
+        serve: context manager that takes the options, serves while its block runs, and yields the URL.
     """
     watch_lifeline()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
@@ -64,9 +64,9 @@ def run_child(serve: Callable[[str], AbstractAsyncContextManager[str]]) -> int:
 
 
 def _spare_collector() -> None:
-    """Have the garbage collector pass over what was imported, which is never garbage, and run less often.
+    """Exclude imported objects, which are never garbage, from garbage collection, and collect less often.
 
-    Else it takes a fifth of the time of an API process under load.
+    Without this, collection takes a fifth of the time of an API process under load.
     """
     gc.collect()
     gc.freeze()
@@ -75,17 +75,17 @@ def _spare_collector() -> None:
 
 @dataclass(slots=True)
 class SupervisedChild:
-    """A module of ours in a process of its own: `python -m MODULE FD OPTIONS`, which reports on FD.
+    """A Penstock module in a child process: `python -m MODULE FD OPTIONS`, which reports on FD.
 
     Args:
-        name: of the process, in messages.
-        module: its name.
-        options: makes its options, as JSON, at each start.
-        log: stdout and stderr are appended to it.
+        name: name of the process in messages.
+        module: name of the module.
+        options: makes the options, as JSON, at each start.
+        log: file to which stdout and stderr are appended.
         start_s: deadline of a start.
-        env: added to our environment.
-        health: path that answers a GET while it is well.
-        patience_s: one that does not answer `PROBES` times within so long hangs; it is killed and started again.
+        env: variables added to our environment.
+        health: path that answers a GET while the process is healthy.
+        patience_s: seconds in which `PROBES` probes must all fail before the process is killed and restarted.
     """
 
     name: str
@@ -97,28 +97,28 @@ class SupervisedChild:
     health: str = "/health"
     patience_s: float = 60.0
     url: str = ""
-    """Where it serves: an HTTP URL, or the path of a Unix socket."""
+    """Address of the process: an HTTP URL, or the path of a Unix socket."""
     _child: ChildProcess | None = None
     _guard: asyncio.Task[None] | None = None
 
     @property
     def pid(self) -> int:
-        """Of the process that runs."""
+        """Process id of the running process."""
         assert self._child is not None, "start it first"  # noqa: S101
         return self._child.pid
 
     async def start(self) -> None:
-        """Start it, return when it serves, and keep it running until `stop`.
+        """Start the process, return when it serves, and keep it running until `stop`.
 
         Raises:
-            PenstockError: what it reported; EngineStartError: it ended, or was not ready in time.
+            PenstockError: the error that it reported; EngineStartError: it ended, or was not ready in time.
         """
         self._child = await self._launch()
         budget = RestartBudget(None, STEADY_S, BACKOFF_S)
         self._guard = asyncio.create_task(keep_running(self._ended, self._restart, budget), name=f"guard-{self.name}")
 
     async def stop(self) -> None:
-        """End it. Raises what broke the watch, if something did."""
+        """End the process. Raise the error that broke the watch, if there was one."""
         try:
             if self._guard is not None:
                 await cancelled(self._guard)
@@ -138,7 +138,7 @@ class SupervisedChild:
     async def _kill_if_hung(self, child: ChildProcess) -> None:
         missed = 0
         while missed < PROBES:
-            await asyncio.sleep(self.patience_s / PROBES)  # a process that hangs sends no event
+            await asyncio.sleep(self.patience_s / PROBES)  # a hanging process sends no event
             missed = 0 if await self._answers(self.patience_s / PROBES) else missed + 1
         logger.warning("the %s did not answer %d times in a row; it is killed", self.name, PROBES)
         child.kill()

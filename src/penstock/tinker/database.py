@@ -1,6 +1,6 @@
-"""The service's tables, and the one thread that works on them.
+"""The service's tables, and the single thread that works on them.
 
-SQLite by default, PostgreSQL by URL. Several processes may use one database.
+The database is SQLite by default, or PostgreSQL by URL. Several processes may use one database.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ T = TypeVar("T")
 Work = Callable[[Connection], T]
 
 MOST_TOGETHER = 256
-"""Pieces of work in one transaction."""
+"""Maximum of pieces of work in one transaction."""
 BUSY_S = 30
-"""How long a process waits for another's transaction."""
+"""Seconds that a process waits for another's transaction."""
 JOURNAL = f"journal_size_limit={64 << 20}"
-"""Bytes that the write-ahead log keeps on disk once its pages are in the file."""
+"""Limit in bytes of the write-ahead log on disk, once its pages are in the file."""
 MOST_PAGES = 20_000
-"""Of 4 KiB, given back at once: other processes wait for it."""
+"""Maximum of pages (4 KiB each) given back at once, because other processes wait for it."""
 _LOCK = 0x7_1E6
-"""PostgreSQL's advisory lock of migrations; any constant that others do not use."""
+"""PostgreSQL's advisory lock for migrations: any constant that nothing else uses."""
 
 DATABASE = "PENSTOCK_TINKER_DATABASE"
-"""Environment variable of the URL, which may hold a password: `ps` shows arguments to all users."""
+"""Environment variable of the URL. It is no argument, because `ps` would show its password to all users."""
 
 metadata = MetaData()
 BIG = BigInteger().with_variant(Integer, "sqlite")
@@ -116,7 +116,7 @@ usage = Table(
     Column("queued", BIG, nullable=False),
     Column("bytes", BIG, nullable=False),
 )
-"""Of each tenant: operations that are not finished, and the bytes of requests and results."""
+"""Usage per tenant: its unfinished operations, and the bytes of its requests and results."""
 samplers = Table(
     "samplers",
     metadata,
@@ -157,20 +157,20 @@ def open_engine(url: str, *, new: bool = True) -> Engine:
     """Open a database and bring its tables to this version.
 
     Raises:
-        ConfigError: the URL is none, or the database cannot be used, or SQLite's file is missing and not `new`.
+        ConfigError: invalid URL, unusable database, or SQLite's file is missing and not `new`.
     """
     try:
         parsed = make_url(url)
         sqlite = parsed.get_backend_name() == "sqlite"
         engine = create_engine(parsed, pool_pre_ping=not sqlite, connect_args={"timeout": BUSY_S} if sqlite else {})
-    except (ArgumentError, NoSuchModuleError, ImportError, ValueError) as error:  # the last: a port that is no number
+    except (ArgumentError, NoSuchModuleError, ImportError, ValueError) as error:  # ValueError: an invalid port
         raise ConfigError(f"--database cannot be used: {error}; give sqlite:///FILE or postgresql+...") from error
     if sqlite:
         if not new and not Path(parsed.database or "").is_file():
             raise ConfigError(f"--database: there is no file {parsed.database}; give the service's own")
         if new and parsed.database and not parsed.database.startswith(":"):
-            with suppress(OSError):  # the open below says why it cannot be; every tenant's tokens are in it
-                # One that is there is not opened: to close it would drop the locks that SQLite has in this process.
+            with suppress(OSError):  # the open below reports the error; mode 0600, as every tenant's tokens are in it
+                # Do not open an existing file: closing it would drop SQLite's locks of this process.
                 os.close(os.open(parsed.database, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
         _prepare_sqlite(engine)
     try:
@@ -185,13 +185,13 @@ def open_engine(url: str, *, new: bool = True) -> Engine:
 
 def _prepare_sqlite(engine: Engine) -> None:
     def connected(connection: Any, _record: Any) -> None:
-        connection.isolation_level = None  # so that the driver begins no transaction of its own
-        # The first one has to come before the file has tables.
+        connection.isolation_level = None  # so that the driver begins no transaction itself
+        # auto_vacuum must come before the file has tables.
         for pragma in ("auto_vacuum=INCREMENTAL", "journal_mode=WAL", "synchronous=NORMAL", JOURNAL):
             connection.execute(f"PRAGMA {pragma}")
 
     def begun(connection: Connection) -> None:
-        # One that began by reading could not write any more once another process had written.
+        # A transaction that began with a read could not write after another process had written.
         connection.exec_driver_sql("BEGIN IMMEDIATE")
 
     event.listen(engine, "connect", connected)
@@ -213,14 +213,14 @@ def _migrate(engine: Engine) -> None:
 
 
 class Database:
-    """Runs pieces of work in a thread. All that wait are one transaction, so many small writes cost one commit.
+    """Runs pieces of work in a thread. All waiting work shares a transaction, so small writes share a commit.
 
     Args:
-        url: SQLAlchemy's, such as `sqlite:///FILE`.
-        new: SQLite's file may be missing.
+        url: SQLAlchemy's URL, such as `sqlite:///FILE`.
+        new: allow SQLite's file to be missing.
 
     Raises:
-        ConfigError: it cannot be used.
+        ConfigError: the database cannot be used.
     """
 
     def __init__(self, url: str, *, new: bool = True) -> None:
@@ -230,19 +230,19 @@ class Database:
         self._working: asyncio.Task[None] | None = None
 
     async def run(self, work: Work[T]) -> T:
-        """Return what `work` returns, once that is on disk. It may run twice, so it must change the database alone.
+        """Run `work` and return its result once it is on disk. It may run twice, so it must change only the database.
 
         Raises:
-            StateError: the database refused; nothing of this work is in it.
+            StateError: the database refused. It contains nothing of this work.
         """
         return await self._queued(work)
 
     def post(self, work: Work[Any], *, at_once: bool) -> None:
-        """Have `work` done without waiting for it: at once, or together with what is run next."""
+        """Queue `work` without waiting for it, to run at once or together with the next work."""
         self._queued(work, at_once=at_once).add_done_callback(lambda done: done.cancelled() or done.exception())
 
     async def shrink(self) -> None:
-        """Give the pages of dropped rows back to the disk. SQLite does not by itself, and not within our transactions.
+        """Return the pages of dropped rows to the disk. SQLite does so neither by itself nor within transactions.
 
         StateError: the database refused.
         """
@@ -252,13 +252,13 @@ class Database:
     def _vacuum(self) -> None:
         try:
             with closing(self._engine.raw_connection()) as connection:
-                # A script runs to its end; a statement without rows is stepped once, which is a page.
+                # A script runs to its end; a statement without rows would run one step, which frees one page.
                 cast("Any", connection).executescript(f"PRAGMA incremental_vacuum({MOST_PAGES})")
         except sqlite3.Error as error:
             raise StateError(f"the service's database cannot be made smaller: {error}") from error
 
     async def close(self) -> None:
-        """Do what is left, and close the connections."""
+        """Do the remaining work, and close the connections."""
         await (self._working or self._work())
         self._thread.shutdown()
         self._engine.dispose()
@@ -274,12 +274,12 @@ class Database:
         while self._waiting:
             batch, self._waiting = self._waiting[:MOST_TOGETHER], self._waiting[MOST_TOGETHER:]
             if not await self._together(batch):
-                for item in batch:  # one of them is at fault; the others are not
+                for item in batch:  # one piece failed; the others can still succeed
                     await self._together([item])
         self._working = None
 
     async def _together(self, batch: Sequence[tuple[Work[Any], asyncio.Future[Any]]]) -> bool:
-        """Do a batch as one transaction, whole or not at all; a piece of work that is alone gets the error."""
+        """Do a batch as one transaction, completely or not at all. A single piece of work gets the error."""
 
         def work() -> list[Any]:
             with self._engine.begin() as connection:

@@ -1,4 +1,4 @@
-"""Futures of the service: accepted in order, kept in the database, awaited by long polls."""
+"""Futures of the service: accepted in order, kept in the database, and awaited by long polls."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from penstock.tinker.schema import JSON_TYPE
 from penstock.tinker.tenants import Tenant
 
 HOLD_S = 30.0
-"""A poll is answered after so long; the SDK gives up at 45 s, and polls again at once after an answer."""
+"""Seconds until a poll is answered. The SDK gives up at 45 s, and polls again at once after an answer."""
 FOLLOW_S = 0.1
-"""How often a process reads what others have finished or accepted for it, while there are others."""
+"""Seconds between two reads of other processes' changes, while there are other processes."""
 BEAT_S = 2.0
 DEAD_S = 30.0
-"""A process that has written no beat for so long has died; others take its futures."""
+"""Seconds without a beat after which a process counts as dead. Others then take its samples."""
 KEEP_RETRIEVED_S = 600.0
-"""A retrieved result is kept so long, for a client whose connection broke while it came."""
+"""Seconds that a retrieved result is kept, for a client whose connection broke during the transfer."""
 KEEP_S = 24 * 3600.0
-"""A result that its client has never fetched."""
+"""Seconds that a result is kept if its client never fetches it."""
 FORGET_S = 3600.0
-"""Until then a repeated request finds its future, and does not run again; clients repeat within minutes."""
+"""Seconds in which a repeated request finds its future and does not run again. Clients repeat within minutes."""
 MOST_READ = 100
-"""Operations that are read together; each may have megabytes."""
+"""Maximum of operations that are read together. Each may have megabytes."""
 SAMPLE = "sample"
 PENDING, DONE, FAILED, GONE = "pending", "done", "failed", "gone"
 logger = logging.getLogger(__name__)
 
 Also = Callable[[Connection], None]
 
-# Built once: to build a statement costs more than SQLite takes to run it.
+# Built once, because building a statement costs more than SQLite takes to run it.
 _ADD = {
     dialect.dialect.name: dialect.insert(futures)
     .on_conflict_do_nothing(index_elements=["id"])
@@ -61,14 +61,14 @@ _RETRIEVED = update(futures).where(futures.c.id == bindparam("of")).values(retri
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A request that a future stands for.
+    """The request behind a future.
 
     Attributes:
-        id: of the future: the scope and the client's sequence number, so that a repeated request finds it.
-        tenant: whose it is.
-        kind: `sample`, or the learner's name of it.
-        scope: the model or sampler that it belongs to; operations of one model run in the order of arrival.
-        body: as the client sent it.
+        id: id of the future: scope and the client's sequence number, so that a repeated request finds it.
+        tenant: tenant that sent the request.
+        kind: `sample`, or the learner's name of the operation.
+        scope: model or sampler of the operation. Operations of one model run in the order of arrival.
+        body: body as the client sent it.
         number: place in the order of arrival over all futures.
     """
 
@@ -82,14 +82,14 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A result as the client gets it, or the reason why there is none.
+    """A result in the form for the client, or the reason for its absence.
 
     Attributes:
         data: the result.
-        content_type: of it.
-        error: why there is none.
-        category: the SDK's `user` or `server`, of an error.
-        also: what the database is to hold with it.
+        content_type: media type of the result.
+        error: reason why there is no result.
+        category: the SDK's category of an error, `user` or `server`.
+        also: further change to the database in the same transaction.
     """
 
     data: bytes = b"{}"
@@ -100,7 +100,7 @@ class Outcome:
 
 
 async def outcome_of(work: Coroutine[Any, Any, Outcome]) -> Outcome:
-    """Return an outcome whatever `work` raises: a future that never ended would keep its client waiting for ever."""
+    """Return the outcome of `work`, even if it raises. An unfinished future would make its client wait for ever."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.wait((task,))
@@ -117,7 +117,7 @@ async def outcome_of(work: Coroutine[Any, Any, Outcome]) -> Outcome:
 
 
 class GoneError(Exception):
-    """The result was dropped, or the future never was: the client sends a sample again."""
+    """The result was dropped, or the future never existed. The client then sends a sample again."""
 
 
 @dataclass(slots=True)
@@ -129,20 +129,20 @@ class _Running:
 
 @dataclass(slots=True)
 class _Foreign:
-    """A future that another process runs, and the polls here that wait for it."""
+    """A future that another process runs, with the polls that wait for it here."""
 
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     waiting: int = 0
 
 
 class Futures:
-    """The futures of all processes on one database; this process runs those whose executor it is.
+    """The futures of all processes on one database. This process runs those whose executor it is.
 
     Args:
-        database: holds them.
-        executor: this process's name; one that starts again under it goes on with its futures.
-        start: begins an operation that this process is to run, in the order of arrival.
-        hold_s: how long a poll is held.
+        database: database of the futures.
+        executor: name of this process. After a restart under the same name, it continues its futures.
+        start: begins an operation of this process. Calls come in the order of arrival.
+        hold_s: seconds that a poll is held.
     """
 
     def __init__(
@@ -159,19 +159,19 @@ class Futures:
         self._follower: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Take up what this process had not finished, and follow the other processes."""
+        """Resume the unfinished futures of this process, and follow the other processes."""
         await self._beat()
         await self._take_up()
         self._follower = asyncio.create_task(self._follow(), name="tinker-futures")
 
     async def close(self) -> None:
-        """Stop; what is pending stays so in the database, for the next process of this name."""
+        """Stop. Pending futures stay in the database for the next process of this name."""
         if self._follower is not None:
             await cancelled(self._follower)
         await self._database.run(lambda c: c.execute(delete(processes).where(processes.c.name == self.executor)))
 
     async def release(self) -> None:
-        """Answer every poll that is held: the process ends."""
+        """Answer every held poll, because the process ends."""
         self._released = True
         for running in self._running.values():
             running.done.cancel()
@@ -185,19 +185,19 @@ class Futures:
         also: Also | None = None,
         tenant: Tenant | None = None,
     ) -> bool:
-        """Put an operation at the end of the order; it begins here if this process is its executor.
+        """Append an operation to the order. It begins here if this process is its executor.
 
         Args:
-            operation: its `number` is not used.
+            operation: the operation; its `number` is ignored.
             executor: name of the process that runs it; default: this one.
-            also: what the database is to hold besides, in the same transaction.
-            tenant: whose limits hold; None: the service's own operations have none.
+            also: further change to the database in the same transaction.
+            tenant: tenant whose limits apply; None: no limits, for the service's own operations.
 
         Returns:
-            False if it was accepted before, so that it runs once.
+            False if the operation was accepted before, so that it runs only once.
 
         Raises:
-            QuotaError: the tenant has to wait. UserError: it would wait for ever.
+            QuotaError: the tenant must wait. UserError: it would wait for ever.
         """
         runs, size = executor or self.executor, len(operation.body)
         limits = tenant or Tenant(operation.tenant, max_queued=LARGEST, max_bytes=LARGEST)
@@ -210,7 +210,7 @@ class Futures:
 
         def work(connection: Connection) -> int | str | None:
             refusal = take(connection, limits, size)
-            # What refuses is no error here: that would undo the others of the transaction.
+            # A refusal is no error here, because an error would undo the transaction's other work.
             number = None if refusal else connection.execute(_ADD[connection.dialect.name], row).scalar()
             if number is not None:
                 if also is not None:
@@ -232,17 +232,17 @@ class Futures:
         return True
 
     async def fail(self, operation: Operation, reason: str) -> None:
-        """Accept an operation that cannot run: its future has failed."""
+        """Accept an operation that cannot run. Its future fails at once."""
         row = _row(operation, self.executor, state=FAILED, error=reason, category="user", finished=time.time())
         await self._database.run(lambda c: c.execute(_ADD[c.dialect.name], row).scalar())
 
     def on_cancel(self, request_id: str, cancel: Callable[[], object]) -> None:
-        """Say how an operation that has begun is cancelled."""
+        """Set the callback that cancels an operation under way."""
         if (running := self._running.get(request_id)) is not None:
             running.cancel = cancel
 
     async def finish(self, operation: Operation, outcome: Outcome) -> None:
-        """Keep an outcome, and answer the polls that wait for it."""
+        """Store an outcome, and answer the polls that wait for it."""
         await self._finish(operation.id, operation.tenant, len(operation.body), outcome)
 
     async def _finish(self, request_id: str, tenant: str, size: int, outcome: Outcome) -> None:
@@ -261,7 +261,7 @@ class Futures:
 
         try:
             await self._database.run(work)
-        except StateError as error:  # it stays pending there, and runs again after a restart
+        except StateError as error:  # the future stays pending, and runs again after a restart
             logger.error("the outcome of %s cannot be kept: %s", request_id, error)  # noqa: TRY400 - for people
         finally:
             running = self._running.pop(request_id, None)
@@ -269,7 +269,7 @@ class Futures:
                 running.done.set_result(outcome)
 
     async def retrieve(self, tenant: str, request_id: str) -> Outcome | None:
-        """Wait for an outcome; None if there is none after `hold_s` seconds.
+        """Wait for an outcome, or return None after `hold_s` seconds without one.
 
         Raises:
             GoneError: the tenant has no such future, or its result was dropped.
@@ -301,9 +301,9 @@ class Futures:
         return self._retrieved(request_id, outcome)
 
     async def cancel(self, tenant: str, request_id: str) -> None:
-        """Fail a future as cancelled; harmless if it has ended. GoneError: the tenant has none of that id.
+        """Fail a future as cancelled. An ended future stays as it is. GoneError: the tenant has no such future.
 
-        UserError: it is no sample.
+        UserError: the future is not a sample.
         """
         running = self._running.get(request_id)
         wanted = select(futures.c.tenant, futures.c.kind, futures.c.size).where(futures.c.id == request_id)
@@ -317,7 +317,7 @@ class Futures:
             running.cancel()
 
     async def prune(self) -> None:
-        """Drop results that were fetched, are of an ended session, or are too old to be fetched."""
+        """Drop results that were fetched, that belong to an ended session, or that are too old."""
         now, f = time.time(), futures.c
         scopes = [
             select(table.c.id).join(sessions, sessions.c.id == table.c.session).where(sessions.c.finished.is_not(None))
@@ -331,8 +331,8 @@ class Futures:
             discharge(connection, dropped & (f.size > 0))
             connection.execute(update(futures).where(dropped).values(state=GONE, result=None, size=0))
             forgotten = (f.state == GONE) & (f.finished < now - FORGET_S)
-            # A client knows of a model's loss once it has fetched a failure that came after it. That failure is its
-            # only record: without this, later operations would fail for the same loss when the failure goes.
+            # A client knows of a model's loss once it has fetched a failure that came after the loss. Only that failure
+            # records this. So clear the loss with it, or later operations would fail for the same loss.
             fetched_failure = f.error.is_not(None) & f.retrieved.is_not(None) & (f.finished >= models.c.lost_at)
             known = exists().where(forgotten & fetched_failure & (f.scope == models.c.id))
             connection.execute(update(models).where(known).values(lost=None, lost_at=None))
@@ -349,7 +349,7 @@ class Futures:
             self._start(operation)
 
     def _retrieved(self, request_id: str, outcome: Outcome) -> Outcome:
-        """Note that an outcome was fetched: a failure at once, since a lost model goes on when its client knows."""
+        """Record that an outcome was fetched: a failure at once, as a lost model continues once its client knows."""
         values = {"of": request_id, "at": time.time()}
         self._database.post(lambda c: c.execute(_RETRIEVED, values), at_once=outcome.error is not None)
         return outcome
@@ -367,7 +367,7 @@ class Futures:
     # --- other processes ---------------------------------------------------------------------------------------------
 
     async def _follow(self) -> None:
-        """Read what other processes did. A database has no event that every kind of it would send."""
+        """Poll for changes by other processes, because not every database sends events."""
         loop = asyncio.get_running_loop()
         beat_at = loop.time() + BEAT_S
         while True:
@@ -384,11 +384,11 @@ class Futures:
                     await self._take_up()
                 if self._foreign:
                     await self._look_at_foreign()
-            except StateError as error:  # such as a full disk: it may pass
+            except StateError as error:  # for example a full disk, which may pass
                 logger.warning("%s", error)
 
     async def _beat(self) -> None:
-        """Say that this process lives, and take the futures of those that do not."""
+        """Record that this process lives, and take the samples of dead processes."""
         now, name = time.time(), self.executor
 
         def work(connection: Connection) -> bool:
@@ -403,7 +403,7 @@ class Futures:
         self._others = await self._database.run(work)
 
     async def _take_up(self) -> None:
-        """Begin what is pending for this process and not begun: its own before a restart, or from another."""
+        """Begin this process's pending futures: those from before a restart, and those from other processes."""
         f = futures.c
         mine = (f.state == PENDING) & (f.executor == self.executor)
         found = select(f.id).where(mine).order_by(f.number)
@@ -423,6 +423,6 @@ class Futures:
 
 
 def _row(operation: Operation, executor: str, **more: Any) -> dict[str, Any]:
-    """Return the row of a future that arrives."""
+    """Return the row of an arriving future."""
     known = {name: getattr(operation, name) for name in ("id", "tenant", "kind", "scope")}
     return {**known, "executor": executor, "arrived": time.time(), **more}

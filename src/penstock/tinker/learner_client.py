@@ -1,4 +1,4 @@
-"""Calls to the learner process: HTTP on its Unix socket."""
+"""Client of the learner process, over HTTP on its Unix socket."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from penstock.errors import EngineDeadError, EngineError, reading
 from penstock.tinker.futures import Outcome
 
 OPERATION_S = 6 * 3600.0
-"""Deadline of one operation, with the time that it waits for those of others."""
+"""Deadline of one operation, including its wait for other operations."""
 ANSWER_S = 10.0
 RETURN_S = 300.0
-"""A learner that died has so long to come back: its model is loaded again."""
+"""Seconds for a dead learner to come back, because its model must be loaded again."""
 AGAIN_S = 0.25
 OK, ANOTHER, REFUSED = 200, 412, 422
 INCARNATION = "X-Incarnation"
-"""Header of an operation: the start of the learner that it is meant for."""
+"""Header with the start of the learner for which an operation is meant."""
 
 
 class LearnerClient:
     """Posts operations to the learner process.
 
     Args:
-        path: of its socket; None: this process has no learner.
+        path: path of its socket; None: this process has no learner.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -36,13 +36,13 @@ class LearnerClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def post(self, kind: str, model: str, request_id: str, body: bytes, incarnation: str) -> Outcome | None:
-        """Have an operation done, or return what it did if it was done before.
+        """Run an operation, or return its result if it ran before.
 
         Returns:
-            None if there is no learner or another start of it: nothing was done.
+            The outcome; None if there is no learner, or another start of it, so that nothing was done.
 
         Raises:
-            EngineDeadError: the learner died, so nobody knows what it did.
+            EngineDeadError: the learner died, so it is unknown what it did.
         """
         headers = {"X-Operation": kind, "X-Model": model, INCARNATION: incarnation}
         try:
@@ -65,16 +65,16 @@ class LearnerClient:
             return Outcome(error=str(answer["error"]), category=str(answer.get("category") or "server"))
 
     async def models(self) -> dict[str, Mapping[str, Any]]:
-        """Return what the learner holds: by model id, `steps` and what it was last saved as."""
+        """Return the learner's models by id, each with `steps` and its last save."""
         _, _, data = await self._call("GET", "/models", ANSWER_S)
         with reading("models of the learner", EngineError):
             return dict(cast("Mapping[str, Mapping[str, Any]]", orjson.loads(data)))
 
     async def returned(self) -> str:
-        """Wait until the learner answers; returns a value that another start of it changes.
+        """Wait until the learner answers. Return a value that changes with each start of the learner.
 
         Raises:
-            EngineDeadError: it does not answer within `RETURN_S` seconds.
+            EngineDeadError: the learner does not answer within `RETURN_S` seconds.
         """
         end = asyncio.get_running_loop().time() + RETURN_S
         while True:
@@ -83,13 +83,13 @@ class LearnerClient:
             except EngineDeadError:
                 if self._path is None or asyncio.get_running_loop().time() > end:
                     raise
-                await asyncio.sleep(AGAIN_S)  # nothing tells of a process that another one starts
+                await asyncio.sleep(AGAIN_S)  # no event reports a process that another process starts
                 continue
             with reading("health of the learner", EngineError):
                 return str(orjson.loads(data)["incarnation"])
 
     async def close(self) -> None:
-        """Close the connections; operations under way go on in the learner."""
+        """Close the connections. Operations under way continue in the learner."""
         if self._session is not None:
             await self._session.close()
 

@@ -1,10 +1,10 @@
 """The learner process: `python -m penstock.tinker.learner_process` trains every model, for the API processes.
 
-It serves HTTP on a Unix socket. `POST /operations/ID` does what the header `X-Operation` names to the model `X-Model`,
-and answers 200 with the SDK's result or 422 with `{"error", "category"}`. An ID that runs is awaited, and one that is
-done is answered as before. 412: `X-Incarnation` names another start of it, so nothing was done. Operations of one model
-run in the order of arrival, those of several in turns. `GET /models` and `GET /health` say what it holds and which
-start of it answers.
+It serves HTTP on a Unix socket. `POST /operations/ID` runs the operation in the header `X-Operation` on the model in
+`X-Model`. It answers 200 with the SDK's result, or 422 with `{"error", "category"}`. A repeated ID waits for the
+running operation, or gets the earlier answer. 412 means that `X-Incarnation` names another start, so nothing was done.
+Operations of one model run in the order of arrival; several models take turns. `GET /models` returns the models, and
+`GET /health` the current start.
 """
 
 from __future__ import annotations
@@ -50,37 +50,37 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 MOST_KEPT, MOST_KEPT_BYTES = 4096, 1 << 28
-"""Answers that are kept for requests that come again."""
+"""Limits of the answers kept for repeated requests."""
 TURN = 4
-"""Micro-batches of one model before another has its turn."""
+"""Micro-batches of one model before another model has its turn."""
 ADAPTER_S = 120.0
-"""Deadline of an adapter on every engine."""
+"""Deadline for loading an adapter on every engine."""
 _LOST = 70
-"""Exit status where a device or a rank is lost."""
+"""Exit status after the loss of a device or a rank."""
 
 
 class LearnerOptions(Section):
-    """What the owner starts this process with, as JSON in its last argument."""
+    """Options from the owner, as JSON in the last argument."""
 
     model: str
     """Checkpoint folder or hub name."""
     name: str
-    """Of the base model, as clients know it."""
+    """Name of the base model for clients."""
     folder: Path
-    """Of its own, for what a restart needs."""
+    """This process's own folder, for what a restart needs."""
     socket: Path
     fleet: str
     """URL of the router of the fleet that samples."""
     max_rank: int = Field(ge=1)
     vocabulary: int = Field(ge=1)
     max_tokens: int = Field(ge=1)
-    """Of one datum."""
+    """Maximum of tokens in one datum."""
     train: TrainConfig
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Of an operation."""
+    """The answer to an operation."""
 
     status: int
     content_type: str
@@ -88,23 +88,23 @@ class Answer:
 
     @classmethod
     def of_json(cls, values: Mapping[str, Any], status: int = 200) -> Answer:
-        """Return an answer in JSON."""
+        """Return an answer with a JSON body."""
         return cls(status, JSON_TYPE, orjson.dumps(values))
 
 
 class Answers:
-    """Answers by request id, for requests that come again; the oldest are forgotten."""
+    """Answers by request id, for repeated requests. The oldest are dropped first."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, Answer] = OrderedDict()
         self._bytes = 0
 
     def get(self, request_id: str) -> Answer | None:
-        """Return what was answered; None: nothing, or it was forgotten."""
+        """Return the earlier answer, or None if there was none or it was dropped."""
         return self._kept.get(request_id)
 
     def put(self, request_id: str, answer: Answer) -> None:
-        """Keep an answer."""
+        """Keep an answer for repeated requests."""
         self._kept[request_id] = answer
         self._bytes += len(answer.body)
         while len(self._kept) > MOST_KEPT or self._bytes > MOST_KEPT_BYTES:
@@ -116,10 +116,10 @@ class Waiting:
     """A part of a batch that waits for the thread.
 
     Attributes:
-        model: that it is of.
-        part: to evaluate.
-        found: what was found of it, once it was evaluated with another.
-        alone: it was tried with others, and one of them failed.
+        model: model of the part.
+        part: part to evaluate.
+        found: outputs of the part, set if another part's turn evaluated it.
+        alone: evaluate it alone, because shared passes with others failed.
     """
 
     model: str
@@ -129,21 +129,21 @@ class Waiting:
 
     @property
     def tokens(self) -> int:
-        """Tokens of its data."""
+        """Number of tokens in the part."""
         return sum(len(datum.input_ids) for datum in self.part.data)
 
 
 @dataclass(slots=True)
 class LearnerQueue:
-    """Runs operations: of each model one after another, and one at a time in the thread of the learner.
+    """Runs operations: each model's one after another, and one at a time in the learner's thread.
 
     Args:
-        models: of the learner.
-        adapters: of the fleet that samples.
-        sizes: bounds of the base model.
-        thread: the learner's one.
-        turn_tokens: of a large batch so many are evaluated before other models have a turn.
-        answers: kept for requests that come again.
+        models: models of the learner.
+        adapters: adapters of the fleet that samples.
+        sizes: limits of the base model.
+        thread: the learner's only thread.
+        turn_tokens: tokens of a large batch that are evaluated before other models have a turn.
+        answers: answers kept for repeated requests.
     """
 
     models: Models
@@ -158,7 +158,7 @@ class LearnerQueue:
     _turns: dict[str, asyncio.Lock] = field(default_factory=dict[str, asyncio.Lock])
 
     async def run(self, request_id: str, kind: str, model: str, body: bytes) -> Answer:
-        """Do an operation once, however often it comes; it goes on if its caller does not wait."""
+        """Run an operation once, however often it is sent. It continues even if its caller stops waiting."""
         task = self._running.get(request_id)
         if task is None:
             if (kept := self.answers.get(request_id)) is not None:
@@ -186,10 +186,10 @@ class LearnerQueue:
             _end(str(error))
         except PenstockError as error:
             failed = {"error": str(error), "category": "user" if isinstance(error, UserError) else "server"}
-        except Exception as error:  # one tenant's operation must not end another's: it fails with what torch says
+        except Exception as error:  # torch may raise anything; one tenant's failure must not end other operations
             logger.exception("%s of %s failed", kind, model)
             if "CUDA error" in str(error):
-                _end(str(error))  # no kernel of this process runs any more
+                _end(str(error))  # after this, no kernel of this process runs
             first = str(error).strip().split("\n", 1)[0]
             failed = {"error": f"{kind} failed in the learner: {type(error).__name__}: {first}", "category": "server"}
         return Answer.of_json(failed, 422)
@@ -220,15 +220,15 @@ class LearnerQueue:
     async def _add_gradient(self, model: str, body: bytes) -> Answer:
         try:
             return await self._evaluate(model, body)
-        except PenstockError as error:  # the SDK sends a large batch in parts: others of this one may be in
+        except PenstockError as error:  # the SDK sends a large batch in parts: others may already be in the gradient
             self.models.void(model, str(error))
             raise
 
     async def _evaluate(self, model: str, body: bytes) -> Answer:
-        # A small batch costs less here than the wait for the thread, and other models' work may be before it there.
+        # A small batch costs less here than waiting for the thread, where other models' work may come first.
         here = len(body) <= SMALL
         batch = decode(body, self.sizes) if here else await self._in_thread(lambda: decode(body, self.sizes))
-        # Between two parts other models have their turns.
+        # Other models have their turns between two parts.
         parts = batch.parts(self.turn_tokens)
         found = [await self._evaluate_part(model, part) for part in parts]
         answer = joined(found)
@@ -237,7 +237,7 @@ class LearnerQueue:
         return Answer(200, PROTO_TYPE, data)
 
     async def _evaluate_part(self, model: str, part: Batch) -> Outputs:
-        """Evaluate a part together with those of other models that wait at the same time."""
+        """Evaluate a part, together with the parts of other models that wait at the same time."""
         if part.forward_only or not self.models.learner.joins:
             return await self._in_thread(lambda: self.models.run(model, part))
         mine = Waiting(model, part, asyncio.get_running_loop().create_future())
@@ -254,7 +254,7 @@ class LearnerQueue:
             return await self._hand_over(lambda: self.models.run(model, part))
 
     def _beside(self, mine: Waiting) -> list[Waiting]:
-        """What waits beside a part, in the order of arrival, as long as all of it makes no more than one turn."""
+        """Return the parts to evaluate with `mine`, in order of arrival, up to the tokens of one turn."""
         room = self.turn_tokens - mine.tokens
         chosen: list[Waiting] = []
         for other in () if mine.alone else self._waiting:
@@ -264,7 +264,7 @@ class LearnerQueue:
         return chosen
 
     async def _evaluate_together(self, parts: Sequence[Waiting]) -> None:
-        """Evaluate parts in shared passes. If that fails each is to be evaluated alone, and fails by itself."""
+        """Evaluate parts in shared passes. If that fails, each is evaluated alone and fails alone."""
         given = [(each.model, each.part) for each in parts]
         work = asyncio.ensure_future(self._hand_over(lambda: self.models.run_together(given)))
         await asyncio.wait([work])
@@ -281,7 +281,7 @@ class LearnerQueue:
         with reading("optim_step request"):
             given: dict[str, Any] = values["adam_params"]
             for name, value in given.items():
-                if type(value) not in {int, float}:  # JSON has no NaN: clients send null for it
+                if type(value) not in {int, float}:  # JSON has no NaN: clients send null instead
                     raise UserError(f"adam_params.{name} is a finite number, got {orjson.dumps(value).decode()[:80]}")
             adam = AdamSpec(**{name: float(value) for name, value in given.items()})
         grad_norm = await self._in_thread(lambda: self.models.step(model, adam))
@@ -318,16 +318,16 @@ class LearnerQueue:
         return Answer.of_json({"model_id": model, "type": "unload_model"})
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        async with self._free:  # in turn
+        async with self._free:  # callers take turns
             return await self._hand_over(work)
 
     async def _hand_over(self, work: Callable[[], T]) -> T:
-        """Have the thread, which is free, do some work."""
+        """Run work in the thread, which must be free."""
         return await asyncio.get_running_loop().run_in_executor(self.thread, work)
 
 
 def spec_of(lora: Mapping[str, Any]) -> LoraSpec:
-    """Return the adapter of an SDK's `LoraConfig`."""
+    """Return the adapter described by the SDK's `LoraConfig`."""
     flags = {name: bool(lora.get(name, True)) for name in ("train_attn", "train_mlp", "train_unembed")}
     seed = lora.get("seed")
     return LoraSpec(
@@ -354,7 +354,7 @@ def _refuse_optimizer(given: Any) -> None:
 
 
 def build_app(queue: LearnerQueue) -> Starlette:
-    """Return the process's HTTP side."""
+    """Build the process's HTTP application."""
     incarnation = f"{os.getpid()}-{time.time_ns()}"
 
     async def operate(request: Request) -> Response:
@@ -399,7 +399,7 @@ async def _serve(given: str) -> AsyncGenerator[str]:
 
 
 async def _learner(options: LearnerOptions, ranks: Ranks) -> Learner:
-    """Load the base model, on all ranks."""
+    """Load the base model on all ranks."""
     from penstock.train.learner import LocalLearner  # noqa: PLC0415 - seconds: transformers
     from penstock.train.ranked import RankedLearner  # noqa: PLC0415
 
@@ -410,7 +410,7 @@ async def _learner(options: LearnerOptions, ranks: Ranks) -> Learner:
 
 
 async def _end_with(ranks: Ranks) -> None:
-    """End this process when a rank ends: the model is not whole any more, and the owner starts another learner."""
+    """End this process when a rank ends, because the model is then incomplete. The owner restarts the learner."""
     try:
         await ranks.during(asyncio.Event().wait())
     except LearnerError as error:

@@ -1,4 +1,4 @@
-"""The models of a learner process: one adapter each, saved to folders, and brought back after the process died."""
+"""The models of a learner process: one adapter each, saved to folders, and restored after a crash."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ FORMAT = "penstock-tinker-1"
 RECORD, STATE, LAST = "penstock.json", "state", "last"
 _OLD, _PART = ".old-", ".part-"
 ALPHA = 32.0
-"""Of every adapter, as in the hosted service, whatever its rank: an adapter is added times 32 / rank."""
+"""Alpha of every adapter, as in the hosted service. An adapter is scaled by 32 / rank."""
 
 
 @dataclass(slots=True)
 class Model:
-    """One model.
+    """State of one model.
 
     Attributes:
-        spec: of its adapter.
-        steps: optimiser steps since it was created.
-        saved: folder that its state was last written to or read from; None: it was never saved.
-        saved_steps: `steps` then.
-        void: why the gradient since the last step is not whole.
+        spec: specification of its adapter.
+        steps: optimiser steps since its creation.
+        saved: folder of its last save or load; None: it was never saved.
+        saved_steps: `steps` at that time.
+        void: reason why the gradient since the last step is incomplete.
     """
 
     spec: LoraSpec
@@ -53,13 +53,13 @@ class Model:
 
 @dataclass(slots=True)
 class Models:
-    """Models by id. Calls block, and come from one thread at a time.
+    """Models by id. Calls block, and must come from one thread at a time.
 
     Args:
-        learner: holds the base model.
-        folder: keeps what a restart needs; of this object alone.
-        base_model: its name, as clients know it.
-        max_rank: of an adapter that the engines take.
+        learner: learner that holds the base model.
+        folder: folder for what a restart needs, used by this object only.
+        base_model: name of the base model for clients.
+        max_rank: maximum rank of an adapter that the engines take.
     """
 
     learner: Learner
@@ -69,11 +69,11 @@ class Models:
     live: dict[str, Model] = field(default_factory=dict[str, Model])
 
     def restore(self) -> None:
-        """Bring every model back as it was last saved, or as it was created where it never was.
+        """Restore every model as it was last saved, or as it was created if it was never saved.
 
-        One whose files cannot be read is left out, and said in the log: the others are not held up by it.
+        A model whose files cannot be read is left out with a log message, so it does not block the others.
         """
-        for old in self.folder.glob(f"{_OLD}*"):  # a kill came while its successor was written
+        for old in self.folder.glob(f"{_OLD}*"):  # a kill came while its replacement was written
             home = old.with_name(old.name.removeprefix(_OLD))
             shutil.rmtree(old) if home.exists() else old.rename(home)
         for record in sorted(self.folder.glob(f"[!.]*/{RECORD}")):
@@ -96,7 +96,7 @@ class Models:
         self.live[name] = Model(spec, steps, saved, steps)
 
     def create(self, name: str, spec: LoraSpec) -> None:
-        """Add a model that answers as the base does; one that is there stays: its creator was cut off before it knew.
+        """Add a model that answers as the base does. An existing model stays: its creator was cut off before.
 
         Raises:
             UserError: the engines do not take the rank.
@@ -116,7 +116,7 @@ class Models:
             failed.pop_all()
 
     def drop(self, name: str) -> None:
-        """Forget a model; harmless if there is none."""
+        """Remove a model, if it exists."""
         if self.live.pop(name, None) is not None:
             self.learner.drop_adapter(name)
             shutil.rmtree(self._home(name), ignore_errors=True)
@@ -133,13 +133,13 @@ class Models:
         return outputs
 
     def run_together(self, parts: Sequence[tuple[str, Batch]]) -> list[Outputs]:
-        """Evaluate batches of several models, and add their gradients; if it fails, no gradient was changed."""
+        """Evaluate batches of several models and add their gradients. On failure, no gradient is changed."""
         return self.learner.forward_backward_together(
             [(name, batch.loss, batch.data) for name, batch in parts if self._of(name)]
         )
 
     def void(self, name: str, reason: str) -> None:
-        """Have the next step of a model refused, and its gradient forgotten: data of it could not be evaluated."""
+        """Make the model's next step fail and drop its gradient, because some of its data could not be evaluated."""
         if name in self.live:
             self.live[name].void = f"a forward_backward before it failed ({reason})"
 
@@ -147,7 +147,7 @@ class Models:
         """Take an optimiser step.
 
         Raises:
-            StateError: the gradient is not whole, or not finite; it is forgotten, and the weights are as before.
+            StateError: the gradient is incomplete or not finite. It is dropped; the weights are unchanged.
         """
         model = self._of(name)
         if model.void:
@@ -159,26 +159,26 @@ class Models:
         return grad_norm
 
     def save(self, name: str, folder: Path) -> None:
-        """Write weights and optimiser to a folder, as PEFT's files and a state; it is what a restart brings back."""
+        """Write weights and optimiser to a folder, as PEFT's files and a state. A restart restores this save."""
         model = self._of(name)
         _write(folder, lambda part: self._write_all(name, part))
         model.saved, model.saved_steps = str(folder), model.steps
         self._keep(name, folder)
 
     def writer(self, name: str) -> Callable[[Path], None]:
-        """Copy a model's weights; returns what writes them to a folder as PEFT's files, in any thread.
+        """Copy a model's weights. Return a function that writes them to a folder as PEFT's files, in any thread.
 
-        A folder that is there keeps being whole.
+        An existing folder stays complete at all times.
         """
         self._of(name)
         write = self._weights_writer(name)
         return lambda folder: _write(folder, write)
 
     def load(self, name: str, folder: Path, *, optimizer: bool) -> None:
-        """Take up a checkpoint; a model that is not there is created with the checkpoint's adapter.
+        """Load a checkpoint into a model. A missing model is created with the checkpoint's adapter.
 
         Raises:
-            UserError: it has no optimiser state, or is of another adapter; nothing was changed.
+            UserError: it has no optimiser state, or belongs to another adapter; nothing was changed.
             CheckpointError: it cannot be read.
         """
         spec = self._spec_of(folder)
@@ -201,10 +201,10 @@ class Models:
         self._keep(name, folder, with_state=optimizer)
 
     def status(self) -> dict[str, dict[str, Any]]:
-        """Return each model's steps, and what it was last saved as and when."""
+        """Return each model's steps, the folder of its last save, and the steps at that save."""
         return {
             name: {"steps": model.steps, "saved": model.saved, "saved_steps": model.saved_steps}
-            for name, model in list(self.live.items())  # the learner's thread adds and drops some
+            for name, model in list(self.live.items())  # a copy, because the learner's thread adds and drops models
         }
 
     def _of(self, name: str) -> Model:
@@ -243,7 +243,7 @@ class Models:
 
     def _weights_writer(self, name: str, values: Mapping[str, Any] | None = None) -> Callable[[Path], None]:
         named = dict(self.learner.weights(name))
-        # Copied at once: on a device that engines use as well, each copy waits for a turn of its own.
+        # Copied in one piece: on a device that engines use too, each copy waits for its own turn.
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in named.values()]).cpu()
         parts = cast("list[torch.Tensor]", torch.split(flat, [tensor.numel() for tensor in named.values()]))
         tensors = {key: part.view_as(each) for part, (key, each) in zip(parts, named.items(), strict=True)}
@@ -262,7 +262,7 @@ class Models:
         return write
 
     def _keep(self, name: str, saved: Path | None = None, *, with_state: bool = True) -> None:
-        """Keep what a restart needs; the files of a save are linked, since its folder may be deleted."""
+        """Keep what a restart needs. The files of a save are linked, because its folder may be deleted."""
         home, model = self._home(name), self.live[name]
         values = {"model_id": name, "spec": asdict(model.spec), "saved": model.saved, "saved_steps": model.saved_steps}
 
@@ -299,14 +299,14 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _write(folder: Path, write: Callable[[Path], None]) -> None:
-    """Have files written to a folder beside this one, and then put in place: the folder at once, or file by file.
+    """Write files to a temporary folder, and then move them into place: the whole folder, or file by file.
 
     Raises:
         CheckpointError: the disk refused.
     """
     part = folder.with_name(f"{_PART}{folder.name}")
     try:
-        shutil.rmtree(part, ignore_errors=True)  # left by a kill
+        shutil.rmtree(part, ignore_errors=True)  # left over from a kill
         part.mkdir(parents=True)
         write(part)
         if folder.is_dir():

@@ -1,4 +1,4 @@
-"""What each tenant has in the service, counted in the database: its API processes count together."""
+"""Usage of each tenant, counted in the database and so over all API processes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from penstock.tinker.tenants import Tenant
 
 
 class QuotaError(PenstockError):
-    """The tenant has as much in the queue as it may; the SDK waits and sends the request again."""
+    """The tenant's queue is full. The SDK waits and sends the request again."""
 
 
-# Built once: to build a statement costs more than SQLite takes to run it.
+# Built once, because building a statement costs more than SQLite takes to run it.
 _u = usage.c
 _CHARGE = (
     update(usage)
@@ -28,7 +28,7 @@ _TAKE = _CHARGE.where(
 
 
 def take(connection: Connection, tenant: Tenant, size: int) -> str | None:
-    """Count an operation of `size` bytes; returns why the tenant may not queue it, None: it may."""
+    """Count an operation of `size` bytes. Return the reason if the tenant may not queue it, else None."""
     limits = {"most_queued": tenant.max_queued, "most_bytes": tenant.max_bytes}
     if connection.execute(_TAKE, {"whose": tenant.name, "operations": 1, "more": size, **limits}).rowcount:
         return None
@@ -45,15 +45,15 @@ def take(connection: Connection, tenant: Tenant, size: int) -> str | None:
 
 
 def charge(connection: Connection, tenant: str, operations: int, size: int) -> None:
-    """Add to what a tenant has: operations that are not finished, and bytes of requests and results."""
+    """Add to a tenant's usage: unfinished operations, and bytes of requests and results."""
     connection.execute(_CHARGE, {"whose": tenant, "operations": operations, "more": size})
 
 
 def discharge(connection: Connection, dropped: Any) -> None:
-    """Take the bytes of results that are about to be dropped from what their tenants have.
+    """Subtract the bytes of results that are about to be dropped from their tenants' usage.
 
     Args:
-        connection: of the transaction that drops them.
+        connection: connection of the transaction that drops them.
         dropped: condition on `futures`.
     """
     sizes = select(futures.c.tenant, func.sum(futures.c.size)).where(dropped).group_by(futures.c.tenant)

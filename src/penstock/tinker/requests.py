@@ -1,4 +1,4 @@
-"""The SDK's requests as checked values; fields that are not read are left to the SDK."""
+"""The SDK's requests as checked values. Fields that are not read are left to the SDK."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from penstock.errors import LARGEST, UserError
 
 MOST_ID = 999_999_999
-"""Of the ids that paths hold."""
+"""Maximum of the ids that paths contain."""
 MOST_INT = (1 << 31) - 1
-"""Of numbers that go to the engines."""
+"""Maximum of numbers that go to the engines."""
 LEAST_TTL_S, MOST_TTL_S = 3600, 10 * 366 * 24 * 3600
 
 
@@ -26,17 +26,17 @@ def _storable(values: dict[str, Any]) -> dict[str, Any]:
 
 Stored = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
 Values = Annotated[dict[str, Any], AfterValidator(_storable)]
-"""Of the client's choice; what we cannot write again is refused."""
+"""Values of the client's choice. Values that cannot be written again are refused."""
 
 
 class Body(BaseModel):
-    """A JSON body."""
+    """Base class of JSON bodies."""
 
     model_config = ConfigDict(protected_namespaces=(), extra="ignore")
 
     @classmethod
     def of(cls, data: bytes) -> Self:
-        """Read a body. UserError: it is malformed; the message names the fields."""
+        """Parse a body. UserError: it is malformed; the message names the fields."""
         try:
             return cls.model_validate_json(data or b"{}")
         except ValidationError as error:
@@ -44,7 +44,7 @@ class Body(BaseModel):
 
 
 def wrong(error: ValidationError) -> str:
-    """Say in one line what is wrong with a request."""
+    """Return in one line what is wrong with a request."""
     shown = error.errors(include_url=False)[:5]
     return "; ".join(
         f"{'.'.join(map(str, e['loc'])) or 'the body'}: {e['msg']} (got {e['input']!r:.80})" for e in shown
@@ -52,7 +52,7 @@ def wrong(error: ValidationError) -> str:
 
 
 class CreateSession(Body):
-    """`create_session`."""
+    """Body of `create_session`."""
 
     tags: list[str] = Field(default_factory=list[str])
     user_metadata: Values | None = None
@@ -62,20 +62,20 @@ class CreateSession(Body):
 
 
 class SessionBody(Body):
-    """`session_heartbeat`."""
+    """Body of `session_heartbeat`."""
 
     session_id: str
 
 
 class FinishSession(Body):
-    """`sessions/ID/finish`."""
+    """Body of `sessions/ID/finish`."""
 
     reason: dict[str, Any] = Field(default_factory=dict[str, Any])
     detail: str | None = None
 
 
 class LoraConfig(Body):
-    """What a model trains."""
+    """The adapter that a model trains."""
 
     rank: int = Field(ge=1, le=1024)
     seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63)
@@ -85,7 +85,7 @@ class LoraConfig(Body):
 
 
 class CreateModel(Body):
-    """`create_model`."""
+    """Body of `create_model`."""
 
     session_id: str
     model_seq_id: int = Field(ge=0, le=MOST_ID)
@@ -96,14 +96,14 @@ class CreateModel(Body):
 
 
 class ModelBody(Body):
-    """An operation on a model; also `get_info`."""
+    """Body of an operation on a model, and of `get_info`."""
 
     model_id: str
     seq_id: Stored | None = None
 
 
 class SaveWeights(ModelBody):
-    """`save_weights`."""
+    """Body of `save_weights`."""
 
     path: str | None = None
     ttl_seconds: int | None = Field(default=None, ge=LEAST_TTL_S, le=MOST_TTL_S)
@@ -112,14 +112,14 @@ class SaveWeights(ModelBody):
 
 
 class SaveForSampler(SaveWeights):
-    """`save_weights_for_sampler`."""
+    """Body of `save_weights_for_sampler`."""
 
     sampling_session_seq_id: int | None = Field(default=None, ge=0, le=LARGEST)
     kind: Literal["snapshot", "inflight"] = "snapshot"
 
 
 class LoadWeights(Body):
-    """`load_weights`: into a model that is there, or as the first request of a new one."""
+    """Body of `load_weights`: into an existing model, or as the first request of a new one."""
 
     model_id: str | None = None
     seq_id: Stored | None = None
@@ -134,7 +134,7 @@ class LoadWeights(Body):
 
 
 class CreateSampler(Body):
-    """`create_sampling_session`."""
+    """Body of `create_sampling_session`."""
 
     session_id: str
     sampling_session_seq_id: int = Field(ge=0, le=LARGEST)
@@ -143,19 +143,19 @@ class CreateSampler(Body):
 
 
 class RequestBody(Body):
-    """`retrieve_future` and `cancel_future`."""
+    """Body of `retrieve_future` and `cancel_future`."""
 
     request_id: str
 
 
 class TinkerPath(Body):
-    """`weights_info`."""
+    """Body of `weights_info`."""
 
     tinker_path: str
 
 
 class Ttl(Body):
-    """`.../ttl`."""
+    """Body of `.../ttl`."""
 
     ttl_seconds: int | None = Field(default=None, ge=LEAST_TTL_S, le=MOST_TTL_S)
 
@@ -168,13 +168,13 @@ class Chunk(Body):
 
 
 class Prompt(Body):
-    """A prompt."""
+    """A prompt as a list of chunks."""
 
     chunks: list[Chunk]
 
 
 class Sampling(Body):
-    """How to sample."""
+    """Sampling parameters of a request."""
 
     max_tokens: int | None = None
     seed: int | None = None
@@ -185,7 +185,7 @@ class Sampling(Body):
 
 
 class SampleAddress(Body):
-    """What names the future of an `asample`; also `join_sampling_session`."""
+    """The part of `asample` that names its future; also the body of `join_sampling_session`."""
 
     sampling_session_id: str | None = None
     seq_id: Stored | None = None
@@ -193,7 +193,7 @@ class SampleAddress(Body):
 
 
 class SampleBody(SampleAddress):
-    """`asample`."""
+    """Body of `asample`."""
 
     prompt: Prompt
     sampling_params: Sampling

@@ -34,32 +34,32 @@ from penstock.tinker.schema import PROTO_TYPE, pb
 from penstock.types import SamplingParams
 
 MOST_SAMPLES = 1024
-"""Of one request."""
+"""Maximum of samples in one request."""
 MOST_TOP = 20
-"""vLLM's own bound on logprobs of a position."""
+"""vLLM's limit of logprobs per position."""
 LOADS = 8
-"""An adapter that others keep evicting is loaded so often for one sample."""
+"""Loads of an adapter for one sample, if others keep evicting it."""
 RECONNECTS = 2
-"""Of one sample, where the owner of the fleet did not answer in time, or is another one now."""
+"""Reconnects for one sample, if the fleet's owner did not answer in time or has been replaced."""
 CONNECT_S, AGAIN_S = 60.0, 1.0
-"""How long an owner is waited for, as a service that starts again takes, and the time between two attempts.
+"""Seconds to wait for an owner, which allow for a restart of the service, and seconds between two attempts.
 
-The main process ends with its owner long before: its samples stay pending, and run at the next start.
+The main process ends with its owner long before. Its samples stay pending, and run at the next start.
 """
 LOAD_S = 120.0
 REQUEST_S = 6 * 3600.0
 NO_TOKEN, NO_LOGPROB = 0, -99999.0
-"""Cells of the SDK's matrices that hold nothing."""
+"""Empty cells of the SDK's matrices."""
 _MISSING, _BAD, _UNPROCESSABLE = 404, 400, 422
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a sampler samples from.
+    """The weights that a sampler samples from.
 
     Attributes:
-        adapter: its name on the fleet; None: the base model.
-        folder: where it is saved, for when the fleet has evicted it or started anew.
+        adapter: name of the adapter on the fleet; None: the base model.
+        folder: folder of the saved adapter, for loading it after an eviction or a restart of the fleet.
     """
 
     adapter: str | None = None
@@ -67,10 +67,10 @@ class Source:
 
 
 class FleetLink:
-    """Reaches the fleet whose router is at `url`, through its owner.
+    """Connects to the fleet whose router is at `url`, through its owner.
 
     Args:
-        url: returns the router's URL, None while nobody has said one.
+        url: returns the router's URL, or None while it is unknown.
     """
 
     def __init__(self, url: Callable[[], Awaitable[str | None]]) -> None:
@@ -81,15 +81,15 @@ class FleetLink:
         self._loading: dict[str, asyncio.Task[Any]] = {}
 
     async def fleet(self) -> Fleet:
-        """Return a client of the fleet, opened at the first call; an owner that is gone is waited for.
+        """Return a client of the fleet, opened at the first call. Wait for an owner that is gone.
 
         Raises:
-            UserError: nobody has said where the fleet is.
-            EngineError, StateError: its owner cannot be reached.
+            EngineError: the fleet's URL is unknown, or its owner cannot be reached.
+            StateError: the owner cannot be reached.
         """
         if self._fleet is not None:
             return self._fleet
-        if self._opening is None:  # one for all samples that wait
+        if self._opening is None:  # shared by all waiting samples
             self._opening = asyncio.create_task(self._connect(), name="tinker-connect")
             self._opening.add_done_callback(self._opened)
         return await asyncio.shield(self._opening)
@@ -97,7 +97,7 @@ class FleetLink:
     async def _connect(self) -> Fleet:
         end = asyncio.get_running_loop().time() + CONNECT_S
         while True:
-            url = await self._url()  # a new owner's is another
+            url = await self._url()  # a new owner has another URL
             if url is None:
                 raise EngineError("this service knows no engines: no process on its database has named a fleet")
             try:
@@ -112,10 +112,10 @@ class FleetLink:
     def _opened(self, done: asyncio.Task[Fleet]) -> None:
         self._opening = None
         if not done.cancelled():
-            done.exception()  # whoever waited has it
+            done.exception()  # read here; each waiting caller gets it too
 
     async def load(self, source: Source) -> None:
-        """Put a saved adapter on the fleet, once for all requests that wait for it."""
+        """Load a saved adapter onto the fleet, once for all requests that wait for it."""
         name = source.adapter
         if name is None or source.folder is None:
             raise UserError(f"sampler {name!r} was not used for hours and is not kept any more; save the weights again")
@@ -128,16 +128,16 @@ class FleetLink:
         await asyncio.shield(task)
 
     async def lost(self, fleet: Fleet) -> bool:
-        """Return whether `fleet` is no use any more: its owner went, or hung. The next call connects anew."""
+        """Return whether `fleet` is unusable because its owner is gone or hangs. The next call then reconnects."""
         if self._fleet is not fleet:
             return True
-        with suppress(EngineDeadError, DeadlineError, StateError):  # of an owner that is gone, hangs, or ends
+        with suppress(EngineDeadError, DeadlineError, StateError):  # the owner is gone, hangs, or ends
             engines = await fleet.engines(stats=False)
             if any(engine.state not in {State.DEAD, State.STOPPED} for engine in engines):
                 return False
         if self._fleet is fleet:
             self._fleet = None
-            self._left.append(fleet)  # others may still wait for answers over it
+            self._left.append(fleet)  # other callers may still wait for its answers
         return True
 
     async def close(self) -> None:
@@ -149,16 +149,16 @@ class FleetLink:
 
 
 class Sampling:
-    """Runs `asample` operations: each sample is a request of its own, so a router spreads them."""
+    """Runs `asample` operations. Each sample is its own request, so that a router spreads them."""
 
     def __init__(self, link: FleetLink) -> None:
         self._link = link
 
     async def run(self, operation: Operation, source: Source, context: int | None = None) -> Outcome:
-        """Return the SDK's `SampleResponse`; a request that no engine takes is an outcome too.
+        """Return the SDK's `SampleResponse`. An engine's refusal of the request is an outcome too.
 
         Raises:
-            PenstockError: the engines failed, or the request asks for what they cannot do.
+            PenstockError: the engines failed, or the request asks for something they cannot do.
         """
         body = SampleBody.of(operation.body)
         for left in range(RECONNECTS, -1, -1):
@@ -211,20 +211,20 @@ class _Answer:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """An `asample` as engines take it."""
+    """An `asample` request in the engines' form."""
 
     prompt: list[int]
     params: SamplingParams
     samples: int
     top: int
-    """Logprobs of each sampled token besides its own."""
+    """Number of top logprobs for each sampled token."""
     prompt_top: int | None
-    """The same of the prompt; None: no logprobs of the prompt."""
+    """Number of top logprobs for each prompt token; None: no logprobs of the prompt."""
     prompt_from: int
     """First position of the prompt that is scored."""
 
     def check_fits(self, context: int | None) -> None:
-        """Refuse what an engine would cut at its context without a word. UserError: it is too long."""
+        """Refuse a request that an engine would silently cut at its context. UserError: it is too long."""
         asked = len(self.prompt) + self.params.max_tokens
         if context is not None and asked > context:
             raise UserError(
@@ -234,7 +234,7 @@ class _Request:
 
     @classmethod
     def of(cls, given: SampleBody, vocab_size: int | None) -> _Request:
-        """Read a request. UserError: it asks for what no engine does; the message says what."""
+        """Read a request. UserError: it asks for something that no engine supports; the message names it."""
         _refuse_unsupported(given)
         prompt = [token for chunk in given.prompt.chunks for token in chunk.tokens]
         if not prompt:
@@ -260,7 +260,7 @@ class _Request:
         )
 
     def body(self, index: int, adapter: str | None) -> dict[str, Any]:
-        """Make the request of sample `index`; the first one scores the prompt."""
+        """Return the request body of sample `index`. The first sample scores the prompt."""
         body = wire.generate_body(self.prompt, self.params, adapter=adapter)
         sampling: dict[str, Any] = body["sampling_params"]
         sampling["logprobs"] = self.top
@@ -271,7 +271,7 @@ class _Request:
         return body
 
     def response(self, answers: Sequence[_Answer]) -> Any:
-        """Make the SDK's message."""
+        """Build the SDK's response message."""
         response = pb.SampleResponse()
         for answer in answers:
             self._add_sequence(response.sequences.add(), answer)
@@ -305,7 +305,7 @@ class _Request:
 
 
 def _params(given: SampleBody) -> SamplingParams:
-    """Return the sampling parameters as engines name them. UserError: one is missing or out of range."""
+    """Return the sampling parameters under the engines' names. UserError: one is missing or out of range."""
     params = given.sampling_params
     if params.max_tokens is None:
         raise UserError("sampling_params.max_tokens is missing; say how many tokens a sample may have at most")
@@ -343,7 +343,7 @@ def _refuse_unsupported(given: SampleBody) -> None:
 
 
 def _best(entries: Sequence[tuple[int, float, int]], top: int) -> list[tuple[int, float]]:
-    """Return the `top` likeliest tokens; the sampled one, which comes besides, only if it is among them."""
+    """Return the `top` likeliest tokens. The sampled token counts only if it is among them."""
     ranked = sorted({entry[0]: entry for entry in entries}.values(), key=lambda entry: entry[2])
     return [(token, logprob) for token, logprob, rank in ranked if rank <= top][:top]
 

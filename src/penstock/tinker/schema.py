@@ -1,7 +1,7 @@
-"""The SDK's protobuf messages, as `pb`, and a bound on their fields.
+"""The SDK's protobuf messages as `pb`, and a limit on their fields.
 
-They are read from the installed `tinker` package without importing it: its import loads torch, which takes seconds and
-memory that a process without a model does not need.
+The messages are read from the installed `tinker` package without importing it. Its import loads torch, which takes
+seconds, and memory that a process without a model does not need.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ else:
 # --- fields of training data -----------------------------------------------------------------------------------------
 
 MOST_FIELDS = 1 << 18
-"""Of a body of training data; the SDK's chunks have at most 1,024 data, of about 30 fields each."""
+"""Maximum of fields in a body of training data. The SDK's chunks have at most 1,024 data of about 30 fields."""
 
 _Fields = dict[int, Any]
-"""Fields that have a length, by number: the fields of a message, or None for packed numbers; no text, no bytes."""
+"""Fields with a length, by number: a message's fields, or None for packed numbers. Text and bytes are left out."""
 
 
 def check_fields(body: bytes) -> None:
-    """Raise UserError for training data of too many fields, before they are parsed.
+    """Raise UserError for training data with too many fields, before it is parsed.
 
-    protobuf has no bound of its own. It parses 64 MiB of empty messages in 6 s, in which no other thread runs, and
+    protobuf has no limit. It parses 64 MiB of empty messages in 6 s, in which no other thread runs, and
     takes 1.8 GiB for them.
     """
     left, todo = MOST_FIELDS, [(0, len(body), _FIELDS)]
     if len(body) <= 2 * left:
-        return  # each has two bytes
+        return  # each field has at least two bytes
     try:
         while todo:
             at, end, known = todo.pop()
@@ -66,7 +66,7 @@ def check_fields(body: bytes) -> None:
                 tag, at = _varint(body, at)
                 size, at = _varint(body, at) if tag & 7 in {0, 2} else (0, at + _FIXED.get(tag & 7, 0))
                 left -= 1
-                if tag & 7 == 2:  # noqa: PLR2004 - the kind of what has a length
+                if tag & 7 == 2:  # noqa: PLR2004 - the wire type with a length
                     inside = known.get(tag >> 3, _TEXT)
                     if inside is None:
                         left -= size
@@ -104,4 +104,4 @@ def _fields_of(message: Any) -> _Fields:
 
 _FIELDS, _TEXT = _fields_of(pb.ForwardBackwardRequest.DESCRIPTOR), _Fields()
 _FIXED = {1: 8, 5: 4}
-"""Bytes of the kinds that have no length."""
+"""Bytes of the wire types without a length."""

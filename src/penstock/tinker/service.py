@@ -1,4 +1,4 @@
-"""The Tinker service's owner: it launches the fleet, and keeps a learner and an API process running beside it."""
+"""The Tinker service's owner: it launches the fleet, and keeps a learner and an API process running."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ from penstock.tinker.tenants import read_keys, refuse_open_service
 
 API_START_S = 300.0
 SHARED_GPU = 0.4
-"""Share of its memory that engines take of the only GPU, where nothing else was asked for."""
+"""Default share of GPU memory for engines, if the learner must share their GPUs."""
 MAX_LORAS, MAX_RANK = 8, 32
-"""Adapters in one batch and their rank, where nothing else was asked for; 32 is the SDK's default rank."""
+"""Default number of adapters in one batch, and their default rank; 32 is the SDK's default rank."""
 KEPT_LORAS = 4
-"""Times `max_loras`: adapters that an engine keeps in memory. It reads others from files, and all requests wait."""
+"""Factor of `max_loras`: adapters that an engine keeps in memory. While it reads others, all requests wait."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceConfig:
-    """What `penstock tinker` runs.
+    """Configuration of `penstock tinker`.
 
     Attributes:
-        engine: of the fleet.
+        engine: configuration of the fleet's engines.
         fleet: see `FleetConfig`.
         router: see `RouterConfig`.
         train: sizes of the learner.
-        data: folder of everything that is kept.
+        data: folder of all persistent data.
         host: address of the API.
-        port: of the API; 0: any free one.
+        port: port of the API; 0 picks a free port.
         keys: file of the tenants' keys; None: one tenant, any key.
         database: SQLAlchemy's URL; None: SQLite in the data folder.
     """
@@ -64,7 +64,7 @@ class ServiceConfig:
 
     @property
     def base_model(self) -> str:
-        """The name that clients give."""
+        """Name of the base model for clients."""
         return self.engine.served_model_name or self.engine.model
 
 
@@ -73,8 +73,8 @@ class Service:
     """A running service.
 
     Attributes:
-        url: what clients set TINKER_BASE_URL to.
-        fleet: of the engines.
+        url: value of TINKER_BASE_URL for clients.
+        fleet: fleet of the engines.
         learner: the learner process.
         api: the API process.
     """
@@ -92,9 +92,9 @@ async def serving(config: ServiceConfig) -> AsyncGenerator[Service]:
     Raises:
         ConfigError: the folder or the database cannot be used, or an option is wrong.
         StateError: another service uses the folder.
-        EngineStartError: an engine or a process did not start; nothing is left running.
+        EngineStartError: an engine or a process did not start. No process is left running.
     """
-    # Both before anything starts.
+    # Both checks come before anything starts.
     refuse_open_service(config.host, read_keys(config.keys))
     if (url := config.database) is not None:
         await asyncio.to_thread(lambda: open_engine(url).dispose())
@@ -102,7 +102,7 @@ async def serving(config: ServiceConfig) -> AsyncGenerator[Service]:
         engine, (about, vocabulary) = adapted(config), model_card(config)
         logs = data / "logs"
         fleet_config = config.fleet.model_copy(update={"log_dir": config.fleet.log_dir or logs})
-        # Tenants' adapters are behind the router: only the service's processes ask it, by the key that the owner gives.
+        # The router serves tenants' adapters, so it answers only the service's processes, by the owner's key.
         async with Fleet.launch(engine, fleet=fleet_config, router=config.router, api_key=new_key()) as fleet:
             learner = _learner(config, engine, data, fleet.url, about, vocabulary)
             api = _api(config, data, fleet.url, about)
@@ -116,7 +116,7 @@ async def serving(config: ServiceConfig) -> AsyncGenerator[Service]:
 
 
 def adapted(config: ServiceConfig) -> EngineConfig:
-    """Return the engine's configuration with adapters, and room for the learner on a GPU that both must share."""
+    """Return the engine's configuration with adapters, and with room for the learner on a shared GPU."""
     engine = config.engine
     usual = {"max_loras": MAX_LORAS, "max_lora_rank": MAX_RANK}
     values: dict[str, Any] = {"enable_lora": True} | {
@@ -135,10 +135,10 @@ def adapted(config: ServiceConfig) -> EngineConfig:
 
 
 def model_card(config: ServiceConfig) -> tuple[dict[str, Any], int]:
-    """Return what clients are told of the base model, and the size of its vocabulary.
+    """Return the base model's facts for clients, and the size of its vocabulary.
 
     Raises:
-        ConfigError: its configuration cannot be read.
+        ConfigError: the model's configuration cannot be read.
     """
     values = _model_config(config.engine.model)
     tokenizer = config.engine.tokenizer or config.engine.model
@@ -155,7 +155,7 @@ def model_card(config: ServiceConfig) -> tuple[dict[str, Any], int]:
 
 
 def _model_config(model: str) -> dict[str, Any]:
-    """Read `config.json` of a folder or a hub name. transformers would do so too, after seconds of imports."""
+    """Read `config.json` of a folder or a hub name. transformers would need seconds of imports for this."""
     file = Path(model).expanduser() / "config.json"
     if not file.parent.is_dir():
         from huggingface_hub import hf_hub_download  # noqa: PLC0415  # pyright: ignore[reportUnknownVariableType]
@@ -210,7 +210,7 @@ def _api(config: ServiceConfig, data: Path, fleet_url: str, about: dict[str, Any
     }
 
     def with_port() -> str:
-        # Once it has a port it keeps it, since clients know it.
+        # After the first start it keeps its port, because clients know it.
         return json.dumps({**options, "port": int(api.url.rpartition(":")[2]) if api.url else config.port})
 
     api = SupervisedChild(
@@ -226,7 +226,7 @@ def _api(config: ServiceConfig, data: Path, fleet_url: str, about: dict[str, Any
 
 
 class _owned:  # noqa: N801 - a context manager
-    """The data folder while this process alone owns it."""
+    """Context manager: this process alone owns the data folder."""
 
     def __init__(self, data: Path) -> None:
         self._data = data.expanduser().resolve()

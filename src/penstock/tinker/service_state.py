@@ -1,4 +1,4 @@
-"""What the handlers of one API process work on, and what it does in the background."""
+"""The state that the handlers of an API process share, and its background tasks."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from penstock.tinker.tenants import Tenants
 from penstock.tinker.training import Training
 
 SWEEP_S = 60.0
-"""How often expired checkpoints, old results and silent sessions are dropped."""
+"""Seconds between two sweeps of expired checkpoints, old results and silent sessions."""
 DESCRIBE_S = 10.0
 MAIN = "main"
-"""Name of the process that reaches the learner; operations on models are its."""
+"""Name of the process that reaches the learner. It runs the operations on models."""
 ABOUT, FLEET, KEYED = "about", "fleet", "keyed"
-"""Names of the facts that the main process tells the others."""
+"""Names of the facts that the main process publishes to the others."""
 
 logger = logging.getLogger(__name__)
 
@@ -45,17 +45,17 @@ class About:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Of one API process.
+    """Options of one API process.
 
     Attributes:
-        data: the data folder; its processes are of one user.
+        data: the data folder. All its processes run as one user.
         database: SQLAlchemy's URL.
-        tenants: who may call.
-        name: of the process; `MAIN` reaches the learner.
+        tenants: tenants that may call.
+        name: name of the process; `MAIN` reaches the learner.
         learner: socket of the learner; main process only.
         fleet: URL of the fleet's router; main process only.
-        about: main process only.
-        hold_s: how long a poll is held.
+        about: facts on the base model; main process only.
+        hold_s: seconds that a poll is held.
     """
 
     data: Path
@@ -69,7 +69,7 @@ class Options:
 
 
 class ServiceState:
-    """One API process; made by `opened`."""
+    """State of one API process. Built by `opened`."""
 
     def __init__(self, options: Options, database: Database) -> None:
         self.tenants = options.tenants
@@ -84,7 +84,7 @@ class ServiceState:
         self._about = options.about
 
     async def about(self) -> About:
-        """Return what the base model is. StateError: the main process has not said it yet."""
+        """Return the facts on the base model. StateError: the main process has not published them yet."""
         if self._about is None:
             told = await self.sessions.fact(ABOUT)
             if told is None:
@@ -93,9 +93,9 @@ class ServiceState:
         return self._about
 
     async def introduce(self) -> None:
-        """Tell the other processes of this service, or ask it: another than the main one must fit it.
+        """Publish this service's facts, or check that this process fits them if it is not the main process.
 
-        ConfigError: the database is of no service, or the service has keys and this process has none.
+        ConfigError: the database belongs to no service, or the service has keys and this process has none.
         """
         if self.futures.executor == MAIN:
             await self.sessions.tell(KEYED, not self.tenants.open)
@@ -115,7 +115,7 @@ class ServiceState:
         return self.futures.executor if kind == SAMPLE else MAIN
 
     async def drop_models(self, models: Iterable[tuple[str, str]]) -> None:
-        """Take models of ended sessions, `(tenant, model)`, from the learner, behind what is queued for them."""
+        """Queue the removal of ended sessions' models, `(tenant, model)`, behind the models' other operations."""
         for tenant, model in models:
             await self.futures.accept(Operation(f"{model}:drop", tenant, "drop_model", model, b"{}"), MAIN)
 
@@ -136,7 +136,7 @@ class ServiceState:
         await self.futures.finish(operation, await outcome_of(work()))
 
     async def describe_fleet(self) -> None:
-        """Tell the other processes, for ever, which router, engines and adapters there are."""
+        """Publish the router, engines and adapters to the other processes, for ever."""
         told: Any = None
         fleet: Fleet | None = None
         while True:
@@ -148,14 +148,14 @@ class ServiceState:
                 if value != told:
                     await self.sessions.tell(FLEET, value)
                     told = value
-            except PenstockError as error:  # the engines may be back the next time
+            except PenstockError as error:  # the engines may be back next time
                 logger.warning("the engines cannot be listed: %s", error)
                 if fleet is not None:
                     await self.link.lost(fleet)
             await asyncio.sleep(DESCRIBE_S)
 
     async def sweep(self) -> None:
-        """Drop what has outlived its time, for ever."""
+        """Drop expired data, for ever."""
         while True:
             await asyncio.sleep(SWEEP_S)
             try:
@@ -165,11 +165,11 @@ class ServiceState:
                     await delete_folder(folder)
                 await self.drop_models(await self.sessions.silent())
                 await self.sessions.forget()
-            except StateError as error:  # the database may be back the next time
+            except StateError as error:  # the database may be back next time
                 logger.warning("%s", error)
 
     async def close(self) -> None:
-        """End polls and samples under way; the database keeps them for the next start."""
+        """End polls and samples under way. The database keeps them for the next start."""
         for task in list(self._samples):
             await cancelled(task)
         await self.futures.close()
@@ -180,7 +180,7 @@ async def opened(options: Options) -> AsyncGenerator[ServiceState]:
     """Open the state of an API process while the block runs.
 
     Raises:
-        ConfigError: the database cannot be used, or a further process does not fit the service.
+        ConfigError: the database cannot be used, or an additional process does not fit the service.
     """
     async with AsyncExitStack() as stack:
         database = await asyncio.to_thread(Database, options.database, new=options.name == MAIN)

@@ -1,4 +1,4 @@
-"""Sessions, models and samplers in the database, each seen by its own tenant alone."""
+"""Sessions, models and samplers in the database. Only their own tenant sees them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from penstock.tinker.sampling import Source
 from penstock.tinker.tenants import Tenant
 
 SILENT_S = 3600.0
-"""A session without a heartbeat for so long has ended; its models leave the learner."""
+"""Seconds without a heartbeat after which a session ends. Its models then leave the learner."""
 UNUSED_S = 6 * 3600.0
 KNOWN = 4096
-"""Samplers, and models, that are not read from the database again."""
+"""Maximum of cached samplers, and of cached models, that need no further read of the database."""
 
 
 class UnknownError(UserError):
@@ -36,7 +36,7 @@ class Sessions:
     """The rows of sessions, models and samplers.
 
     Args:
-        database: holds them.
+        database: database of the rows.
     """
 
     def __init__(self, database: Database) -> None:
@@ -44,12 +44,12 @@ class Sessions:
         self._known: dict[str, tuple[str, Source]] = {}
         self._used: dict[str, float] = {}
         self._owners: dict[str, str] = {}
-        """Tenants of models; a model keeps its own."""
+        """Tenants by model. A model never changes its tenant."""
 
     # --- sessions ----------------------------------------------------------------------------------------------------
 
     async def create(self, tenant: Tenant, given: CreateSession) -> str:
-        """Open a session; returns its id. UserError: the tenant has too many."""
+        """Open a session and return its id. UserError: the tenant has too many."""
         now, session = time.time(), str(uuid.uuid4())
         about = given.model_dump()
         row = {"id": session, "tenant": tenant.name, "created": now, "seen": now, "about": about}
@@ -69,26 +69,26 @@ class Sessions:
         return session
 
     async def beat(self, tenant: str, session: str) -> None:
-        """Note that a client lives. UnknownError, FinishedError."""
+        """Record that a client lives. UnknownError, FinishedError: see `open_one`."""
         await self.open_one(tenant, session)
         change = update(sessions).where(sessions.c.id == session).values(seen=time.time())
         await self._database.run(lambda c: c.execute(change))
 
     async def open_one(self, tenant: str, session: str) -> Row[Any]:
-        """Return a session that has not ended. UnknownError, FinishedError."""
+        """Return a session that has not ended. UnknownError: none; FinishedError: it has ended."""
         row = await self._mine(sessions, "session", tenant, session)
         if row.finished is not None:
             raise FinishedError(f"session {session} has ended: {row.finished}")
         return row
 
     async def finish(self, tenant: str, session: str, reason: str) -> list[tuple[str, str]]:
-        """End a session; returns `(tenant, model)` of its models to drop. UnknownError."""
+        """End a session. Return `(tenant, model)` of its models to drop. UnknownError: no such session."""
         await self._mine(sessions, "session", tenant, session)
         this = sessions.c.id == session
         return await self._database.run(lambda c: _end(c, this, reason, this))
 
     async def silent(self) -> list[tuple[str, str]]:
-        """End the sessions whose clients are gone; returns `(tenant, model)` to drop, of all ended sessions."""
+        """End sessions whose clients are gone. Return `(tenant, model)` to drop for all ended sessions."""
         old = sessions.c.finished.is_(None) & (sessions.c.seen < time.time() - SILENT_S)
         ended = sessions.c.finished.is_not(None)
         return await self._database.run(lambda c: _end(c, old, "its client sent no heartbeat", ended))
@@ -99,7 +99,7 @@ class Sessions:
         return [row[0] for row in await self._database.run(lambda c: c.execute(mine.limit(limit).offset(offset)).all())]
 
     async def described(self, tenant: str, session: str) -> dict[str, Any]:
-        """Return the SDK's `GetSessionResponse`. UnknownError."""
+        """Return a session as the SDK's `GetSessionResponse`. UnknownError: no such session."""
         row = await self._mine(sessions, "session", tenant, session)
 
         def work(connection: Connection) -> tuple[list[str], list[str]]:
@@ -121,7 +121,7 @@ class Sessions:
     # --- models ------------------------------------------------------------------------------------------------------
 
     async def model(self, tenant: str, model: str) -> Row[Any]:
-        """Return a tenant's model. UnknownError."""
+        """Return a tenant's model. UnknownError: no such model."""
         row = await self._mine(models, "model", tenant, model)
         if len(self._owners) >= KNOWN:
             self._owners.clear()
@@ -129,7 +129,7 @@ class Sessions:
         return row
 
     async def own_model(self, tenant: str, model: str) -> None:
-        """Raise UnknownError unless the tenant has a model of that id, which is asked of the database once."""
+        """Raise UnknownError unless the tenant has a model of that id. The database is read only once."""
         if self._owners.get(model) != tenant:
             await self.model(tenant, model)
 
@@ -149,22 +149,22 @@ class Sessions:
         return {"training_runs": rows, "cursor": {"offset": offset, "limit": limit, "total_count": total}}
 
     async def run(self, tenant: str, model: str) -> dict[str, Any]:
-        """Return the SDK's `TrainingRun`. UnknownError."""
+        """Return a model as the SDK's `TrainingRun`. UnknownError: no such model."""
         row = await self.model(tenant, model)
         return await self._database.run(lambda c: run_as_json(c, row))
 
     # --- samplers ----------------------------------------------------------------------------------------------------
 
     async def add_sampler(self, sampler: Mapping[str, Any]) -> None:
-        """Add a sampler; harmless if it is there."""
+        """Add a sampler, if it does not exist yet."""
         await self._database.run(lambda connection: put_sampler(connection, sampler))
 
     async def sampler(self, tenant: str, sampler: str) -> Row[Any]:
-        """Return a tenant's sampler. UnknownError."""
+        """Return a tenant's sampler. UnknownError: no such sampler."""
         return await self._mine(samplers, "sampler", tenant, sampler)
 
     async def join(self, tenant: str, sampler: str) -> int:
-        """Return a number that no other client of a sampler has; its creator has 0. UnknownError."""
+        """Return a new client number for a sampler. Its creator has 0. UnknownError: no such sampler."""
         mine = (samplers.c.id == sampler) & (samplers.c.tenant == tenant)
         change = update(samplers).where(mine).values(clients=samplers.c.clients + 1).returning(samplers.c.clients)
         number = await self._database.run(lambda c: c.execute(change).scalar())
@@ -173,7 +173,7 @@ class Sessions:
         return number
 
     async def source(self, tenant: str, sampler: str) -> Source:
-        """Return what a tenant's sampler samples from. UnknownError."""
+        """Return the source of a tenant's sampler. UnknownError: no such sampler."""
         known = self._known.get(sampler)
         if known is None:
             row = await self._mine(samplers, "sampler", tenant, sampler)
@@ -186,9 +186,9 @@ class Sessions:
         return known[1]
 
     async def unused_folders(self) -> list[str]:
-        """Note which samplers were used; returns folders of no checkpoint that none has used for `UNUSED_S`.
+        """Save the times of use. Return the folders without a checkpoint that were unused for `UNUSED_S`.
 
-        Their samplers have none any more, so they end when the fleet evicts their adapters.
+        Their samplers lose the folder, so they end when the fleet evicts their adapters.
         """
         used, self._used = self._used, {}
         s = samplers.c
@@ -199,7 +199,7 @@ class Sessions:
             for sampler, at in used.items():
                 connection.execute(update(samplers).where(s.id == sampler).values(used=at))
             latest = select(s.folder).where(s.folder.is_not(None) & ~old)
-            gone = old & s.folder.not_in(latest)  # samplers of kind inflight share one
+            gone = old & s.folder.not_in(latest)  # samplers of kind inflight share a folder
             folders = [row[0] for row in connection.execute(select(s.folder).where(gone).distinct()).all()]
             connection.execute(update(samplers).where(s.folder.in_(folders)).values(folder=None))
             return folders
@@ -212,7 +212,7 @@ class Sessions:
     async def forget(self) -> None:
         """Drop sessions that ended a day ago, with their samplers and models.
 
-        What a checkpoint, a future, the learner or a sample of the last hours needs stays, and so does its session.
+        Rows that a checkpoint, a future, the learner or a recent sample needs stay, and so does their session.
         """
         now, m, s, scope = time.time(), models.c, samplers.c, futures.c.scope
         long_ago = select(sessions.c.id).where(sessions.c.finished.is_not(None) & (sessions.c.seen < now - KEEP_S))
@@ -235,17 +235,17 @@ class Sessions:
             ),
         )
         await self._database.run(lambda c: [c.execute(each) for each in dropped])
-        self._known.clear()  # also of what another process has dropped
+        self._known.clear()  # other processes drop rows too
         self._owners.clear()
 
     # --- facts that processes share ----------------------------------------------------------------------------------
 
     async def fact(self, name: str) -> Any:
-        """Return what a process has told the others; None: nothing."""
+        """Return a fact that a process has published, or None."""
         return await self._database.run(lambda c: c.execute(select(facts.c.value).where(facts.c.name == name)).scalar())
 
     async def tell(self, name: str, value: Any) -> None:
-        """Tell the other processes something."""
+        """Publish a fact to the other processes."""
         await self._database.run(lambda connection: put_fact(connection, name, value))
 
     async def _mine(self, table: Table, what: str, tenant: str, given: str) -> Row[Any]:
@@ -257,7 +257,7 @@ class Sessions:
 
 
 def new_model(tenant: str, model: str, session: str, base_model: str, lora: Any, user_metadata: Any) -> Also:
-    """Return what adds a model that the learner does not have yet."""
+    """Return the change that adds a model which the learner does not have yet."""
     now = time.time()
     row = {
         "id": model, "session": session, "tenant": tenant, "created": now, "used": now, "base_model": base_model,
@@ -267,20 +267,20 @@ def new_model(tenant: str, model: str, session: str, base_model: str, lora: Any,
 
 
 def put_fact(connection: Connection, name: str, value: Any) -> None:
-    """Add a fact, or change it."""
+    """Add a fact, or replace its value."""
     if not connection.execute(update(facts).where(facts.c.name == name).values(value=value)).rowcount:
         connection.execute(insert(facts).values(name=name, value=value))
 
 
 def put_sampler(connection: Connection, sampler: Mapping[str, Any]) -> None:
-    """Add a sampler; harmless if it is there."""
+    """Add a sampler, if it does not exist yet."""
     if connection.execute(select(samplers.c.id).where(samplers.c.id == sampler["id"])).first() is None:
         now = time.time()
         connection.execute(insert(samplers).values(created=now, used=now, **sampler))
 
 
 def run_as_json(connection: Connection, row: Row[Any]) -> dict[str, Any]:
-    """Return the SDK's `TrainingRun`."""
+    """Return a row as the SDK's `TrainingRun`."""
 
     def last(kind: str) -> dict[str, Any] | None:
         of_kind = (checkpoints.c.model == row.id) & (checkpoints.c.kind == kind)
@@ -305,7 +305,7 @@ def run_as_json(connection: Connection, row: Row[Any]) -> dict[str, Any]:
 def _end(
     connection: Connection, which: ColumnElement[bool], reason: str, ended: ColumnElement[bool]
 ) -> list[tuple[str, str]]:
-    """End sessions; returns `(tenant, model)` of `ended` ones' models that the learner has or is yet to create."""
+    """End sessions. Return `(tenant, model)` of the `ended` sessions' models that the learner has or will create."""
     connection.execute(update(sessions).where(which).values(finished=reason))
     f = futures.c
     creating = select(f.scope).where((f.state == PENDING) & f.kind.in_(("create_model", "load_weights")))

@@ -1,4 +1,4 @@
-"""Tenants: their keys, and how much each may have."""
+"""Tenants: their keys and limits."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ MOST_QUEUED, MOST_BYTES = 8192, 4 << 30
 MOST_SESSIONS, MOST_MODELS = 1024, 64
 LIMITS = ("max_queued", "max_bytes", "max_sessions", "max_models")
 SETTLED_S = 1.0
-"""Age at which a changed keys file is read: a younger one may be half written, and half a list of keys is a list."""
+"""Age at which a changed keys file is read. A younger file may be half written and still look complete."""
 PREFIX = "tml-"
-"""The SDK refuses keys that begin otherwise."""
+"""Prefix of keys. The SDK refuses keys without it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """One user of the service; ids of another's sessions, models and checkpoints do not exist for it.
+    """One user of the service. Other tenants' sessions, models and checkpoints are unknown to it.
 
     Attributes:
-        name: in the database and in listings.
-        key: None: whoever sends any key.
-        max_queued: operations that are not finished; one more is answered with 429, and the SDK waits.
-        max_bytes: of operations that are not finished and of kept results; 429 too.
-        max_sessions: that are open.
-        max_models: that the learner holds at once.
+        name: name in the database and in listings.
+        key: API key; None: any key is accepted.
+        max_queued: maximum of unfinished operations. Beyond it, the answer is 429 and the SDK waits.
+        max_bytes: maximum of bytes in unfinished operations and kept results; also answered with 429.
+        max_sessions: maximum of open sessions.
+        max_models: maximum of models that the learner holds at once.
     """
 
     name: str
@@ -51,8 +51,8 @@ class Tenants:
     """Finds the tenant of a key.
 
     Args:
-        tenants: all of them.
-        file: that they were read from, and is read again, in a thread, when it has changed.
+        tenants: all tenants.
+        file: file of the tenants. A thread reads it again when it has changed.
     """
 
     def __init__(self, tenants: Sequence[Tenant], file: Path | None = None) -> None:
@@ -60,14 +60,14 @@ class Tenants:
         self._file = file
         self._stamp: tuple[int, ...] | None = None
         self.open = any(tenant.key is None for tenant in tenants)
-        """Any key will do."""
+        """True if any key is accepted."""
 
     def named(self, name: str) -> Tenant:
-        """Return the tenant of a name, one with the usual limits if the keys no longer have it."""
+        """Return the tenant of a name, or one with default limits if the keys no longer contain it."""
         return next((tenant for tenant in self._tenants if tenant.name == name), Tenant(name))
 
     def of(self, key: str | None) -> Tenant | None:
-        """Return the tenant of a key, compared in constant time; None if there is none."""
+        """Return the tenant of a key, compared in constant time, or None."""
         given, found = (key or "").encode(), None
         for tenant in self._tenants:
             if key and (tenant.key is None or hmac.compare_digest(given, tenant.key.encode())):
@@ -75,10 +75,10 @@ class Tenants:
         return found
 
     async def refresh(self) -> None:
-        """Read the file again if it has changed and settled; a bad one leaves the tenants as they were."""
+        """Read the file again if it has changed and settled. A bad file leaves the tenants unchanged."""
         if self._file is None or (stamp := _stamp(self._file)) == self._stamp:
             return
-        if stamp and 0 <= time.time_ns() - max(stamp[:2]) < SETTLED_S * 1e9:  # negative: by another machine's clock
+        if stamp and 0 <= time.time_ns() - max(stamp[:2]) < SETTLED_S * 1e9:  # negative: another machine's clock
             return
         self._stamp = stamp
         try:
@@ -92,18 +92,18 @@ class Tenants:
 
 
 def read_keys(file: Path | None) -> Tenants:
-    """Read the tenants of a YAML file, `NAME: {key, max_queued, ...}`; without a file one tenant has every key.
+    """Read the tenants of a YAML file, `NAME: {key, max_queued, ...}`. Without a file, one tenant has every key.
 
     Raises:
-        ConfigError: it cannot be read, others can read it, or a key is missing, too plain or used twice.
+        ConfigError: the file is unreadable or open to other users, or a key is missing, too simple or used twice.
     """
     return Tenants([Tenant("default")]) if file is None else Tenants(_tenants_of(file), file)
 
 
 def _tenants_of(file: Path) -> list[Tenant]:
-    if _stamp(file) is not None and not file.is_file():  # to open a FIFO would wait for ever
+    if _stamp(file) is not None and not file.is_file():  # opening a FIFO would block for ever
         raise ConfigError(f"--keys {file} is no regular file; give one, of mode 0600")
-    # YAML that is nested too deeply, a number of 5,000 digits, a name that does not encode
+    # `reading` also catches YAML nested too deeply, numbers of 5,000 digits, and names that do not encode.
     with reading(f"--keys {file}", ConfigError):
         tenants = [_tenant(name, values) for name, values in config.read_keys(file, "--keys").items()]
     if len({tenant.key for tenant in tenants}) < len(tenants):
@@ -112,13 +112,13 @@ def _tenants_of(file: Path) -> list[Tenant]:
 
 
 def refuse_open_service(host: str, tenants: Tenants) -> None:
-    """Raise ConfigError if a service that any key opens would listen beyond this machine."""
+    """Raise ConfigError if a service that accepts any key would listen beyond this machine."""
     if tenants.open and not is_loopback(host):
         raise ConfigError(f"without --keys any key opens the service, so --host {host} is refused; give --keys FILE")
 
 
 def _stamp(file: Path) -> tuple[int, ...] | None:
-    """Return what changes with a file; None: it is not there."""
+    """Return a value that changes with the file, or None without a file."""
     try:
         known = file.stat()
     except OSError:

@@ -1,4 +1,4 @@
-"""Operations on models: what the learner is asked in the order of arrival, and what the database then holds."""
+"""Operations on models: the learner's requests in the order of arrival, and the resulting changes to the database."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from penstock.tinker.tenants import Tenants
 logger = logging.getLogger(__name__)
 
 INCARNATION = "learner"
-"""Name of the fact that says which start of the learner this service last saw."""
+"""Name of the fact that holds the start of the learner that this service last saw."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What the learner is sent, and what follows when it has done it.
+    """A request to the learner, and the consequences of its success.
 
     Attributes:
-        body: as the learner takes it.
-        result: the client's; None: the learner's.
-        also: what the database is to hold then.
-        recorded: makes `also` of a save, once its files are written.
+        body: body for the learner.
+        result: result for the client; None: the learner's.
+        also: change to the database.
+        recorded: makes `also` for a save, once its files are written.
     """
 
     body: bytes
@@ -56,37 +56,37 @@ class _Lane:
 
 
 class Training:
-    """Runs the operations of each model one after another; those of several models side by side.
+    """Runs the operations of each model one after another, and those of several models in parallel.
 
-    If the learner dies, it comes back with each model as last saved or made. A model that lost something by it fails
-    its operations with the reason, until the client has fetched one of these failures. Later ones go on from what was
-    restored.
+    If the learner dies, it comes back with each model as last saved or created. A model that lost something fails its
+    operations with the reason, until the client has fetched one of these failures. Later operations continue from the
+    restored state.
     """
 
     def __init__(self, database: Database, learner: LearnerClient, checkpoints: Checkpoints, tenants: Tenants) -> None:
         self.futures: Futures
         self._tenants = tenants
         self._creating: dict[str, set[str]] = {}
-        """Models of each tenant that the learner is creating; this process alone asks it."""
+        """Models of each tenant that the learner is creating. Only this process sends such requests."""
         self._counting = asyncio.Lock()
         self._database = database
         self._learner = learner
         self._checkpoints = checkpoints
         self._replaced: dict[str, str] = {}
-        """By operation: the folder that a save has put another in place of."""
+        """By operation: the old folder that its save has replaced."""
         self._lanes: dict[str, _Lane] = {}
         self._incarnation: str | None = None
         self._meeting = asyncio.Lock()
 
     async def close(self) -> None:
-        """Stop; what is under way goes on in the learner, which answers it again later."""
+        """Stop. Operations under way continue in the learner, which answers them again later."""
         for lane in list(self._lanes.values()):
             if lane.task is not None:
                 await cancelled(lane.task)
         await self._learner.close()
 
     def start(self, operation: Operation) -> None:
-        """Put an operation at the end of its model's."""
+        """Append an operation to those of its model."""
         lane = self._lanes.setdefault(operation.scope, _Lane())
         lane.waiting.append(operation)
         if lane.task is None:
@@ -97,7 +97,7 @@ class Training:
             while lane.waiting:
                 operation = lane.waiting.popleft()
                 outcome = await outcome_of(self._outcome(operation))
-                # The learner has the next one meanwhile; the database does what it is asked in order.
+                # The learner already has the next operation. The database works in the order of requests.
                 finished = finishing.create_task(self._finish(operation, outcome))
                 if not lane.waiting:
                     await finished
@@ -112,7 +112,7 @@ class Training:
             await delete_folder(folder)
 
     async def _outcome(self, operation: Operation) -> Outcome:
-        """Run one operation."""
+        """Run one operation and return its outcome."""
         incarnation = self._incarnation or await self._meet()
         row = await self._model(operation.scope)
         if (lost := await self._lost(row, operation)) is not None:
@@ -137,11 +137,11 @@ class Training:
         return replace(outcome, data=data, also=also)
 
     async def _count_model(self, tenant: str, model: str) -> None:
-        """Count a model that is about to be created. UserError: its tenant has as many as it may."""
+        """Count a model before its creation. UserError: its tenant already has the maximum."""
         most, creating = self._tenants.named(tenant).max_models, self._creating.setdefault(tenant, set())
         async with self._counting:
             others = frozenset(creating - {model})
-            ended = select(sessions.c.id).where(sessions.c.finished.is_not(None))  # theirs are about to be dropped
+            ended = select(sessions.c.id).where(sessions.c.finished.is_not(None))  # their models will be dropped
             mine = (models.c.tenant == tenant) & models.c.live & models.c.id.not_in(others)
             mine &= models.c.session.not_in(ended)
             live = await self._database.run(
@@ -210,7 +210,7 @@ class Training:
         )
 
     def _to_checkpoint(self, operation: Operation, row: Row[Any], path: TinkerPath, given: SaveWeights) -> Prepared:
-        """Save under a path, which then names the new folder instead of one that it had."""
+        """Save under a path, which then names the new folder instead of the old one."""
         folder = str(self._checkpoints.folder(path, operation.number))
 
         async def recorded() -> Also:
@@ -248,7 +248,7 @@ class Training:
         return row
 
     async def _lost(self, row: Row[Any], operation: Operation) -> str | None:
-        """Return why an operation must fail, since its client has not yet seen what its model lost."""
+        """Return why an operation must fail, if its client has not yet seen its model's loss; else None."""
         if row.lost is None or operation.kind in {"create_model", "drop_model"}:
             return None
         f = futures.c
@@ -267,7 +267,7 @@ class Training:
         return row.lost if await self._database.run(work) else None
 
     async def _note_death(self, model: str, error: EngineDeadError) -> str:
-        """Mark the model whose operation was cut; returns the reason."""
+        """Mark the model of an operation that the learner's death cut off. Return the reason."""
         reason = (
             f"{error}. The model goes on from its last save_state or load, or anew if it had none; what came after is "
             "lost. Call save_state more often, or repeat the steps since then"
@@ -276,13 +276,13 @@ class Training:
         return reason
 
     async def _meet(self) -> str:
-        """Wait until the learner answers, and note what each model has lost if it is another than before.
+        """Wait until the learner answers. If it was restarted, record what each model has lost.
 
         Returns:
-            Which start of it answers.
+            The start of the learner that answers.
 
         Raises:
-            EngineDeadError: it does not come back.
+            EngineDeadError: the learner does not come back.
         """
         async with self._meeting:
             if self._incarnation is None:
@@ -294,7 +294,7 @@ class Training:
             return self._incarnation
 
     async def _drop_half_made(self, unknown: Mapping[str, Mapping[str, Any]], incarnation: str) -> None:
-        """Drop models that the database does not know, but none that was saved: it may be the wrong database."""
+        """Drop models unknown to the database, except saved ones: this may be the wrong database."""
         if saved := sorted(model for model, state in unknown.items() if state.get("saved") is not None):
             logger.warning(
                 "the learner holds saved models that the database does not know: %s. They and their files stay; is "
@@ -306,7 +306,7 @@ class Training:
             await self._learner.post("drop_model", model, f"{model}:unknown", b"{}", incarnation)
 
 
-# Built once: to build a statement costs more than SQLite takes to run it.
+# Built once, because building a statement costs more than SQLite takes to run it.
 _MODEL = (
     select(models, sessions.c.finished)
     .join(sessions, sessions.c.id == models.c.session)
@@ -322,7 +322,7 @@ def _changed(model: str, **values: Any) -> Also:
 
 
 def _forgotten(model: str) -> Also:
-    """Return what takes a model out that was never created: it is no training run."""
+    """Return the change that removes a model that was never created, and so is no training run."""
     never = delete(models).where((models.c.id == model) & ~models.c.live)
     return lambda connection: (connection.execute(never), None)[1]
 
@@ -337,7 +337,7 @@ def _done(change: Update, model: str) -> Also:
 
 
 def _compare(connection: Connection, incarnation: str, held: Mapping[str, Mapping[str, Any]]) -> set[str]:
-    """Mark every model that the learner holds in another state than its clients know; returns those that there are."""
+    """Mark every model whose state differs from what its clients know. Return the ids of all models in the database."""
     there_are = set(connection.execute(select(models.c.id)).scalars())
     known = connection.execute(select(facts.c.value).where(facts.c.name == INCARNATION)).scalar()
     put_fact(connection, INCARNATION, incarnation)

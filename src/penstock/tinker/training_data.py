@@ -1,9 +1,9 @@
-"""The SDK's training data and results: protobuf in, what a learner takes out, and back.
+"""The SDK's training data and results: protobuf to a learner's input, and a learner's output back.
 
-A request is checked whole before anything is computed, so that it either fails with a reason or runs.
+A request is checked completely before anything is computed. It either fails with a reason or runs.
 """
 
-# The SDK's protobuf module is typed as its base class has it.
+# The SDK's protobuf module has only the types of its base class.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class _Loss:
 
     Attributes:
         part: key of `penstock.train.losses.LOSSES`.
-        required: inputs besides the targets that each datum must have.
-        optional: inputs that it may have; `weights` always may.
+        required: inputs that each datum must have in addition to the targets.
+        optional: inputs that a datum may have; `weights` is always allowed.
         config: keys of `loss_fn_config` and their defaults.
     """
 
@@ -59,12 +59,12 @@ LOSSES: Mapping[str, _Loss] = {
     "dro": _Loss("dro", config={"beta": 0.05}),
     "gspo": _Loss("gspo_token", _OF_A_POLICY | {RATIO_MASK}, _BOUNDS, _CLIP),
 }
-"""By the SDK's name. `forward_backward_custom` computes its loss in the client and sends `cross_entropy`."""
+"""Losses by the SDK's name. For `forward_backward_custom`, the client computes the loss and sends `cross_entropy`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bounds of the base model: `vocabulary`, and `tokens` of one datum."""
+    """Limits of the base model: `vocabulary`, and `tokens` of one datum."""
 
     vocabulary: int
     tokens: int
@@ -72,13 +72,13 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A `forward_backward` request as a learner takes it.
+    """A `forward_backward` request in the learner's form.
 
     Attributes:
-        forward_only: no gradient is wanted.
-        loss: what to evaluate.
-        data: the data; each has only the targets that are listed where its tensors are sparse.
-        cells: of each datum: the shape of its targets, and which cell each of them is (None: all, in order).
+        forward_only: compute no gradient.
+        loss: loss to evaluate.
+        data: the data. From sparse tensors, each datum has only the listed targets.
+        cells: for each datum, the shape of its targets and the cell of each target (None: all, in order).
     """
 
     forward_only: bool
@@ -88,11 +88,11 @@ class Batch:
 
     @property
     def laid_out(self) -> int:
-        """Values of the answer: a sparse tensor's shape says more than its bytes."""
+        """Number of values in the answer. A sparse tensor's shape decides it, not its bytes."""
         return sum(math.prod(shape) for shape, _ in self.cells)
 
     def parts(self, tokens: int) -> Iterator[Batch]:
-        """Split it into batches of at most so many tokens, and of at least one datum, in order."""
+        """Split the batch into batches of at most `tokens` tokens and at least one datum, in order."""
         first, filled = 0, 0
         for index, datum in enumerate(self.data):
             length = len(datum.input_ids)
@@ -104,16 +104,16 @@ class Batch:
 
 
 def joined(found: Sequence[Outputs]) -> Outputs:
-    """Return what a batch gave whose parts gave these; only sums of losses are kept."""
+    """Join the outputs of a batch's parts. Only the sums of losses are kept."""
     losses = {part: sum(outputs.losses.get(part, 0.0) for outputs in found) for part in found[0].losses}
     return Outputs([row for outputs in found for row in outputs.logprobs], losses, {}, {})
 
 
 def decode(body: bytes, sizes: Sizes) -> Batch:
-    """Read a `ForwardBackwardRequest`.
+    """Parse a `ForwardBackwardRequest`.
 
     Raises:
-        UserError: it is malformed, names an unknown loss, or a tensor does not fit; says which datum and what to do.
+        UserError: malformed, an unknown loss, or a bad tensor. The message names the datum and a remedy.
     """
     try:
         request = pb.ForwardBackwardRequest.FromString(body)
@@ -140,7 +140,7 @@ def decode(body: bytes, sizes: Sizes) -> Batch:
 
 
 def encode(batch: Batch, outputs: Outputs) -> bytes:
-    """Return a `ForwardBackwardOutput`: the sum of the loss, and each target's logprob in the shape of the targets."""
+    """Return a `ForwardBackwardOutput`: the sum of the loss, and each target's logprob in the targets' shape."""
     answer = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     answer.metrics["loss:sum"] = sum(outputs.losses.values())
     rows = [_laid_out(shape, at, found) for (shape, at), found in zip(batch.cells, outputs.logprobs, strict=True)]
@@ -155,7 +155,7 @@ def encode(batch: Batch, outputs: Outputs) -> bytes:
 
 
 MOST_LAID_OUT = 1 << 24
-"""Values of the answer to one request."""
+"""Maximum of values in the answer to one request."""
 
 
 def _laid_out(shape: tuple[int, ...], at: Array | None, found: Tensor) -> Array:
@@ -227,7 +227,7 @@ def _datum(what: str, given: Any, loss_fn: str, sizes: Sizes) -> tuple[Datum, tu
 
 
 def _positions(shape: tuple[int, ...], at: Array | None) -> Sequence[int] | None:
-    """Of each listed cell its row; None where the cells are the tokens."""
+    """Return the row of each listed cell, or None if the cells are the tokens."""
     if len(shape) == 1 and at is None:
         return None
     cells = np.arange(int(np.prod(shape))) if at is None else at
@@ -258,7 +258,7 @@ def _check_range(what: str, tokens: Array, vocabulary: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A tensor of a request; `cells` are the places of `values` in it where it is sparse, ascending."""
+    """A tensor of a request. For a sparse one, `cells` are the places of `values`, ascending."""
 
     shape: tuple[int, ...]
     values: Array
@@ -282,7 +282,7 @@ class _Tensor:
         return cls(shape, values)
 
     def values_at(self, at: Array | None) -> Array:
-        """Values of these cells (None: of all), 0 where a sparse tensor lists none."""
+        """Return the values of the cells `at` (None: of all), 0 where a sparse tensor lists none."""
         if self.cells is None:
             return self.values if at is None else self.values[at]
         assert at is not None, "a sparse tensor has listed cells"  # noqa: S101
@@ -292,7 +292,7 @@ class _Tensor:
 
 
 def _listed(tensors: Sequence[_Tensor]) -> Array | None:
-    """The cells that are listed, or not 0 in a dense tensor beside a sparse one; None where no tensor is sparse."""
+    """Return the cells that are listed, or not 0 in a dense tensor; None if no tensor is sparse."""
     cells = [np.flatnonzero(t.values) if t.cells is None else t.cells for t in tensors]
     return np.unique(np.concatenate(cells)) if any(t.cells is not None for t in tensors) else None
 
@@ -317,4 +317,4 @@ def _cells(what: str, csr: Any, shape: tuple[int, ...], count: int) -> Array:
 def _from_bytes(what: str, data: bytes, dtype: np.dtype[Any]) -> Array:
     if len(data) % dtype.itemsize:
         raise UserError(f"{what} has {len(data)} bytes, which is no number of {dtype.name} values")
-    return np.frombuffer(data, dtype).copy()  # torch takes no memory that must not be written
+    return np.frombuffer(data, dtype).copy()  # torch takes no read-only memory

@@ -1,4 +1,4 @@
-"""All tables. Before the first release, older databases are not brought up."""
+"""Creates all tables. Databases from before the first release are not migrated."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BIG = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 
 
 def upgrade() -> None:
-    """Create them."""
+    """Create all tables."""
     _create_what_runs()
     _create_what_is_kept()
 
