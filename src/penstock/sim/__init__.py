@@ -1,6 +1,6 @@
 """A simulated engine that speaks vLLM's HTTP with deterministic tokens.
 
-`SimServer(SimConfig())` in a test, `python -m penstock.sim` as a process, `SimEngine` without HTTP.
+Use `SimServer(SimConfig())` in a test, `python -m penstock.sim` as a process, and `SimEngine` without HTTP.
 """
 
 from penstock.sim.config import Fault, FaultKind, Phase, SimConfig

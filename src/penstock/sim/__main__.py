@@ -1,4 +1,4 @@
-"""`python -m penstock.sim port=8000 fault=hang:phase=pause`: one simulated engine until SIGTERM or SIGINT."""
+"""Runs one simulated engine until SIGTERM or SIGINT: `python -m penstock.sim port=8000 fault=hang:phase=pause`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ API_KEY_ENV = "PENSTOCK_API_KEY"
 
 
 def main() -> int:
-    """Parse, serve, and return the exit status: 2 for bad options, 1 where it cannot start."""
+    """Parse options and serve. Return the exit status: 2 for bad options, 1 if the start failed."""
     watch_lifeline()
     try:
-        # A launcher passes the key in the environment, where other users of the machine do not see it.
+        # A launcher passes the key in the environment, where other users of the machine cannot see it.
         key = os.environ.get(API_KEY_ENV) or None
         config = SimConfig.read(sys.argv[1:], api_key=key)
         ready = f"penstock-sim ready {config.name}"
@@ -33,7 +33,7 @@ def main() -> int:
 
 
 async def serve(config: SimConfig, ready: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or SIGINT. `ready` is called with the address once it listens.
+    """Serve until SIGTERM or SIGINT. Call `ready` with the address once the server listens.
 
     Raises:
         EngineStartError: the port is taken.

@@ -1,7 +1,7 @@
-"""One HTTP call in vLLM's forms: what it asks, the errors it may get, and the answer with our plugin's additions.
+"""One HTTP call in vLLM's format: its fields, its possible errors, and the answer with our plugin's additions.
 
-A handler takes a `Call` and returns JSON data, an aiohttp response, or a `Generation`, whose progress the plugin's own
-code reports.
+A handler takes a `Call` and returns JSON data, an aiohttp response, or a `Generation`. The plugin's own code reports
+the progress of a `Generation`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from penstock.wire import INITIAL_VERSION, PROGRESS_HEADER, RESUME_ARG, check_pa
 
 
 class CutError(Exception):
-    """The connection is to break here."""
+    """A fault breaks the connection at this point."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request: the rank that it is for, and its body, empty where it has none."""
+    """One request, its data-parallel rank, and its body (empty if it has none)."""
 
     http: web.Request
     engine: SimEngine
@@ -43,7 +43,7 @@ class Call:
     body: Mapping[str, Any]
 
     def field(self, name: str, kind: type) -> Any:
-        """A field of the body. Raises RequestError where it is missing or of another type."""
+        """Return a field of the body. Raises RequestError if it is missing or has another type."""
         value = self.body.get(name)
         if not isinstance(value, kind):
             raise RequestError(f"{name}: Input should be a valid {kind.__name__}, got {value!r}")
@@ -53,10 +53,10 @@ class Call:
         return self.http.query.get(name, str(default)).lower() in ("true", "1")
 
     def model(self) -> tuple[str, str | None]:
-        """Name to answer with, and the LoRA's name where the model is one.
+        """Return the model name for the answer, and the LoRA's name if the model is a LoRA.
 
         Raises:
-            NotFoundError: neither the served model nor a loaded adapter.
+            NotFoundError: the model is neither the served model nor a loaded adapter.
         """
         served, model = self.engine.config.served_model_name, self.body.get("model")
         if not model or model == served:
@@ -68,12 +68,12 @@ class Call:
 
 
 def json_answer(data: Any, status: int = 200) -> web.Response:
-    """JSON, as vLLM's JSONResponse."""
+    """Answer with JSON, like vLLM's JSONResponse."""
     return web.Response(body=orjson.dumps(data), status=status, content_type="application/json")
 
 
 def error_answer(message: str, kind: str, status: int, param: str | None = None) -> web.Response:
-    """The `ErrorResponse` of vLLM with its status."""
+    """Answer with vLLM's `ErrorResponse` and its status."""
     return json_answer(_error(message, kind, status, param), status)
 
 
@@ -82,19 +82,19 @@ def _error(message: str, kind: str, status: int, param: str | None = None) -> di
 
 
 class Generation(ABC):
-    """A call that generates: its requests, and the form of their answer.
+    """A call that generates: its requests, and the format of their answer.
 
-    `kind` begins the request's id; output that is `constrained` by a grammar cannot be resumed.
+    `kind` is the first part of the request's id. `constrained` means that a grammar applies; such output cannot resume.
 
     Raises:
-        NotFoundError: the model is neither the served one nor a loaded adapter.
-        RequestError: a grammar, without `SimConfig.ignore_grammars`.
+        NotFoundError: the model is neither the served model nor a loaded adapter.
+        RequestError: the request has a grammar, and `SimConfig.ignore_grammars` is off.
     """
 
     whole_name = chunk_name = ""
-    """`object` of an answer, and of an event; empty: they have none."""
+    """The field `object` of an answer and of an event. Empty: the format has no such field."""
     unused: Sequence[str] = ()
-    """Fields of vLLM's answers that the simulated engine has no use for."""
+    """Fields of vLLM's answers that the simulated engine leaves null."""
 
     def __init__(self, call: Call, kind: str, *, constrained: bool) -> None:
         if constrained and not call.engine.config.ignore_grammars:
@@ -114,18 +114,18 @@ class Generation(ABC):
         self.progress = RequestProgress(int(wanted) if in_lines else 0, streamed=in_lines)
         self._constrained = constrained
         self._made: asyncio.Queue[tuple[int, Delta] | None] = asyncio.Queue()
-        """What is made, each with the place of its choice; None at a request's end."""
+        """New tokens, each with the index of its choice; None at the end of a request."""
 
     @abstractmethod
     def head(self) -> dict[str, Any]:
-        """Fields of an answer, and of every event."""
+        """Return the fields common to an answer and every event."""
 
     @abstractmethod
     def choice(self, place: int, sequence: SimSequence, delta: Delta | None) -> dict[str, Any]:
-        """New tokens of a choice, in an event; None: all of them, in an answer."""
+        """Return a choice with its new tokens, for an event. Without `delta`: with all tokens, for an answer."""
 
     def answer(self) -> dict[str, Any]:
-        """The whole answer."""
+        """Return the whole answer."""
         sequences = enumerate(s for request in self.requests for s in request.sequences)
         choices = [self.choice(place, s, None) for place, s in sequences]
         rest = dict.fromkeys(self.unused)
@@ -135,12 +135,12 @@ class Generation(ABC):
         return {**self._named(self.chunk_name), "choices": choices, **more}
 
     def chunk(self, place: int, delta: Delta) -> dict[str, Any]:
-        """The event for new tokens of a choice."""
+        """Return the event for new tokens of a choice."""
         choice = self.choice(place, delta.sequence, delta)
         return self.event([choice if delta.finished else {**choice, "finish_reason": None, "stop_reason": None}])
 
     def opening(self) -> Iterator[dict[str, Any]]:
-        """Events before the first token."""
+        """Yield the events that precede the first token."""
         return iter(())
 
     def usage(self) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class Generation(ABC):
     async def run(
         self, prompts: Mapping[str, Sequence[int]], params: SamplingParams, extra: Any, max_tokens: int | None
     ) -> web.StreamResponse:
-        """Submit prompts, by request id, and answer; `extra` are vLLM's, with what another engine made."""
+        """Submit prompts by request id, and answer. `extra`: vLLM's extra arguments, with tokens of another engine."""
         engine = self.call.engine
         parts = parts_to_resume(extra, params, engine)
         try:
@@ -171,7 +171,7 @@ class Generation(ABC):
                 engine.drop(request)
 
     def _count(self, first: int, parts: Sequence[Mapping[str, Any]], delta: Delta | None) -> None:
-        """Count what is made, when it is: the next token may have another version."""
+        """Count tokens at the moment they are made, because the next token may have another version."""
         if delta is None:
             self._made.put_nowait(None)
             return
@@ -209,7 +209,7 @@ class Generation(ABC):
         try:
             async for _ in self._deltas():
                 if self.progress.moved.is_set():
-                    await asyncio.sleep(0)  # a connection that is cut now has had the line
+                    await asyncio.sleep(0)  # lets the progress line go out before a cut of the connection
             data = self.answer()
         except EngineDeadError as error:
             status, data = 500, _dead(error)
@@ -238,10 +238,10 @@ class Generation(ABC):
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
     async def _deltas(self) -> AsyncIterator[tuple[int, Delta]]:
-        """New tokens of all requests as they are made, each with the place of its choice.
+        """Yield new tokens of all requests as they are made, each with the index of its choice.
 
         Raises:
-            EngineDeadError: the engine died before all had ended, or a fault sends an error event.
+            EngineDeadError: the engine died before all requests ended, or a fault sends an error event.
             CutError: a fault breaks the connection.
         """
         fault = self.call.engine.faults.take(Phase.REQUEST, FaultKind.CUT, FaultKind.ERROR_EVENT)
@@ -269,16 +269,16 @@ def _dead(error: EngineDeadError) -> dict[str, Any]:
 
 
 class _Answer:
-    """An ASGI answer that goes out by aiohttp."""
+    """An ASGI answer that is sent by aiohttp."""
 
     def __init__(self, http: web.Request) -> None:
         self._http = http
         self.response: web.StreamResponse = web.Response()
 
     async def send(self, message: Mapping[str, Any]) -> None:
-        """Take a message of the application. Start and first body are one write, and so are last body and end.
+        """Send a message of the application. Start and first body are one write, and so are last body and end.
 
-        After the last line alone a client may leave, which a router takes for a cancelled request.
+        If the end came in a write of its own, a client could leave before it. A router would see a cancelled request.
         """
         if message["type"] == "http.response.start":
             headers = {name.decode(): value.decode() for name, value in message["headers"]}
@@ -296,7 +296,7 @@ class _Answer:
 
 
 class _SimProgress(SampleProgress):
-    """What a sequence has; the plugin's own code reports it."""
+    """The tokens of a sequence so far. The plugin's own code reports them."""
 
     def total(self) -> int:
         return len(self.state.output)
@@ -311,9 +311,9 @@ class _SimProgress(SampleProgress):
 
 
 def parts_to_resume(extra: Any, params: SamplingParams, engine: SimEngine) -> list[dict[str, Any]]:
-    """Read what the samples of a request have already from its extra arguments, one logprob for each token.
+    """Read the samples' earlier tokens from the extra arguments, with one logprob per token.
 
-    RequestError: it is malformed.
+    RequestError: the argument is malformed.
     """
     config = engine.config
     given: Any = cast("dict[str, Any]", extra).get(RESUME_ARG) if isinstance(extra, dict) else None

@@ -1,4 +1,4 @@
-"""How one simulated engine is built, and its faults on demand: what goes wrong, where, and how often."""
+"""How one simulated engine is configured, and its faults on demand: the kind, the phase and the number of times."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 class FaultKind(StrEnum):
-    """Kinds of fault."""
+    """Kinds of faults."""
 
     EXIT = "exit"
-    """The process is gone at once: connections break, the port is closed."""
+    """The process is gone at once. Connections break, and the port is closed."""
     CORE_DEATH = "core_death"
-    """vLLM's engine core dies: 500, or an error event and `[DONE]` in streams, /health 503, then the process exits."""
+    """vLLM's engine core dies: 500 (in streams, an error event and `[DONE]`), /health 503, then the process exits."""
     HANG = "hang"
-    """Nothing happens any more, until the faults are cleared."""
+    """The engine stops at this point until the faults are cleared."""
     REFUSE = "refuse"
     """HTTP 500."""
     CUT = "cut"
-    """One stream's connection breaks after `after_tokens` tokens of it."""
+    """One stream's connection breaks after `after_tokens` of its tokens."""
     ERROR_EVENT = "error_event"
-    """One stream gets an error event and `[DONE]` after `after_tokens` tokens of it."""
+    """One stream gets an error event and `[DONE]` after `after_tokens` of its tokens."""
     WRONG_CHECKSUM = "wrong_checksum"
     """The apply call reports a checksum of other weights."""
     WRONG_LABEL = "wrong_label"
-    """The apply call changes the weights but not the version that tokens are labelled with."""
+    """The apply call changes the weights but not the version label of new tokens."""
     SLOW = "slow"
     """Every step takes `factor` times as long."""
 
 
 class Phase(StrEnum):
-    """Where it goes wrong. `NOW`: as soon as the fault is set; the others: the next time the engine gets there."""
+    """Where a fault strikes. `NOW`: when the fault is set. Other phases: the next time the engine reaches them."""
 
     NOW = "now"
     TOKENS = "tokens"
-    """When `after_tokens` more tokens have been made by the engine."""
+    """When the engine has made `after_tokens` more tokens."""
     REQUEST = "request"
     """At the arrival of a generation request."""
     HEALTH = "health"
     CONTROL = "control"
-    """At a question that the engine's core answers, and not the server in front of it."""
+    """At a call that the engine's core answers, not only the server in front of it."""
     PREPARE = "prepare"
     PAUSE = "pause"
     LOAD = "load"
@@ -77,7 +77,7 @@ _PLACES: Mapping[str, frozenset[Phase]] = {
 
 @checked(frozen=True, slots=True, config=_STRICT)
 class Fault:
-    """One fault. It fires `times` times and is then spent; SLOW lasts until the faults are cleared."""
+    """One fault. It strikes `times` times. SLOW lasts until the faults are cleared."""
 
     kind: FaultKind
     phase: Phase = Phase.NOW
@@ -92,10 +92,10 @@ class Fault:
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Self:
-        """Read a fault from JSON: `{"kind": "hang", "phase": "pause"}`. Where only one phase fits, it may be left out.
+        """Read a fault from JSON: `{"kind": "hang", "phase": "pause"}`. The phase is optional if the kind has only one.
 
         Raises:
-            ConfigError: an unknown kind, phase or key, or a pair that makes no sense.
+            ConfigError: an unknown kind, phase or key, or a phase that the kind does not have.
         """
         places = _PLACES.get(str(data.get("kind")), ())
         return validate(cls, {**({"phase": next(iter(places))} if len(places) == 1 else {}), **data})
@@ -109,7 +109,7 @@ class Fault:
 
 
 def _specs(given: object) -> object:
-    """Read `[["name", "dtype", [shape]], ...]` from a file, where its path is given."""
+    """Read `[["name", "dtype", [shape]], ...]` from a file if a path is given."""
     if not isinstance(given, str):
         return given
     try:
@@ -121,12 +121,12 @@ def _specs(given: object) -> object:
 
 @checked(frozen=True, slots=True, config=_STRICT)
 class SimConfig:
-    """One simulated engine. Sizes in tokens, times in seconds."""
+    """Configuration of one simulated engine. Sizes are in tokens, times in seconds."""
 
     name: str = "sim"
     host: str = "127.0.0.1"
     port: Port = 0
-    """0: any free port."""
+    """0 picks a free port."""
     api_key: str | None = field(default=None, repr=False)
     served_model_name: str = "sim-model"
     max_body_bytes: PositiveInt = 64 * 2**20
@@ -134,46 +134,46 @@ class SimConfig:
     vocab_size: PositiveInt = 1024
     eos_token_id: int = 0
     eos_share: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Probability that a token is EOS; 0: samples end at `max_tokens` or a stop token only."""
+    """Probability that a token is EOS. With 0, samples end only at `max_tokens` or a stop token."""
     seed: int = 0
-    """For requests without one. With the same seed, all engines give the same answers."""
+    """Seed for requests that carry none. With the same seed, all engines give the same answers."""
     max_model_len: PositiveInt = 4096
-    """A longer prompt + max_tokens is refused with 400, as by vLLM 0.26; 0.32 clamps max_tokens."""
+    """vLLM 0.26 and this engine refuse a longer prompt + max_tokens with 400; 0.32 clamps max_tokens."""
 
     tokens_per_second: PositiveFloat = 1000.0
-    """Decoding rate of one sample alone."""
+    """Decoding rate of a single sample."""
     sequence_seconds: NonNegativeFloat = 5e-6
-    """Added to a step by each further sample of the batch."""
+    """Step time that each further sample of the batch adds."""
     prefill_tokens_per_second: PositiveFloat = 200_000.0
     max_num_seqs: PositiveInt = 256
     max_num_batched_tokens: PositiveInt = 8192
-    """Prompt tokens computed in one step, at most."""
+    """Maximum of prompt tokens computed in one step."""
     block_size: PositiveInt = 16
     kv_blocks: PositiveInt = 16_384
     enable_prefix_caching: bool = True
 
     ignore_grammars: bool = False
-    """Make any tokens for a request that asks for a grammar, which is refused otherwise."""
+    """Make arbitrary tokens for a request with a grammar. Otherwise the engine refuses it."""
     load_seconds: NonNegativeFloat = 0.005
     tensor_specs: Annotated[tuple[TensorSpec, ...] | None, BeforeValidator(_specs)] = None
-    """Tensors of an update; None: any."""
+    """Tensors that an update must have; None accepts any."""
     max_loras: NonNegativeInt = 16
     logprobs_mode: str = "processed_logprobs"
-    """Reported only; logprobs are the same in any mode."""
+    """Only reported. Logprobs are the same in any mode."""
     data_parallel_size: PositiveInt = 1
-    """Ranks, each with a scheduler and a cache of its own, behind one address."""
+    """Ranks behind one address, each with its own scheduler and cache."""
 
     plain: bool = False
-    """Speak as vLLM without Penstock's plugin; the options below have an effect only then."""
+    """Behave as vLLM without Penstock's plugin. The options below have an effect only then."""
     vllm_version: Annotated[str, Field(pattern=r"^\d+\.\d+")] = "0.32.0"
-    """Before 0.32 vLLM has no weight versions."""
+    """vLLM has weight versions from 0.32 on."""
     dev_mode: bool = True
-    """VLLM_SERVER_DEV_MODE=1."""
+    """Whether VLLM_SERVER_DEV_MODE=1 is set."""
     scale_out: bool = True
-    """`--enable-scale-out`: the token endpoint."""
+    """Whether `--enable-scale-out` is given, which opens the token endpoint."""
     enable_sleep_mode: bool = True
     weight_transfer_backend: str = "nccl"
-    """From `--weight-transfer-config`; empty: not given."""
+    """Backend from `--weight-transfer-config`. Empty: the option is not given."""
     faults: tuple[Fault, ...] = ()
 
     def __post_init__(self) -> None:
@@ -185,10 +185,10 @@ class SimConfig:
 
     @classmethod
     def read(cls, options: Sequence[str], **given: Any) -> Self:
-        """Read options as a command line has them, `key=value`; those called `fault` add up. `given` are no text.
+        """Read `key=value` options; several called `fault` add up. `given` holds values that are already parsed.
 
         Raises:
-            ConfigError: an unknown key, a value of another type, or values that do not go together.
+            ConfigError: an unknown key, a value of the wrong type, or values that contradict each other.
         """
         values, faults = dict[str, Any](), list[Fault]()
         for option in options:
@@ -210,7 +210,7 @@ class SimConfig:
 
     @property
     def model(self) -> Model:
-        """The part of it that decides tokens; give it to `verify`."""
+        """The part of the configuration that decides tokens, for `expected_token`."""
         return Model(self.vocab_size, self.eos_token_id, self.eos_share, self.seed)
 
 
@@ -218,11 +218,11 @@ _AT_PHASE = (FaultKind.HANG, FaultKind.REFUSE, FaultKind.EXIT, FaultKind.CORE_DE
 
 
 class RefusedError(EngineError):
-    """A fault says that this call is answered with HTTP 500."""
+    """A fault demands that this call is answered with HTTP 500."""
 
 
 class Died(Exception):  # noqa: N818 - an event that ends a handler, not an error to report
-    """The engine died here; `kind` says how."""
+    """The engine died at this point. `kind` is the kind of death."""
 
     def __init__(self, kind: FaultKind) -> None:
         super().__init__(kind.value)
@@ -233,12 +233,12 @@ class Died(Exception):  # noqa: N818 - an event that ends a handler, not an erro
 class _Armed:
     fault: Fault
     due: int
-    """Tokens made by the engine from which on it fires (phase TOKENS)."""
+    """Count of the engine's tokens from which the fault may strike (phase TOKENS)."""
     left: int
 
 
 class FaultPlan:
-    """The faults that are set. The engine asks it at each phase; it is the only place that knows of faults."""
+    """The faults that are set. The engine consults the plan at each phase; only this class knows about faults."""
 
     def __init__(self, faults: tuple[Fault, ...] = ()) -> None:
         self._armed: list[_Armed] = []
@@ -249,7 +249,7 @@ class FaultPlan:
             self.add(fault)
 
     def add(self, fault: Fault) -> None:
-        """Set a fault. Token counts of phase `tokens` start now."""
+        """Set a fault. Token counts of phase `tokens` start at this moment."""
         if fault.kind is FaultKind.SLOW:
             self.slow_factor = fault.factor
         else:
@@ -262,24 +262,24 @@ class FaultPlan:
         self._released = asyncio.Event()
 
     def made_token(self) -> bool:
-        """Count a token; True where a fault may be due."""
+        """Count a token. Return True if a fault may be due."""
         self.tokens_made += 1
         return bool(self._armed)
 
     def take(self, phase: Phase, *kinds: FaultKind) -> Fault | None:
-        """The first fault of these kinds at this phase, spent once more."""
+        """Return the first fault of these kinds at this phase, and use it up once."""
         return next((self._spend(armed) for armed in self._armed if self._fits(armed, phase, kinds)), None)
 
     async def at(self, phase: Phase) -> None:
-        """The engine is at `phase`: wait, hang, refuse or die here if faults say so, each once a visit.
+        """Wait, refuse or die at `phase` if faults demand it. Each fault strikes once per visit.
 
         Raises:
-            RefusedError: answer with HTTP 500.
-            Died: the engine is gone.
+            RefusedError: the call must be answered with HTTP 500.
+            Died: the engine has died.
         """
         cleared = self._released
         for fault in [self._spend(armed) for armed in tuple(self._armed) if self._fits(armed, phase, _AT_PHASE)]:
-            if cleared.is_set():  # while this visit waited: what it has not met by then is taken back too
+            if cleared.is_set():  # cleared while this visit hung: skip its remaining faults
                 return
             if fault.kind is FaultKind.HANG:
                 await cleared.wait()

@@ -1,6 +1,6 @@
 """Control endpoints: vLLM's (pause, caches, memory, weights, adapters, health), Penstock's own and `POST /sim/fault`.
 
-A server without Penstock's plugin (`SimConfig.plain`) has those that vLLM has when it is started that way.
+A server without Penstock's plugin (`SimConfig.plain`) has the endpoints that vLLM has with the same start options.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ async def _group(call: Call) -> dict[str, Any]:
     call.engine.check_alive()
     if call.engine.config.data_parallel_size > 1:
         raise WeightsError("a simulated engine of several data-parallel ranks takes no broadcast")
-    await asyncio.to_thread(call.engine.weights.group.join, call.body, 0)  # it may have to import torch
+    await asyncio.to_thread(call.engine.weights.group.join, call.body, 0)  # the call may import torch
     return OK
 
 
@@ -67,7 +67,7 @@ async def _prepare(call: Call) -> dict[str, Any]:
 
 
 async def _apply(call: Call) -> dict[str, Any]:
-    """After any answer but 200 the engine must not serve again."""
+    """Apply a version. After any answer but 200 the engine must not serve again."""
     version, kv = call.body.get("version"), call.body.get("kv", "recompute")
     if type(version) is not int:
         raise WeightsError(f"version must be an integer, got {version!r}")
@@ -106,7 +106,7 @@ def _change_adapter(change: Literal["unload", "pause", "resume"]) -> Handler:
 
 
 async def _set_fault(call: Call) -> dict[str, Any]:
-    """One fault, as `Fault.of` reads it, or `{"clear": true}`."""
+    """Set a fault, given as for `Fault.of`, or clear all with `{"clear": true}`."""
     if call.body.get("clear"):
         call.engine.faults.clear()
     else:
@@ -115,11 +115,11 @@ async def _set_fault(call: Call) -> dict[str, Any]:
     return OK
 
 
-# --- vLLM's, as `/server_info` and the endpoints' presence tell how it was started ------------------------------------
+# --- vLLM's own: `/server_info` and the presence of endpoints show how vLLM was started ------------------------------
 
 
 async def _server_info(call: Call) -> dict[str, Any]:
-    """As far as a client here reads it."""
+    """Return the settings that our client reads."""
     config = call.engine.config
     backend = config.weight_transfer_backend
     settings = {
@@ -143,7 +143,7 @@ async def _server_info(call: Call) -> dict[str, Any]:
 
 
 async def no_tokens(_: Call) -> web.Response:
-    """The token endpoint without `--enable-scale-out`."""
+    """Refuse a call of the token endpoint, as vLLM does without `--enable-scale-out`."""
     message = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
     return error_answer(message, "PermissionDeniedError", 403)
 
@@ -208,7 +208,7 @@ async def _wake_up(call: Call) -> dict[str, Any]:
 
 
 async def _collective_rpc(call: Call) -> dict[str, Any]:
-    """The simulated engine has one worker, which returns what it was called with."""
+    """Return the call itself as the result of the one simulated worker."""
     call.engine.check_alive()
     method, args, kwargs = call.field("method", str), call.body.get("args", []), call.body.get("kwargs", {})
     return {"results": [{"method": method, "args": args, "kwargs": kwargs}]}
@@ -266,7 +266,7 @@ async def _unload_lora_adapter(call: Call) -> web.Response:
     return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
 
 
-# --- Which of them a server has --------------------------------------------------------------------------------------
+# --- Which endpoints a server has -----------------------------------------------------------------------------------
 
 _ALWAYS: Mapping[str, Handler] = {
     "GET /health": _health,
@@ -311,7 +311,7 @@ _PLUGIN: Mapping[str, Handler] = {
 
 
 def routes(config: SimConfig) -> dict[str, Handler]:
-    """Handlers by method and path: vLLM registers those for training in dev mode only."""
+    """Return handlers by method and path. As in vLLM, most control endpoints need dev mode."""
     found = dict(_ALWAYS)
     if config.dev_mode or not config.plain:
         found.update(_DEV_MODE)
@@ -324,14 +324,14 @@ def routes(config: SimConfig) -> dict[str, Handler]:
 
 
 def metrics_text(ranks: Sequence[SimEngine]) -> str:
-    """`GET /metrics`: vLLM's series with true values, a sample for each data-parallel rank."""
+    """Return `GET /metrics`: vLLM's series with true values, one sample per data-parallel rank."""
     registry = CollectorRegistry()
     registry.register(_Ranks(ranks))
     return generate_latest(registry).decode()
 
 
 class _Ranks:
-    """A prometheus_client collector."""
+    """A prometheus_client collector over the ranks of an engine."""
 
     def __init__(self, ranks: Sequence[SimEngine]) -> None:
         self._ranks = ranks

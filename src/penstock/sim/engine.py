@@ -1,7 +1,7 @@
-"""The simulated engine without HTTP: what vLLM's API server and scheduler do, in simulated steps.
+"""The simulated engine without HTTP: the work of vLLM's API server and scheduler, in simulated steps.
 
-Unless `SimConfig.plain` is set, it pauses and wakes up as vLLM with Penstock's plugin (`plugin/pause.py`): a pause ends
-no request, and a wake-up resumes only if no pause was requested and the weights are complete.
+Unless `SimConfig.plain` is set, it pauses and wakes up as vLLM with Penstock's plugin (`plugin/pause.py`). A pause ends
+no request. A wake-up resumes only if no pause was requested and the weights are complete.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from penstock.weights.manifest import WeightManifest
 from penstock.wire import Notes
 
 DROPS_WEIGHTS = 2
-"""Sleep level that discards the weights."""
+"""The sleep level that discards the weights."""
 DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
-"""vLLM's own message."""
+"""vLLM's own error message."""
 
 
 class SimEngine:
-    """One engine. Every method may be called from any task of one event loop; nothing needs to be started.
+    """One engine. Any task of one event loop may call its methods. It needs no start.
 
-    `on_death` is called once when it dies, with how.
+    The engine calls `on_death` once when it dies, with the kind of death.
     """
 
     def __init__(self, config: SimConfig | None = None, *, on_death: Callable[[FaultKind], None] | None = None) -> None:
         self.config = config or SimConfig()
         self.instance = uuid4().hex
-        """As no other engine's."""
+        """Id that no other engine has."""
         self.faults = FaultPlan(self.config.faults)
         self.adapters = Adapters(self.config)
         self.weights = WeightState()
@@ -46,13 +46,13 @@ class SimEngine:
         self.stats = self.scheduler.stats
         self.meter = TokenMeter(lambda: asyncio.get_running_loop().time())
         self.asleep: frozenset[str] = frozenset()
-        """Memory that sleep released: `weights`, `kv_cache`."""
+        """Memory that a sleep released: `weights`, `kv_cache`."""
         self.death: str | None = None
-        """Why it is dead."""
+        """Reason of the death; None while the engine lives."""
         self._frozen = False
         self._pause_requested = False
         self._without_weights = False
-        """No token may be computed until weights are complete."""
+        """Whether the weights are incomplete, so that no token may be computed."""
         self._on_death = on_death
         self._requests: dict[str, SimRequest] = {}
         self._ids = itertools.count()
@@ -75,10 +75,10 @@ class SimEngine:
         max_tokens: int | None = None,
         parts: Sequence[Mapping[str, Any]] = (),
     ) -> SimRequest:
-        """Queue a request; its caller waits for its end, and then lets `drop` forget it.
+        """Queue a request. The caller waits for its end, and then calls `drop` to forget it.
 
-        `listener` gets what is made of it, and None at its end. `max_tokens` replaces the limit of `params`, which
-        cannot be 0 or "as many as fit". `parts` are what its samples have already.
+        `listener` gets the request's new tokens, and None at its end. `max_tokens` replaces the limit of `params`,
+        which cannot express 0 or "as many as fit". `parts` holds the tokens that the samples already have.
         """
         await self.at(Phase.REQUEST)
         limit = self._check(prompt_ids, params, max_tokens)
@@ -97,14 +97,14 @@ class SimEngine:
         return request
 
     def drop(self, request: SimRequest) -> None:
-        """Abort what is left of it: its caller no longer waits."""
+        """Abort the unfinished sequences of a request, and forget it. Its caller no longer waits."""
         self._abort([s for s in request.sequences if s.finish_reason is None])
         self._requests.pop(request.id, None)
 
     def abort(self, request_ids: Iterable[str] | None = None, *, asked: bool = False) -> int:
-        """End requests (None: all) with the tokens they have and the finish reason `abort`; returns how many.
+        """End requests (None: all) with their tokens and the finish reason `abort`. Return how many.
 
-        `asked`: a client asked for their end; they do not continue elsewhere.
+        `asked`: a client asked for the abort, so the requests do not continue elsewhere.
         """
         chosen = list(self._requests) if request_ids is None else [i for i in request_ids if i in self._requests]
         for request_id in chosen:
@@ -117,10 +117,10 @@ class SimEngine:
     async def pause(
         self, mode: PauseMode = PauseMode.ABORT, *, clear_cache: bool = True, release: bool = False
     ) -> None:
-        """`/pause`: stop making tokens; returns when none is being made. New requests queue until `resume`.
+        """`/pause`: stop making tokens. Returns once none is being made. New requests queue until `resume`.
 
-        Pausing twice is allowed, as in vLLM; the later mode holds. With `release` (or in plain vLLM) the mode `abort`
-        ends requests, so that they continue on another engine; else they wait here.
+        A second pause is allowed, as in vLLM; the later mode applies. With `release` (or in plain vLLM) the mode
+        `abort` ends requests, so that they continue on another engine. Otherwise they wait on this engine.
         """
         self.meter.close()
         await self._stop(self._stop_mode(mode, release=release), clear_cache=clear_cache)
@@ -135,7 +135,7 @@ class SimEngine:
             await self._resume_if_ready()
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
-        """Forget cached prefixes. False, and nothing done, while requests hold blocks and may not be recomputed."""
+        """Forget cached prefixes. Change nothing and return False if requests hold blocks and may not be recomputed."""
         self.check_alive()
         if reset_running_requests:
             self._clear_cache()
@@ -144,7 +144,7 @@ class SimEngine:
         return self.scheduler.pool.reset()
 
     async def sleep(self, level: int = 1, mode: PauseMode = PauseMode.ABORT) -> None:
-        """`/sleep`: pause; from level 1 on weights and KV leave the device."""
+        """`/sleep`: pause. From level 1 on, weights and KV leave the device."""
         self.meter.close()
         await self._stop(self._stop_mode(mode), clear_cache=level >= 1)
         if level >= 1:
@@ -152,7 +152,7 @@ class SimEngine:
         self._without_weights |= level == DROPS_WEIGHTS
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> bool:
-        """`/wake_up`: take memory back and resume once all is there; returns whether it is."""
+        """`/wake_up`: take memory back, and resume once all is back. Return whether it is."""
         self.check_alive()
         self.asleep = frozenset() if tags is None else self.asleep - set(tags)
         if not self.config.plain:
@@ -166,7 +166,7 @@ class SimEngine:
         return PauseMode.KEEP if mode is PauseMode.ABORT and not ends_requests else mode
 
     async def _stop(self, mode: PauseMode, *, clear_cache: bool) -> int:
-        """Stop as vLLM does; returns the number of sequences preempted."""
+        """Stop as vLLM does. Return the number of preempted sequences."""
         await self.at(Phase.PAUSE)
         self._frozen = mode is PauseMode.KEEP
         self.scheduler.admitting = False
@@ -192,23 +192,23 @@ class SimEngine:
     # --- adapters -----------------------------------------------------------------------------------------------------
 
     async def read_adapter(self, source: Mapping[str, Any]) -> None:
-        """Read an adapter while generating; nothing in force changes. UserError: it cannot be read."""
+        """Read an adapter while generating, and change nothing in force. UserError: it is unreadable."""
         self.check_alive()
         content_of(source)
 
     async def load_adapter(
         self, name: str, version: int, source: Mapping[str, Any], kv: KV = "recompute"
     ) -> dict[str, Any]:
-        """Put a version of an adapter in force; its running requests are computed again, or keep their KV.
+        """Put a version of an adapter in force. Its running requests are recomputed, or keep their KV.
 
         Raises:
-            UserError: there is no room, or the source cannot be read; nothing was changed.
+            UserError: there is no room, or the source is unreadable. The engine is unchanged.
         """
         await self.at(Phase.CONTROL)
         self.adapters.load(name, content_of(source), version=version)
         if not self.paused:
             self.meter.begin((name, version), len(self.scheduler.running))
-            self.meter.resume()  # it takes no time
+            self.meter.resume()  # the simulated load takes no time
         running = [sequence for sequence in self.scheduler.running if sequence.request.lora == name]
         for sequence in reversed(running):
             if kv == "recompute":
@@ -221,10 +221,10 @@ class SimEngine:
         return {"version": version, "seconds": seconds, "preempted": preempted, "kept": len(running) - preempted}
 
     async def change_adapter(self, name: str, change: Literal["unload", "pause", "resume"]) -> None:
-        """Forget an adapter, or hold its requests, the new ones too, until `resume`; harmless where it is so already.
+        """Forget an adapter, or hold all its requests until `resume`. Repeating a change is harmless.
 
         Raises:
-            StateError: it is to be forgotten and has requests in flight.
+            StateError: the adapter is to be unloaded but has requests in flight.
         """
         await self.at(Phase.CONTROL)
         if change == "pause":
@@ -238,7 +238,7 @@ class SimEngine:
         self.kick()
 
     def adapters_served(self) -> dict[str, dict[str, Any]]:
-        """Name every adapter: its version, its requests, and since when it had none."""
+        """Return for every adapter its version, its number of requests, and the seconds since its last use."""
         return {name: self.adapters.served(name, self._in_flight(name)) for name in self.adapters.loaded}
 
     def _notes_of(self, sequence: SimSequence) -> Notes | None:
@@ -251,10 +251,10 @@ class SimEngine:
     # --- weights: Penstock's updates ----------------------------------------------------------------------------------
 
     async def prepare(self, manifest: WeightManifest) -> None:
-        """Check an offered version while generating; nothing in force changes.
+        """Check an offered version while generating. Change nothing in force.
 
         Raises:
-            WeightsError: it does not fit.
+            WeightsError: the version does not fit.
         """
         await self.at(Phase.PREPARE)
         if manifest.transport == BROADCAST:
@@ -262,14 +262,14 @@ class SimEngine:
         self.weights.prepared = (manifest, check_manifest(manifest, self.config.tensor_specs))
 
     async def apply(self, version: int, *, kv: KV = "recompute") -> dict[str, Any]:
-        """Pause (keep), load what was prepared, label it, resume; an engine that was paused stays paused.
+        """Pause (keep), load the prepared version, label it, resume. An engine that was paused stays paused.
 
         Returns:
-            `version`, `seconds` of each phase, `preempted`, `kept`, `checksum`, as vLLM with Penstock's plugin answers.
+            `version`, `seconds` of each phase, `preempted`, `kept`, `checksum`, as in the answer of Penstock's plugin.
 
         Raises:
-            StateError: that version was not prepared; nothing was changed.
-            TransferError: its bytes did not all come. The engine stays paused until a version came whole.
+            StateError: that version was not prepared. The engine is unchanged.
+            TransferError: bytes are missing. The engine stays paused until it has received a whole version.
         """
         prepared = self.weights.prepared
         if prepared is None or prepared[0].version != version:
@@ -294,7 +294,7 @@ class SimEngine:
         return {"version": version, "seconds": seconds, **requests, "checksum": checksum}
 
     async def token_loss(self, version: int, adapter: str | None, timeout_s: float) -> TokenLoss | None:
-        """What an update cost, as soon as it is known; after `timeout_s` what it cost so far."""
+        """Return the cost of an update once it is known, or after `timeout_s` its cost so far."""
         if (loss := self.meter.loss(version if adapter is None else (adapter, version))) is None:
             return None
         known = asyncio.wrap_future(loss)
@@ -324,11 +324,11 @@ class SimEngine:
     # --- weights: vLLM's updates --------------------------------------------------------------------------------------
 
     def start_update(self) -> None:
-        """`/start_weight_update`. While requests run it kills the engine, as it kills vLLM.
+        """`/start_weight_update`. While requests run, it kills the engine, as it kills vLLM.
 
         Raises:
-            StateError: not initialised, or an update is under way.
-            EngineDeadError: it was not paused.
+            StateError: the transfer engine is not initialised, or an update is under way.
+            EngineDeadError: the engine was not paused.
         """
         self.check_alive()
         self.weights.start()
@@ -337,7 +337,7 @@ class SimEngine:
             self.check_alive()
 
     async def update_weights(self) -> None:
-        """`/update_weights`. A failure leaves the engine unfit. StateError: before `start_update`."""
+        """`/update_weights`. A failure leaves the engine unfit. StateError: `start_update` was not called."""
         self.check_alive()
         self.weights.started("update_weights")
         await self.at(Phase.LOAD)
@@ -346,7 +346,7 @@ class SimEngine:
         self.weights.update()
 
     async def finish_update(self, label: str | None) -> None:
-        """`/finish_weight_update`: the weights are in force, labelled if a label is given."""
+        """`/finish_weight_update`: put the weights in force, with a label if one is given."""
         self.check_alive()
         self.weights.finish(label)
         await self._weights_complete()
@@ -359,7 +359,7 @@ class SimEngine:
             raise EngineDeadError(self.death, engine=self.config.name)
 
     async def at(self, phase: Phase) -> None:
-        """Run the faults set at this phase. Raises RefusedError, or EngineDeadError if one of them kills."""
+        """Apply the faults of this phase. Raises RefusedError, or EngineDeadError if a fault kills."""
         try:
             await self.faults.at(phase)
         except Died as died:
@@ -398,7 +398,7 @@ class SimEngine:
             await self._emit(plan)
 
     def _step_seconds(self, plan: StepPlan) -> float:
-        """Time of a step: a floor set by reading the weights, a slope in the batch, and the prompt tokens computed."""
+        """Return a step's seconds: a floor for reading the weights, plus time per sample and prompt token."""
         config = self.config
         decode = 1 / config.tokens_per_second + config.sequence_seconds * (len(plan.sequences) - 1)
         return self.faults.slow_factor * (decode + plan.prefill_tokens / config.prefill_tokens_per_second)
@@ -406,7 +406,7 @@ class SimEngine:
     async def _emit(self, plan: StepPlan) -> None:
         made = 0
         for sequence in plan.sequences:
-            # Aborted or preempted while the step ran: its token is dropped, as vLLM drops stale output.
+            # Aborted or preempted while the step ran: drop its token, as vLLM drops stale output.
             if self.death is not None or sequence.finish_reason is not None or not sequence.blocks:
                 continue
             adapter = self.adapters.content(sequence.request.lora)
@@ -437,7 +437,7 @@ class SimEngine:
         return preempted
 
     def _check(self, prompt_ids: Sequence[int], params: SamplingParams, max_tokens: int | None) -> int:
-        """The number of tokens it may make. Raises RequestError."""
+        """Return the number of tokens that a request may make. Raises RequestError."""
         config = self.config
         if not prompt_ids:
             raise RequestError("The decoder prompt cannot be empty")

@@ -1,6 +1,6 @@
-"""The endpoints that generate: vLLM's token endpoint and OpenAI's; models, tokenize and detokenize.
+"""The generating endpoints (vLLM's token endpoint and OpenAI's), and models, tokenize and detokenize.
 
-Events leave out the ids of the prompt, which whole answers have.
+Events omit the prompt's ids. Whole answers include them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from penstock.types import SamplingParams
 from penstock.wire import as_weight_versions
 
 COMPLETIONS_MAX_TOKENS = 16
-"""OpenAI's default for completions, which vLLM keeps; chats get what the context leaves."""
+"""OpenAI's default for completions, which vLLM keeps. The default for chats is the rest of the context."""
 _UNUSED = ("kv_transfer_params", "ec_transfer_params", "metrics")
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 class _Sampling(BaseModel):
-    """Sampling parameters, read as vLLM reads them: "2" and 2.0 are whole numbers, 1 is true. Others are ignored."""
+    """Sampling parameters, parsed like vLLM: "2" and 2.0 are integers, 1 is true. Unknown ones are ignored."""
 
     max_tokens: int | None = None
     n: int = 1
@@ -58,7 +58,7 @@ class _Tokens(Generation):
 
     def chunk(self, place: int, delta: Delta) -> dict[str, Any]:
         chunk: dict[str, Any] = {**super().chunk(place, delta), "usage": None}
-        # The spans come once, at the end, and cover the whole output.
+        # The spans are sent once, at the end, and cover the whole output.
         if not delta.finished and "weight_versions" in chunk["choices"][0]:
             chunk["choices"][0]["weight_versions"] = None
         return chunk
@@ -68,7 +68,7 @@ class _Tokens(Generation):
 
     def usage(self) -> dict[str, Any]:
         usage = super().usage()
-        # vLLM counts the tokens of its answer, and lines have brought them.
+        # vLLM counts only the tokens of its own answer. The progress lines have brought them already.
         left_out = usage["completion_tokens"] if self.progress.streamed else 0
         return {**usage, **{name: usage[name] - left_out for name in ("completion_tokens", "total_tokens")}}
 
@@ -80,7 +80,7 @@ class _Tokens(Generation):
         if sequence.request.params.logprobs:
             pairs = zip(sequence.output[start:end], sequence.logprobs[start:end], strict=True)
             entries = ({"token_id": token, "logprob": logprob, "rank": 1} for token, logprob in pairs)
-            # vLLM's top_logprobs always holds the sampled token; the simulated model has no other candidates.
+            # vLLM's top_logprobs always holds the sampled token. The simulated model has no other candidates.
             logprobs = {"content": [{**entry, "top_logprobs": [entry]} for entry in entries]}
         keeps = self.call.engine.config.keeps_versions
         return {
@@ -96,7 +96,7 @@ class _Tokens(Generation):
 
 
 class _OpenAI(Generation):
-    """What OpenAI's two APIs have in common."""
+    """The common part of OpenAI's two APIs."""
 
     unused = ("service_tier", "system_fingerprint", *_UNUSED)
 
@@ -123,7 +123,7 @@ class _OpenAI(Generation):
 
     def _new_text(self, delta: Delta) -> str:
         sequence = delta.sequence
-        if sequence.request.params.stop:  # any of it may be the beginning of a stop string
+        if sequence.request.params.stop:  # any part of it may be the start of a stop string
             return sequence.text if delta.finished else ""
         end = delta.end - (delta.finished and isinstance(sequence.stop_reason, int))
         return decode(sequence.output[delta.start : end], self.call.engine.config.eos_token_id)
@@ -161,12 +161,12 @@ class _Chat(_OpenAI):
     whole_name, chunk_name = "chat.completion", "chat.completion.chunk"
 
     def answer(self) -> dict[str, Any]:
-        """The prompt's ids come once, in completions in each choice."""
+        """Return the answer with one copy of the prompt's ids. Completions have one in each choice."""
         prompt_ids = self.requests[0].prompt_ids if self.return_ids else None
         return {**super().answer(), "prompt_logprobs": None, "prompt_token_ids": prompt_ids}
 
     def opening(self) -> Iterator[dict[str, Any]]:
-        """Each choice's role comes first."""
+        """Yield the role of each choice."""
         (request,) = self.requests
         for sequence in request.sequences:
             delta = {"role": "assistant", "content": ""}
@@ -252,7 +252,7 @@ async def detokenize(call: Call) -> dict[str, Any]:
 
 
 def checked_ids(value: Any, name: str) -> list[int]:
-    """A list of token ids. Raises RequestError where it is none."""
+    """Return a list of token ids. Raises RequestError if the value is not such a list."""
     if not isinstance(value, list) or not value:
         raise RequestError(f"{name}: List should have at least 1 item of token ids")
     ids = cast("list[Any]", value)
@@ -262,7 +262,7 @@ def checked_ids(value: Any, name: str) -> list[int]:
 
 
 def _prompts(prompt: Any, vocab_size: int) -> list[list[int]]:
-    """A string, a list of strings, token ids, or a list of lists of token ids."""
+    """Read a string, a list of strings, token ids, or a list of lists of token ids."""
     if isinstance(prompt, str):
         return [encode(prompt, vocab_size)]
     if not isinstance(prompt, list) or not prompt:
@@ -276,7 +276,7 @@ def _prompts(prompt: Any, vocab_size: int) -> list[list[int]]:
 
 
 def _sampling(given: Mapping[str, Any], *, logprobs: bool, detokenize: bool, max_tokens: int) -> SamplingParams:
-    """Read sampling parameters as vLLM names them; what the simulated model cannot use is ignored.
+    """Read sampling parameters by vLLM's names. Ignore those that the simulated model cannot use.
 
     Raises:
         RequestError: a value of the wrong type or out of range.
@@ -301,7 +301,7 @@ def _messages(call: Call) -> list[Mapping[str, Any]]:
 
 
 def _constrained(body: Mapping[str, Any]) -> bool:
-    """Whether it asks for what vLLM makes under a grammar."""
+    """Whether a request asks for output that vLLM makes under a grammar."""
     wanted: Any = body.get("response_format")
     typed = isinstance(wanted, dict) and cast("dict[str, Any]", wanted).get("type", "text") != "text"
     forced = body.get("tool_choice") not in (None, "auto", "none")

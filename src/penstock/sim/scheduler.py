@@ -1,6 +1,6 @@
 """Continuous batching: requests, their sequences, KV blocks with a prefix cache, and the next step's batch.
 
-Blocks are counted as vLLM counts them. A sequence that finds no block preempts the youngest one (by recompute).
+Blocks are counted as in vLLM. A sequence that gets no block preempts the youngest one, which is recomputed later.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.types import FinishReason, SamplingParams
 from penstock.wire import INITIAL_VERSION, Notes, add_stretch
 
 Key = tuple[int, str, int, int]
-"""Names the tokens up to the end of a block: salt, adapter, number of tokens, their CRC-32."""
+"""Names the tokens up to the end of a block: salt, adapter, number of tokens and their CRC-32."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,14 +33,14 @@ class Block:
     """`block_size` tokens of KV."""
 
     version: int
-    """Weights that computed it."""
+    """Version of the weights that computed it."""
     key: Key | None = None
-    """Set once it is full and findable."""
+    """Set once the block is full and can be found."""
     refs: int = 1
 
 
 class BlockPool:
-    """A fixed number of blocks: in use, or free. A free block stays findable until its room is needed (LRU)."""
+    """A fixed number of blocks, in use or free. A free block can be found until its room is needed (LRU)."""
 
     def __init__(self, size: int, *, caching: bool) -> None:
         self.size = size
@@ -55,7 +55,7 @@ class BlockPool:
         return self._used / self.size
 
     def take_cached(self, keys: Sequence[Key]) -> list[Block]:
-        """The longest cached run from the start of `keys`, now in use by the caller too."""
+        """Take the longest cached run from the start of `keys`. The caller now uses these blocks too."""
         hits: list[Block] = []
         for key in keys:
             block = self._found.get(key)
@@ -69,7 +69,7 @@ class BlockPool:
         return hits
 
     def allocate(self, count: int, version: int) -> list[Block] | None:
-        """`count` fresh blocks, or None (and nothing changed) where there are not that many."""
+        """Return `count` fresh blocks. Without room for them, change nothing and return None."""
         if self._used + count > self.size:
             return None
         self._used += count
@@ -79,13 +79,13 @@ class BlockPool:
         return [Block(version) for _ in range(count)]
 
     def publish(self, block: Block, key: Key) -> None:
-        """A block is full: others may share it. The first block of a key is the one that is found."""
+        """Let others share a full block. A key finds only the first block published under it."""
         if self._caching and block.key is None and key not in self._found:
             block.key = key
             self._found[key] = block
 
     def release(self, blocks: Sequence[Block]) -> None:
-        """The caller uses them no more. Tail blocks are evicted first, as in vLLM."""
+        """Give back the caller's use of blocks. Tail blocks are evicted first, as in vLLM."""
         for block in reversed(blocks):
             block.refs -= 1
             if block.refs == 0:
@@ -94,7 +94,7 @@ class BlockPool:
                     self._idle[block.key] = block
 
     def reset(self) -> bool:
-        """Forget every cached block; False (and nothing changed) while blocks are in use."""
+        """Forget every cached block. While blocks are in use, change nothing and return False."""
         if self._used:
             return False
         self._found.clear()
@@ -104,7 +104,7 @@ class BlockPool:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Output tokens `[start, end)` of a sequence are new; `finished` where they are its last."""
+    """New output tokens `[start, end)` of a sequence; `finished` if they are its last."""
 
     sequence: SimSequence
     start: int
@@ -116,7 +116,7 @@ Listener = Callable[[Delta | None], object]
 
 
 class SimSequence:
-    """One sample in the making. The scheduler moves it; `advance` makes its next token."""
+    """One sample in progress. The scheduler moves it, and `advance` makes its next token."""
 
     def __init__(self, request: SimRequest, index: int, model: Model, max_tokens: int) -> None:
         params = request.params
@@ -124,25 +124,25 @@ class SimSequence:
         self.index = index
         self.prefix = request.prefix
         self.block_ends = list(request.block_ends)
-        """Length and CRC-32 at the end of each block that prompt and output fill."""
+        """Length and CRC-32 of the tokens up to the end of each block that prompt and output fill."""
         self.output: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[list[Any]] = []
-        """vLLM's label of each version, how many tokens in a row it made, and `Notes` if there are any."""
+        """For each run of tokens: vLLM's version label, the number of tokens, and `Notes` if there are any."""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.text_end: int | None = None
-        """Where a stop string cut the text."""
+        """Position at which a stop string cut the text."""
         self.blocks: list[Block] = []
         self.published = 0
-        """Blocks of it that others can find."""
+        """Number of its blocks that others can find."""
         self.kv_version = 0
         self.salt: tuple[int, str] = (0, "")
-        """Of its blocks: the scheduler's, and what decided its adapter's tokens, when it was admitted."""
+        """Salt of its blocks: the scheduler's salt, and its adapter's content, both at its admission."""
         self.kv_kept = False
-        """It has KV of older weights, and went on with that."""
+        """Whether it continued with KV of older weights."""
         self.counted = False
-        """Its prompt is already in the prefix cache's counters."""
+        """Whether the prefix cache's counters already include its prompt."""
         self._model = model
         self._max_tokens = max_tokens
         base = model.seed if params.seed is None else params.seed
@@ -150,7 +150,7 @@ class SimSequence:
         self._banned = banned_before_min(model, params)
 
     def resume(self, part: Mapping[str, Any]) -> None:
-        """Begin with what another engine has made of it, which is consistent (`wire.check_part`)."""
+        """Start with the tokens of another engine, which `wire.check_part` has checked."""
         for token in part["ids"]:
             self._append(token)
         self.logprobs = part["logprobs"] or [0.0] * len(self.output)
@@ -167,19 +167,19 @@ class SimSequence:
         return self.prefix.length
 
     def made(self, delta: Delta | None) -> tuple[int, int]:
-        """Where tokens begin and end in the output: those of a delta; None: all."""
+        """Return start and end of a delta's tokens in the output; None: of all tokens."""
         return (0, len(self.output)) if delta is None else (delta.start, delta.end)
 
     @property
     def text(self) -> str:
-        """Decoded output; EOS and a final stop token have no text, a stop string cuts it."""
+        """Decoded output. EOS and a final stop token have no text, and a stop string cuts the text."""
         ids = self.output
         if self.finish_reason == "stop" and isinstance(self.stop_reason, int):
             ids = ids[:-1]
         return decode(ids, self._model.eos_token_id)[: self.text_end]
 
     def advance(self, weights: Weights, label: Any, notes: Notes | None = None) -> None:
-        """Make the next token under `weights`, labelled `label`, and see whether it ends the sequence."""
+        """Make the next token under `weights`, labelled `label`, and check if it ends the sequence."""
         params = self.request.params
         position = len(self.output)
         banned = self._banned if position < params.min_tokens else ()
@@ -190,7 +190,7 @@ class SimSequence:
         self._stop(token, params)
 
     def finish(self, reason: FinishReason) -> None:
-        """End it for a reason from outside, with the tokens it has."""
+        """End the sequence with its tokens so far, for a reason from outside."""
         self.finish_reason = reason
         self.request.changed(self, len(self.output))
 
@@ -214,7 +214,7 @@ class SimSequence:
         self.request.changed(self, count - 1)
 
     def _stop_at_string(self, stops: tuple[str, ...]) -> None:
-        # A token adds at most one character, so a stop string that is there now ends here.
+        # A token adds at most one character, so a new stop string ends here.
         tail = decode(self.output[-max(map(len, stops)) :], self._model.eos_token_id)
         for stop in stops:
             if tail.endswith(stop):
@@ -224,7 +224,7 @@ class SimSequence:
 
 
 class SimRequest:
-    """One prompt and its `n` sequences; `listener` gets what is made of it, and None at its end."""
+    """One prompt and its `n` sequences. `listener` gets the new tokens, and None at the end."""
 
     def __init__(
         self,
@@ -242,15 +242,15 @@ class SimRequest:
         self.prefix, self.block_ends = _fold(prompt_ids, block_size)
         self.params = params
         self.lora = lora
-        """Name of the adapter it asked for."""
+        """Name of the requested adapter."""
         self.sequences: list[SimSequence] = []
         self.asked = False
-        """A client asked for its abort."""
+        """Whether a client asked for the abort."""
         self._unfinished = params.n
         self._listener = listener
 
     def changed(self, sequence: SimSequence, start: int) -> None:
-        """A sequence has new tokens from `start` on, or has ended."""
+        """Report new tokens of a sequence from `start` on, or its end."""
         ended = sequence.finish_reason is not None
         self._listener(Delta(sequence, start, len(sequence.output), ended))
         if ended:
@@ -259,7 +259,7 @@ class SimRequest:
                 self._listener(None)
 
     def die(self) -> None:
-        """It will never finish: its engine is dead."""
+        """Report the end of the request: its engine is dead."""
         self._listener(None)
 
 
@@ -274,7 +274,7 @@ def _fold(token_ids: tuple[int, ...], block_size: int) -> tuple[Prefix, list[tup
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: each of `sequences` gets a token; `prefill_tokens` prompt tokens are computed on the way."""
+    """One step. Each of `sequences` gets a token, and `prefill_tokens` prompt tokens are computed."""
 
     sequences: tuple[SimSequence, ...]
     prefill_tokens: int
@@ -282,7 +282,7 @@ class StepPlan:
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters since the start, in tokens unless said otherwise."""
+    """Counters since the start, in tokens unless stated otherwise."""
 
     prompt_tokens: int = 0
     generation_tokens: int = 0
@@ -290,28 +290,28 @@ class EngineStats:
     """Prompt tokens looked up in the prefix cache."""
     hits: int = 0
     preemptions: int = 0
-    """Sequences."""
+    """Number of preempted sequences."""
     finished: Counter[str] = field(default_factory=Counter[str])
-    """Samples by finish reason."""
+    """Samples per finish reason."""
 
 
 class Scheduler:
-    """First come, first served; the youngest gives way. Pure: no time, no I/O.
+    """First come, first served; the youngest sequence is preempted. Pure: no time, no I/O.
 
-    `adapter_of` names the weights of a request's LoRA at this moment.
+    `adapter_of` returns the current content of a sequence's LoRA.
     """
 
     def __init__(self, config: SimConfig, adapter_of: Callable[[SimSequence], str]) -> None:
         self.waiting: deque[SimSequence] = deque()
         self.running: list[SimSequence] = []
         self.held: dict[str, list[SimSequence]] = {}
-        """Sequences of paused adapters, by adapter."""
+        """Sequences of paused adapters, per adapter."""
         self.pool = BlockPool(config.kv_blocks, caching=config.enable_prefix_caching)
         self.stats = EngineStats()
         self.admitting = True
         """False while paused."""
         self.salt = 0
-        """Version of the last update that kept KV in flight: sequences find blocks of this salt alone."""
+        """Version of the last update that kept KV in flight. Sequences find only blocks with this salt."""
         self._config = config
         self._adapter_of = adapter_of
 
@@ -322,7 +322,7 @@ class Scheduler:
         self.held.get(sequence.request.lora or "", self.waiting).append(sequence)
 
     def hold(self, adapter: str) -> None:
-        """Let the sequences of an adapter wait until `release`, the new ones too."""
+        """Make all present and new sequences of an adapter wait until `release`."""
         held = self.held.setdefault(adapter, [])
         for sequence in reversed([s for s in self.running if s.request.lora == adapter]):
             self.preempt(sequence)
@@ -333,7 +333,7 @@ class Scheduler:
         self.waiting.extend(self.held.pop(adapter, ()))
 
     def remove(self, sequence: SimSequence) -> None:
-        """It has ended or was aborted: its blocks are free."""
+        """Free the blocks of a sequence that has ended or was aborted."""
         if sequence.blocks:
             self.running.remove(sequence)
             self._release(sequence)
@@ -341,7 +341,7 @@ class Scheduler:
             self.held.get(sequence.request.lora or "", self.waiting).remove(sequence)
 
     def plan(self, version: int) -> StepPlan | None:
-        """The next step under weights `version`; None where there is nothing to compute."""
+        """Plan the next step under weights `version`; None if there is nothing to compute."""
         preempted = self.stats.preemptions
         for sequence in tuple(self.running):
             while sequence.blocks and not self._grow(sequence):
@@ -352,28 +352,28 @@ class Scheduler:
         return StepPlan(tuple(self.running), prefill) if self.running else None
 
     def preempt(self, sequence: SimSequence) -> None:
-        """Take its KV away; it goes to the head of the queue and will be recomputed."""
+        """Take the KV of a sequence. The sequence returns to the head of the queue and is recomputed."""
         self.running.remove(sequence)
         self._release(sequence)
         self.waiting.appendleft(sequence)
         self.stats.preemptions += 1
 
     def preempt_all(self) -> int:
-        """Preempt every running sequence, keeping their order; returns how many."""
+        """Preempt every running sequence, and keep their order. Return how many."""
         count = len(self.running)
         while self.running:
             self.preempt(self.running[-1])
         return count
 
     def keep_in_flight(self, version: int) -> int:
-        """Let running sequences keep their KV, and no other find it; returns how many. No step may be under way."""
+        """Let only the running sequences use their KV from now on. Return how many. No step may be under way."""
         self.salt = version
         for sequence in self.running:
             sequence.kv_kept = True
         return len(self.running)
 
     def computed(self, sequence: SimSequence) -> None:
-        """Its step is done: all tokens but the newest have KV, and the blocks that these fill can be shared."""
+        """Note a finished step: all tokens but the newest have KV, and their full blocks can be shared."""
         full = (sequence.length - 1) // self._config.block_size
         if sequence.published < full:
             for i in range(sequence.published, full):
@@ -392,9 +392,9 @@ class Scheduler:
         return prefill
 
     def _admit(self, sequence: SimSequence, version: int) -> int | None:
-        """Give it blocks; returns the tokens left to compute, None where there is no room."""
+        """Give blocks to a sequence. Return the tokens left to compute, or None without room."""
         salt = self.salt, self._adapter_of(sequence)
-        # At least the last token is computed, for its output (vLLM: max_cache_hit_length).
+        # The last token is always computed, because its output is needed (vLLM: max_cache_hit_length).
         findable = sequence.block_ends[: (sequence.length - 1) // self._config.block_size]
         blocks = self.pool.take_cached([(*salt, *end) for end in findable])
         stale = next((block.version for block in blocks if block.version != version), version)

@@ -1,4 +1,4 @@
-"""The simulated engine behind vLLM's HTTP."""
+"""The simulated engine behind vLLM's HTTP API."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from penstock.sim.engine import SimEngine
 from penstock.sim.update import NotFoundError
 
 CORE_DEATH_EXIT_S = 0.3
-"""How long vLLM's API server outlives its engine core (facts: port closed at 0.3 s)."""
+"""Seconds that vLLM's API server outlives its engine core (measured: the port closed at 0.3 s)."""
 
 EXIT_STATUS = 1
 RANK_HEADER = "X-data-parallel-rank"
 
 KEEP_ALIVE_S = 5.0
-"""vLLM closes idle connections after this; a client pool that keeps them longer posts on dead ones."""
+"""vLLM closes idle connections after these seconds. A client pool that keeps them longer uses dead ones."""
 
 
 class SimServer:
     """One engine on one port: `async with SimServer(SimConfig()) as server: server.url`.
 
-    In its `own_process` its death ends the process; else it only closes port and connections.
+    With `own_process`, its death ends the process. Otherwise its death only closes the port and the connections.
     """
 
     def __init__(self, config: SimConfig | None = None, *, own_process: bool = False) -> None:
@@ -45,7 +45,7 @@ class SimServer:
         self.ranks = tuple(SimEngine(self.config, on_death=self._on_death) for _ in ranks)
         self.engine = self.ranks[0]
         self.gone = asyncio.Event()
-        """Set when the engine died and the port is closed."""
+        """Set once the engine has died and the port is closed."""
         self._own_process = own_process
         self._runner: web.AppRunner | None = None
         self._port = self.config.port
@@ -53,13 +53,13 @@ class SimServer:
 
     @property
     def url(self) -> str:
-        """Where it serves; the port is known once it is started."""
+        """URL of the server. The port is known after the start."""
         host = self.config.host
         return f"http://{f'[{host}]' if ':' in host else host}:{self._port}"
 
     async def start(self) -> None:
-        """Serve. Raises EngineStartError where the port is taken."""
-        # Cancelling a handler when its client has gone aborts the request, as vLLM does.
+        """Start to serve. Raises EngineStartError if the port is taken."""
+        # When a client leaves, cancelling its handler aborts the request, as in vLLM.
         runner = web.AppRunner(
             _app(self.config, self.ranks),
             handler_cancellation=True,
@@ -143,9 +143,9 @@ def _app(config: SimConfig, ranks: tuple[SimEngine, ...]) -> web.Application:
 
 
 async def _on_one(ranks: Sequence[SimEngine], handler: control.Handler, http: web.Request) -> web.StreamResponse:
-    """Serve on the rank that the header names, else on the one with the least to do, as vLLM places."""
+    """Serve on the rank that the header names, else on the least loaded rank, as vLLM does."""
     named = http.headers.get(RANK_HEADER, "")
-    if not re.fullmatch(r"-?[0-9]+", named):  # vLLM passes over what is no number
+    if not re.fullmatch(r"-?[0-9]+", named):  # vLLM ignores a value that is not a number
         rank = min(ranks, key=lambda rank: len(rank.scheduler.running) + len(rank.scheduler.waiting))
     elif not 0 <= int(named) < len(ranks):
         raise RequestError(f"data_parallel_rank {named} is out of range [0, {len(ranks)}).")
@@ -155,7 +155,7 @@ async def _on_one(ranks: Sequence[SimEngine], handler: control.Handler, http: we
 
 
 async def _on_all(ranks: Sequence[SimEngine], handler: control.Handler, http: web.Request) -> web.StreamResponse:
-    """Call every rank, one after another: the last one's answer, or the first error. The first rank answers a GET."""
+    """Call the ranks in turn (for a GET, only the first). Return the last answer, or raise the first error."""
     body, answer = await _body(http), None
     for rank in ranks[:1] if http.method == "GET" else ranks:
         answer = await handler(Call(http, rank, ranks, body))
@@ -167,7 +167,7 @@ def _answer(answer: Any) -> web.StreamResponse:
 
 
 async def _body(http: web.Request) -> dict[str, Any]:
-    """The body as an object, empty where there is none; web.HTTPException if it is too large."""
+    """Return the body as an object, empty without a body. web.HTTPException: it is too large."""
     raw = await http.read()
     try:
         data: Any = orjson.loads(raw or b"{}")
@@ -180,7 +180,7 @@ async def _body(http: web.Request) -> dict[str, Any]:
 
 @web.middleware
 async def _errors_as_vllm(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn exceptions into the answers that vLLM, or our plugin on its own paths, gives for them."""
+    """Turn exceptions into vLLM's error answers, or on the plugin's own paths into the plugin's."""
     try:
         return await handler(request)
     except PenstockError as error:
@@ -202,9 +202,9 @@ def _as_vllm(error: PenstockError) -> web.Response:
 
 
 def _guarded(config: SimConfig) -> Middleware:
-    """Middleware: 401 without the key, on every path but `OPEN_PATHS`; 403 for a web page's control call.
+    """Return middleware: 401 without the key, except on `OPEN_PATHS`; 403 for a web page's control call.
 
-    The second is our plugin's doing, and a plain vLLM does not have it.
+    The 403 comes from our plugin; plain vLLM does not give it.
     """
 
     @web.middleware

@@ -1,12 +1,12 @@
-"""The simulated model: pure functions, so that any token can be checked against its prompt, position and version.
+"""The simulated model: pure functions, so that a test can check every token from prompt, position and version.
 
-A token depends on every token before it, on its position, on the weights and on the seed. So a token that is lost,
-doubled, moved to another request or labelled with another version shows in what follows or in its own logprob. A
-request that continues elsewhere with prompt + partial gets the same tokens, as from a real model.
+A token depends on every token before it, on its position, on the weights and on the seed. So an error shows in the
+following tokens or in the token's own logprob, whether a token is lost, doubled, moved to another request or labelled
+with another version. A request that continues elsewhere with prompt + partial gets the same tokens, as on a real model.
 
 As text, a token is one character. Id 0 is EOS; ids 1 to 95 are the printable ASCII characters; higher ids are
-characters from U+4E00 on. Decoding and encoding again gives the same ids. A character without an id (a newline among
-them) becomes some id, the same each time.
+characters from U+4E00 on. Encoding a decoded text gives the same ids. A character without an id, such as a newline,
+always gets the same arbitrary id.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ID = struct.Struct("<q")
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """Everything before a token, folded: length and CRC-32 of the ids as little-endian int64."""
+    """Hash of all tokens before a position: their number, and the CRC-32 of the ids as little-endian int64."""
 
     length: int = 0
     crc: int = 0
@@ -53,9 +53,9 @@ class Model:
 
     Attributes:
         vocab_size: ids lie in `[0, vocab_size)`.
-        eos_token_id: ends a sample.
-        eos_share: probability that a token is EOS, so 1 / mean length; 0: only limits and stop tokens end a sample.
-        seed: of requests that carry none.
+        eos_token_id: token that ends a sample.
+        eos_share: probability that a token is EOS, so 1 / mean length. If 0, only limits and stop tokens end samples.
+        seed: seed for requests that carry none.
     """
 
     vocab_size: int = 1024
@@ -68,8 +68,8 @@ class Model:
 class Weights:
     """The weights under which a token is made.
 
-    `version` is theirs; `kv_version` the oldest of the KV blocks that the token attends to: differing from `version`,
-    the token belongs to no version at all, which is what stale KV does to a real model. `adapter` names a LoRA.
+    `version` is the version of the weights, `kv_version` that of the oldest KV block that the token attends to. If
+    they differ, the token belongs to no version at all, as with stale KV in a real model. `adapter` names a LoRA.
     """
 
     version: int
@@ -80,9 +80,9 @@ class Weights:
 def expected_token(
     model: Model, prefix: Prefix, weights: Weights, *, seed: int | None, banned: Collection[int] = ()
 ) -> int:
-    """The id that follows `prefix` under these weights, none of those that are `banned`.
+    """Return the id that follows `prefix` under these weights, never one of `banned`.
 
-    `seed` is the request's plus the sample's index (as vLLM seeds sample `i`); None: greedy, temperature 0.
+    `seed` is the request's seed plus the sample's index, as vLLM seeds sample `i`; None means greedy (temperature 0).
     """
     draw = _draw(prefix, weights, _noise(seed))
     if model.eos_token_id not in banned and (draw >> 11) / 2**53 < model.eos_share:
@@ -95,9 +95,9 @@ def expected_token(
 
 
 def expected_logprob(prefix: Prefix, token_id: int, weights: Weights, *, temperature: float) -> float:
-    """Log-probability of `token_id` after `prefix`, after temperature scaling, in [-8, 0).
+    """Return the log-probability in [-8, 0) of `token_id` after `prefix` at a temperature.
 
-    It does not depend on the seed: the same token in the same place has the same probability, however it came.
+    It does not depend on the seed: the same token in the same place always has the same probability.
     Temperature 0 counts as 1, as in vLLM.
     """
     draw = _draw(prefix, weights, _scale(temperature) ^ _mix(token_id + 1))
@@ -105,7 +105,7 @@ def expected_logprob(prefix: Prefix, token_id: int, weights: Weights, *, tempera
 
 
 def banned_before_min(model: Model, params: SamplingParams) -> frozenset[int]:
-    """Ids masked out until `min_tokens` have been made (vLLM's MinTokensLogitsProcessor)."""
+    """Return the ids masked out until `min_tokens` are made (vLLM's MinTokensLogitsProcessor)."""
     return frozenset({model.eos_token_id, *params.stop_token_ids})
 
 
@@ -146,17 +146,17 @@ _SURROGATES = range(0xD800, 0xE000)
 
 
 def encode(text: str, vocab_size: int) -> list[int]:
-    """Token ids of a string, one for each character."""
+    """Return the token ids of a string, one per character."""
     return [_id_of(character, vocab_size) for character in text]
 
 
 def decode(token_ids: Iterable[int], eos_token_id: int) -> str:
-    """Text of token ids; EOS has none."""
+    """Return the text of token ids. EOS has no text."""
     return "".join(character_of(i) for i in token_ids if i != eos_token_id)
 
 
 def character_of(token_id: int) -> str:
-    """The character of one id."""
+    """Return the character of an id."""
     if token_id <= _ASCII:
         return chr(_ASCII_FIRST + token_id - 1) if token_id > 0 else ""
     code = _WIDE_FIRST + token_id - _ASCII - 1
@@ -164,10 +164,10 @@ def character_of(token_id: int) -> str:
 
 
 def chat_prompt(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The template: `<role>content` for each message, then the opening of the assistant's turn.
+    """Apply the chat template: `<role>content` for each message, then the assistant's opening.
 
     Raises:
-        RequestError: no messages, or one without a role.
+        RequestError: there are no messages, or a message has no role.
     """
     if not messages:
         raise RequestError("messages must hold at least one message")

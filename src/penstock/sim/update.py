@@ -1,6 +1,6 @@
-"""Weights and LoRA adapters of the simulated engine: which are in force, and the checks of those that are offered.
+"""Weights and LoRA adapters of the simulated engine: those in force, and the checks of those on offer.
 
-By broadcast the engine joins the real group, receives the real bytes and discards them.
+With broadcast, the engine joins the real group, receives the real bytes and discards them.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from penstock.wire import INITIAL_VERSION, UNKNOWN_VERSION, Notes, version_of_to
 
 
 def check_manifest(manifest: WeightManifest, specs: Sequence[TensorSpec] | None) -> str:
-    """Check an offered version against `specs`, what the engine's model holds, and its bytes against its checksums.
+    """Check an offered version against the model's `specs`, and its bytes against its checksums.
 
-    Without `specs` any tensors will do. Bytes of a broadcast are not there yet. Of a delta its own bytes are checked;
-    a real engine also checks what the delta makes. Returns the checksum that the weights will have: over the CRC-32 of
-    every tensor in order of name.
+    Without `specs`, any tensors are accepted. The bytes of a broadcast are not there yet. For a delta only its own
+    bytes are checked; a real engine also checks the result. Returns the checksum that the weights will have, over the
+    CRC-32 of every tensor in order of name.
 
-    WeightsError: a tensor is missing, extra, misshapen, of another dtype, or damaged.
+    WeightsError: a tensor is missing, extra, damaged, or has a wrong shape or dtype.
     """
     if specs is not None:
         dtypes = {spec.name: frozenset({spec.dtype}) for spec in specs}
@@ -42,7 +42,7 @@ def check_manifest(manifest: WeightManifest, specs: Sequence[TensorSpec] | None)
     elif manifest.transport in {disk.TRANSPORT, delta.TRANSPORT}:
         changed = delta.read_delta(manifest) if manifest.transport == delta.TRANSPORT else None
         with disk.open_version(manifest) as whole:
-            if changed is None:  # it takes numpy to see what a delta makes
+            if changed is None:  # a check of a delta's result would need numpy
                 _check_sums(manifest, lambda entry: whole.read(entry.offset, entry.nbytes))
     return checksum_of(manifest.tensors)
 
@@ -54,7 +54,7 @@ def _check_sums(manifest: WeightManifest, read: Callable[[TensorEntry], memoryvi
 
 
 def checksum_of(tensors: Sequence[TensorEntry]) -> str:
-    """BLAKE2b over name and CRC-32 of every tensor, in order of name; 16 hex digits."""
+    """Return BLAKE2b over name and CRC-32 of every tensor, in order of name, as 16 hex digits."""
     digest = hashlib.blake2b(digest_size=8)
     for tensor in sorted(tensors, key=lambda t: t.name):
         digest.update(f"{tensor.name}\0{tensor.checksum}\0".encode())
@@ -62,10 +62,10 @@ def checksum_of(tensors: Sequence[TensorEntry]) -> str:
 
 
 async def receive_broadcast(source: BroadcastSource, manifest: WeightManifest) -> tuple[TensorEntry, ...]:
-    """Receive a version: its tensors with the CRC-32 of what came.
+    """Receive a version. Return its tensors with the CRC-32 of the received bytes.
 
     Raises:
-        TransferError: it was cut, or is not what was sent.
+        TransferError: the transfer was cut, or the bytes differ from those that were sent.
     """
 
     def receive() -> tuple[TensorEntry, ...]:
@@ -86,20 +86,20 @@ class WeightState:
         self.label = INITIAL_VERSION
         """Label of new tokens, as vLLM writes it."""
         self.identity = 0
-        """The weights themselves, on which tokens depend. Equal to the label's version unless there is an error."""
+        """The weights themselves, which decide tokens. Equals the label's version unless there is an error."""
         self.checksum = "0" * 16
         self.kv_kept: int | None = None
-        """The version of the last update, if that kept the KV cache."""
+        """The version of the last update, if that update kept the KV cache."""
         self.unfit: str | None = None
-        """Why generation would kill the engine: an update failed half-way."""
+        """The reason why generation would kill the engine: an update failed half-way."""
         self.group = BroadcastSource()
-        """Receives what is broadcast."""
+        """Receiver of broadcasts."""
         self.prepared: tuple[WeightManifest, str] | None = None
-        """The version offered last, and the checksum it will have."""
+        """The last version on offer, and the checksum it will have."""
         self.initialised = False
-        """vLLM's protocol: a transfer engine is there."""
+        """vLLM's protocol: whether the transfer engine exists."""
         self.updates: int | None = None
-        """vLLM's protocol: steps done of the update under way."""
+        """vLLM's protocol: finished steps of the current update; None without an update."""
         self._unlabelled = itertools.count(UNKNOWN_VERSION - 1, -1)
 
     @property
@@ -115,17 +115,17 @@ class WeightState:
         self.updates, self.unfit = 0, "a weight update was started and not finished"
 
     def started(self, call: str) -> int:
-        """Return the steps done of the native update under way. StateError: there is none, and `call` needs one."""
+        """Return the steps done of the current native update. StateError: there is none, so `call` fails."""
         if self.updates is None:
             raise StateError(f"start_weight_update must be called before {call}.")
         return self.updates
 
     def update(self) -> None:
-        """Take what came. Raises StateError unless a native update is under way."""
+        """Count a received step. Raises StateError without a native update under way."""
         self.updates = self.started("update_weights") + 1
 
     def finish(self, label: str | None) -> None:
-        """End a native update: what came is in force, labelled if a label is given."""
+        """End a native update. The received weights are in force, with a label if one is given."""
         if self.started("finish_weight_update"):
             named = UNKNOWN_VERSION if label is None else version_of_tokens(label)
             self.unfit, self.identity = None, next(self._unlabelled) if named == UNKNOWN_VERSION else named
@@ -135,7 +135,7 @@ class WeightState:
 
 
 class NotFoundError(UserError):
-    """No model or adapter of that name; `param` is the field of the request that named it."""
+    """There is no model or adapter of that name. `param` is the request's field with the name."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -145,10 +145,10 @@ class NotFoundError(UserError):
 @dataclass(slots=True)
 class _Adapter:
     content: str
-    """What decides its tokens: a path, or a digest of its bytes."""
+    """Path of the adapter, or a digest of its bytes. It decides the adapter's tokens."""
     version: int | None
     used: float
-    """When its last request came."""
+    """Monotonic time of its last request."""
 
 
 class Adapters:
@@ -163,7 +163,7 @@ class Adapters:
             known.used = time.monotonic()
 
     def notes(self, name: str | None) -> Notes:
-        """Return what its tokens are labelled with, as our plugin in vLLM does."""
+        """Return the labels of the adapter's tokens, as our plugin in vLLM gives them."""
         if name is None or self._config.plain:
             return {}
         known = self.loaded.get(name)
@@ -172,19 +172,19 @@ class Adapters:
         return {"adapter": name, "adapter_version": known.version}
 
     def served(self, name: str, in_flight: int) -> dict[str, Any]:
-        """Return its version, its requests, and since when it had none."""
+        """Return an adapter's version, its number of requests, and the seconds since its last use."""
         known = self.loaded[name]
         return {"version": known.version, "in_flight": in_flight, "idle_s": time.monotonic() - known.used}
 
     def forget(self, name: str) -> None:
-        """Forget one; harmless if there is none."""
+        """Forget an adapter. Harmless if there is none."""
         self.loaded.pop(name, None)
 
     def load(self, name: str, content: str, *, version: int | None = None) -> None:
-        """Load one. Requests in flight under this name continue with the new weights, as in vLLM.
+        """Load an adapter. Requests in flight under this name continue with the new weights, as in vLLM.
 
         Raises:
-            UserError: it has no name or content, or there is no room.
+            UserError: the name or the content is empty, or there is no room.
         """
         if not name or not content:
             raise UserError("Both 'lora_name' and 'lora_path' must be provided.")
@@ -193,16 +193,16 @@ class Adapters:
         self.loaded[name] = _Adapter(content, version, time.monotonic())
 
     def content(self, name: str | None) -> str:
-        """What decides its tokens; empty for the base model and for an adapter unloaded under its requests."""
+        """Return the adapter's content. Empty for the base model and an adapter that is no longer loaded."""
         known = self.loaded.get(name or "")
         return "" if known is None else known.content
 
 
 def content_of(source: Mapping[str, Any]) -> str:
-    """Return what decides the tokens of an adapter: a digest of its bytes, or its path where there are none to read.
+    """Return an adapter's content, which decides its tokens: a digest of its file, or its path without a file.
 
     Raises:
-        UserError: its file is gone.
+        UserError: the file is unreadable.
     """
     if (file := source.get("file")) is None:
         return str(source.get("path") or "")
