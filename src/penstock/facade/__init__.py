@@ -1,1 +1,1 @@
-"""A fleet with the face of vLLM's own blocking classes, after TorchRL's `AsyncVLLM` (R12)."""
+"""A fleet with the interface of vLLM's own blocking classes, modelled on TorchRL's `AsyncVLLM` (R12)."""

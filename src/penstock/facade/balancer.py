@@ -1,4 +1,4 @@
-"""TorchRL's load balancer of an `AsyncVLLM`, by the policies of its router."""
+"""TorchRL's load balancer for an `AsyncVLLM`. It uses the policies of the router."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
 
 
 class LoadBalancer:
-    """TorchRL's load balancer: sets the policies of the service's router, and places single requests by them.
+    """TorchRL's load balancer. It sets the policies of the service's router, and places single requests.
 
-    The balancer made last applies to every request of the service, also after a restart of the router.
+    The balancer made last applies to every request of the service, even after the router restarts.
 
     Attributes:
-        strategies: in order; a policy without a preference leaves the choice to the next, at last to `requests`.
+        strategies: policies in order. A policy without a preference defers to the next one, the last one to `requests`.
 
     Args:
         service: an `AsyncVLLM`.
-        strategy: a policy of `RouterConfig.policy`, or several; default: `prefix-aware`, then `requests`.
+        strategy: one or several policies of `RouterConfig.policy`. Default: `prefix-aware`, then `requests`.
         prefix_length: shortest shared prefix, in tokens, for which `prefix-aware` prefers an engine. Prefixes are
-            compared in steps of 64 tokens, of prompts of at least 128.
-        overload_threshold: `prefix-aware` skips an engine with more than this many times the mean of requests.
+            compared in steps of 64 tokens, and only for prompts of at least 128 tokens.
+        overload_threshold: `prefix-aware` skips an engine with more than this multiple of the mean number of requests.
 
     Raises:
-        RequestError: `service` is something else.
-        UserError: there is no such policy, or a value is out of range; the policy stays as it was.
+        RequestError: `service` is not an `AsyncVLLM`.
+        UserError: there is no such policy, or a value is out of range. The policy is unchanged.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class LoadBalancer:
     def select_actor(
         self, prompt: str | Sequence[int] | None = None, request_context: Mapping[str, Any] | None = None
     ) -> int:
-        """Return the index of the engine for a request, as `actor_index` of `generate`; the context is ignored.
+        """Return an engine's index for a request, as `actor_index` of `generate`. Ignores the context.
 
-        The router counts the choice, so the next one follows from it: `round-robin` names each engine in turn.
+        The router counts the choice, so it affects the next choice: `round-robin` names each engine in turn.
 
-        StateError: it would have to wait: generation is paused, or no engine is up.
+        StateError: the request would have to wait, because generation is paused or no engine is up.
         """
         del request_context
         asked = Prompt(prompt) if isinstance(prompt, str) else Prompt(ids=prompt)
@@ -66,7 +66,7 @@ class LoadBalancer:
         hashes = prefix_hashes(ids)
         name = self._service.ask_router(lambda admin: admin.choose(prompt_tokens=len(ids), prefix_hashes=hashes))
         names = self._service.engine_names()
-        engine = (name or "").partition(RANK)[0]  # to the router, each data-parallel rank is one
+        engine = (name or "").partition(RANK)[0]  # the router treats each data-parallel rank as an engine
         if engine not in names:
             raise StateError("a request would have to wait now: generation is paused, or no engine is up")
         return names.index(engine)

@@ -1,4 +1,4 @@
-"""vLLM's forms in ours and back: engine arguments, prompts and sampling parameters; answers of `/v1/completions`."""
+"""Converts vLLM's engine arguments, prompts and sampling parameters to ours, and completions to vLLM's outputs."""
 # pyright: basic, reportMissingImports=false
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from vllm import RequestOutput
     from vllm.logprobs import Logprob
 
-# vLLM is imported in functions, since it takes seconds. A caller that sends its SamplingParams has it.
+# vLLM is imported inside functions, because the import takes seconds. A caller with SamplingParams has paid for it.
 
 # --- engine arguments ------------------------------------------------------------------------------------------------
 
 OWN = frozenset(name for section in (EngineConfig, FleetConfig, RouterConfig) for name in section.model_fields)
-"""Options of `Fleet.launch`; where vLLM has one of the same name, it means the same."""
+"""Options of `Fleet.launch`. If vLLM has an option of the same name, it has the same meaning."""
 _REFUSED = {
     "engines": "num_replicas says how many there are",
     "worker_extension_cls": "engines have Penstock's own; reach vLLM's methods with collective_rpc",
@@ -33,14 +33,14 @@ _REFUSED = {
 
 
 def launch_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of `Fleet.launch`; those that only vLLM knows are in `extra_args`, as on a command line.
+    """Return options of `Fleet.launch`. Options that only vLLM knows go to `extra_args`.
 
     Args:
         given: fields of vLLM's AsyncEngineArgs, and of EngineConfig, FleetConfig and RouterConfig, by name.
 
     Raises:
-        ConfigError: an unknown name (with the nearest known one), one that Penstock decides itself, or a value that
-            has no form on a command line.
+        ConfigError: an unknown name (with the nearest known one), an option that Penstock decides itself, or a value
+            that cannot be written on a command line.
     """
     if refused := next((name for name in given if name in _REFUSED), None):
         raise ConfigError(f"{refused} cannot be chosen: {_REFUSED[refused]}")
@@ -56,9 +56,9 @@ def launch_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changed_fields(engine_args: Any) -> dict[str, Any]:
-    """Return the model and all other fields of vLLM's `AsyncEngineArgs` that differ from their defaults.
+    """Return the model, and all other fields of vLLM's `AsyncEngineArgs` that differ from their defaults.
 
-    ConfigError: it is something else.
+    ConfigError: it is not an `AsyncEngineArgs`.
     """
     if not is_dataclass(engine_args) or isinstance(engine_args, type) or not hasattr(engine_args, "model"):
         raise ConfigError(f"engine_args must be vllm.AsyncEngineArgs, got {type(engine_args).__name__}")
@@ -84,7 +84,7 @@ def _argument(name: str, value: Any) -> dict[str, Any]:
         return {f"no-{option}": True}
     if isinstance(value, (str, int, float)):
         return {option: value}
-    if is_dataclass(value) and not isinstance(value, type):  # a config object: what is not as by default
+    if is_dataclass(value) and not isinstance(value, type):  # a config object: only values that differ from the default
         defaults = {f.name: f.default if f.default is not MISSING else None for f in fields(value)}
         value = {k: given for k, given in asdict(value).items() if given is not None and given != defaults.get(k)}
     try:
@@ -96,16 +96,16 @@ def _argument(name: str, value: Any) -> dict[str, Any]:
 
 
 def model_metadata(config: EngineConfig, served: str | None) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    """Return dtype and shape of each tensor of an update, by checkpoint name, in the dtype that the engine serves.
+    """Return dtype and shape of each tensor of an update, by checkpoint name.
 
-    From the checkpoint's headers, or from the model's config where only that is at hand.
+    The dtype is the one that engines serve. Shapes come from the checkpoint's headers, else from the model's config.
 
     Args:
-        config: of the engine.
-        served: the dtype that the engines say they compute in. This machine may have other devices than theirs.
+        config: the engine's configuration.
+        served: dtype in which the engines compute, by their own report. This machine may have other devices.
 
     Raises:
-        ConfigError: the engine is a simulated one.
+        ConfigError: the engine is simulated.
     """
     if resolve_profile(config) == "sim":
         raise ConfigError("a simulated engine has no model; there is no metadata of one")
@@ -128,20 +128,20 @@ FORMS = "a string, token ids, a TextPrompt or TokensPrompt, or a list of those"
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt: text, ids, or both where the ids are those of the text."""
+    """One prompt: text, ids, or both if the ids encode the text."""
 
     text: str | None = None
     ids: Sequence[int] | None = None
 
 
 def prompts_of(prompts: Any, prompt_token_ids: Any) -> tuple[list[Prompt], bool]:
-    """Read what was given for either argument of `generate`; a flat list of integers is one prompt.
+    """Read the prompts from either argument of `generate`. A flat list of integers is one prompt.
 
     Returns:
-        At least one prompt, and whether a list of them was given.
+        At least one prompt, and whether the argument was a list of prompts.
 
     Raises:
-        RequestError: both or neither, an empty list, or none of the known forms.
+        RequestError: both or neither are given, a list is empty, or the form is unknown.
     """
     if (prompts is None) == (prompt_token_ids is None):
         which = "neither" if prompts is None else "both"
@@ -182,7 +182,7 @@ _ALWAYS = (
     "n", "max_tokens", "temperature", "top_p", "top_k", "min_p",
     "repetition_penalty", "presence_penalty", "frequency_penalty",
 )  # fmt: skip
-"""Sent even where they are vLLM's defaults: in the place of what is not said, a server puts the model's own."""
+"""Sent even with vLLM's default values, because a server replaces missing values with the model's own."""
 _IF_SET = (
     "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "logprobs", "prompt_logprobs", "skip_special_tokens",
     "spaces_between_special_tokens", "include_stop_str_in_output", "allowed_token_ids", "bad_words", "logit_bias",
@@ -192,12 +192,12 @@ _OURS = frozenset({
     "detokenize", "extra_args", "output_kind", "skip_clone", "output_text_buffer_length", "skip_reading_prefix_cache",
     "stream_interval",
 })  # fmt: skip
-"""Read here, or about the way of an answer inside vLLM: it comes whole. vLLM sets `skip_reading_prefix_cache` itself
-where prompt logprobs are asked for."""
+"""Not sent. They are handled here, or concern an answer's way inside vLLM, while our answers come whole. vLLM sets
+`skip_reading_prefix_cache` itself for prompt logprobs."""
 
 
 def params_of(given: Any, count: int) -> list[Any]:
-    """Return one `vllm.SamplingParams` for each of `count` prompts; default: vLLM's own."""
+    """Return one `vllm.SamplingParams` for each of `count` prompts. Default: vLLM's own."""
     if given is None:
         given = _vllm().SamplingParams()
     each = [*given] if isinstance(given, (list, tuple)) else [given] * count
@@ -209,7 +209,7 @@ def params_of(given: Any, count: int) -> list[Any]:
 def completion_fields(params: Any) -> dict[str, Any]:
     """Return the sampling part of a completion's body.
 
-    RequestError: `params` is no `vllm.SamplingParams`, or sets what a completion cannot say.
+    RequestError: `params` is not a `vllm.SamplingParams`, or sets a field that a completion does not have.
     """
     names: Any = getattr(params, "__struct_fields__", None)
     if names is None or not {*_ALWAYS, "prompt_logprobs"} <= {*names}:
@@ -218,7 +218,7 @@ def completion_fields(params: Any) -> dict[str, Any]:
     body: dict[str, Any] = {name: getattr(params, name) for name in _ALWAYS}
     for name in names:
         value, default = getattr(params, name), getattr(plain, name)
-        same = value is default or (default is not None and value == default)  # arrays, whose default is None, too
+        same = value is default or (default is not None and value == default)  # also for arrays, whose default is None
         if same or name in _ALWAYS or name in _OURS or name.startswith("_"):
             continue
         if name not in _IF_SET:
@@ -241,25 +241,25 @@ def _as_json(value: Any) -> Any:
 # --- answers ---------------------------------------------------------------------------------------------------------
 
 Decode = Callable[[int], str | None]
-"""A token id to its text, where that is known."""
+"""Converts a token id to its text; None if the text is unknown."""
 ID_PREFIX = "token_id:"
-"""Before an id in the place of a token's text, with `return_tokens_as_token_ids`: texts of two tokens may be equal."""
+"""Prefix of an id that stands in for a token's text, because two tokens may have the same text."""
 
 
 def request_output(answer: Mapping[str, Any], prompt: Prompt, params: Any, lora: Any, decode: Decode) -> RequestOutput:
-    """Return one prompt's answer as vLLM's offline API has it, finished.
+    """Return one prompt's finished answer in the form of vLLM's offline API.
 
-    `weight_versions` of its outputs (vLLM 0.32) are exact; vLLM 0.26 has no such field, so they are an extra attribute.
+    `weight_versions` of its outputs are exact. vLLM 0.32 has this field; in 0.26 it is an extra attribute.
 
     Args:
-        answer: with token ids, in the body and in the place of tokens' texts.
-        prompt: as it was given.
+        answer: answer with token ids, both in the body and in place of the tokens' texts.
+        prompt: prompt as the caller gave it.
         params: the `vllm.SamplingParams` of the request.
-        lora: its LoRARequest, or None.
-        decode: makes `Logprob.decoded_token`.
+        lora: LoRARequest of the request, or None.
+        decode: computes `Logprob.decoded_token`.
 
     Raises:
-        EngineError: the answer lacks what was asked for.
+        EngineError: the answer lacks a requested part.
     """
     choices = sorted(answer["choices"], key=lambda choice: choice["index"])
     if len(choices) != params.n:
@@ -299,7 +299,7 @@ def _completion_output(choice: Mapping[str, Any], params: Any, lora: Any, decode
         stop_reason=choice.get("stop_reason"),
         lora_request=lora,
     )
-    span_of = getattr(outputs, "WeightVersionSpan", dict)  # vLLM 0.26 has none
+    span_of = getattr(outputs, "WeightVersionSpan", dict)  # vLLM 0.26 has no such class
     names = ("version", "start", "end")
     spans = [span_of(**{name: span[name] for name in names}) for span in choice.get("weight_versions") or ()]
     output.weight_versions = spans  # pyright: ignore[reportAttributeAccessIssue] - vLLM 0.26
@@ -320,9 +320,9 @@ def _sample_logprobs(
 def _position(
     token: int, value: float, named: Mapping[str, float] | None, most: int, decode: Decode
 ) -> dict[int, Logprob]:
-    """Return the sampled token first, as in vLLM, then the likeliest.
+    """Return the sampled token first, as in vLLM, then the likeliest tokens.
 
-    Where the sampled token is none of the likeliest, the API does not say its rank: None.
+    If the sampled token is not among the likeliest, the API does not give its rank, and the rank is None.
     """
     from vllm.logprobs import Logprob  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, so that blocking code can use what is asynchronous."""
+"""An event loop in its own thread, so that blocking code can use coroutines."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from penstock.errors import StateError
 T = TypeVar("T")
 
 STOP_S = 60.0
-"""How long closing waits for what still runs to take its cancellation; a start that is given up ends engines first."""
+"""Seconds that `close` waits for cancelled work to end. A cancelled start first ends its engines."""
 
 
 class LoopThread:
-    """Runs coroutines for other threads until it is closed; after that every call is a StateError.
+    """Runs coroutines for other threads until it is closed. After that, every call raises StateError.
 
-    The thread is a daemon: a program that forgets to close it ends all the same.
+    The thread is a daemon, so a program that forgets to close it still ends.
     """
 
     def __init__(self, name: str) -> None:
@@ -31,7 +31,7 @@ class LoopThread:
         self._thread.start()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start `work`; cancelling the future cancels it, and closing the thread cancels the future."""
+        """Start `work`. Cancelling the future cancels `work`, and closing the thread cancels the future."""
         with self._changing:
             if self._closing:
                 work.close()
@@ -39,9 +39,9 @@ class LoopThread:
             return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for what `work` returns or raises. An interrupt of the wait (Ctrl-C) cancels it.
+        """Return the result of `work`, or raise its error. Interrupting the wait (Ctrl-C) cancels `work`.
 
-        StateError also in this very thread, which would wait for itself.
+        Raises StateError in this object's own thread, which would wait for itself.
         """
         if threading.current_thread() is self._thread:
             work.close()
@@ -55,7 +55,7 @@ class LoopThread:
             future.cancel()
 
     def close(self, last: Coroutine[Any, Any, None] | None = None) -> None:
-        """Do a last thing, cancel what runs, and end the thread. Waits for it, but not from that thread itself."""
+        """Run `last`, cancel all other work, and end the thread. Waits for the end, except in that thread."""
         with self._changing:
             ended = self.submit(last if last is not None else asyncio.sleep(0))
             self._closing = True
@@ -67,5 +67,5 @@ class LoopThread:
                 self._thread.join(STOP_S)
 
     def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # at its end it cancels what is left
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # at its end it cancels all remaining work
             runner.run(self._end.wait())

@@ -1,6 +1,6 @@
-"""`AsyncVLLM`: a fleet behind the blocking interface of vLLM's `LLM`, with vLLM's own types.
+"""`AsyncVLLM`: a fleet with the blocking interface of vLLM's `LLM`, and with vLLM's own types.
 
-Names and arguments are those of `torchrl.modules.llm.AsyncVLLM` (TorchRL 0.14), so that its users change an import.
+Names and arguments match `torchrl.modules.llm.AsyncVLLM` (TorchRL 0.14), so its users only change an import.
 """
 # pyright: reportUnknownMemberType=false
 
@@ -53,29 +53,29 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 RPC_S = 60.0
-"""Deadline of `collective_rpc` where none is given."""
+"""Default deadline of `collective_rpc` in seconds."""
 LOAD_S = 120.0
-"""Deadline of one adapter on one engine: a few hundred megabytes from a slow disk."""
+"""Deadline in seconds for one adapter on one engine: a few hundred megabytes from a slow disk."""
 _NO_COMPILATION = '{"mode": 0}'
 _AWAY = frozenset({State.DEAD, State.LAUNCHING, State.SYNCING, State.STOPPED})
-"""States in which an engine has no request and no cache."""
+"""States in which an engine holds no request and no cache."""
 
 
 class GenerationTimeoutError(DeadlineError, TimeoutError):
-    """`timeout_seconds` passed; the engines have cancelled the requests."""
+    """`timeout_seconds` passed. The engines have cancelled the requests."""
 
 
 class AsyncVLLM:
-    """Engines on this machine behind one router, for blocking code; get one with `from_pretrained` or `launch`.
+    """Engines on this machine behind one router, for blocking code. Create with `from_pretrained` or `launch`.
 
-    Every method blocks, and any thread may call it: an event loop in its own thread does the work.
-    Errors are `PenstockError`; a timeout is a `TimeoutError` too. `shutdown` ends the engines, as does the end of the
-    program or of the last reference.
+    Every method blocks, and any thread may call it: an event loop in its own thread does the work. Every error is a
+    `PenstockError`; a timeout is also a `TimeoutError`. The engines end with `shutdown`, with the program, or with the
+    last reference to this object.
 
     Attributes:
-        engine_args: what each engine was launched with.
-        num_replicas: engines that were launched.
-        fleet: the fleet itself, whose coroutines belong to the loop of this object: use `call`.
+        engine_args: configuration with which each engine was launched.
+        num_replicas: number of engines launched.
+        fleet: the fleet itself. Its coroutines run on this object's event loop: use `call`.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class AsyncVLLM:
         self._decode = lru_cache(maxsize=None)(partial(_text_of, tokenizer))
         self._direct: dict[str, DataClient] = {}
         self._adapters: dict[str, tuple[str, Any]] = {}
-        """By name its path, and its files as they were loaded last. A request for it then asks no engine about it."""
+        """By adapter name: its path, and the stamp of its loaded files. Unchanged files need no call to an engine."""
         self._loading = asyncio.Lock()
         self._end = weakref.finalize(self, _end, loop, fleet, self._direct)
 
@@ -113,21 +113,21 @@ class AsyncVLLM:
         api_key: str | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Start engines; returns when they serve.
+        """Start engines. Returns once they serve.
 
         Args:
             model_name: checkpoint path or hub name.
-            num_devices: GPUs of each engine, by tensor parallelism.
-            num_replicas: engines.
+            num_devices: GPUs per engine, for tensor parallelism.
+            num_replicas: number of engines.
             verbose: ignored; engines write to their logs (`log_dir=...`).
-            compile: off, vLLM's compilation is (its CPU profile never compiles).
-            enable_fp32_output: logits in fp32 under a model of less.
-            api_key: what the router asks of clients from now on.
+            compile: False turns off vLLM's compilation (its CPU profile never compiles).
+            enable_fp32_output: compute logits in fp32 if the model has lower precision.
+            api_key: key that the router requires from clients.
             kwargs: fields of vLLM's AsyncEngineArgs, and of `EngineConfig`, `FleetConfig` and `RouterConfig`.
 
         Raises:
-            ConfigError: an unknown option or a wrong value; nothing was started.
-            EngineStartError: an engine does not start; nothing is left running.
+            ConfigError: an unknown option or a wrong value. No process was started.
+            EngineStartError: an engine failed to start. No process is left running.
         """
         del verbose
         options = launch_options(kwargs)
@@ -146,9 +146,9 @@ class AsyncVLLM:
     def launch(
         cls, engine_args: AsyncEngineArgs, num_replicas: int = 1, *, api_key: str | None = None, **options: Any
     ) -> Self:
-        """Start engines with vLLM's own arguments, where they differ from its defaults; see `from_pretrained`.
+        """Start engines with vLLM's own arguments, as far as they differ from its defaults.
 
-        `options` are as its `kwargs`, and go before `engine_args`.
+        `options` are like `kwargs` of `from_pretrained`, and override `engine_args`.
         """
         given, more = launch_options(changed_fields(engine_args)), launch_options(options)
         extra = {**given.get("extra_args", {}), **more.get("extra_args", {})}
@@ -160,7 +160,7 @@ class AsyncVLLM:
         opening = Fleet.launch(model, num_replicas, api_key=api_key, **options)
         of_engine = {name: value for name, value in options.items() if name in EngineConfig.model_fields}
         config = EngineConfig(model=model, **of_engine)
-        tokenizer = _tokenizer(config)  # before there are engines, which would outlive its error
+        tokenizer = _tokenizer(config)  # loaded before the engines start, since an error here would leave them running
         loop = LoopThread("penstock-facade")
 
         async def start() -> Fleet:
@@ -173,7 +173,7 @@ class AsyncVLLM:
         return cls(loop, fleet, config, num_replicas, tokenizer)
 
     def shutdown(self) -> None:
-        """End engines and router; again is harmless. Calls under way fail."""
+        """End engines and router. A second call is harmless. Calls in progress fail."""
         self._end()
 
     def __enter__(self) -> Self:
@@ -200,25 +200,25 @@ class AsyncVLLM:
         """Complete one prompt or a batch.
 
         Args:
-            prompts: a string, token ids, a TextPrompt or TokensPrompt, or a list of those.
-            sampling_params: of vLLM; one, or one for each prompt. Default: `SamplingParams()`, 16 tokens. `logprobs`
-                are vLLM's `processed_logprobs`; see `GenerateOutput.response_logprobs`.
-            prompt_token_ids: instead of `prompts`, ids `[P]` or ragged `[B][P_i]`.
+            prompts: a string, token ids, a TextPrompt or TokensPrompt, or a list of these.
+            sampling_params: vLLM's SamplingParams, one for all prompts or one per prompt. Default: `SamplingParams()`,
+                16 tokens. `logprobs` are vLLM's `processed_logprobs`; see `GenerateOutput.response_logprobs`.
+            prompt_token_ids: ids `[P]` or ragged `[B][P_i]`, instead of `prompts`.
             use_tqdm: ignored.
-            lora_request: vLLM's LoRARequest; engines need `enable_lora=True`. They load it at its first use.
-            prompt_adapter_request: refused, as vLLM no longer has it.
+            lora_request: vLLM's LoRARequest, which engines load at its first use. They need `enable_lora=True`.
+            prompt_adapter_request: refused, because vLLM has removed it.
             guided_options_request: refused; see `SamplingParams(structured_outputs=...)`.
-            timeout_seconds: for the whole call; then the engines cancel it. None or not positive: only
-                `request_timeout_s` applies.
-            actor_index: the engine that must serve it; default: the router chooses for each prompt.
+            timeout_seconds: time limit of the whole call, after which the engines cancel it. Without a positive value,
+                only `request_timeout_s` applies.
+            actor_index: index of the engine that must serve the call. Default: the router chooses for each prompt.
 
         Returns:
-            vLLM's RequestOutput, or for a batch a list of them in its order; `n` samples are its `outputs`.
+            vLLM's RequestOutput, or for a batch a list of them in the batch's order. `n` samples are in `outputs`.
 
         Raises:
-            RequestError: prompts or parameters of an unknown form; nothing was sent.
+            RequestError: prompts or parameters of an unknown form. No request was sent.
             GenerationTimeoutError: `timeout_seconds` passed. It is a `TimeoutError`.
-            EngineHTTPError: an engine refused a prompt; the others are cancelled.
+            EngineHTTPError: an engine refused a prompt. The other prompts are cancelled.
         """
         del use_tqdm
         if prompt_adapter_request is not None or guided_options_request is not None:
@@ -236,7 +236,7 @@ class AsyncVLLM:
         given, batch = prompts_of(prompts, ids)
         params = params_of(sampling_params, len(given))
         sampling = {id(one): completion_fields(one) for one in params}
-        # TorchRL's own: no or negative seconds are no limit.
+        # TorchRL's convention: zero or negative seconds mean no limit.
         limit = timeout_s if timeout_s is not None and timeout_s > 0 else None
         try:
             async with asyncio.timeout(limit):
@@ -260,23 +260,23 @@ class AsyncVLLM:
         return outputs if batch else outputs[0]
 
     async def _load(self, lora: Any) -> str:
-        """Load a `vllm.lora.request.LoRARequest` where its files changed.
+        """Load a `vllm.lora.request.LoRARequest` if its files changed.
 
-        Files that this process does not see are loaded once for each `lora_int_id`.
+        Files that this process cannot see are loaded once per `lora_int_id`.
 
         Returns:
-            The name that requests ask for.
+            The model name for requests.
 
         Raises:
-            RequestError: it is no LoRARequest, or its name stands for another path here.
+            RequestError: it is not a LoRARequest, or its name already stands for another path.
             MissingCapabilityError: an engine was launched without `enable_lora`.
-            WeightsError: the engines refused it.
+            WeightsError: the engines refused the adapter.
         """
         name, path = getattr(lora, "lora_name", None), getattr(lora, "lora_path", None)
         if not isinstance(name, str) or not isinstance(path, str):
             raise RequestError(f"lora_request must be vLLM's LoRARequest, got {type(lora).__name__}")
         async with self._loading:
-            # Files that are not to be seen from here are loaded anew where vLLM would: under another id.
+            # If this process cannot see the files, reload them under the same condition as vLLM: another id.
             now = path, stamp_of(path) or getattr(lora, "lora_int_id", None)
             known = self._adapters.get(name)
             if known is not None and known[0] != path:
@@ -287,7 +287,7 @@ class AsyncVLLM:
         return name
 
     def tokenized(self, prompt: Prompt) -> Prompt:
-        """Return a prompt with its ids, by which the router compares prompts; without a tokenizer, engines tokenize."""
+        """Return a prompt with its ids, which the router compares. Without a tokenizer, engines tokenize."""
         if prompt.ids is not None or prompt.text is None or self._tokenizer is None:
             return prompt
         # An empty text may have no ids; the engine's own error is the clearest.
@@ -298,7 +298,7 @@ class AsyncVLLM:
         if not 0 <= index < len(engines):
             raise UserError(f"there is no engine {index}; the fleet has engines 0 to {len(engines) - 1}")
         engine = engines[index]
-        if engine.state not in SERVABLE:  # no router keeps a request from weights that it has not confirmed
+        if engine.state not in SERVABLE:  # a direct call has no router to hold it back from unconfirmed weights
             raise EngineDeadError(f"it is {engine.state}: {engine.reason}", engine=engine.name)
         if engine.url not in self._direct:
             self._direct[engine.url] = DataClient(
@@ -311,7 +311,7 @@ class AsyncVLLM:
         return self._direct[engine.url].openai
 
     def get_tokenizer(self) -> Any:
-        """Return the model's tokenizer, of transformers. ConfigError: simulated engines have none."""
+        """Return the model's tokenizer of transformers. ConfigError: simulated engines have none."""
         if self._tokenizer is None:
             raise ConfigError(f"{self.engine_args.model} has no tokenizer here")
         return self._tokenizer
@@ -319,7 +319,7 @@ class AsyncVLLM:
     # --- stats and control -------------------------------------------------------------------------------------------
 
     def get_num_unfinished_requests(self, actor_index: int | None = None) -> int | list[int]:
-        """Return the requests running or waiting on an engine, or for each engine."""
+        """Return the number of requests running or waiting on an engine, or on each engine."""
         if actor_index is not None:
             return self.call(self.fleet.get_num_unfinished_requests(actor_index))
         return [requests for requests, _ in self.engine_stats()]
@@ -331,7 +331,7 @@ class AsyncVLLM:
         return [usage for _, usage in self.engine_stats()]
 
     def engine_stats(self) -> list[tuple[int, float]]:
-        """Return unfinished requests and share of KV blocks in use, by engine index; 0 for one that does not serve."""
+        """Return unfinished requests and share of used KV blocks per engine; 0 if it does not serve."""
         stats: list[tuple[int, float]] = []
         for engine in self.call(self.fleet.engines()):
             if engine.stats is not None:
@@ -349,21 +349,21 @@ class AsyncVLLM:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a worker method on every worker: the results, engine by engine, in each by rank (no Ray futures)."""
+        """Call a method on every worker. Return the results by engine, then by rank (no Ray futures)."""
         return self.call(self.fleet.collective_rpc(method, RPC_S if timeout is None else timeout, args, kwargs))
 
     def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes on every engine. `update_weights` does so by itself."""
+        """Forget cached prefixes on every engine. `update_weights` does this by itself."""
         self.call(self.fleet.reset_prefix_cache())
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine of `fleet` where it belongs, and wait for it: `service.call(service.fleet.drain("e0"))`."""
+        """Run a coroutine of `fleet` on its loop and wait: `service.call(service.fleet.drain("e0"))`."""
         return self._loop.run(work)
 
     def create_load_balancer(self, strategy: str | Sequence[str] | None = None, **kwargs: Any) -> LoadBalancer:
-        """Place requests by other policies from now on; see `LoadBalancer`, whose arguments these are.
+        """Place requests by other policies from now on. The arguments are those of `LoadBalancer`.
 
-        Before the first one, those of `RouterConfig` hold: `bounded-sticky`, or what `policy=...` said at the launch.
+        Before the first call, `RouterConfig` applies: `bounded-sticky`, or the launch option `policy=...`.
         """
         return LoadBalancer(self, strategy, **kwargs)
 
@@ -381,25 +381,25 @@ class AsyncVLLM:
         """Return the engines' names by index."""
         return [engine.name for engine in self.call(self.fleet.engines(stats=False))]
 
-    # --- weights, as TorchRL's vLLMUpdaterV2 asks for them -----------------------------------------------------------
+    # --- weights, in the form that TorchRL's vLLMUpdaterV2 requires --------------------------------------------------
 
     def get_tp_size(self) -> int:
         return self.fleet.tp_size
 
     def get_model_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        """Return names, dtypes and shapes of the tensors that `update_weights` wants."""
+        """Return the dtypes and shapes, by name, of the tensors that `update_weights` expects."""
         return model_metadata(self.engine_args, self.fleet.dtype)
 
     def get_master_address(self) -> str:
-        """Return the host of the router. TorchRL asks for it; weights use no process group here."""
+        """Return the router's host. TorchRL asks for it, but weights use no process group here."""
         return urlsplit(self.fleet.url).hostname or ""
 
     def get_master_port(self) -> int:
-        """Return the port of the router; see `get_master_address`."""
+        """Return the router's port; see `get_master_address`."""
         return urlsplit(self.fleet.url).port or 0
 
     def init_weight_update_group(self) -> None:
-        """Do nothing: `update_weights` needs no set-up. TorchRL's callers call it."""
+        """Do nothing, because `update_weights` needs no set-up. TorchRL's callers call it."""
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> UpdateReport:
         """Put new weights in force on every engine while requests are in flight; see `Fleet.update_weights`."""
@@ -415,7 +415,7 @@ def _text_of(tokenizer: Tokenizer | None, token: int) -> str | None:
 
 
 def _end(loop: LoopThread, fleet: Fleet, direct: Mapping[str, DataClient]) -> None:
-    """End loop, fleet and connections; the last reference's end calls it too, in any thread."""
+    """End connections, fleet and loop. Garbage collection of the facade calls it too, in any thread."""
 
     async def end() -> None:
         try:
