@@ -1,4 +1,4 @@
-"""Shared by commands: options, checks before anything starts, an end by signal, a spinner."""
+"""Shared parts of the commands: options, checks before a start, the end by a signal, a spinner."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ _HOW = {
 
 
 def require_extra(extra: str, *modules: str) -> None:
-    """Raise UserError, with the command that installs `extra`, where one of its modules is missing."""
+    """Raise UserError, with the command that installs `extra`, if one of its modules is missing."""
     missing = [module for module in modules if find_spec(module) is None]
     if missing:
         raise UserError(f"not installed: {', '.join(missing)}; {_HOW[extra]}")
 
 
 def only_one(**chosen: bool) -> str | None:
-    """The name of the one flag that is set; UserError: several are, and they exclude each other."""
+    """Return the name of the flag that is set, if any. UserError: several are set."""
     names = [name for name, given in chosen.items() if given]
     if len(names) > 1:
         raise UserError(f"--{names[0]} and --{names[1]} exclude each other; give one of them")
@@ -57,7 +57,7 @@ def only_one(**chosen: bool) -> str | None:
 
 
 def run_config(flags: Mapping[str, Any], options: Sequence[str], sections: Sequence[str]) -> RunConfig:
-    """Flags and `key=value` options as one validated tree; a key of none of the `sections` is the engine's."""
+    """Build a validated config from flags and `key=value` options. Keys outside `sections` are the engine's."""
     from penstock.config import load_config  # noqa: PLC0415
 
     named = tuple(f"{section}." for section in sections)
@@ -67,7 +67,7 @@ def run_config(flags: Mapping[str, Any], options: Sequence[str], sections: Seque
 
 
 def callable_url(url: str) -> tuple[str, bool]:
-    """The address to call a server of this machine at, and whether it listens on all addresses."""
+    """Return the URL for calls from this machine, and whether the server listens on all addresses."""
     for anywhere, here in (("://0.0.0.0:", "://127.0.0.1:"), ("://[::]:", "://[::1]:")):
         if anywhere in url:
             return url.replace(anywhere, here), True
@@ -75,10 +75,10 @@ def callable_url(url: str) -> tuple[str, bool]:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raise UserError where a server could not listen on `host` and `port`; 0 is any free port."""
+    """Raise UserError if a server cannot listen on `host` and `port`. Port 0 is any free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # like the server
         try:
             probe.bind((host, port))
         except OSError as error:
@@ -88,7 +88,7 @@ def check_port(host: str, port: int) -> None:
 
 
 def check_engine(config: EngineConfig) -> None:
-    """Raise UserError where vLLM, the device or the model is missing. The simulated engine needs none of them."""
+    """Raise UserError if vLLM, the device or the model is missing. The simulated engine needs none."""
     from penstock.config import check_on_hub  # noqa: PLC0415
     from penstock.engine.launch import resolve_profile, server_command  # noqa: PLC0415
 
@@ -98,7 +98,7 @@ def check_engine(config: EngineConfig) -> None:
     require_extra("vllm", "vllm")
     if profile == "gpu" and resolve_profile(config.model_copy(update={"profile": "auto"})) != "gpu":
         raise UserError("there is no NVIDIA device on this machine; choose --cpu (train: engine.profile=cpu)")
-    server_command(config, port=0, api_key=None)  # refuses a path without a checkpoint
+    server_command(config, port=0, api_key=None)  # raises for a path without a checkpoint
     if not Path(config.model).expanduser().is_dir():
         check_on_hub(config.model, "model")
 
@@ -106,11 +106,11 @@ def check_engine(config: EngineConfig) -> None:
 T = TypeVar("T")
 
 SAME_S = 0.5
-"""Signals so close are one: a terminal's Ctrl-C comes again from a parent such as `timeout`, which passes it on."""
+"""Signals within these seconds count as one. A parent such as `timeout` repeats a terminal's Ctrl-C."""
 
 
 class Interrupted(BaseException):
-    """A signal ended the coroutine. `exit_status` is the shell's convention, 128 + the signal's number."""
+    """A signal ended the coroutine. `exit_status` follows the shells: 128 + the signal's number."""
 
     def __init__(self, number: signal.Signals) -> None:
         super().__init__(number.name)
@@ -118,12 +118,12 @@ class Interrupted(BaseException):
 
 
 def run_until_signal(main: Coroutine[Any, Any, T]) -> T:
-    """Run `main`; the first SIGINT, SIGTERM or SIGHUP cancels it, so its context managers end what it started.
+    """Run `main` and return its value. The first SIGINT, SIGTERM or SIGHUP cancels it.
 
-    SIGHUP, of a terminal that closes, stays ignored if it was before, as under `nohup`.
+    A closing terminal sends SIGHUP. The signal stays ignored if it was ignored before, as under `nohup`.
 
-    A second signal, `SAME_S` later or more, ends this process at once; children then end by their lifelines. A `main`
-    that catches the cancellation and returns has its value returned.
+    A second signal, at least `SAME_S` later, ends this process at once; its children then end by their lifelines. A
+    cancelled `main` ends its processes by its context managers. It may still return a value, which we return.
 
     Raises:
         Interrupted: `main` was cancelled by a signal.
@@ -148,7 +148,7 @@ async def _cancel_on_signal(main: Coroutine[Any, Any, T]) -> T:
     def let_go() -> None:
         for number in watched:
             loop.remove_signal_handler(number)
-            signal.signal(number, signal.SIG_DFL)  # Python's own for SIGINT cancels whatever is ending the rest
+            signal.signal(number, signal.SIG_DFL)  # Python's own SIGINT handler would cancel the clean-up
 
     for number in watched:
         loop.add_signal_handler(number, on_signal, number)
@@ -164,7 +164,7 @@ async def _cancel_on_signal(main: Coroutine[Any, Any, T]) -> T:
 
 
 def table_of(columns: Sequence[str], *, right: Collection[str]) -> Table:
-    """A table without lines; columns in `right` are numbers."""
+    """Return a table without lines. Columns in `right` hold numbers."""
     from rich.table import Table  # noqa: PLC0415
 
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
@@ -175,7 +175,7 @@ def table_of(columns: Sequence[str], *, right: Collection[str]) -> Table:
 
 @contextmanager
 def waiting(what: str, console: Console) -> Generator[None]:
-    """A spinner with what is under way and for how long, until the block ends; nothing where no terminal is."""
+    """Show a spinner with a text and the elapsed time while the block runs, but only on a terminal."""
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn  # noqa: PLC0415
 
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
@@ -185,7 +185,7 @@ def waiting(what: str, console: Console) -> Generator[None]:
 
 
 class _ConsoleHandler(logging.Handler):
-    """One line a record, above the spinner; what follows the first line comes again in the error itself."""
+    """Prints the first line of each record above the spinner. The error itself repeats the other lines."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class _ConsoleHandler(logging.Handler):
 
 
 def log_to(console: Console) -> logging.Logger:
-    """Show what our code logs; returns its logger."""
+    """Show the log of our code on a console. Return its logger."""
     log = logging.getLogger("penstock")
     log.addHandler(_ConsoleHandler(console))
     log.setLevel(logging.INFO)

@@ -1,4 +1,4 @@
-"""`penstock fleet`: engines of a running fleet, added, drained, removed; and its end."""
+"""`penstock fleet`: adds, drains and removes engines of a running fleet, and stops the fleet."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def add(
     ] = None,
     url: Url = None,
 ) -> None:
-    """Start more engines, or take servers of others; they serve once they have the fleet's weights.
+    """Start more engines, or attach running servers. They serve once they have the fleet's weights.
 
     **Examples**
 
@@ -76,9 +76,9 @@ def add(
 
 @fleet.command()
 def drain(engine: Name, *, timeout: Timeout = None, url: Url = None) -> None:
-    """Send an engine nothing new, and wait until what it has is done. It stays in the fleet; `remove` ends it.
+    """Send an engine no new requests, and wait until its requests are done. It stays in the fleet; see `remove`.
 
-    Ctrl-C ends the wait alone. Exit status 1: it had something left at the end of the time.
+    Ctrl-C only ends the wait. Exit status 1: requests or sessions were left when the time was over.
 
     **Examples**
 
@@ -93,7 +93,7 @@ def drain(engine: Name, *, timeout: Timeout = None, url: Url = None) -> None:
 
 @fleet.command()
 def remove(engine: Name, *, timeout: Timeout = None, url: Url = None) -> None:
-    """Drain an engine and end it. What it has not done in time goes on elsewhere.
+    """Drain an engine and end it. Requests that are unfinished by then continue on other engines.
 
     **Examples**
 
@@ -117,14 +117,14 @@ def stop(url: Url = None) -> None:
 
 
 def _run(url: str | None, call: Callable[[FleetClient], Awaitable[T]], what: str) -> T:
-    """What the fleet answers; `what`: is under way meanwhile, as a terminal shows it."""
+    """Return the fleet's answer to a call. A terminal shows `what` during the call."""
     from rich.console import Console  # noqa: PLC0415
 
     from penstock.fleet.remote import FleetClient  # noqa: PLC0415
 
     async def run() -> T:
         async with FleetClient.to(url) as client:
-            await client.state()  # a process that hangs is found before the call, which has no such deadline
+            await client.state()  # finds a process that hangs; the call itself has no such deadline
             with waiting(what, Console(stderr=True)):
                 return await call(client)
 

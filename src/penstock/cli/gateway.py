@@ -1,4 +1,4 @@
-"""`penstock gateway`: any agent's wires in front of a fleet, with exact token rows kept."""
+"""`penstock gateway`: serves an agent's API calls from a fleet, and keeps exact token rows."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def gateway(
 ) -> None:
     """Serve chat completions, Responses and Anthropic messages for any agent, until Ctrl-C.
 
-    Its key is PENSTOCK_GATEWAY_KEY, unless `--tenants` gives several.
+    Its key is PENSTOCK_GATEWAY_KEY, unless `--tenants` gives several keys.
 
     **Examples**
 
     - `PENSTOCK_GATEWAY_KEY=... penstock gateway http://127.0.0.1:8000 --tokenizer Qwen/Qwen3-0.6B`
     - `penstock gateway http://127.0.0.1:8000 --tokenizer ./checkpoint --policy faithful --tenants tenants.yaml`
 
-    Harnesses call BASE/v1 with a session's key; rows and rewards: docs/how-to/agents.md.
+    Harnesses call BASE/v1 with a session's key. For rows and rewards, see docs/how-to/agents.md.
     """
     require_extra("gateway", "starlette", "uvicorn", "transformers")
     if policy not in {"extend", "faithful"}:
@@ -73,7 +73,7 @@ def gateway(
 
 
 def _tenants(file: Path | None) -> list[Tenant]:
-    """Read the tenants of a file, or the one of the environment."""
+    """Read the tenants from a file, or the default tenant's key from the environment."""
     from penstock.config import read_keys  # noqa: PLC0415
     from penstock.errors import reading  # noqa: PLC0415
     from penstock.gateway.graph import Limits  # noqa: PLC0415
@@ -122,8 +122,8 @@ async def _serve(
         if kept.codec.template_faults and options["policy"] == "extend":
             typer.echo(f"policy faithful: the template cannot be extended ({kept.codec.template_faults[0]})", err=True)
         gc.collect()
-        gc.freeze()  # else each full collection walks what transformers imported, and all turns wait
-        gc.set_threshold(700, 10, 1000)  # and those of its own sessions are rare, since these have no circles
+        gc.freeze()  # else each full collection walks all objects of transformers, and all turns wait
+        gc.set_threshold(700, 10, 1000)  # collections of sessions' objects can be rare, since these have no circles
         async with serving(kept, host=host, port=port) as base:
             typer.echo(f"ready: gateway to {model} at {base}, policy {kept.policy}\nCtrl-C stops it.")
             await asyncio.Event().wait()

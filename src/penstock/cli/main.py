@@ -1,6 +1,6 @@
-"""The `penstock` command: its subcommands, and how an error becomes one line and an exit status.
+"""The `penstock` command and its subcommands. An error becomes one line and an exit status.
 
-Only typer is imported at start-up; each command imports what it needs inside, so `--help` stays fast.
+Only typer is imported at start-up. Each command imports its needs inside, so `--help` stays fast.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
 UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
-"""Click's base of every wrong invocation, reached through typer, because newer typers carry a click of their own."""
+"""Click's base class of usage errors. We reach it through typer, because newer typers bundle their own click."""
 
 app = typer.Typer(
     name="penstock",
@@ -60,7 +60,7 @@ def root(
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Without a command, show the help."""
+    """Show the help if no command is given."""
     show_help(context)
 
 
@@ -73,7 +73,7 @@ def show_help(context: typer.Context) -> None:
 
 
 def main() -> NoReturn:
-    """Entry point. Exit status: 0 done, 1 something failed, 2 the request was wrong (nothing started), 130 Ctrl-C."""
+    """Run the command. Exit status: 0 done, 1 failed, 2 wrong request (nothing started), 130 Ctrl-C."""
     try:
         status_code = app(standalone_mode=False)
     except UsageError as error:

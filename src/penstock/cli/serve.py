@@ -69,9 +69,9 @@ def serve(
     gpu: Gpu = False,
     sim: Annotated[bool, typer.Option("--sim", help="The simulated engine; no model is loaded.")] = False,
 ) -> None:
-    """Serve a model by several engines behind one OpenAI endpoint, until Ctrl-C or `penstock fleet stop`.
+    """Serve a model on several engines behind one OpenAI endpoint, until Ctrl-C or `penstock fleet stop`.
 
-    Without `--cpu`, `--gpu` or `--sim`: on GPUs where there are any, else on the CPU.
+    Without `--cpu`, `--gpu` or `--sim`, engines run on GPUs if there are any, else on the CPU.
 
     **Examples**
 
@@ -82,7 +82,7 @@ def serve(
     - `nohup penstock serve Qwen/Qwen3-8B --engines 4 >serve.log 2>&1 &` (it outlives the shell)
     - `penstock serve Qwen/Qwen3-8B --engines 4 --launcher ray fleet.ray_address=auto` (on the nodes of a Ray cluster)
 
-    Keys and their meaning: docs/reference/configuration.md; `extra_args.NAME=VALUE` passes any other option on to vLLM.
+    Keys and their meaning: docs/reference/configuration.md. `extra_args.NAME=VALUE` passes any other option to vLLM.
     """
     profile, count = only_one(cpu=cpu, gpu=gpu, sim=sim), int(not attach) if engines is None else engines
     fleet = {"fleet.engines": count, "fleet.launcher": launcher, "fleet.attach": attach or []}
@@ -93,7 +93,7 @@ def serve(
 
 
 def _config(options: list[str], flags: dict[str, Any]) -> RunConfig:
-    """Flags and options as one tree; keys of sections that a server does not have are refused."""
+    """Build the config from flags and options. Refuse keys of sections that a server does not have."""
     for option in options:
         section, dot, _ = option.partition("=")[0].partition(".")
         if dot and section not in (*SECTIONS, "extra_args"):
@@ -102,13 +102,13 @@ def _config(options: list[str], flags: dict[str, Any]) -> RunConfig:
 
 
 def _check(config: RunConfig, api_key: str | None) -> None:
-    """Refuse what could not start."""
+    """Refuse a config that cannot start."""
     from penstock.settings import refuse_open_host  # noqa: PLC0415
 
     if config.router.url is None:
         refuse_open_host(config.router.host, api_key)
         check_port(config.router.host, config.router.port)
-    if config.fleet.launcher == "local" and config.fleet.engines:  # another node has what it has
+    if config.fleet.launcher == "local" and config.fleet.engines:  # other nodes may have another device or model
         check_engine(config.engine)
 
 
@@ -132,14 +132,14 @@ async def _serve(config: RunConfig, api_key: str | None) -> None:
         listens = "listening on all addresses of this machine\n" if everywhere else ""
         stops = f"Ctrl-C{f' or penstock fleet stop --url {url}' if ordered else ''} stops everything."
         typer.echo(f"ready: {what} at {url}/v1\n{listens}{usage}{stops}")
-        # A signal is the way in which serving ends, and so is `penstock fleet stop`.
+        # Serving normally ends by a signal or by `penstock fleet stop`.
         with suppress(asyncio.CancelledError):
             await fleet.endpoint.stopping.wait()
         console.print("stopping")
 
 
 def _usage(url: str, config: RunConfig, *, with_key: bool, ordered: bool) -> str:
-    """What can be done with it now; `ordered`: `penstock fleet` finds it."""
+    """Return the next commands for the user. `ordered`: `penstock fleet` can find the fleet."""
     body = {"model": config.engine.served_model_name or config.engine.model, "prompt": "Hello", "max_tokens": 16}
     key = ' -H "Authorization: Bearer $PENSTOCK_API_KEY"' if with_key else ""
     status = f"  penstock status {url}\n" if ordered or config.router.kind == "penstock" else ""

@@ -1,4 +1,4 @@
-"""`penstock sim`: one simulated engine, to write and test clients and fleets against."""
+"""`penstock sim`: one simulated engine, for writing and testing clients and fleets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def sim(
     - `penstock sim --port 9000 tokens_per_second=200 max_model_len=2048 kv_blocks=256`
     - `penstock sim --fault hang:phase=pause --fault exit:phase=tokens,after_tokens=500`
 
-    Keys: the fields of `penstock.sim.config.SimConfig`. A fleet of them: `penstock serve any-name --sim --engines 4`.
+    Keys: the fields of `penstock.sim.config.SimConfig`. For a fleet: `penstock serve any-name --sim --engines 4`.
     """
     from penstock.sim.__main__ import serve  # noqa: PLC0415
     from penstock.sim.config import SimConfig  # noqa: PLC0415

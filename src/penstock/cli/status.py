@@ -1,4 +1,4 @@
-"""`penstock status`: the engines behind a router, as it and the fleet's owner know them."""
+"""`penstock status`: the engines behind a router, as the router and the fleet's owner see them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ WHY = {
     401: "{} asks for its API key: set PENSTOCK_API_KEY to it",
     404: "{} is no router of Penstock, and no process of yours on this machine owns a fleet behind it",
 }
-"""By status of the router's answer; None: there was none."""
+"""Error texts by status of the router's answer; None: no answer."""
 PIPE_WIDTH = 400
-"""Columns where no terminal says how many: rich takes 80 then, and cuts what is longer."""
+"""Columns of the table if the output is not a terminal. Rich would assume 80 and cut longer lines."""
 LOADS = {"outstanding": "requests", "sessions": "sessions", "resident_tokens": "tokens"}
 
 
@@ -56,7 +56,7 @@ def status(
 
 
 async def _report(url: str | None, api_key: str | None) -> dict[str, Any]:
-    """Ask the fleet's owner where it is here, and the router."""
+    """Ask the router, and the fleet's owner if it runs on this machine."""
     from dataclasses import asdict  # noqa: PLC0415
 
     from penstock.fleet.member import RANK  # noqa: PLC0415
@@ -78,7 +78,7 @@ async def _report(url: str | None, api_key: str | None) -> dict[str, Any]:
     try:
         router = asdict(await admin.engines())
     except EngineError as error:
-        if fleet is None:  # else the owner restarts the router, or has another's
+        if fleet is None:  # else the owner restarts the router, or uses a foreign router
             if (why := WHY.get(getattr(error, "status", None))) is None:
                 raise
             raise PenstockError(why.format(address)) from error
@@ -106,7 +106,7 @@ def _print(report: Mapping[str, Any]) -> None:
         title += f": weight version {report['version']}, owned by process {report['pid']}"
     if "held" in report:
         requests = f"{report['requests']:,} request{'s' * (report['requests'] != 1)}"
-        began = datetime.fromtimestamp(report["counted_since"]).astimezone()  # a router that is restarted counts anew
+        began = datetime.fromtimestamp(report["counted_since"]).astimezone()  # a restarted router counts from 0
         title += f"; {requests} since {began:%Y-%m-%d %H:%M:%S}, {report['held']} held"
         title += ", gate closed" if report["gate_closed"] else ""
     gpus = ("GPUs",) if any(engine.get("gpus") for engine in engines) else ()

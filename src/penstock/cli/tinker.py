@@ -1,4 +1,4 @@
-"""`penstock tinker`: a service that the Tinker SDK trains and samples on; `penstock tinker-api`: more API processes."""
+"""`penstock tinker`: a training and sampling service for the Tinker SDK. `penstock tinker-api`: more API processes."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def tinker(
     cpu: Cpu = False,
     gpu: Gpu = False,
 ) -> None:
-    """Serve the Tinker SDK: training of many LoRA models on one base, and sampling of all of them, until Ctrl-C.
+    """Serve the Tinker SDK until Ctrl-C: train many LoRA models on one base, and sample from all of them.
 
-    Clients set TINKER_BASE_URL to the address that is shown; MODEL is their `base_model`.
+    Clients set TINKER_BASE_URL to the address that is shown. MODEL is their `base_model`.
 
     **Examples**
 
@@ -77,7 +77,7 @@ def tinker(
     - `penstock tinker examples/models/sorter-0.8m --cpu max_model_len=512`
     - `penstock tinker Qwen/Qwen3-8B --engines 2 --keys keys.yaml max_lora_rank=64 train.micro_batch_tokens=8192`
 
-    Each call of the SDK, and what it does here: docs/tinker.md.
+    docs/tinker.md lists each call of the SDK and its effect here.
     """
     require_extra("tinker", "tinker", "sqlalchemy", "alembic", "starlette", "uvicorn", "peft", "transformers")
     from penstock.tinker.service import ServiceConfig  # noqa: PLC0415
@@ -134,7 +134,7 @@ def tinker_api(
 ) -> None:
     """Serve the futures and samples of a running `penstock tinker` from another process, until Ctrl-C.
 
-    It samples by itself, over the engines that the database names; operations on models are left to the service.
+    This process samples by itself, on the engines that the database names. The service still does operations on models.
 
     **Example**
 

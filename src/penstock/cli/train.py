@@ -1,4 +1,4 @@
-"""`penstock train`, a training run from a YAML file, `penstock plot`, its plots, and `penstock scenario`."""
+"""`penstock train` runs a training from a YAML file, `penstock plot` draws its plots; also `penstock scenario`."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def train(
     - `penstock train examples/DEMO.yaml --fresh` (once more from the start, under the same name)
 
     The run folder, `run_dir`/`name`, holds the resolved config, metrics.jsonl, summary.json, plots, and sample
-    trajectories (docs/reference/run-folder.md). What each key means: docs/reference/configuration.md.
+    trajectories (docs/reference/run-folder.md). Keys and their meaning: docs/reference/configuration.md.
     """
     from penstock.errors import PenstockError  # noqa: PLC0415
     from penstock.train.rank import follow, on_one_host, report_failure, take_launched  # noqa: PLC0415
 
-    sys.path.append(str(Path.cwd()))  # for an environment or a loss of one's own, on every rank
+    sys.path.append(str(Path.cwd()))  # for the user's own environment or loss, on every rank
     launched = take_launched(os.environ)
     if int(launched.get("RANK", "0")):
         raise typer.Exit(follow(launched, one_host=on_one_host(launched)))
@@ -57,17 +57,17 @@ def train(
 def _run_here(
     config: Path, overrides: Sequence[str], launched: Mapping[str, str], *, resume: bool, fresh: bool
 ) -> Path:
-    """Check what can be checked without seconds of imports, and train; returns the run folder."""
+    """Train after the checks that need no slow imports. Return the run folder."""
     from penstock.config import load_config  # noqa: PLC0415
     from penstock.observe.run_folder import RunFolder  # noqa: PLC0415
 
     only_one(resume=resume, fresh=fresh)
     settings = load_config(config, overrides)
     folder = settings.run_dir / settings.name
-    RunFolder.check_free(folder)  # `run` locks it; this is said before seconds of imports
+    RunFolder.check_free(folder)  # `run` locks it; this check fails before the slow imports
     require_extra("train", "torch", "transformers", "safetensors", "matplotlib")
     check_port(settings.router.host, settings.router.port)
-    if settings.fleet.engines:  # those of others run where they run
+    if settings.fleet.engines:  # attached engines have their own device and model
         check_engine(settings.engine)
     try:
         _train(settings, launched, resume=resume, fresh=fresh)
@@ -98,7 +98,7 @@ def plot(
 ) -> None:
     """Draw the plots of a run as PNG files into RUN/plots, or compare several runs in one picture.
 
-    Runs under way are drawn as far as they have come. The trace of a single run is written too.
+    Unfinished runs are drawn up to their last step. A single run also gets its trace written.
 
     **Examples**
 
@@ -129,7 +129,7 @@ scenario = typer.Typer(
 
 @scenario.command("list")
 def list_scenarios() -> None:
-    """Show every scenario, with what it needs."""
+    """Show every scenario and its requirements."""
     from rich.console import Console  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
 
@@ -157,7 +157,7 @@ def run_one(
         "runs/scenarios"
     ),
 ) -> None:
-    """Run one scenario and check it: one row, exit status 1 where a check fails.
+    """Run one scenario and check it. Print one row; exit with status 1 if a check fails.
 
     **Examples**
 
