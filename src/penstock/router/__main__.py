@@ -23,7 +23,7 @@ from penstock.settings import ADMIN_KEY_ENV, KEY_ENV, RouterConfig, validate
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run until SIGINT or SIGTERM. Exit status 2: it could not be started as asked."""
+    """Run until SIGINT or SIGTERM. Exit status 2: a user's error; 1: any other."""
     watch_lifeline()
     given = _parser().parse_args(arguments)
     report = StartReport(given.ready_fd)
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print(fd: int, line: str) -> None:
-    """Write a line for people. A log on a full disk must not end the router."""
+    """Write a line for people; ignore a full disk, which must not end the router."""
     with suppress(OSError):
         os.write(fd, line.encode())
 
@@ -75,9 +75,9 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 
 
 def _keep_freed_memory() -> None:
-    """Let glibc keep up to 64 MiB that bodies have left, instead of giving pages back and faulting them in again.
+    """Let glibc keep up to 64 MiB of freed memory, to save page faults for bodies.
 
-    Halves the cost of a 200 KB prompt. Other C libraries have no `mallopt`, and need none of it.
+    This halves the cost of a 200 KB prompt. Other C libraries have no `mallopt` and do not need it.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -1,4 +1,4 @@
-"""The router's own endpoints: they show and change what its dispatcher has."""
+"""The router's own endpoints, which show and change the dispatcher's state."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from penstock.router.memory import EngineEntry, Membership
 from penstock.router.policies import Hints
 
 DATA_PATHS = frozenset(path.encode() for path in ENGINE_PATHS) - {b"/metrics", b"/v1/realtime"}
-"""Any engine gives the same answer to these, and keeps nothing of them that a later call needs. vLLM 0.26 to 0.32: a
-test reads every route of the vLLM in use and fails for one that is on no list."""
+"""Paths that any engine answers alike and without state for a later call, in vLLM 0.26 to 0.32. A test reads every
+route of the installed vLLM and fails for a route that is on no list."""
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 _METHODS = {
     "/": "GET",
@@ -36,7 +36,7 @@ _SERVED = {
     "data": sorted(path.decode() for path in DATA_PATHS),
     "router": sorted(path for path in _METHODS if path != "/"),
 }
-"""The answer to `GET /`; paths of the configuration are served, too."""
+"""The answer to `GET /`. The router also serves the paths that `data_paths` adds."""
 Text = Annotated[str, Field(min_length=1, max_length=512)]
 
 
@@ -107,11 +107,11 @@ class AdminCall(Call):
         self._client.answer(response(200, content, content_type=kind, close=close, head_only=head_only), close=close)
 
     def _execute(self, method: str, path: str, body: bytes) -> Any:
-        """Do one call; it is in force when this returns.
+        """Run one admin call; it is in force when this returns.
 
         Raises:
-            RefusalError: 400 for a body that does not fit, 404 for an unknown path, 405 for a method that does
-                not go with the path, 409 for an old epoch.
+            RefusalError: 400 for a wrong body, 404 for an unknown path, 405 for a method that the path does not take,
+                409 for an old epoch.
         """
         dispatcher = self._dispatcher
         match method, path:

@@ -1,4 +1,4 @@
-"""How a fleet speaks to its router: what it announces and asks; each call with a deadline."""
+"""The fleet's client of its router's admin endpoints; each call has a deadline."""
 
 from __future__ import annotations
 
@@ -34,32 +34,32 @@ class RouterAdmin:
         self._api_key = api_key
         self._transports: dict[str, HttpTransport] = {}
         self._processes: list[str] | None = None
-        """URLs at which each process answers for itself; None: not known yet."""
+        """One URL for each router process; None: not known yet."""
 
     async def announce(self, membership: Membership) -> None:
-        """Put engines, gate and policy in force on each process; the same again under the same epoch is harmless."""
+        """Put engines, gate and policy in force on each process; repeating is harmless."""
         await self._all("PUT", "/router/engines", asdict(membership))
 
     async def choose(self, *, prompt_tokens: int = 0, prefix_hashes: str | None = None) -> str | None:
-        """Place a request that is sent past the router: the engine's name; None: it would have to wait."""
+        """Return the engine for a request past the router; None: it would have to wait."""
         given = {} if prefix_hashes is None else {"prefix_hashes": prefix_hashes}
-        url = (await self._urls())[0]  # always the same process, so that one choice follows from another
+        url = (await self._urls())[0]  # always the same process, so that it knows the earlier choices
         answer = await self._call("POST", "/router/choose", {"prompt_tokens": prompt_tokens, **given}, url)
         return None if answer["engine"] is None else str(answer["engine"])
 
     async def engines(self) -> RouterState:
-        """Return the state of all processes together."""
+        """Return the state of all processes, merged."""
         answers = await self._all("GET", "/router/engines")
         with reading("answer", self._other_form):
             states = [_STATE.validate_python(answer) for answer in answers]
         return states[0] if len(states) == 1 else plugged_in("router.merged")(states)
 
     def forget(self) -> None:
-        """Ask for the processes' ports again before the next call: another router has been started."""
+        """Ask for the processes' ports again before the next call, after a restart."""
         self._processes = None
 
     async def close(self) -> None:
-        """Close connections; the object can be used again."""
+        """Close the connections; a later call opens them again."""
         for transport in self._transports.values():
             await transport.close()
 
@@ -79,11 +79,11 @@ class RouterAdmin:
         return self._processes
 
     async def _all(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
-        """Call each process, and return the answers, or raise the first error once all calls have ended."""
+        """Call each process; return all answers, or raise the first error at the end."""
         known = self._processes
         try:
             return await self._each(method, path, body)
-        except EngineError as error:  # an answer of another program, too: the key must not go there again
+        except EngineError as error:  # another program may have answered: it must not get the key again
             self.forget()
             if known is None or len(known) == 1 or not isinstance(error, EngineDeadError):
                 raise

@@ -11,46 +11,46 @@ from typing import cast
 from penstock.router.memory import Engine, EngineEntry
 
 RANK_HEADER = b"X-data-parallel-rank"
-"""VLLM's: the data-parallel rank that is to have the request."""
+"""Header of vLLM that names the data-parallel rank for a request."""
 IDLE_S = 4.0
-"""An idle connection is closed after this time: before vLLM's server does, which takes 5 s."""
+"""Seconds after which the router closes an idle connection; vLLM's server does so after 5 s."""
 CONNECT_TIMEOUT_S = 5.0
 READ_SIZE = 1 << 16
-"""Most bytes of an answer in one read: 256 clients that do not read theirs shall not take 64 MB."""
+"""Most bytes of an answer in one read. 256 clients that do not read their answers must not take 64 MB."""
 MAX_CONNECTING = 256
-"""Connections being opened at once; a listen queue is a few times as long."""
+"""Most connections to one engine that are opened at once. A listen queue is a few times as long."""
 OWN_SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
-"""Failures to connect that say something of this process and nothing of the engine."""
+"""Errors of `connect` that come from this process's limits and not from the engine."""
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
-"""A machine that vanished without a word is noticed after 35 s, however long an answer may take."""
+"""TCP keepalive: the router notices after 35 s that a machine vanished, also during a long answer."""
 
 
 class ConnectionUser:
-    """A request that wants a connection, and then uses it."""
+    """A request that waits for a connection and then uses it."""
 
     def connected(self, connection: BackendConnection) -> bool:
-        """Take a new connection; False: it is not needed any more."""
+        """Take a new connection; return False if the request no longer needs it."""
         raise NotImplementedError
 
     def not_connected(self, error: OSError) -> None:
-        """There is none: the engine refused, or has left the fleet."""
+        """Handle a failed connect: the engine refused it, or has left the fleet."""
         raise NotImplementedError
 
     def received(self, data: bytes) -> None:
         raise NotImplementedError
 
     def connection_lost(self, error: Exception | None) -> None:
-        """The connection is gone; with the error, if there was one."""
+        """Handle the end of the connection, with its error if there was one."""
         raise NotImplementedError
 
 
 class BackendConnection(asyncio.BufferedProtocol):
-    """Protocol of one connection in a backend's pool; one request at a time uses it."""
+    """One pooled connection to an engine; at most one request uses it at a time."""
 
     transport: asyncio.Transport
     user: ConnectionUser | None = None
     reused = False
-    """Whether it has served a request before this one: only then may it be stale."""
+    """Whether it has served an earlier request; only then can it be stale."""
     idle_since = 0.0
     _read_paused = False
 
@@ -67,13 +67,13 @@ class BackendConnection(asyncio.BufferedProtocol):
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - the loop's signature
-        """Where the next bytes go; its size bounds what is kept here of an answer whose client does not read."""
+        """Return the buffer for the next bytes; its size bounds what a slow client holds."""
         return self._read_buffer
 
     def buffer_updated(self, nbytes: int) -> None:
         user = self.user
         if user is None:
-            self.transport.abort()  # nothing was asked: the connection cannot be trusted any more
+            self.transport.abort()  # no request is under way: the connection cannot be trusted any more
         else:
             user.received(self._read_buffer[:nbytes].tobytes())
 
@@ -84,39 +84,39 @@ class BackendConnection(asyncio.BufferedProtocol):
             user.connection_lost(exc)
 
     def set_reading(self, *, reading: bool) -> None:
-        """Read the answer, or leave it with the engine while the client is slow."""
+        """Resume reading the answer, or pause while the client is slow."""
         if reading == self._read_paused and not self.transport.is_closing():
             self._read_paused = not reading
             (self.transport.resume_reading if reading else self.transport.pause_reading)()
 
     def drop(self) -> None:
-        """Close at once, whatever is under way: the engine sees the disconnect and aborts the request."""
+        """Close at once. The engine sees the disconnect and aborts the request."""
         self.user = None
         self.transport.abort()
 
 
 class Backend(Engine):
-    """One engine with its connections, and counts of what became of them."""
+    """One engine with its pool of connections and its counts."""
 
     openings = 0
     """How often the breaker opened."""
     dead_answers = 0
-    """Answers that said that its core is dead."""
+    """Answers that reported a dead engine core."""
     failure = ""
-    """Cause that the last of them gave; empty: there was none."""
+    """Cause in the last such answer; empty: none came."""
     sent = 0
     """Requests sent by this process."""
     fields: bytes
-    """Header lines that the router adds to every request for it."""
+    """Header lines that the router adds to every request for this engine."""
 
     def __init__(self, entry: EngineEntry) -> None:
         super().__init__(entry)
         self.read_buffer = memoryview(bytearray(READ_SIZE))
-        """Where its connections read into, one at a time: what came is copied out at once."""
+        """Read buffer that all its connections share; each read is copied out at once."""
         self.open: set[BackendConnection] = set()
         self._idle: list[BackendConnection] = []
-        """Oldest first; the youngest is used first, so that a burst's surplus ages and is closed. One that was lost
-        stays until it is met."""
+        """Idle connections, the oldest first. A request takes the youngest, so that the surplus of a burst ages and is
+        closed. A lost connection stays in the list until `take` finds it."""
         self._connecting: set[asyncio.Task[None]] = set()
         self._may_connect = asyncio.Semaphore(MAX_CONNECTING)
 
@@ -158,7 +158,7 @@ class Backend(Engine):
                 self.release(connection, reusable=True)
 
     def release(self, connection: BackendConnection, *, reusable: bool) -> None:
-        """Keep a connection that a request has done with for another one, or close it."""
+        """Keep a connection for the next request, or close it."""
         transport = connection.transport
         if not reusable or self.left or transport.get_write_buffer_size() or transport.is_closing():
             transport.abort()
@@ -168,12 +168,12 @@ class Backend(Engine):
         self._idle.append(connection)
 
     def close_idle(self, now: float) -> None:
-        """Close connections that have been idle for too long; `now` is `time.monotonic()`."""
+        """Close connections that were idle for too long; `now` is `time.monotonic()`."""
         while self._idle and self._idle[0].idle_since <= now - IDLE_S:
             self._idle.pop(0).transport.abort()
 
     def cut(self) -> None:
-        """Break off what is in flight, as if the engine had closed every connection: it goes on elsewhere, or ends."""
+        """Break every connection, as if the engine had closed it; requests are retried."""
         for connection in list(self.open):
             connection.transport.abort()
             connection.connection_lost(ConnectionAbortedError("the fleet has given it up"))

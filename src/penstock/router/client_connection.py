@@ -1,4 +1,4 @@
-"""One connection from a client: requests in, one at a time and in order, answers out, each with its deadline."""
+"""One client connection: it serves one request at a time, in order, each step with a deadline."""
 
 from __future__ import annotations
 
@@ -21,48 +21,48 @@ from penstock.router.memory import Metrics
 from penstock.settings import RouterConfig
 
 IDLE_S = 75.0
-"""A kept-alive connection without a request is closed after this time."""
+"""Seconds without a request after which a kept-alive connection is closed."""
 WRITE_STALL_S = 300.0
-"""A client that takes no byte of its answer for this time is given up."""
+"""Seconds without progress after which the router gives up a client that does not read its answer."""
 LINGER_S = 2.0
-"""How long the rest of a refused request is read and thrown away, so that the client gets to read its answer."""
+"""Seconds for which the rest of a refused request is read and dropped, so that the client can read the answer."""
 _LONG = 16_384
-"""Bytes from which on a view costs less than a copy."""
+"""Bytes above which a view costs less than a copy."""
 _NEVER = float("inf")
 _COMPLETE = BodyReader(0)
 _BARE_LF = re.compile(rb"(?<!\r)\n")
 _CR = 13
 HEALTH = b"/router/health"
-"""Needs no key."""
+"""The path that needs no key."""
 
 
 class Call:
     """The service of one request: an `Exchange`, or an admin call."""
 
     def begin(self, piece: bytes | memoryview, *, done: bool) -> None:
-        """Start, with what came of the body together with the head; all of it, if `done`."""
+        """Start with the part of the body that came with the head; `done`: all of it."""
         self.add_body(piece, done=done)
 
     def add_body(self, piece: bytes | memoryview, *, done: bool) -> None:
-        """A further piece of the request's body, without its framing."""
+        """Take a further piece of the request's body, without its framing."""
         raise NotImplementedError
 
     def refuse(self, refusal: RefusalError) -> None:
-        """The rest of the request is not acceptable, or too late."""
+        """Refuse the request: the rest of it is not acceptable, or too late."""
         raise NotImplementedError
 
     def cancel(self) -> None:
-        """The client has gone."""
+        """Stop the call: the client has gone."""
 
     def pause(self, *, paused: bool) -> None:
-        """The client reads its answer too slowly, or reads on."""
+        """Pause the answer while the client reads too slowly, or continue it."""
 
 
 class Clients:
-    """Every client connection of one router, and what they share.
+    """Every client connection of one router, and the state that they share.
 
-    `open_call` returns what serves a request, or raises a RefusalError: it has not the key, or nothing serves it.
-    `most` connections may be open before strangers are closed for newcomers.
+    `open_call` returns the call that serves a request. It raises RefusalError where the key is missing or no call
+    serves the path. Above `most` open connections, a new connection may close the oldest stranger.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class Clients:
         self.most = most
         self.connected: set[ClientConnection] = set()
         self.strangers: dict[ClientConnection, None] = {}
-        """Connections that have sent no head with the key yet, the oldest first."""
+        """Connections that have not yet sent a head with the key, the oldest first."""
 
     def add(self, client: ClientConnection) -> None:
-        """Note a new connection; where descriptors run short, the oldest of many strangers gives way to it."""
+        """Add a connection; if descriptors run short, close the oldest of many strangers."""
         self.connected.add(client)
         self.strangers[client] = None
         if len(self.connected) > self.most and len(self.strangers) > self.most // 2:
@@ -94,7 +94,7 @@ class Clients:
         self.strangers.pop(client, None)
 
     def sweep(self, now: float) -> None:
-        """Run what is due; `now` is `time.monotonic()`."""
+        """Run each action whose deadline has passed; `now` is `time.monotonic()`."""
         for client in [client for client in self.connected if client.deadline <= now]:
             client.expire()
 
@@ -106,19 +106,19 @@ class ClientConnection(asyncio.Protocol):
         self.transport: asyncio.Transport
         self.write_paused = False
         self.deadline = _NEVER
-        """`time.monotonic()` at which `expire` is due; the router looks at it now and then."""
+        """`time.monotonic()` at which `expire` is due; the router checks it periodically."""
         self._ready = True
         """The next byte is the first of a request."""
         self._head: bytes = b""
-        """A head that is not complete yet."""
+        """An incomplete head."""
         self._request: RequestHead | None = None
         self._body: BodyReader | None = None
         self._payload: list[bytes] | None = None
-        """Payload of a chunked body that the call has not got yet."""
+        """Payload of a chunked body that the call has not received yet."""
         self._call: Call | None = None
         self._lingering = False
         self._stranger = True
-        """It has sent no head with the key yet."""
+        """Whether it has not yet sent a head with the key."""
         self._clients = clients
         self._on_deadline: Callable[[], None] = self._cut_off
 
@@ -157,7 +157,7 @@ class ClientConnection(asyncio.Protocol):
             self._read_body(self._call, self._body, data)
 
     def eof_received(self) -> None:
-        # A client that only shuts down its sending side looks like one that went away, which is what it mostly is.
+        # A client that shuts down its sending side looks like one that went away, which is the usual case.
         if self._call is not None:
             self._cut_off()
 
@@ -169,7 +169,7 @@ class ClientConnection(asyncio.Protocol):
             call.cancel()
 
     def pause_writing(self) -> None:
-        """More is buffered towards the peer than it takes: nothing more is read, and no further request is begun."""
+        """Stop reading and begin no request: the client does not take what is buffered."""
         self.write_paused = True
         self._ready = False
         if not self.transport.is_closing():
@@ -197,14 +197,14 @@ class ClientConnection(asyncio.Protocol):
         self.exchange_over(close=close)
 
     def answer_refusal(self, refusal: RefusalError) -> None:
-        """Send an error; the connection goes on where the whole request has been read."""
+        """Send an error. The connection stays open if the whole request has been read."""
         request = self._request
         close = request is None or self._body is None or not self._body.done or not request.keep_alive
         head_only = request is not None and request.method == b"HEAD"
         self.answer(refusal.response(close=close, head_only=head_only), close=close)
 
     def exchange_over(self, *, close: bool) -> None:
-        """The answer is complete: on to the next request, or close."""
+        """Finish a complete answer: wait for the next request, or close."""
         unread = self._body is None or not self._body.done
         self._call = self._request = self._body = self._payload = None
         self._ready = not (close or self.write_paused)
@@ -224,7 +224,7 @@ class ClientConnection(asyncio.Protocol):
             self._close()
 
     def cut(self) -> None:
-        """End the connection in the middle of an answer; what was passed on so far still reaches the client."""
+        """End the connection inside an answer; bytes already written still go out."""
         self._call = None
         self._close()
 
@@ -283,7 +283,7 @@ class ClientConnection(asyncio.Protocol):
         self.deadline = _NEVER
         self._request = request
         clients = self._clients
-        if request.length == len(data) - start:  # all of it is here, and nothing else, as it mostly is
+        if request.length == len(data) - start:  # the usual case: the whole body is here, and nothing else
             self._body = _COMPLETE
             self._open_call(request).begin(data[start:] if len(data) < _LONG else memoryview(data)[start:], done=True)
             return
@@ -303,7 +303,7 @@ class ClientConnection(asyncio.Protocol):
         if request.length > clients.config.max_body_bytes:
             what = f"a body of {request.length} bytes is over the limit of {clients.config.max_body_bytes}"
             raise RefusalError(413, "body_too_large", what)
-        if self._stranger and not request.target.startswith(HEALTH):  # it had the key, unless none is asked for there
+        if self._stranger and not request.target.startswith(HEALTH):  # it had the key, or the path needs none
             self._stranger = False
             clients.strangers.pop(self, None)
         self._call = call

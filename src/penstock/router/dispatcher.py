@@ -1,7 +1,7 @@
-"""Find an engine for each request, or have it wait: membership, placement, breakers and the gate together.
+"""Finds an engine for each request or makes it wait: membership, placement, breakers and the gate.
 
-The owner of the fleet decides whether an engine is well (`fleet/supervise.py`), and takes it out of the set. Here a
-request that finds an engine down leaves it out for a moment; the next request after that tries it again.
+The owner of the fleet decides whether an engine is well (`fleet/supervise.py`) and takes a failed one out of the set.
+Here, a request that finds an engine down opens its breaker for a moment. The next request after that tries it again.
 """
 
 from __future__ import annotations
@@ -24,65 +24,65 @@ from penstock.router.state import EngineLoad, RouterState
 from penstock.settings import RouterConfig, validate
 
 _EXPIRE_S = 0.75
-"""Between two looks for sessions that are idle or forgotten."""
+"""Seconds between two searches for idle and expired sessions."""
 _DOWN_S = 0.5
-"""How long an engine gets no request after it refused one, or said that its core is dead."""
+"""Seconds without requests for an engine that refused a connection or reported a dead core."""
 _MOST_LOST = 2
-"""A request that so many engines broke on gets no other: it may be what ends them."""
+"""Engines that may fail under one request before the router gives it up. The request may be the cause."""
 _SLICE = 64
-"""Requests let go in one turn of the event loop, so that ten thousand of them do not keep it from accepting."""
+"""Most requests placed in one turn of the event loop, so that ten thousand of them do not delay new connections."""
 
 
 class Wait(Enum):
     """The event that a request waits for."""
 
     TURN = "turn"
-    """The gate, and after it has opened those that came before."""
+    """The gate is closed, or earlier requests are still being placed."""
     ROOM = "room"
-    """Load must fall: the policy admits no new session now."""
+    """The policy admits no new session until load falls."""
     NOWHERE = "nowhere"
-    """No engine is up that may serve it."""
+    """No engine that may serve it is up."""
 
 
 class Waiter:
-    """A request that wants an engine, and may wait at the gate for it."""
+    """A request that needs an engine and may wait at the gate."""
 
     buffered = 0
-    """Most bytes that are kept of it."""
+    """Upper bound of the bytes that are kept of it."""
     held_bytes = 0
-    """Its own part of `Gate.held_bytes`."""
+    """Its share of `Gate.held_bytes`."""
     hold_seconds = 0.0
-    """Waited for an engine or for room so far."""
+    """Seconds waited for an engine or for room so far."""
     gate_seconds = 0.0
-    """Waited for its turn at the gate so far."""
+    """Seconds waited for its turn at the gate so far."""
     lost_on: frozenset[Engine] = frozenset()
-    """Engines that took it, and then closed the connection without an answer or were dead."""
+    """Engines that took it and then closed the connection without an answer, or were dead."""
     tried: tuple[Engine, ...] = ()
-    """The part of them that gets it no more; the others may only have closed an idle connection."""
+    """Engines of `lost_on` that do not get it again. The others may only have closed an idle connection."""
     wait: Wait | None = None
     since = 0.0
-    """When it began to wait for that."""
+    """`time.monotonic()` at which this wait began."""
     nowhere_since = 0.0
-    """Since when no engine has taken it; 0: not yet."""
+    """`time.monotonic()` since which no engine has taken it; 0: it has not waited for one."""
 
     def __init__(self, request: RequestHead) -> None:
         self.request = request
 
     def placed(self, backend: Backend) -> None:
-        """It has an engine, where it counts until `Dispatcher.left`."""
+        """Take the chosen engine, where the request counts until `Dispatcher.left`."""
         raise NotImplementedError
 
     def refuse(self, refusal: RefusalError) -> None:
-        """It cannot wait, or not any longer."""
+        """Refuse the request: it cannot wait, or not any longer."""
         raise NotImplementedError
 
 
 class Gate:
-    """Lets requests through in order of arrival, or holds them; nothing is polled.
+    """Lets requests through in order of arrival, or holds them, without polling.
 
-    No request fails because of a pause, however long: `max_hold_s` starts again when the gate opens. Nor does a request
-    fail while the engines are full: they are at work, and load will fall. `place` sends a request on its way, or
-    returns what it has to wait for.
+    No request fails because of a pause, however long: `max_hold_s` starts again when the gate opens. A request does not
+    fail either while the engines are full, since load will fall. `place` sends a request to an engine, or returns the
+    event that it must wait for.
     """
 
     def __init__(self, config: RouterConfig, place: Callable[[Waiter], Wait | None]) -> None:
@@ -91,11 +91,11 @@ class Gate:
         self.closed = False
         self._opened_at = 0.0
         self.held_bytes = 0
-        """Most bytes that are kept of requests that had to wait or came in pieces, until their answers begin."""
+        """Upper bound of the bytes kept of requests that had to wait or came in pieces, until their answers begin."""
         self._queues: dict[Wait, OrderedDict[Waiter, None]] = {wait: OrderedDict() for wait in Wait}
         self._turns = self._queues[Wait.TURN]
         self._room = self._queues[Wait.ROOM]
-        """Only the first is tried when load falls, and the next when that one went."""
+        """When load falls, only the first is tried; the next is tried once that one is placed."""
         self._passing = self._filling = self._filling_soon = False
 
     def __len__(self) -> int:
@@ -103,11 +103,11 @@ class Gate:
 
     @property
     def crowded(self) -> bool:
-        """Whether requests wait for room, and it is not their turn: a new session joins them."""
+        """Whether a new session must queue behind requests that wait for room."""
         return bool(self._room) and not self._filling
 
     def held_by(self) -> dict[str, int]:
-        """How many wait for what, by the value of `Wait`."""
+        """Count the waiting requests by the value of `Wait`."""
         return {wait.value: len(queue) for wait, queue in self._queues.items()}
 
     def submit(self, request: Waiter) -> None:
@@ -124,14 +124,14 @@ class Gate:
             self._enter(request, wait)
 
     def keep(self, request: Waiter, size: int) -> None:
-        """Count bytes that are kept of a request; RefusalError: 503, too many are kept already."""
+        """Count bytes that are kept of a request. RefusalError: 503, too many are kept."""
         if self.held_bytes + size > self._config.max_held_bytes:
             raise self._full()
         self.held_bytes += size
         request.held_bytes += size
 
     def release(self, request: Waiter) -> None:
-        """Count no more what was kept of a request: its answer has begun, or it is over."""
+        """Stop counting a request's bytes: its answer has begun, or it is over."""
         self.held_bytes -= request.held_bytes
         request.held_bytes = 0
 
@@ -147,7 +147,7 @@ class Gate:
             self.recheck()
 
     def recheck(self) -> None:
-        """The engines have changed: those that none could serve are tried again, before those that came after."""
+        """Try waiting requests again after a change of engines, those without one first."""
         for request in reversed(list(self._queues[Wait.NOWHERE])):
             self.discard(request)
             self._enter(request, Wait.TURN)
@@ -158,13 +158,13 @@ class Gate:
         self.room()
 
     def room(self) -> None:
-        """Load has fallen: those that have waited for room longest are tried, soon, and once for many such events."""
+        """Soon try requests that wait for room, since load fell; calls share one try."""
         if self._room and not self._filling_soon:
             self._filling_soon = True
             asyncio.get_running_loop().call_soon(self._fill)
 
     def expire(self, now: float) -> None:
-        """Refuse those for which no engine was up for too long; `now` is `time.monotonic()`."""
+        """Refuse requests that had no engine for too long; `now` is `time.monotonic()`."""
         longest_s = self._config.max_hold_s
         if self.closed or now - self._opened_at < longest_s:
             return
@@ -177,7 +177,7 @@ class Gate:
             request.refuse(RefusalError(503, "held_too_long", why))
 
     def discard(self, request: Waiter) -> None:
-        """Let a request wait no longer, and charge the time; harmless for one that does not wait."""
+        """Take a request out of its queue and add up its waiting time, if it waits."""
         if request.wait is None:
             return
         del self._queues[request.wait][request]
@@ -197,7 +197,7 @@ class Gate:
         self._queues[wait][request] = None
 
     def _try(self, request: Waiter) -> None:
-        """Place the request, or have it wait again."""
+        """Place the request, or queue it again."""
         self.discard(request)
         wait = self._place(request)
         if wait is not None:
@@ -212,7 +212,7 @@ class Gate:
         asyncio.get_running_loop().call_soon(self._pass)
 
     def _fill(self) -> None:
-        """Try the first that waits for room, and the next where it went."""
+        """Place requests that wait for room, in order, until one has to wait on."""
         self._filling_soon = False
         if self.closed:  # opening tries them
             return
@@ -222,18 +222,18 @@ class Gate:
                 break
             request = next(iter(self._room))
             self._try(request)
-            if request.wait is Wait.ROOM:  # no room for it: nor for those behind it
+            if request.wait is Wait.ROOM:  # no room for it, so none for those behind it
                 self._room.move_to_end(request, last=False)
                 break
         else:
-            self.room()  # for the next of them, in the next turn of the event loop
+            self.room()  # the rest of them follow in the next turn of the event loop
         self._filling = False
 
 
 class Dispatcher:
     """Finds an engine for each request, or the reason to wait.
 
-    `process` is which of `config.workers` processes this is; each knows its own sessions and load.
+    `process` is the index of this process among `config.workers`; each knows its own sessions and load.
     """
 
     def __init__(self, config: RouterConfig, *, process: int = 0) -> None:
@@ -244,7 +244,7 @@ class Dispatcher:
         self.placement = Placement(config, process, Backend)
         self.backends = cast("dict[str, Backend]", self.placement.engines)
         self.gate = Gate(config, self._place)
-        # An engine is asked as often by several processes together as by one.
+        # Several processes together ask an engine as often as one process would.
         self._interval_s = config.engine_metrics_interval_s * config.workers
         self._clock: asyncio.Task[None] | None = None
         self._leaving: set[Backend] = set()
@@ -254,7 +254,7 @@ class Dispatcher:
         """Put engines, gate and policy in force.
 
         Raises:
-            StateError: as `Membership.replaced_by`. ConfigError: a wrong policy. Nothing was changed.
+            StateError: as `Membership.replaced_by`. ConfigError: a wrong policy. Both leave everything unchanged.
         """
         announced = self.membership.replaced_by(announced)
         if announced.policy != self.membership.policy:
@@ -276,20 +276,20 @@ class Dispatcher:
             self._clock = asyncio.get_running_loop().create_task(plugged_in("router.kv_usage")(self, self._interval_s))
 
     def finish_session(self, session_id: str) -> bool:
-        """The session has no further turn; False: it was not known."""
+        """Forget a session that has no further turn; return False if it was not known."""
         known = self.placement.finish_session(session_id)
         self.gate.room()
         return known
 
     def find(self, waiter: Waiter) -> Backend | Wait:
-        """Return an engine, where the request counts from now on until it has `left`, or what it has to wait for.
+        """Return an engine, which counts the request until `left`, or the event to await.
 
         Raises:
-            RefusalError: 502, only those that were tried could serve it.
+            RefusalError: 502, only engines that already failed under it could serve it.
         """
         request, placement, session_id = waiter.request, self.placement, waiter.request.session_id
         if self.gate.crowded and session_id is not None and placement.sessions.get(session_id) is None:
-            return Wait.ROOM  # it opens a session, as others do that wait for room
+            return Wait.ROOM  # it opens a session, as the requests that wait for room do
         found = placement.place(request, time.monotonic(), waiter.tried)
         if isinstance(found, Backend):
             found.sent += 1
@@ -301,12 +301,12 @@ class Dispatcher:
         return Wait.NOWHERE
 
     def left(self, request: RequestHead, backend: Backend, now: float) -> None:
-        """The request is no longer with that engine: it was answered, failed, or is taken back."""
+        """Stop counting a request on its engine: it was answered, failed, or is retried."""
         self.placement.done(request, backend, now)
         self.gate.room()
 
     def retry(self, waiter: Waiter, reason: str) -> None:
-        """Place again a request that an engine did not take, or broke on; 502 for one that two engines broke on."""
+        """Place a request again after an engine failed under it; 502 after the second."""
         if len(waiter.lost_on) >= _MOST_LOST:
             waiter.refuse(_engines_failed(waiter.lost_on))
             return
@@ -325,7 +325,7 @@ class Dispatcher:
         return None
 
     def backend_refused(self, backend: Backend) -> None:
-        """It takes no requests, or is dead: it is left out for a moment."""
+        """Open the breaker of an engine that refused a connection or is dead."""
         if backend.left or backend.down:
             return
         backend.openings += 1
@@ -338,7 +338,7 @@ class Dispatcher:
         self.gate.recheck()
 
     def sweep(self, now: float) -> None:
-        """Close idle connections, forget idle sessions, refuse what waited too long; `now` is `time.monotonic()`."""
+        """Close idle connections, expire sessions, refuse late requests."""
         for backend in self.backends.values():
             backend.close_idle(now)
         if now >= self._expire_at:
@@ -348,7 +348,7 @@ class Dispatcher:
         self.gate.expire(now)
 
     def state(self) -> RouterState:
-        """Return what `GET /router/engines` answers."""
+        """Return the answer to `GET /router/engines`."""
         gate, placement = self.gate, self.placement
         return RouterState(
             epoch=self.membership.epoch,

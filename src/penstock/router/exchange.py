@@ -1,8 +1,8 @@
-"""One request and its answer: held, placed, sent, retried before the first byte, passed back, accounted for.
+"""One request and its answer, from the client's connection to an engine and back.
 
-The dispatcher names an engine; the exchange connects to it and sends. It is driven by its client's connection on one
-side and a backend's on the other. A request is placed once all of it is here, so a client that stalls holds neither an
-engine's connection nor a share of its KV cache. It is kept until its answer begins, and can be sent again until then.
+The dispatcher names an engine; the exchange connects to it and sends. The client's connection and the backend's drive
+it. A request is placed once all of it is here. A client that stalls therefore holds neither an engine's connection nor
+a share of its KV cache. The router keeps the request until its answer begins, and can send it again until then.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from penstock.router.http import (
 )
 
 _LONG = 65_536
-"""Bytes of a body from which on it is not copied to go out with its head."""
+"""Bytes from which on a body is sent by itself instead of copied behind its head."""
 
 
 class Exchange(Call, Waiter, ConnectionUser):
     """The life of one request."""
 
     backend: Backend | None = None
-    """Where it is placed."""
+    """The engine that has the request now."""
     gone = False
-    """Nothing more is to be done: answered, broken, refused, or the client went away."""
+    """Whether the request is over: answered, broken, refused, or the client went away."""
     bytes_in = bytes_out = 0
     status = 0
     outcome = ""
-    """Empty: answered by an engine; `cancelled`: its client went away; `broken: ...`: an engine did not complete its
-    answer; any other: the code of the error that the router answered."""
+    """Empty: an engine answered; `cancelled`: the client went away; `broken: ...`: an engine did not complete its
+    answer; any other: the code of the router's own error."""
     first_byte_at = 0.0
-    """When an engine's answer began, by `time.monotonic()`; 0: it did not."""
+    """`time.monotonic()` at which an engine's answer began; 0: none has."""
     _connection: BackendConnection | None = None
     _answer: Answer
     _body: bytes | bytearray | memoryview = b""
     _head_sent = False
-    """The client has the head of the engine's answer."""
+    """Whether the client has the head of the engine's answer."""
 
     def __init__(self, client: ClientConnection, request: RequestHead, dispatcher: Dispatcher) -> None:
         super().__init__(request)
@@ -92,7 +92,7 @@ class Exchange(Call, Waiter, ConnectionUser):
     # --- the way to the engine ---------------------------------------------------------------------------------------
 
     def placed(self, backend: Backend) -> None:
-        """Send it on a connection of the pool; on a new one where none is idle, or an engine has lost it before."""
+        """Send on an idle connection; on a new one if none is idle or an engine failed."""
         self.backend = backend
         connection = None if self.lost_on else backend.take()
         if connection is None:
@@ -101,7 +101,7 @@ class Exchange(Call, Waiter, ConnectionUser):
             self.connected(connection)
 
     def connected(self, connection: BackendConnection) -> bool:
-        """Send everything that has come so far; False: the client has gone meanwhile."""
+        """Send the request; return False if the client has gone."""
         if self.gone:
             return False
         self._connection = connection
@@ -113,11 +113,11 @@ class Exchange(Call, Waiter, ConnectionUser):
             connection.transport.write(b"".join((head, self._body)))
         else:
             connection.transport.write(head)
-            connection.transport.write(self._body)  # uvloop keeps it as it is until it has gone out
+            connection.transport.write(self._body)  # uvloop keeps a reference until it is sent
         return True
 
     def not_connected(self, error: OSError) -> None:
-        """Nothing was sent, so any engine may have the request."""
+        """Place the request again: it was not sent, so any engine may take it."""
         backend = self.backend
         if self.gone or backend is None:
             return
@@ -132,10 +132,10 @@ class Exchange(Call, Waiter, ConnectionUser):
     # --- the way back ------------------------------------------------------------------------------------------------
 
     def received(self, data: bytes) -> None:
-        """Pass on a piece of the answer, or what has become of the request with it."""
+        """Pass on a piece of the answer, or handle the failure that it reports."""
         answer = self._answer
         if (
-            # A token of a stream: nearly always one whole chunk, which need not be read.
+            # A token of a stream is nearly always one whole chunk, which need not be parsed.
             answer.between_chunks
             and len(data) < WHOLE_CHUNK_LIMIT
             and data.startswith(WHOLE_CHUNK_OPENING[len(data)])
@@ -165,7 +165,7 @@ class Exchange(Call, Waiter, ConnectionUser):
             self._died(answer.death)
 
     def _respond(self, response: ResponseHead) -> bytes:
-        """Nothing is retried from here on; returns the answer's head as the client gets it."""
+        """Return the answer's head for the client; from now on, no retry is possible."""
         self._head_sent = True
         self._forget_body()
         self.status = response.status
@@ -174,7 +174,7 @@ class Exchange(Call, Waiter, ConnectionUser):
         return response.to_client(close=not self.request.keep_alive)
 
     def _answered(self) -> None:
-        """The answer is complete: the connection is free for the next request, and so is the client's."""
+        """Finish a complete answer, and free both connections for the next request."""
         connection, self._connection = self._connection, None
         response = self._answer.response
         if connection is not None and response is not None:
@@ -191,7 +191,7 @@ class Exchange(Call, Waiter, ConnectionUser):
         if connection is None:
             return
         if self._answer.response is None:
-            # The engine may have closed a connection used before as idle, before our bytes arrived.
+            # The engine may have closed a reused connection as idle before our bytes arrived.
             stale = connection.reused and not self.first_byte_at
             self._lose(connection.backend, "stale" if stale else "hung_up")
         else:
@@ -207,7 +207,7 @@ class Exchange(Call, Waiter, ConnectionUser):
             self._lose(backend, "dead")
 
     def _lose(self, backend: Backend, reason: str) -> None:
-        """The engine broke on this request, or with it: another one gets it."""
+        """Give the request to another engine after this one failed under it."""
         self._displace(backend)
         self.lost_on |= {backend}
         if reason != "stale":
@@ -216,12 +216,12 @@ class Exchange(Call, Waiter, ConnectionUser):
         self._dispatcher.retry(self, reason)
 
     def _displace(self, backend: Backend) -> None:
-        """It is not with its engine any longer, and may go to another."""
+        """Take the request from its engine, so that it may go to another."""
         self._connection = self.backend = None
         self._dispatcher.left(self.request, backend, time.monotonic())
 
     def refuse(self, refusal: RefusalError) -> None:
-        """Answer it here; where an answer is under way already, break that off."""
+        """Answer with an error, or break off an answer that has begun."""
         if self._head_sent and not self.gone:
             self._break(str(refusal))
         elif not self.gone:
@@ -230,7 +230,7 @@ class Exchange(Call, Waiter, ConnectionUser):
             self._client.answer_refusal(refusal)
 
     def _break(self, reason: str) -> None:
-        """The answer cannot be completed: the client must see that, so its connection ends here."""
+        """End an answer that cannot be completed, by closing the client's connection."""
         if not self._head_sent:
             self.refuse(RefusalError(502, "engine_failed", reason))
             return
@@ -288,45 +288,45 @@ class Exchange(Call, Waiter, ConnectionUser):
 # --- The engine's answer ---------------------------------------------------------------------------------------------
 
 _MOST_HELD_BACK = 16_384
-"""Bytes of a body that may tell of a death, at most; vLLM's error has about 200."""
+"""Most bytes of a body that may report a dead core; vLLM's error has about 200."""
 _STREAMS = (b"application/x-ndjson", b"text/event-stream")
 _MAX_HEAD = 262_144
-"""Bytes; an engine's head is trusted more than a client's, but not without bound."""
+"""Most bytes of an engine's head: more than of a client's, but bounded."""
 _OK, _ERROR = 200, 500
 _DEAD = b"EngineCore encountered an issue"
-"""How the message of vLLM's `EngineDeadError` begins."""
+"""First words of the message of vLLM's `EngineDeadError`."""
 
 
 class Answer:
-    """An engine's answer: its head, where its body ends, and whether it says that the engine is dead.
+    """Reader of an engine's answer: its head, the end of its body, and a report of a dead core.
 
-    `feed` it, then read what it has become. vLLM's API server outlives its engine core by about a second. In vLLM 0.26
-    and 0.32 it then answers 500 with the message of `EngineDeadError`; a stream, which has its 200 already, begins with
-    a chunk that holds the same error, as Penstock's lines of progress do. So the beginning of such answers is held back
-    until it is whole. Any other error says something of the request and nothing of the engine.
+    Call `feed`, then read the attributes. vLLM's API server outlives its engine core by about a second. In vLLM 0.26
+    and 0.32 it then answers 500 with the message of `EngineDeadError`. A stream has its 200 already and begins with a
+    chunk that holds the same error; so do Penstock's lines of progress. The reader therefore holds back the beginning
+    of such answers until it is whole. Any other error concerns the request and not the engine.
     """
 
     response: ResponseHead | None = None
-    """Its head, once it may go to the client."""
+    """The head, once it may go to the client."""
     death = ""
-    """The error of an engine whose core is dead; such an answer has no `response`."""
+    """The error message of a dead core; such an answer has no `response`."""
     done = False
     between_chunks = False
-    """It is passed on as it comes, and the next byte is the first of a chunk."""
+    """Whether the answer is being passed on and the next byte is the first of a chunk."""
     _head: ResponseHead | None = None
     _buffer = b""
-    """The bytes that came before the head may go on."""
+    """Bytes received before the head may go to the client."""
     _body: BodyReader
 
     def __init__(self, request: RequestHead) -> None:
         self._request = request
 
     def feed(self, data: bytes) -> bytes:
-        """Read on; returns what of the body goes to the client, behind `response` where that has just come.
+        """Return bytes of the body for the client, behind `response` if that is new.
 
         Raises:
-            FramingError: the body is not well-formed, or more came than the answer.
-            RefusalError: 502, the head is not one of HTTP.
+            FramingError: the body is malformed, or bytes follow the answer.
+            RefusalError: 502, the head is not valid HTTP.
         """
         if self.response is None:
             data = self._begin(self._buffer + data)
@@ -334,14 +334,14 @@ class Answer:
                 return b""
         body = self._body
         if body.feed(data) < len(data):
-            # Bytes after the answer: it is not the answer to this request, or the next one's would not be.
+            # Bytes follow the answer: this answer or the next one would belong to another request.
             raise FramingError("the engine sent more than its answer")
         self.done = body.done
         self.between_chunks = body.between_chunks and not body.done
         return data
 
     def _begin(self, data: bytes) -> bytes:
-        """Read the head, and hold back a body that may tell of a death; returns the body once `response` is there."""
+        """Read the head; return the body once it cannot report a dead core."""
         self._buffer = data
         end = data.find(b"\r\n\r\n") + 4
         if end < 4:  # noqa: PLR2004 - not found
@@ -361,7 +361,7 @@ class Answer:
 
 
 def _beginning(head: ResponseHead, body: bytes) -> bytes | None:
-    """Return the part of a body that may tell of a death, all of it or its first chunk; None: it is not all here."""
+    """Return the body or first chunk that may report a dead core; None: incomplete."""
     if head.status == _ERROR and 0 < head.length <= _MOST_HELD_BACK:
         return body if len(body) >= head.length else None
     if head.status != _OK or head.length != CHUNKED or not head.content_type.startswith(_STREAMS):
@@ -372,12 +372,12 @@ def _beginning(head: ResponseHead, body: bytes) -> bytes | None:
     try:
         size = int(line, 16)
     except ValueError:
-        return b""  # reading the body finds out
+        return b""  # the body's reader raises for it
     return chunk[:size] if len(chunk) >= size or size > _MOST_HELD_BACK else None
 
 
 def _cause_of_death(beginning: bytes) -> str:
-    """Message of the error in a body that says that the engine's core is dead; empty: it does not say so."""
+    """Return the error message of a dead core in a body; empty: there is none."""
     if _DEAD not in beginning:
         return ""
     try:

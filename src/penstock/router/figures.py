@@ -1,4 +1,4 @@
-"""What one router process counts and knows, as Prometheus text (format 0.0.4), and its access log."""
+"""Metrics of one router process as Prometheus text (format 0.0.4), and its access log."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.router.memory import SECONDS, Histogram, Metrics
 from penstock.router.state import EngineLoad
 
 PREFIX = "penstock_router_"
-"""Of every name."""
+"""Prefix of every metric's name."""
 _OF_ENGINES = (
     ("outstanding", "gauge", "Requests sent and not answered in full.", "outstanding"),
     ("outstanding_tokens", "gauge", "Prompt and expected tokens of those.", "outstanding_tokens"),
@@ -33,11 +33,11 @@ _OF_ENGINES = (
     ("breaker_openings", "counter", "How often the breaker opened.", "breaker_openings"),
     ("dead_answers", "counter", "Answers that said that its core is dead.", "dead_answers"),
 )
-"""Name, kind, what it is, and its name in `EngineLoad`."""
+"""Name, kind, description, and the attribute of `EngineLoad`."""
 
 
 class _Figures(Collector):
-    """What `generate_latest` reads."""
+    """A collector of given metrics for `generate_latest`."""
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self._metrics = metrics
@@ -47,13 +47,13 @@ class _Figures(Collector):
 
 
 def text(dispatcher: Dispatcher) -> str:
-    """Return every figure of one router process, as a Prometheus server scrapes it."""
+    """Return every metric of one router process, as a Prometheus server scrapes it."""
     metrics = [*_counted(dispatcher.metrics), *_known(dispatcher), *_of_engines(dispatcher.state().engines)]
     return generate_latest(_Figures(metrics)).decode()
 
 
 def _metric(name: str, kind: str, what: str, values: Mapping[str, float], label: str = "") -> Metric:
-    """One figure, or one for each value of `label`."""
+    """Make a metric with one value, or one for each value of `label`."""
     metric = Metric(PREFIX + name, what, kind)
     for key, value in values.items():
         metric.add_sample(metric.name + "_total" * (kind == "counter"), {label: key} if label else {}, value)
@@ -84,7 +84,7 @@ def _of_engines(engines: Sequence[EngineLoad]) -> list[Metric]:
 
 
 def _counted(metrics: Metrics) -> list[Metric]:
-    """The counters; each process has its own, and a fleet's are their sums."""
+    """Return this process's counters; a fleet's are the sums over its processes."""
 
     def total(name: str, what: str, value: float) -> Metric:
         return _metric(name, "counter", what, {"": value})
@@ -107,7 +107,7 @@ def _counted(metrics: Metrics) -> list[Metric]:
 
 
 def histogram(name: str, what: str, values: Histogram) -> Metric:
-    """Cumulative counts up to each bound, the count and the sum."""
+    """Make a histogram: cumulative counts up to each bound, the count and the sum."""
     bounds = [*(f"{bound:g}" for bound in SECONDS), "+Inf"]
     buckets = list(zip(bounds, map(float, accumulate(values.counts)), strict=True))
     return HistogramMetricFamily(f"{PREFIX}{name}_seconds", what, buckets=buckets, sum_value=values.sum)
@@ -119,7 +119,7 @@ _TRACE_ID = re.compile(rb"[0-9A-Fa-f]{2}-([0-9A-Fa-f]{32})-")
 
 
 def log_access(exchange: Exchange, now: float) -> None:
-    """Write the JSON line of a request that is over; `now` is `time.monotonic()`."""
+    """Log the JSON line of a finished request; `now` is `time.monotonic()`."""
     request = exchange.request
     trace = _TRACE_ID.match(request.traceparent)
     line = {

@@ -1,13 +1,13 @@
-"""HTTP/1.1 as the router reads and writes it: its own answers, heads, and where bodies end.
+"""HTTP/1.1 of the router: its own answers, heads, and the ends of bodies.
 
-What goes out is never a slice of a head that came in: an engine or a client reads what this router understood, and
-nothing else. The checks follow RFC 9112 (sections 2.2, 3, 5, 6) and RFC 9110 (7.6.1), in their strict reading.
+The router writes each head from the parsed fields, so an engine or a client reads only what the router understood. The
+checks follow RFC 9112 (sections 2.2, 3, 5, 6) and RFC 9110 (7.6.1), in their strict reading.
 
-A request goes to the engine whole, with its length. An answer's chunks go to the client as they came: a token of a
-stream must cost next to nothing. The chunked reader is stricter than the RFC, so that a peer behind us finds no
-other end than we do: a bare LF, white space around a chunk size, an extension, a trailer, and a size over 15 digits
-are errors. So is what no client or engine of today sends: HTTP/1.0, requests sent ahead of an answer, answers that end
-with their connection, and informational answers.
+A request goes to the engine whole, with its length. An answer's chunks go to the client as they came, since a token of
+a stream must cost next to nothing. The chunked reader is stricter than the RFC, so that a peer behind the router finds
+the same end. A bare LF, white space around a chunk size, an extension, a trailer, and a size over 15 digits are errors.
+Forms that no present client or engine sends are errors too: HTTP/1.0, requests sent ahead of an answer, answers that
+end with their connection, and informational answers.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from penstock.router.policies import Hints
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 408: "timeout_error", 409: "conflict_error"}
 RETRY_AFTER_S = 5
-"""The wait that a 503 asks of a client."""
+"""Seconds that a 503 asks a client to wait."""
 
 
 def shown(given: object, most: int = 80) -> str:
-    """Quote what a peer sent, for a message; bytes as their characters."""
+    """Quote a peer's text or bytes for a message."""
     text = given.decode(errors="replace") if isinstance(given, bytes) else str(given)
     return repr(text[:most])
 
 
 class RefusalError(PenstockError):
-    """The router answers this request itself.
+    """The router refuses this request and answers it itself.
 
     Attributes:
         status: HTTP status.
@@ -47,7 +47,7 @@ class RefusalError(PenstockError):
         self.code = code
 
     def response(self, *, close: bool, head_only: bool = False) -> bytes:
-        """The whole HTTP response, with a JSON body in OpenAI's form; `head_only` answers a HEAD request."""
+        """Return the HTTP response with OpenAI's JSON error; `head_only`: for HEAD."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "")
         content = orjson.dumps(
             {"error": {"message": str(self), "type": kind or "invalid_request_error", "code": self.code}}
@@ -69,7 +69,7 @@ def response(
     close: bool = False,
     head_only: bool = False,
 ) -> bytes:
-    """One HTTP/1.1 response of the router's own. `extra` holds whole header lines."""
+    """Return an HTTP/1.1 response of the router; `extra` holds whole header lines."""
     connection = "close" if close else "keep-alive"
     head = (
         f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: {content_type}\r\n"
@@ -122,7 +122,7 @@ def _text(field: str) -> Callable[[bytes], str | None]:
         if len(value) > _MAX_ID:
             raise _malformed(f"{field} has {len(value)} bytes, over the limit of {_MAX_ID}")
         try:
-            return value.decode() or None  # as clients send names beyond ASCII, and as the admin calls say them
+            return value.decode() or None  # clients send non-ASCII names as UTF-8, and so do admin calls
         except UnicodeDecodeError:
             return value.decode("latin-1")
 
@@ -136,7 +136,7 @@ def _host(value: bytes) -> bytes:
 
 
 _Role = tuple[str, Callable[[bytes], Value], bool]
-"""A field that the router reads: its attribute, what makes the value, and whether the field goes on."""
+"""A field that the router reads: its attribute, the function for its value, and whether the field goes on."""
 _GOES_ON, _ENDS_HERE = True, False
 _HOP_BY_HOP = b"keep-alive proxy-connection proxy-authorization te upgrade http2-settings"
 _FRAMING: dict[bytes, _Role] = {
@@ -150,11 +150,11 @@ _LISTS = {"connection", "hop_by_hop"}
 _RESPONSE_ROLES = _FRAMING | {b"content-type": ("content_type", bytes.lower, _GOES_ON)}
 _REQUEST_ROLES = _FRAMING | {
     b"host": ("host", _host, _GOES_ON),
-    b"expect": ("expect", bytes.lower, _ENDS_HERE),  # the router itself says when to go on
+    b"expect": ("expect", bytes.lower, _ENDS_HERE),  # the router itself sends 100-continue
     b"trailer": ("trailer", bytes, _ENDS_HERE),  # chunked bodies go on whole, without trailers
     b"authorization": ("authorization", bytes, _ENDS_HERE),  # the router's key; an engine gets its own
     b"x-api-key": ("x_api_key", bytes, _ENDS_HERE),
-    b"x-data-parallel-rank": ("dp_rank", bytes, _ENDS_HERE),  # the membership's to say
+    b"x-data-parallel-rank": ("dp_rank", bytes, _ENDS_HERE),  # the membership decides it
     b"x-session-id": ("session_id", _text("X-Session-ID"), _GOES_ON),
     b"x-group-id": ("group_id", _text("X-Group-ID"), _GOES_ON),
     b"x-weight-version": ("min_weight_version", _whole_number("X-Weight-Version"), _GOES_ON),
@@ -167,7 +167,7 @@ _REQUEST_ROLES = _FRAMING | {
 
 
 class _Head:
-    """The common part of requests and responses. A field that is missing is the class's default."""
+    """The common part of requests and responses. A missing field has the class's default."""
 
     content_length: int | None = None
     transfer_encoding: bytes | None = None
@@ -176,50 +176,50 @@ class _Head:
     length: int = 0
     """Bytes of body, or CHUNKED."""
     fields: bytes
-    """Whole lines to pass on, without a word on framing and connection."""
+    """Whole lines to pass on, without those for framing and connection."""
     framing: bytes = b""
-    """The line that tells the body's length, if there is one."""
+    """The line for the body's length, if there is one."""
 
 
 class RequestHead(_Head, Hints):
-    """A request's head, judged. See `parse_request`."""
+    """A checked request head. See `parse_request`."""
 
     method: bytes
     target: bytes
     host: bytes | None = None
     expect: bytes | None = None
-    """100-continue, or nothing."""
+    """`100-continue` or None."""
     authorization: bytes = b""
     x_api_key: bytes = b""
     hop_by_hop: bytes = b""
     origin: bytes | None = None
-    """`Origin`: the web page that a browser sends this for."""
+    """`Origin`: the web page for which a browser sends this request."""
     traceparent: bytes = b""
 
     def __init__(self) -> None:
-        """Leave each field that is missing to its class's default: heads are made for every request."""
+        """Set nothing, to save time: missing fields have the class's defaults."""
 
     def to_engine(self, size: int, extra: bytes = b"") -> bytes:
-        """The head that an engine gets before `size` bytes; `extra`: whole lines that the router adds for it."""
+        """Return the head for an engine, before `size` bytes; `extra`: lines for it alone."""
         framing = self.framing if self.length != CHUNKED else b"Content-Length: %d\r\n" % size
         return b"%b %b HTTP/1.1\r\n%b%b%b\r\n" % (self.method, self.target, extra, self.fields, framing)
 
 
 class ResponseHead(_Head):
-    """A response's head, judged. See `parse_response`."""
+    """A checked response head. See `parse_response`."""
 
     status: int
     content_type: bytes = b""
     """In lower case."""
 
     def to_client(self, *, close: bool) -> bytes:
-        """The head for a client; `close`: its connection ends with the answer."""
+        """Return the head for a client; `close`: its connection ends with the answer."""
         line = _STATUS_LINES.get(self.status) or b"HTTP/1.1 %d \r\n" % self.status
         return b"%b%b%b%b\r\n" % (line, self.fields, self.framing, b"Connection: close\r\n" if close else b"")
 
 
 def parse_request(head: bytes) -> RequestHead:
-    """Judge one head, from the request line to the empty line.
+    """Parse and check one head, from the request line to the empty line.
 
     Raises:
         RefusalError: with status 400, 417, 501 or 505.
@@ -245,7 +245,7 @@ def parse_request(head: bytes) -> RequestHead:
 
 
 def parse_response(head: bytes, method: bytes) -> ResponseHead:
-    """Judge an engine's head; `method` is the request's, since a HEAD has no body in its answer.
+    """Parse and check an engine's head; HEAD as the request's `method` has no body.
 
     Raises:
         RefusalError: 502, for a head that is not HTTP/1.1 or whose framing is ambiguous.
@@ -257,11 +257,11 @@ def parse_response(head: bytes, method: bytes) -> ResponseHead:
         raise RefusalError(502, "bad_engine_response", f"the engine's answer is not valid HTTP: {error}") from error
 
 
-@functools.lru_cache(maxsize=256)  # many answers of one second have one head; what it returns is never changed
+@functools.lru_cache(maxsize=256)  # many answers within a second share one head; the result is never changed
 def _response(head: bytes, method: bytes) -> ResponseHead:
     line = _STATUS_LINE.match(head)
     status = 0 if line is None else int(line[1])
-    if line is None or status < HTTPStatus.OK:  # none is informational, since nothing is expected of an engine
+    if line is None or status < HTTPStatus.OK:  # no informational answers: the router sends no Expect
         raise _malformed(f"its status line is {shown(head.splitlines()[0])}")
     response = ResponseHead()
     response.status = status
@@ -276,9 +276,9 @@ def _response(head: bytes, method: bytes) -> ResponseHead:
 
 
 def _read_fields(head: bytes, start: int, roles: Mapping[bytes, _Role], judged: _Head) -> list[Field]:
-    """Set the attributes of `judged` that the fields from `start` on have values for; returns the fields that go on."""
+    """Set attributes of `judged` from the fields at `start`; return those that go on."""
     fields: list[Field] = _FIELD.findall(head, start)
-    if head.count(b"\n") != len(fields) + 2:  # with the first line and the empty one
+    if head.count(b"\n") != len(fields) + 2:  # plus the first line and the empty one
         raise _malformed("malformed head: a line is not one header field")
     seen: set[str] = set()
     kept: list[Field] = []
@@ -300,7 +300,7 @@ def _read_fields(head: bytes, start: int, roles: Mapping[bytes, _Role], judged: 
 
 
 def _finish(head: _Head, fields: list[Field]) -> None:
-    """Decide whether the connection goes on, where the body ends, and what lines go on."""
+    """Set `keep_alive`, the body's length and framing, and the lines to pass on."""
     if head.connection is not None:
         # Empty elements of the list mean nothing (RFC 9110, 5.6.1.2).
         options = {option.strip(b" \t") for option in head.connection.split(b",")} - {b""}
@@ -326,27 +326,27 @@ def _finish(head: _Head, fields: list[Field]) -> None:
 
 _CHUNK_ENDED = b"\r\n"
 _CHUNK_OPENING = re.compile(rb"\r\n(?:0{1,15}\r\n\r\n|(?!0+\r)([0-9A-Fa-f]{1,15})\r\n)")
-"""The end of a chunk and the size of the next; without a size, the end of the body."""
+"""The end of a chunk and the size of the next; a match without a size ends the body."""
 _PART_OF_OPENING = re.compile(rb"\r(?:\n(?:[0-9A-Fa-f]{1,15}(?:\r(?:\n\r?)?)?)?)?")
 WHOLE_CHUNK_LIMIT = 4096
 _SIZES = {len(b"%x\r\n" % size) + size + 2: b"%x\r\n" % size for size in range(1, WHOLE_CHUNK_LIMIT)}
 WHOLE_CHUNK_OPENING = tuple(_SIZES.get(length, b"-" * WHOLE_CHUNK_LIMIT) for length in range(WHOLE_CHUNK_LIMIT))
-"""By its length in bytes, how a block begins that is exactly one chunk, with its size written as engines write it.
+"""First bytes of a block that is exactly one chunk, by the block's length, with the size as engines write it.
 
-A block between two chunks that begins so and ends with CRLF is one whole chunk: what is in between is not looked at.
-Where no chunk has that length, the entry is longer than the block.
+A block that starts at a chunk boundary, begins with these bytes and ends with CRLF is one whole chunk; its payload is
+not scanned. Where no chunk has that length, the entry is longer than the block.
 """
 
 
 class FramingError(Exception):
-    """The bytes are not a body of this framing."""
+    """The bytes do not follow the body's framing."""
 
 
 class BodyReader:
     """Follows one body of `length` bytes."""
 
     size: int = 0
-    """Bytes so far, chunk sizes included."""
+    """Bytes read so far, chunk sizes included."""
     between_chunks = False
     """Whether the next byte is the first of a chunk."""
 
@@ -355,7 +355,7 @@ class BodyReader:
         self.done = length == 0
 
     def feed(self, data: bytes, start: int = 0) -> int:
-        """Follow `data` from `start`; returns the index behind this body's last byte in it, the end unless `done`."""
+        """Read on in `data`; return the index behind the body, the end unless `done`."""
         taken = min(len(data) - start, self._left)
         self._left -= taken
         self.size += taken
@@ -367,14 +367,14 @@ class ChunkedReader(BodyReader):
     """A chunked body.
 
     Args:
-        payload: where given, the payload of the chunks is appended to it, for a peer that gets other chunks or none.
+        payload: list to which the payload is appended, for a peer that gets other chunks or none.
     """
 
     def __init__(self, payload: list[bytes] | None = None) -> None:
         super().__init__(0)
         self.done = False
         self._payload = payload
-        self._carry = _CHUNK_ENDED  # no chunk comes before the first, and each begins behind the end of another
+        self._carry = _CHUNK_ENDED  # the first chunk has no predecessor, and each opening starts with the end of one
 
     def feed(self, data: bytes, start: int = 0) -> int:
         """See `BodyReader`.
@@ -411,5 +411,5 @@ class ChunkedReader(BodyReader):
 
 
 def body_reader(length: int, payload: list[bytes] | None = None) -> BodyReader:
-    """Make what follows a body of a head's `length`."""
+    """Make the reader of a body of a head's `length`."""
     return ChunkedReader(payload) if length == CHUNKED else BodyReader(length)

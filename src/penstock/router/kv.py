@@ -1,4 +1,4 @@
-"""The router's view of engines' KV caches: how full they are, and which beginnings of prompts they have seen."""
+"""The router's view of engines' KV caches: their usage, and the prompt prefixes they have seen."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from penstock.router.policies import PrefixHolder
 
 _DEADLINE_S = 2.0
 _MAX_ANSWER = 8 << 20
-"""Bytes."""
+"""Most bytes read of one answer."""
 _MOST_TOKENS = 1 << 53
-"""A capacity beyond is none; integers up to it are exact in JSON too."""
-# Not prometheus_client's parser: this runs once a second for each engine in the event loop that carries the requests,
-# and reads two of some thousand lines.
+"""Largest capacity that is believed; integers up to it are exact in JSON too."""
+# Not prometheus_client's parser: this runs once a second for each engine, in the event loop that carries the requests,
+# and needs two of some thousand lines.
 _USAGE = re.compile(rb"^vllm:kv_cache_usage_perc(\{[^\n]*\})? ([0-9.eE+-]+)\r?$", re.MULTILINE)
 _CACHE = re.compile(rb"^vllm:cache_config_info\{([^\n]*)\} ", re.MULTILINE)
 _SIZE = re.compile(rb'(?:^|,)(num_gpu_blocks|block_size|kv_cache_size_tokens)="(\d{1,15})"')
@@ -33,16 +33,16 @@ class KVStats(NamedTuple):
     """An engine's KV cache."""
 
     usage: float
-    """Share in use, 0 to 1; the mean over data-parallel ranks."""
+    """Fraction in use, 0 to 1; the mean over data-parallel ranks."""
     capacity: int
-    """Tokens that it holds; 0: the engine does not say."""
+    """Tokens that it holds; 0: unknown."""
 
 
 def parse_kv_stats(text: bytes | bytearray, dp_rank: int | None = None) -> KVStats | None:
-    """Read vLLM's Prometheus text, of one data-parallel rank or of all together; None where it says no usage.
+    """Read the KV usage of one rank or all from vLLM's metrics; None: they have none.
 
-    vLLM 0.32 says how many tokens fit on a rank (exact for models with several kinds of attention); before that, and
-    where it does not, it is the blocks of all ranks together times their size.
+    vLLM 0.32 reports the tokens that fit on a rank, which is exact for models with several kinds of attention. Without
+    that value, the capacity comes from the blocks, which vLLM counts over all ranks together.
     """
     ranks = _USAGE.findall(text)
     cache = _CACHE.search(text)
@@ -59,7 +59,7 @@ def parse_kv_stats(text: bytes | bytearray, dp_rank: int | None = None) -> KVSta
 
 
 async def read_metrics(backend: Backend) -> bytes:
-    """An engine's answer to `GET /metrics`, as far as it came in time; if it is gone, the next request finds out."""
+    """Return an engine's metrics, as far as they came in time; empty if it is gone."""
     host, port = backend.entry.address()
     answer = bytearray()
     with suppress(OSError):  # TimeoutError is one
@@ -75,7 +75,7 @@ async def read_metrics(backend: Backend) -> bytes:
 
 
 async def report_usage(dispatcher: Dispatcher, interval_s: float) -> None:
-    """Ask every engine for its KV usage, again and again, and let placement know."""
+    """Report every engine's KV usage to placement, every `interval_s` seconds."""
 
     async def report(backend: Backend) -> None:
         if (stats := parse_kv_stats(await read_metrics(backend), backend.entry.dp_rank)) is not None:
@@ -84,23 +84,22 @@ async def report_usage(dispatcher: Dispatcher, interval_s: float) -> None:
 
     while True:
         await asyncio.gather(*map(report, dispatcher.backends.values()))
-        await asyncio.sleep(interval_s)  # another process's state: there is no event to wait for
+        await asyncio.sleep(interval_s)  # an engine sends no event to wait for
 
 
 # --- beginnings of prompts --------------------------------------------------------------------------------------------
 
 
 class Prefixes:
-    """Hashes of beginnings to engines; where it is full, the least recently used hash is forgotten.
+    """Maps prefix hashes to engines; a full map forgets the least recently used hash.
 
-    What an engine has seen, it may have evicted since: this is a guess at its cache, on the side of too much. A prompt
-    has up to 32 hashes.
+    An engine may have evicted a prefix since it saw it, so this overestimates its cache. A prompt has up to 32 hashes.
     """
 
     def __init__(self, capacity: int = 131_072) -> None:
         self._capacity = capacity
         self._holders: OrderedDict[bytes, dict[Engine, int]] = OrderedDict()
-        """Engines that have seen a beginning, with the filling of their cache at that time."""
+        """Engines that have seen a prefix, each with its `Engine.fillings` at that time."""
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -108,7 +107,7 @@ class Prefixes:
     boundaries = staticmethod(parse_prefix_hashes)
 
     def note(self, engine: Engine, boundaries: Sequence[tuple[int, bytes]], least: int = 0) -> None:
-        """`engine` gets a prompt with these boundaries; those of fewer than `least` tokens are not kept."""
+        """Note that `engine` gets a prompt with these prefixes of `least` or more tokens."""
         holders = self._holders
         for tokens, digest in boundaries:
             if tokens < least:
@@ -122,7 +121,7 @@ class Prefixes:
             holders.popitem(last=False)
 
     def holders(self, boundaries: Sequence[tuple[int, bytes]], most: int) -> tuple[PrefixHolder, ...]:
-        """Return at most `most` engines that have seen one of these boundaries, the one with the longest first."""
+        """Return up to `most` engines that have seen one of these prefixes, longest first."""
         found: dict[Engine, PrefixHolder] = {}
         for tokens, digest in reversed(boundaries):
             for engine, filling in self._holders.get(digest, {}).items():

@@ -15,13 +15,13 @@ from pydantic import AfterValidator, ConfigDict, Field
 from penstock.errors import StateError, UserError
 from penstock.router.policies import EngineView
 
-# --- what a fleet tells it: always all of it, with an epoch, never a delta -------------------------------------------
+# --- the fleet's announcement: always the full set with an epoch, never a delta --------------------------------------
 
 
 def _check_url(url: str) -> str:
     parts = urlsplit(url)
     extra = parts.path.rstrip("/") or parts.query or parts.fragment or parts.username or parts.password
-    (parts.hostname or "").encode("idna")  # what the resolver will do: an error there would come too late to be said
+    (parts.hostname or "").encode("idna")  # as the resolver will do; an error there would come too late to be reported
     if parts.scheme != "http" or not parts.hostname or not parts.port or extra:
         raise ValueError("it must be of the form http://host:port")
     return url
@@ -39,40 +39,40 @@ class EngineEntry:
     eligible: bool = True
     """Whether requests may go there; False while it loads weights or is dead."""
     draining: bool = False
-    """It is to leave: only later turns of sessions that live there go there, until they finish or their TTL passes."""
+    """The engine is to leave: it gets only later turns of its sessions, until they finish or their TTL passes."""
     dp_rank: Annotated[int, Field(ge=0)] | None = None
-    """It is this data-parallel rank of the server at `url`, which is told so in a header of every request; None: the
-    server is one engine, and shares requests out among its ranks itself."""
+    """Data-parallel rank of the server at `url`; a header of every request names it. If it is None, the server is one
+    engine and distributes requests among its ranks itself."""
     max_model_len: Annotated[int, Field(ge=1)] | None = None
-    """Most tokens that one of its sequences can have; None: not known."""
+    """Most tokens of one sequence; None: unknown."""
     api_key: Annotated[str, Field(pattern=r"^[!-~]{1,1024}$")] | None = field(default=None, repr=False)
-    """Key that the router sends to it as `Authorization: Bearer`; None: none. `GET /router/engines` never shows it."""
+    """Key that the router sends as `Authorization: Bearer`; None: no key. `GET /router/engines` never shows it."""
 
     @property
     def place(self) -> tuple[str, int | None]:
-        """Its URL and its rank there: another place is another engine, even under the same name."""
+        """URL and rank. Another place is another engine, even under the same name."""
         return self.url, self.dp_rank
 
     def address(self) -> tuple[str, int]:
-        """Host and port of `url`."""
+        """Return host and port of `url`."""
         parts = urlsplit(self.url)
         return parts.hostname or "", parts.port or 0
 
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """A full set of engines, the gate and the policy; a greater epoch replaces it."""
+    """A full set of engines, the gate and the policy. A greater epoch replaces it."""
 
     epoch: int = -1
-    """-1: nothing has been announced yet."""
+    """-1: no membership was announced yet."""
     engines: tuple[EngineEntry, ...] = ()
     closed: bool = False
-    """Requests wait until a later epoch opens the gate."""
+    """Whether the gate is closed: requests wait until a later epoch opens it."""
     policy: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Fields of `RouterConfig` that differ from those that the router was started with."""
     cut: tuple[str, ...] = ()
-    """Engines that have left. What is in flight there is broken off, to go on elsewhere; on others that have left, it
-    may come to its end."""
+    """Engines that have left and whose requests in flight are broken off, to go on elsewhere. Requests on other engines
+    that have left may finish."""
 
     def __post_init__(self) -> None:
         for what, values in (
@@ -84,10 +84,10 @@ class Membership:
                 raise UserError(f"two engines have the {what} {twice[0]!r}; give each its own")
 
     def replaced_by(self, announced: Membership) -> Membership:
-        """Return the membership in force after another was announced; this one again if nothing changes.
+        """Return the membership in force after `announced`; this one if nothing changes.
 
         Raises:
-            StateError: an older or equal epoch that says something else: a late message cannot undo a newer one.
+            StateError: an older or equal epoch with other contents, so that a late message cannot undo a newer one.
         """
         if announced.epoch > self.epoch:
             return announced
@@ -101,29 +101,29 @@ class Membership:
 
 
 class Engine:
-    """One engine as it was announced, what is placed there, and what has become of it since."""
+    """One engine as it was announced, with its load and its present state."""
 
     down = False
-    """The breaker is open: a connection was refused, or an answer said that the core is dead."""
+    """Whether the breaker is open: a connection was refused, or an answer reported a dead core."""
     left = False
-    """It is in the set no longer: what lived there has no home."""
+    """Whether it has left the set; its sessions then have no home."""
     kv_usage = -1.0
     kv_capacity = 0
     kv_reported_at = 0
-    """Tokens in flight there when it reported its KV usage."""
+    """Tokens in flight when it reported its KV usage."""
     requests = tokens = resident = 0
-    """In flight there. The second: their prompt and expected tokens. The third: those of them that no session's context
-    has yet (all of a request without a session, else what it may add)."""
+    """Load in flight: requests; their prompt and expected tokens; and the tokens that no session's context includes yet
+    (all tokens of a request without a session, else the tokens that it may add)."""
     sessions = context = 0
-    """Sessions that live there, and tokens of those that count."""
+    """Sessions that live there, and the tokens of those that count."""
     fillings = 0
-    """How often its cache was emptied."""
+    """Times that its cache was emptied."""
 
     def __init__(self, entry: EngineEntry) -> None:
         self.name = entry.name
         self.announce(entry)
         self.view = self.look()
-        """What policies see of it."""
+        """The engine as policies see it."""
 
     def announce(self, entry: EngineEntry) -> None:
         self.entry = entry
@@ -131,7 +131,7 @@ class Engine:
 
     @property
     def serves(self) -> bool:
-        """Whether requests may go there, those of its own sessions at least."""
+        """Whether requests may go there, at least those of its own sessions."""
         return self.entry.eligible and not self.down and not self.left
 
     @property
@@ -140,7 +140,7 @@ class Engine:
         return self.serves and not self.entry.draining
 
     def add(self, requests: int, tokens: int, resident: int) -> None:
-        """Change what is in flight by so much; what was added is taken back in the end."""
+        """Add to the load in flight; negative values take a finished request out again."""
         self.requests += requests
         self.tokens += tokens
         self.resident += resident
@@ -158,34 +158,34 @@ class Session:
     """One session that the router knows."""
 
     engine: Engine
-    """Where it lives. If that engine has left, its context is lost."""
+    """The engine where it lives. If that engine has left, the context is lost."""
     tokens: int
-    """Length of its context, as its last request said."""
+    """Tokens of its context, according to its last request."""
     used: float
-    """When a turn of it last began or ended, in seconds by the caller's clock."""
+    """Time at which its last turn began or ended, in seconds by the caller's clock."""
 
 
 class SessionTable:
     """Sessions and their homes. If it is full, it forgets the least recently used session.
 
-    A session that was not used for a while keeps its home but counts no more: see `expire`.
+    A session that was idle for a while keeps its home but no longer counts: see `expire`.
     """
 
     def __init__(self, capacity: int = 262_144) -> None:
         self._capacity = capacity
         self._counted: OrderedDict[str, Session] = OrderedDict()
         self._idle: OrderedDict[str, Session] = OrderedDict()
-        """Sessions that count no more. In both the least recently used comes first."""
+        """Sessions that no longer count. Both tables have the least recently used session first."""
 
     def __len__(self) -> int:
         return len(self._counted) + len(self._idle)
 
     def get(self, session_id: str) -> Session | None:
-        """Return a session, which the caller must not change; None: it is not known."""
+        """Return a session, which the caller must not change; None: unknown."""
         return self._counted.get(session_id) or self._idle.get(session_id)
 
     def record(self, session_id: str, engine: Engine, tokens: int, now: float) -> None:
-        """Note that it lives on `engine` with a context of `tokens`; `now` in seconds."""
+        """Note that a session lives on `engine` with `tokens` of context; `now`: seconds."""
         record = self._counted.get(session_id)
         if record is not None and record.engine is engine:  # a later turn that stays
             engine.context += tokens - record.tokens
@@ -207,7 +207,7 @@ class SessionTable:
             self._counted.move_to_end(session_id)
 
     def drop(self, session_id: str) -> Session | None:
-        """Forget it; returns what was known."""
+        """Forget a session; return its record, or None if it was unknown."""
         record = self._counted.pop(session_id, None)
         if record is not None:
             record.engine.context -= record.tokens
@@ -218,9 +218,9 @@ class SessionTable:
         return record
 
     def expire(self, *, idle_before: float, gone_before: float) -> int:
-        """Let sessions not used since `idle_before` count no more, and forget those not used since `gone_before`.
+        """Stop counting idle sessions, and forget those unused for longer.
 
-        Returns how many ceased to count.
+        Idle: not used since `idle_before`; forgotten: not since `gone_before`. Returns the number that ceased to count.
         """
         ceased = 0
         while self._counted:
@@ -240,18 +240,18 @@ class SessionTable:
 
 
 _RECENT = 1024
-"""So many turns at least make a mean; those before them count half and less."""
+"""Turns that a mean is made of, at least; older turns count half or less."""
 _FIRST_TURNS = 64
-"""After so many turns without a second one of any session, sessions are taken to have one turn."""
+"""Turns, none of them a session's second, after which sessions are assumed to have one turn each."""
 _IDLE_PAUSES = 3.0
 _LEAST_IDLE_S = 3.0
 
 
 class SessionStats:
-    """How long sessions pause between two turns, and how much of what a turn may add it does add.
+    """Mean pause between two turns of a session, and the share of the expected tokens that a turn adds.
 
-    Clients say the most that an answer may add, often ten times what it adds, and do not say when a conversation is
-    over. Both are needed to know how much of a KV cache is taken.
+    Clients send the most that an answer may add, often ten times what it adds. They do not say when a conversation is
+    over. Both values are needed to estimate how much of a KV cache is taken.
     """
 
     def __init__(self) -> None:
@@ -261,9 +261,9 @@ class SessionStats:
         self._paused_s = 0.0
 
     def came_back(self, paused_s: float, added: int, expected: int) -> None:
-        """A session begins another turn, `paused_s` seconds after its last one.
+        """Note that a session begins another turn, `paused_s` seconds after its last one.
 
-        Its context is `added` tokens longer, tool output included; an answer may add the `expected` at most.
+        Its context is `added` tokens longer, tool output included. An answer adds at most `expected` tokens.
         """
         self._returns += 1
         self._paused_s += paused_s
@@ -278,10 +278,10 @@ class SessionStats:
 
     @property
     def added_share(self) -> float:
-        """Part of the expected tokens that a turn adds, 0 to 1.
+        """Fraction of the expected tokens that a turn adds, 0 to 1.
 
-        All, as long as that is not known. Nothing, where sessions do not come back: none of them then loses by it if
-        engines are fuller than they can hold, and each engine's own queue serves.
+        It is 1 as long as it is unknown, and 0 where sessions do not come back. No session then loses by overfull
+        engines, and each engine's own queue holds the surplus.
         """
         if self._expected:
             return self._added / self._expected
@@ -289,7 +289,7 @@ class SessionStats:
 
     @property
     def idle_s(self) -> float:
-        """A session that has paused for so long will rather not come back."""
+        """Seconds of pause after which a session will probably not come back."""
         return max(_LEAST_IDLE_S, _IDLE_PAUSES * self._paused_s / self._returns) if self._returns else _LEAST_IDLE_S
 
 
@@ -324,24 +324,24 @@ class Metrics:
     requests = 0
     """Requests taken in: those with an acceptable head, for an engine."""
     answered = 0
-    """Those that an engine answered in full, whatever the status."""
+    """Requests that an engine answered in full, whatever the status."""
     cancelled = 0
-    """Those whose client went away first."""
+    """Requests whose client went away first."""
     broken = 0
-    """Those whose answer ended before it was complete."""
+    """Requests whose answer ended before it was complete."""
     bytes_in = bytes_out = 0
-    """Payload towards engines, and answers towards clients, framing of bodies included."""
+    """Bytes of payload to engines, and of answers to clients with the framing of their bodies."""
 
     def __init__(self) -> None:
         self.since = time.time()
         self.errors: Counter[str] = Counter()
-        """Those that the router answered itself, by code."""
+        """Requests that the router answered itself, by code."""
         self.rejected: Counter[str] = Counter()
-        """What never became a request, by code: a bad head, a wrong key, an admin call that failed."""
+        """Calls that never became a request, by code: a bad head, a wrong key, a failed admin call."""
         self.retries: Counter[str] = Counter()
-        """Second goes by reason. `refused`: the engine took no connection; `hung_up`: it closed the connection without
-        an answer; `stale`: the same, on one that had been idle; `dead`: it answered that its core is dead."""
+        """Retries by reason. `refused`: the engine took no connection; `hung_up`: it closed the connection without an
+        answer; `stale`: the same on a reused connection; `dead`: it reported a dead core."""
         self.first_byte, self.duration = Histogram(), Histogram()
-        """The second: of requests that an engine answered in full."""
+        """Seconds to an answer's first byte, and seconds of requests that an engine answered in full."""
         self.hold, self.gate = Histogram(), Histogram()
-        """Of requests that had to wait."""
+        """Waiting seconds of requests that had to wait."""

@@ -1,4 +1,4 @@
-"""Placement policies that are chosen by name, instead of the default or before it; see `policies.py`."""
+"""Placement policies that a user selects by name, instead of the default or before it; see `policies.py`."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from penstock.router.policies import Defer, EngineView, Policy, RequestView, Sna
 
 
 class RoundRobin(Policy):
-    """One after another, sessions or not."""
+    """Takes the engines in turn, with or without sessions."""
 
     def choose(self, snapshot: Snapshot, request: RequestView) -> EngineView:  # noqa: ARG002 - the interface
         return snapshot.engines[snapshot.placed % len(snapshot.engines)]
 
 
 class KVCache(Policy):
-    """Where the smallest share of the KV cache is in use; among equals, where the fewest requests are.
+    """Takes the engine with the lowest KV cache usage; among equals, the one with the fewest requests.
 
-    An engine that has not said is left out; where none has, there is no opinion.
+    It ignores engines that have reported no usage. If none has reported any, it has no opinion.
     """
 
     def choose(self, snapshot: Snapshot, request: RequestView) -> EngineView | Defer:  # noqa: ARG002 - the interface
@@ -27,11 +27,11 @@ class KVCache(Policy):
 
 
 class PrefixAware(Policy):
-    """The engine with the longest resident prefix of at least `prefix_length` tokens, unless it is overloaded.
+    """Takes the engine with the longest resident prefix of at least `prefix_length` tokens, unless it is overloaded.
 
-    Overloaded: more outstanding requests than `overload_threshold` times the mean (the mean taken as one at least, or
-    an idle fleet would call any engine with a request overloaded). Then the next longest is asked, and at last there
-    is no opinion.
+    An engine is overloaded above `overload_threshold` times the mean of outstanding requests. The mean counts as at
+    least 1, or any request would overload an engine of an idle fleet. The next longest prefix follows; after the last
+    one, the policy has no opinion.
     """
 
     reads_prefixes = True

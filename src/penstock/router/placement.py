@@ -1,6 +1,6 @@
-"""Everything that placing a request needs, without I/O and without a clock of its own.
+"""Placement of requests on engines, without I/O and without a clock of its own.
 
-The router's dispatcher and the discrete-event fleet use it alike. What it remembers of the past is in `memory.py`.
+The router's dispatcher and the discrete-event fleet both use it. Its memory of the past is in `memory.py`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from penstock.router.policies import Defer, Hints, Policies, RequestView, Snapsh
 from penstock.settings import RouterConfig
 
 MOST_GROUPS = 16_384
-"""Groups that are remembered; beyond, the one used least recently is forgotten."""
+"""Most groups that are remembered; one more replaces the least recently used."""
 MOST_TOKENS = 1 << 20
-"""Most that a request's headers can claim if no engine says what it holds: the longest contexts of today."""
+"""Most tokens that a request's headers can claim if no engine reports a limit: today's longest contexts."""
 
 
 class Placement:
-    """Puts requests on engines: who may serve them, what the policy says, and what has to be remembered for it.
+    """Chooses an engine for each request: the eligible engines, the policy's choice, and the memory for it.
 
-    `process` is which of `config.workers` processes this is; each knows its own sessions and load.
+    `process` is the index of this process among `config.workers`; each knows its own sessions and load.
     """
 
     def __init__(
@@ -36,12 +36,12 @@ class Placement:
         self.engines: dict[str, Engine] = {}
         self.sessions = SessionTable()
         self.rules: Counter[str] = Counter()
-        """Placements by the policy of the list that chose; `draining`: the session's engine takes nothing else."""
+        """Placements by the policy that chose; `draining`: the session's engine takes no other requests."""
         self.turns = Counter(stayed=0, moved=0, rehomed=0, opened=0, single=0)
-        """Placements by what became of the session: later turns that stayed, that the policy moved, and those whose
-        engine could not serve them; first turns; requests without a session."""
+        """Placements by the session's outcome. Later turns: `stayed`, `moved` by the policy, or `rehomed` because the
+        engine could not serve them. Others: `opened` a session, or `single` without one."""
         self._groups: OrderedDict[str, Counter[str]] = OrderedDict()
-        """How many samples of each group went to which engine."""
+        """Samples of each group by engine."""
         self._in_flight: dict[str, int] = {}
         """Turns in flight of each session."""
         self._stats = SessionStats()
@@ -51,21 +51,22 @@ class Placement:
         self._arrange()
 
     def set_policy(self, config: RouterConfig) -> None:
-        """Place by other policies from now on; what is known of sessions, loads and prefixes stays."""
+        """Place by other policies from now on; sessions, loads and prefixes stay known."""
         self._policy = Policies(config)
         self.config = config
 
     @cached_property
     def _prefixes(self) -> Any:
-        """Which engines have seen a prompt's beginning, `kv.Prefixes`."""
+        """Engines by the prompt prefixes they have seen: a `kv.Prefixes`."""
         return plugged_in("router.prefixes")()
 
     # --- engines -----------------------------------------------------------------------------------------------------
 
     def set_engines(self, entries: Sequence[EngineEntry]) -> Collection[Engine]:
-        """Take over a full set, and return the engines that left: their sessions have no home.
+        """Take over a full set; return the engines that left, whose sessions have no home.
 
-        Requests there may still be `done`. An engine with another URL or rank is another one, even under its old name.
+        Call `done` for their requests all the same. An engine with another URL or rank is a new one, even under its old
+        name.
         """
         before = dict(self.engines)
         self.engines.clear()
@@ -74,7 +75,7 @@ class Placement:
             if known is not None and known.entry.place == entry.place:
                 del before[entry.name]
                 if known.weight_version != entry.weight_version:
-                    known.fillings += 1  # its cache is of older weights
+                    known.fillings += 1  # its cache belongs to older weights
                 known.announce(entry)
                 self.engines[entry.name] = known
             else:
@@ -85,27 +86,27 @@ class Placement:
         return before.values()
 
     def mark(self, engine: Engine, *, down: bool) -> None:
-        """Note whether an engine takes requests."""
+        """Note whether an engine is down."""
         engine.down = down
         self._arrange()
 
     def report_kv(self, engine: Engine, *, kv_usage: float, kv_capacity: int) -> None:
-        """Take what an engine says of its KV cache; negative usage and capacity 0: not known."""
+        """Note an engine's report of its KV cache; negative usage and capacity 0: unknown."""
         engine.kv_usage, engine.kv_capacity, engine.kv_reported_at = kv_usage, kv_capacity, engine.tokens
         self._arrange()
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
     def place(self, request: Hints, now: float, tried: Collection[Engine] = ()) -> Engine | Defer | None:
-        """Choose an engine; its load and residency are accounted at once, until `done`.
+        """Choose an engine, and count the request there until `done`.
 
-        Token counts of the request that no engine can hold are lowered. The engines `tried` broke it before.
+        Token counts that no engine can hold are lowered. The engines `tried` have failed under the request.
 
         Returns:
-            The engine; `Defer.WAIT` until load falls; None where no engine may serve it, see `could_serve`.
+            The engine; `Defer.WAIT` until load falls; None if no engine may serve it, see `could_serve`.
         """
         if request.prompt_tokens + request.expected_tokens > self.most_tokens:
-            # Headers are hints: a false one must not fill an engine for all others.
+            # Headers are hints: a false value must not fill an engine for all other requests.
             request.prompt_tokens = min(request.prompt_tokens, self.most_tokens)
             request.expected_tokens = min(request.expected_tokens, self.most_tokens - request.prompt_tokens)
         session_id = request.session_id
@@ -144,9 +145,9 @@ class Placement:
         return self._record(request, now, tried, record, home, engine, rule)
 
     def choose(self, request: Hints, now: float) -> str | None:
-        """Place a request without a session that is sent past the router; None: it would have to wait.
+        """Return an engine for a request past the router; None: it would have to wait.
 
-        The choice counts as any other, so the next one follows from it. The load does not: its end would not be known.
+        The choice counts for the next one. The load does not count, since the router would not see its end.
         """
         engine = self.place(request, now)
         if not isinstance(engine, Engine):
@@ -155,11 +156,11 @@ class Placement:
         return engine.name
 
     def could_serve(self, request: Hints) -> bool:
-        """Whether an engine may serve the request if those it was tried on are asked again; where `place` says None."""
+        """Return whether an engine may serve the request if none counted as tried."""
         return self._snapshot(request, ()) is not None
 
     def done(self, request: Hints, engine: Engine, now: float) -> None:
-        """The request is no longer on the engine that `place` answered, once for each such answer."""
+        """Stop counting a request on an engine, once for each answer of `place`."""
         session_id = request.session_id
         tokens = request.prompt_tokens + request.expected_tokens
         if session_id is None:
@@ -176,21 +177,20 @@ class Placement:
         engine.view = engine.look()
 
     def finish_session(self, session_id: str) -> bool:
-        """Forget a session: nothing of it is needed any more. False: it was not known."""
+        """Forget a session that has ended; return False if it was not known."""
         record = self.sessions.drop(session_id)
         if record is not None:
             record.engine.view = record.engine.look()
         return record is not None
 
     def expire(self, now: float) -> int:
-        """Forget sessions not used for `session_ttl_s`; those idle for long stay, but count as resident no longer.
+        """Forget sessions unused for `session_ttl_s`; stop counting idle ones as resident.
 
-        How long is learnt: three times the mean pause between two turns (`SessionStats`). So contexts of sessions that
-        nobody told us are finished do not keep new ones waiting, and a pause for a tool does not make a session look
-        gone.
+        The idle limit is three times the mean pause between two turns (`SessionStats`). Sessions that ended without
+        `finish_session` therefore do not keep new ones waiting. A pause for a tool does not make a session look gone.
 
         Returns:
-            How many sessions ceased to count; more than none: waiting requests may find room.
+            The number of sessions that ceased to count; above 0, waiting requests may find room.
         """
         for session_id in self._in_flight:
             self.sessions.touch(session_id, now)
@@ -205,7 +205,7 @@ class Placement:
     # --- parts of it -------------------------------------------------------------------------------------------------
 
     def _arrange(self) -> None:
-        """Something changed in which engines take new requests, or in the figures of many."""
+        """Recompute views, open engines and limits after a change of engines or loads."""
         engines = self.engines.values()
         for engine in engines:
             engine.view = engine.look()
@@ -213,10 +213,10 @@ class Placement:
         self._oldest = min([engine.weight_version for engine in self._open], default=0)
         limits = [min(filter(None, (e.entry.max_model_len, e.kv_capacity)), default=MOST_TOKENS) for e in engines]
         self.most_tokens = max(limits, default=MOST_TOKENS)
-        """More fits on no engine: more than one sequence can have."""
+        """Most tokens of one sequence on any engine."""
 
     def _snapshot(self, request: Hints, tried: Collection[Engine]) -> Snapshot | None:
-        """The engines that may serve a new request; None: there is none."""
+        """Return the engines that may serve a new request; None: there is none."""
         able, version = self._open, request.min_weight_version
         if version > self._oldest or tried:
             able = [e for e in able if e.weight_version >= version and e not in tried]
@@ -240,7 +240,7 @@ class Placement:
         session_id = request.session_id
         tokens = request.prompt_tokens + request.expected_tokens
         if session_id is None:
-            # Without token counts, a request counts as one token, so that at least the number is balanced.
+            # Without token counts, a request counts as one token, so that the number of requests is balanced.
             engine.add(1, tokens, tokens or 1)
             turn = "single"
         else:

@@ -1,9 +1,9 @@
-"""Placement policies: what each one sees, what it answers, and `bounded-sticky`, the default.
+"""Placement policies: their input, their answers, and the default, `bounded-sticky`.
 
-Views are named tuples and not dataclasses: they are made for every request, in a quarter of the time. A policy keeps
-nothing between calls and does no I/O. `penstock.router.placement.Placement` remembers what has to be remembered (where
-a session lives, which engine holds a prefix, where the other samples of a group went) and passes it in with the
-request. So the same policies run in the router and in the discrete-event fleet of `benchmarks/fleet_sim`.
+Views are made for every request, so they are named tuples, which take a quarter of a dataclass's time. A policy keeps
+nothing between calls and does no I/O. `penstock.router.placement.Placement` remembers the state: where a session lives,
+which engine holds a prefix, where the other samples of a group went. It passes them in with the request. So the same
+policies run in the router and in the discrete-event fleet of `benchmarks/fleet_sim`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class EngineView(NamedTuple):
     outstanding_tokens: int = 0
     """Prompt and expected tokens of those requests."""
     resident_tokens: int = 0
-    """Context that lives there: of every session whose home it is, and of requests in flight without a session."""
+    """Tokens of context that live there: of its sessions, and of requests in flight without a session."""
     kv_usage: float = -1.0
-    """Share of its KV cache in use, 0 to 1: as the engine itself said last, with what was placed there since on top;
-    -1: not known."""
+    """Fraction of its KV cache in use: the engine's last report plus tokens placed since, so it may exceed 1; -1:
+    unknown."""
     kv_capacity: int = 0
-    """Tokens that its KV cache holds; 0: not known."""
+    """Tokens that its KV cache holds; 0: unknown."""
 
 
 @dataclass(eq=False)
@@ -43,58 +43,58 @@ class Hints:
     """The headers of a request that matter to its placement."""
 
     session_id: str | None = None
-    """`X-Session-ID`, the conversation that this is a turn of."""
+    """`X-Session-ID`: the conversation of which this request is a turn."""
     group_id: str | None = None
-    """`X-Group-ID`, the group of samples that this is one of."""
+    """`X-Group-ID`: the group of samples to which this request belongs."""
     min_weight_version: int = 0
-    """`X-Weight-Version`: an engine with older weights may not answer."""
+    """`X-Weight-Version`: the oldest weights that may answer."""
     prompt_tokens: int = 0
-    """`X-Prompt-Tokens`; 0: not said."""
+    """`X-Prompt-Tokens`; 0: not given."""
     expected_tokens: int = 0
-    """`X-Expected-Tokens`: most that the answer may add, all samples together; 0: not said."""
+    """`X-Expected-Tokens`: most tokens that the answer may add, all samples together; 0: not given."""
     prefix_hashes: bytes | None = None
-    """`X-Prefix-Hashes` as it came."""
+    """`X-Prefix-Hashes`, unparsed."""
     counted_tokens: int = 0
-    """Set by the placement: what of `expected_tokens` it counts on the engine."""
+    """Tokens of `expected_tokens` that count on the engine; the placement sets it."""
 
 
 class PrefixHolder(NamedTuple):
-    """An engine that has seen the beginning of this prompt."""
+    """An engine that has seen a prefix of this prompt."""
 
     engine: str
     tokens: int
-    """Length of that beginning."""
+    """Length of that prefix."""
 
 
 class RequestView(NamedTuple):
     """A request as policies see it."""
 
     session_id: str | None = None
-    """Header text of `X-Session-ID`; an integer id and its decimal text are one session."""
+    """Text of `X-Session-ID`; an integer id and its decimal text are one session."""
     home: EngineView | None = None
-    """The engine, one of the snapshot's, where this session lives; None for a new one, or where that engine may not
-    serve this request."""
+    """The engine of the snapshot where this session lives; None if it is new, or that engine may not serve this
+    request."""
     home_tokens: int = 0
     """Tokens of this session's context that are resident there."""
     known: bool = False
-    """The session has had a turn before, even if its engine is lost: it is never made to wait."""
+    """Whether the session has had a turn, even on a lost engine; a known session never waits."""
     prompt_tokens: int = 0
-    """`X-Prompt-Tokens`; 0: not said."""
+    """`X-Prompt-Tokens`; 0: not given."""
     expected_tokens: int = 0
-    """What the answer is expected to add, all samples together: `X-Expected-Tokens`, the most it may, times the share
-    of that which answers usually do add; 0: not said."""
+    """Tokens that the answer will probably add, all samples together: `X-Expected-Tokens` times the fraction of it that
+    answers usually add; 0: not given."""
     prefix_holders: tuple[PrefixHolder, ...] = ()
-    """Engines that hold a prefix of this prompt, longest first; those that may not serve it included."""
+    """Engines that hold a prefix of this prompt, the longest first; some may not be allowed to serve it."""
     group: tuple[tuple[str, int], ...] = ()
-    """Where the other samples of `X-Group-ID` were placed: (engine, how many)."""
+    """Placements of the other samples of `X-Group-ID`: (engine, count)."""
 
 
 class Snapshot(NamedTuple):
-    """The engines that may serve this request, at one moment: at least one. Build it with `of`."""
+    """The engines, at least one, that may serve this request at one moment. Build it with `of`."""
 
     engines: tuple[EngineView, ...]
     placed: int
-    """Requests placed so far, by this process; what rotates."""
+    """Requests placed so far by this process, for rotation."""
     resident_tokens: int
     """Sum over all `engines`, for the mean."""
 
@@ -105,31 +105,31 @@ class Snapshot(NamedTuple):
 
 
 class Defer(Enum):
-    """Answers that are no engine."""
+    """Answers of a policy other than an engine."""
 
     PASS = "pass"  # noqa: S105 - no password
     """No opinion: ask the next policy of the list."""
     WAIT = "wait"
-    """Hold the request until an engine has room; only for a request that opens a session."""
+    """Hold the request until an engine has room. Only a request that opens a session gets this answer."""
 
 
 class Policy:
-    """Picks one of the engines that may serve a request; one object is used for all requests.
+    """Picks one of the engines that may serve a request. One object serves all requests.
 
     Args:
-        config: its options, and how many processes place requests on the same engines.
+        config: the policy's options, and the number of processes that place requests on the same engines.
     """
 
     sticky = False
-    """Whether a session belongs to its engine: it stays while that is drained."""
+    """Whether a session stays on its engine while that drains."""
     reads_prefixes = False
-    """Whether it wants `prefix_holders` of requests."""
+    """Whether the policy reads `prefix_holders` of requests."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
 
     def choose(self, snapshot: Snapshot, request: RequestView) -> EngineView | Defer:
-        """Return one of `snapshot.engines`, or why none."""
+        """Return one of `snapshot.engines`, or a `Defer`."""
         raise NotImplementedError
 
 
@@ -137,7 +137,7 @@ _MASK = (1 << 64) - 1
 
 
 def mix64(value: int) -> int:
-    """A 64-bit integer to another that looks unrelated: the finaliser of SplitMix64 (Steele, Lea and Flood 2014)."""
+    """Mix 64 bits by SplitMix64's finaliser (Steele, Lea and Flood 2014)."""
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
@@ -149,17 +149,18 @@ def _hash64(name: bytes) -> int:
 
 
 def rendezvous(key: bytes, engines: Sequence[EngineView]) -> EngineView:
-    """Highest random weight hashing (Thaler and Ravishankar 1998): losing an engine moves only its own keys."""
+    """Choose by highest random weight (Thaler and Ravishankar 1998)."""
+    # If an engine is lost, only its own keys move.
     of_key = int.from_bytes(blake2b(key, digest_size=8).digest(), "little")
     return max(engines, key=lambda engine: mix64(of_key ^ _hash64(engine.name.encode())))
 
 
 def breaking_tie(engines: Sequence[EngineView], session_id: str | None, placed: int) -> EngineView:
-    """One of equals: by rendezvous for a session, so that a restarted router finds it again; else in rotation."""
+    """Choose among equals: by rendezvous for a session, else in turn."""
     if len(engines) == 1:
         return engines[0]
     if session_id is not None:
-        return rendezvous(session_id.encode(), engines)
+        return rendezvous(session_id.encode(), engines)  # a restarted router chooses the same again
     return engines[placed % len(engines)]
 
 
@@ -178,38 +179,37 @@ def lowest(engines: Sequence[EngineView], measure: Measure) -> Sequence[EngineVi
 
 
 class Requests(Policy):
-    """Where the fewest requests are outstanding; ties in rotation. What every list of policies ends with."""
+    """Takes the engine with the fewest outstanding requests, equals in turn. Every list of policies ends with it."""
 
     def choose(self, snapshot: Snapshot, request: RequestView) -> EngineView:  # noqa: ARG002 - the interface
         return breaking_tie(lowest(snapshot.engines, OUTSTANDING), None, snapshot.placed)
 
 
 _MOVE_COST = 2.0
-"""What computing one token of context anew weighs against one token less of resident context around the session."""
+"""Cost of recomputing one token of context, in tokens of resident context that the session would no longer share."""
 _FAR_OVER = 2.0
-"""Times the mean of resident tokens."""
+"""Multiple of the mean of resident tokens above which an engine is far over it."""
 _SHARED_SHARE = 2
-"""A shared prefix counts where it is at least one part in so many of the prompt."""
+"""The shortest shared prefix that counts is the prompt's length divided by this."""
 
 
 class BoundedSticky(Policy):
     """Placement bounded by resident tokens.
 
-    - A new session, or a request without one, goes to the engine with the least resident tokens, then the fewest
-      requests, among those whose resident tokens are at most `balance_factor` times the mean and `slack_tokens`.
-      Of these the samples of one group take the engines with the fewest of their group, as long as that costs no more
-      than `slack_tokens` of balance; and where some hold a prefix of `prefix_length` tokens and half the prompt, only
-      they count.
-    - A later turn stays, unless its engine is over that bound and more, and moving clearly beats staying.
-    - A new session waits while no engine has room for it: while resident and expected tokens would exceed
-      `kv_admission` of the KV cache. An engine where nothing is resident always has room, so nothing waits for ever.
+    - A new session, or a request without one, goes to an engine within the bound: at most `balance_factor` times the
+      mean of resident tokens, plus `slack_tokens`. The least resident tokens win, then the fewest requests. Samples of
+      a group prefer the engines with the fewest of their group, if that costs at most `slack_tokens` of balance.
+      Engines that hold a prefix of `prefix_length` tokens and half the prompt are preferred.
+    - A later turn stays, unless its engine is well over the bound and moving clearly beats staying.
+    - A new session waits while no engine has room: resident and expected tokens would exceed `kv_admission` of the KV
+      cache. An engine without resident tokens always has room, so no session waits for ever.
 
-    Where several processes place, each knows its own sessions and load, and has its part of every KV cache and of the
-    slack. A session without a home goes by rendezvous hash to an engine within the bound, so that all processes send it
-    to the same one unless that is overfull.
+    With several processes, each knows its own sessions and load, and has its share of every KV cache and of the slack.
+    A session without a home goes by rendezvous hash to an engine within the bound. So all processes send it to the same
+    engine unless that is overfull.
 
-    Bounded loads are those of Mirrokni, Thorup and Zadimoghaddam (2018), with tokens for balls: contexts of sessions
-    differ by orders of magnitude.
+    Bounded loads follow Mirrokni, Thorup and Zadimoghaddam (2018), with tokens as balls, since contexts differ by
+    orders of magnitude.
     """
 
     sticky = True
@@ -248,7 +248,7 @@ class BoundedSticky(Policy):
         return context <= self._config.kv_admission * engine.kv_capacity / self._processes
 
     def _preferred(self, engines: Sequence[EngineView], request: RequestView) -> Sequence[EngineView]:
-        """Return engines with the fewest samples of the group; of those, holders of the prompt's beginning if any."""
+        """Return engines with the fewest samples of the group, then those with a prefix."""
         if request.group:
             placed = dict(request.group)
             near = min(map(RESIDENT_TOKENS, engines)) + self._slack
@@ -259,13 +259,12 @@ class BoundedSticky(Policy):
         return [engine for engine in engines if engine.name in holders] or engines
 
     def _stay_or_move(self, home: EngineView, snapshot: Snapshot, request: RequestView) -> EngineView:
-        """Home, or the least loaded engine where moving there clearly beats staying.
+        """Return home, or the least loaded engine if moving there clearly beats staying.
 
-        The gain of moving is that so many resident tokens less share the engine with the session; the cost is that its
-        context is computed anew, which others there wait for too. Where home holds more than its cache can, that
-        context has likely been evicted, and has to be computed wherever the session goes; elsewhere only an engine far
-        over the mean is left, since migration that follows every difference of load costs more than it brings (verl
-        #6533).
+        Moving gains the difference in resident tokens that share the engine with the session. It costs recomputing the
+        context, for which others on the new engine wait too. If home holds more than its cache can, the context has
+        likely been evicted and is recomputed anywhere. Otherwise a session leaves only an engine far over the mean:
+        migration after every difference of load costs more than it gains (verl #6533).
         """
         context = max(request.home_tokens, request.prompt_tokens)
         if home.kv_capacity and home.resident_tokens > home.kv_capacity / self._processes:
@@ -287,7 +286,7 @@ _LAST_RESORT = "requests"
 
 
 class Policies:
-    """Policies in order: one without an opinion leaves the choice to the next. `requests`, the last, always has one."""
+    """Policies in order: one without an opinion passes to the next. The last, `requests`, always has one."""
 
     def __init__(self, config: RouterConfig) -> None:
         names = dict.fromkeys([*config.policy.split(","), _LAST_RESORT])

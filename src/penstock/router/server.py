@@ -1,4 +1,4 @@
-"""The router as one object: its sockets, its clients, and who may call what."""
+"""The router as one object: its sockets, its clients, and their access rights."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from penstock.settings import RouterConfig, refuse_open_host
 
 BACKLOG = 4096
 _SWEEP_S = 0.25
-"""How often deadlines are checked. One timer for all: a timer for each request costs more than the request's head."""
+"""Seconds between two checks of all deadlines. A timer for each request would cost more than parsing its head."""
 _OWN = {b"/", b"/router", b"/metrics"}
-"""The router's own endpoints besides those under `/router/`: any engine's metrics would be one of many."""
+"""The router's own endpoints outside `/router/`; an engine's `/metrics` would cover one of many."""
 _CHANGES = {b"/router/engines"}
 _READS = {b"GET", b"HEAD"}
 
 
 def check_data_path(path: bytes, added: Collection[bytes] = ()) -> None:
-    """Return if requests for `path` go to an engine; `added`: paths of the configuration.
+    """Check that requests for `path` go to an engine; `added`: configured paths.
 
     Raises:
         RefusalError: 400 for a path that servers read in different ways, 403 for a call to one engine, 404 for any
@@ -54,11 +54,11 @@ def check_data_path(path: bytes, added: Collection[bytes] = ()) -> None:
 class Router:
     """Data plane of a fleet; runs in any asyncio event loop. With `access_log`, it logs one JSON line a request.
 
-    `api_key` is asked for on every request but `GET /router/health` (None: no key is), `admin_key` where a call changes
-    the router (None: `api_key` is). ConfigError: an unknown policy.
+    Every request but `GET /router/health` needs `api_key` (None: no key). Calls that change the router need `admin_key`
+    (None: `api_key`). ConfigError: an unknown policy.
 
-    `process` is which of `config.workers` processes this is. Of several, each is given its `sockets`, which listen on
-    the common port and on one of the `control_ports`, and answers for itself there.
+    `process` is the index of this process among `config.workers`. Each of several processes gets its `sockets`: one on
+    the common port, and one on a control port, where it answers for itself.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Router:
         self.config = config or RouterConfig()
         self._api_key, self._admin_key = api_key, admin_key
         self._hosts = {name.lower() for name in self.config.allowed_hosts.split(",")}
-        """What `Host` may say in calls to the router itself, besides the names of `penstock.guard`."""
+        """Values of `Host` allowed in calls to the router itself, in addition to the names of `penstock.guard`."""
         self.dispatcher = Dispatcher(self.config, process=process)
         self.metrics = self.dispatcher.metrics
         self.clients = Clients(self.config, self.metrics, self._open_call, most_connections())
@@ -86,7 +86,7 @@ class Router:
 
     @property
     def url(self) -> str:
-        """Where it listens, `http://host:port`."""
+        """The URL where it listens, `http://host:port`."""
         if not self._url:
             raise StateError("the router has not been started")
         return self._url
@@ -113,11 +113,11 @@ class Router:
         self._sweep()
 
     def accept(self) -> ClientConnection:
-        """Return the protocol of one more connection from a client."""
+        """Return the protocol for a new client connection."""
         return ClientConnection(self.clients)
 
     async def close(self) -> None:
-        """Stop listening and end every connection; answers under way end as broken transfers."""
+        """Stop listening and end every connection; answers under way break off."""
         if self._sweep_timer is not None:
             self._sweep_timer.cancel()
         for server in self._servers:
@@ -127,11 +127,11 @@ class Router:
         await self.dispatcher.close()
 
     def _open_call(self, client: ClientConnection, request: RequestHead) -> Call:
-        """Return what serves a request: the router itself, or an engine.
+        """Return the call that serves a request: the router itself, or an engine.
 
         Raises:
-            RefusalError: 401 without the key, 400, 403 or 404 for a path that no engine is asked for, 403 for a call to
-                the router itself that comes from a web page, 421 for one that would reach one process of several.
+            RefusalError: 401 without the key; 400, 403 or 404 for a path that goes to no engine; 403 for a call to the
+                router itself from a web page; 421 for a call that would reach one process of several.
         """
         self._check_key(request)
         path = request.target.partition(b"?")[0]
@@ -147,7 +147,7 @@ class Router:
         return Exchange(client, request, self.dispatcher)
 
     def _check_key(self, request: RequestHead) -> None:
-        """Return if the request has the key that it needs; RefusalError: 401."""
+        """Check that the request has the key that it needs. RefusalError: 401."""
         api_key, admin_key = self._api_key, self._admin_key
         if api_key is None and admin_key is None:
             return
@@ -162,7 +162,7 @@ class Router:
             raise RefusalError(401, "bad_api_key", f"the router's {kind} key {what}: send Authorization: Bearer KEY")
 
     def _check_page(self, request: RequestHead) -> None:
-        """Return if a call to the router's own endpoints comes from no web page; RefusalError: 403."""
+        """Check that no web page makes a call to the router itself. RefusalError: 403."""
         fields = [(b"host", b"localhost" if request.host is None else request.host)]
         if request.origin is not None:
             fields.append((b"origin", request.origin))
@@ -179,13 +179,13 @@ class Router:
 
 
 def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
-    """Make the error of an address that cannot be used."""
-    number = error.errno or 0  # negative: of getaddrinfo, which has its own texts
+    """Return the error for an address that cannot be used."""
+    number = error.errno or 0  # negative numbers come from getaddrinfo, which has its own texts
     hint = "; choose another port, or 0 for any free one" if number == errno.EADDRINUSE else ""
     why = os.strerror(number) if number > 0 else error.strerror or error
     return ConfigError(f"the router cannot listen on {host}:{port}: {why}{hint}")
 
 
 def base_url(host: str, port: int) -> str:
-    """Write the URL of a host, which may be an IPv6 address, and a port."""
+    """Return the URL of a port and a host, which may be an IPv6 address."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

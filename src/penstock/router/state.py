@@ -1,4 +1,4 @@
-"""The answer to `GET /router/engines`, of one router process or of several as one."""
+"""The answer to `GET /router/engines`, for one router process or several as one."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ class EngineLoad:
     url: str
     weight_version: int
     eligible: bool
-    """As announced by the fleet."""
+    """Whether requests may go there, as the fleet announced."""
     down: bool
-    """The breaker is open, see `memory.Engine.down`: a connection was refused, or its core said to be dead."""
+    """Whether the breaker is open, see `memory.Engine.down`."""
     outstanding: int
     """Requests sent and not answered in full."""
     requests: int
     """Requests sent since the engine joined."""
     draining: bool = False
-    """As announced by the fleet: only its own sessions still go there."""
+    """Whether only its own sessions still go there, as the fleet announced."""
     drained: bool = False
-    """It is draining, nothing is in flight there, and no session lives there any more: it may go."""
+    """Whether it is draining and has no request in flight and no session left, so that it may leave."""
     dp_rank: int | None = None
-    """As announced by the fleet: a data-parallel rank of the server at `url`."""
+    """Data-parallel rank of the server at `url`, as the fleet announced."""
     outstanding_tokens: int = 0
-    """Prompt and expected tokens of the outstanding requests, as far as their headers say."""
+    """Prompt and expected tokens of the outstanding requests, according to their headers."""
     resident_tokens: int = 0
-    """Context that lives there."""
+    """Tokens of context that live there."""
     sessions: int = 0
     """Sessions that live there."""
     kv_usage: float = -1.0
-    """Share of its KV cache in use, 0 to 1; -1: not known."""
+    """Estimated fraction of its KV cache in use, which may exceed 1; -1: unknown."""
     kv_capacity: int = 0
-    """Tokens that its KV cache holds; 0: not known."""
+    """Tokens that its KV cache holds; 0: unknown."""
     breaker_openings: int = 0
-    """How often the breaker opened since the engine joined."""
+    """Times that the breaker opened since the engine joined."""
     dead_answers: int = 0
-    """Answers that said that its core is dead."""
+    """Answers that reported a dead engine core."""
     failure: str = ""
-    """Cause that the last of them gave."""
+    """Cause in the last such answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +58,21 @@ class RouterState:
     sessions: int
     """Sessions that have a home."""
     requests: int
-    """Requests taken in since `counted_since`, its own admin calls not counted."""
+    """Requests taken in since `counted_since`, without admin calls."""
     engines: tuple[EngineLoad, ...]
     held_bytes: int = 0
-    """Most bytes that are kept of requests that had to wait or came in pieces, until their answers begin."""
+    """Upper bound of the bytes kept of requests that had to wait or came in pieces, until their answers begin."""
     held_by: Mapping[str, int] = field(default_factory=dict[str, int])
-    """How many wait for what: see `penstock.router.dispatcher.Kind`."""
+    """Waiting requests by reason: see `penstock.router.dispatcher.Wait`."""
     moved_sessions: int = 0
-    """Later turns that went to another engine than the one before."""
+    """Later turns that the policy moved to another engine."""
     placements: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Requests placed, by the rule that chose the engine."""
+    """Requests placed, by the policy that chose the engine; `draining`: no policy was asked."""
     policy: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """`policy`, `prefix_length` and `overload_threshold` that are in force; empty where the router does not say."""
+    """`policy`, `prefix_length` and `overload_threshold` in force; empty: the router does not report them."""
     workers: tuple[int, ...] = ()
-    """Process ids of those that serve."""
+    """Ids of the processes that serve."""
     counted_since: float = 0.0
-    """Start of the process that started last, Unix time: a worker that ended took its counts along. 0: unknown."""
+    """Unix time at which the newest process started; the counts of ended processes are lost. 0: unknown."""
     in_step: bool = True
-    """All of them are of this epoch; one that was started again has no engines at first."""
+    """Whether all processes have this epoch. A restarted one has no engines at first."""

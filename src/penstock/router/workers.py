@@ -1,8 +1,8 @@
-"""Several processes that serve one port as one router: this process forks them, and forks again those that end.
+"""Several processes that serve one port as one router; this process forks them and replaces those that end.
 
-Each has a listening socket of its own on the port, over which the kernel spreads connections, and one on a control port
-of its own. Each knows its own sessions and load. The owner of the fleet tells every process its engines, gate and
-policy (`admin_client.py`); a process that has not been told yet holds what it gets.
+Each has its own listening socket on the port and another on its own control port. The kernel spreads connections over
+the former. Each process knows its own sessions and load. The owner of the fleet announces engines, gate and policy to
+every process (`admin_client.py`). Until then, a process holds its requests.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from penstock.settings import RouterConfig, refuse_open_host
 logger = logging.getLogger(__name__)
 
 STOP_S = 3
-"""Between SIGTERM and SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL."""
 _RESTART_S = 0.2
-"""Before a process that ended is started again."""
+"""Seconds before an ended process is started again."""
 _PR_SET_PDEATHSIG = 1
 
 
 def listen(host: str, port: int, count: int) -> list[socket.socket]:
-    """Open `count` sockets that share `host` and `port` (SO_REUSEPORT); the kernel spreads connections over them.
+    """Open `count` sockets on one port (SO_REUSEPORT); the kernel spreads connections.
 
-    They listen already: a connection that comes before its process accepts, or while that process is started again,
-    waits in the queue. ConfigError: the address cannot be used.
+    They listen at once. A connection waits in the queue until its process accepts, also while that process restarts.
+    ConfigError: the address cannot be used.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        # A socket that does not share finds out whether the port is taken, by another router's processes too.
+        # A socket that does not share detects a taken port, also one taken by another router's processes.
         with socket.create_server((host, port), family=family) as alone:
             address = host, alone.getsockname()[1]
         listening = partial(socket.create_server, address, family=family, backlog=BACKLOG, reuse_port=True)
@@ -55,9 +55,9 @@ def listen(host: str, port: int, count: int) -> list[socket.socket]:
 def router_of_worker(
     config: RouterConfig, api_key: str | None, admin_key: str | None, ready: Callable[[str], None]
 ) -> Router:
-    """Keep `config.workers` processes up until SIGINT or SIGTERM; `ready` gets the URL once the port can be called.
+    """Keep `config.workers` processes up until a signal; `ready` gets the open URL.
 
-    Returns in each of those processes, with the router that it is to serve. This process ends with SystemExit.
+    It returns in each process, with its router. The calling process ends with SystemExit at SIGINT or SIGTERM.
 
     Raises:
         ConfigError: the address cannot be used, or other machines can reach it and there is no key.
@@ -75,7 +75,7 @@ def router_of_worker(
 
 
 def _forked(count: int) -> int:
-    """Return in each of `count` processes which one it is; those that end are forked again."""
+    """Fork `count` processes, replace those that end, and return in each its index."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _exit)
     parent, workers = os.getpid(), dict[int, int]()
@@ -101,16 +101,16 @@ def _exit(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001 - t
 
 
 def _end_with(parent: int) -> None:
-    """End this process with its parent, also where it is stopped: its socket would keep the port."""
+    """End this process with its parent, even if stopped: its socket keeps the port."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it had ended before that
+    if os.getppid() != parent:  # the parent ended before the call
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _end(workers: dict[int, int]) -> None:
-    """End processes, and wait for that; answers under way end as broken transfers."""
+    """End processes and wait for their end; answers under way break off."""
 
     def send(number: int) -> None:
         for pid in workers:
@@ -143,9 +143,9 @@ _ENGINE_GREATEST = ("down", "kv_usage", "kv_capacity", "failure")
 
 
 def merged(states: Sequence[RouterState]) -> RouterState:
-    """Make one state of those of several processes, at least one. Engines are those of the process told last.
+    """Merge the states of at least one process. Engines are those of the newest epoch.
 
-    A session counts in each process that had a turn of it. A gate is closed, and an engine down, if it is for one.
+    A session counts in each process that served it. The gate is closed, or an engine down, if one process says so.
     """
     newest = max(states, key=lambda state: state.epoch)
     engines = [engine for state in states for engine in state.engines]
