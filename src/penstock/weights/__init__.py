@@ -1,1 +1,1 @@
-"""Versions, and how bytes go from trainer to engine workers."""
+"""Weight versions, and their transport from the trainer to the engines' workers."""

@@ -1,7 +1,7 @@
-"""One version of a LoRA adapter for engines to load: PEFT's two files, the tensors in memory or in a shared folder.
+"""One version of a LoRA adapter for engines: PEFT's two files, with the tensors in memory or in a shared folder.
 
-On one host the tensors lie in a memfd, a file without a name, as `shared_memory.py` says. The settings travel with the
-call.
+On one host the tensors lie in a memfd, a file without a name (see `shared_memory.py`). The settings travel in the
+control call.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ TENSORS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """Where engines find a version of an adapter; `close` frees it.
+    """Location of an adapter's version for engines. `close` frees it.
 
     Attributes:
-        place: `{"file", "config"}`: the path of a safetensors file, and PEFT's settings. `{"path"}`: a folder of
-            PEFT's, or a name of the hub, which engines read as they see it. Both where both fit.
-        nbytes: of the tensors; 0 where this process does not see them.
+        place: `{"file", "config"}` is the path of a safetensors file, and PEFT's settings. `{"path"}` is PEFT's folder
+            or a hub name, which engines resolve themselves. Both are given if both apply.
+        nbytes: bytes of the tensors; 0 if this process cannot see them.
     """
 
     place: Mapping[str, Any]
@@ -46,23 +46,23 @@ class AdapterFiles:
 
     @property
     def source(self) -> dict[str, Any]:
-        """`place`, and a `key` of these files alone, by which an engine finds what it has read of them."""
+        """`place` with a unique `key` for these files, by which an engine finds its earlier read of them."""
         return {**self.place, "key": self._key}
 
     @classmethod
     def of_tensors(
         cls, tensors: Iterable[tuple[str, Any]], config: Mapping[str, Any], *, shared: Path | None = None
     ) -> AdapterFiles:
-        """Write tensors once.
+        """Write tensors to memory, or to a new folder in `shared`.
 
         Args:
-            tensors: `(PEFT's name, torch tensor or numpy array)`, such as
+            tensors: pairs of PEFT's name and a torch tensor or numpy array. A name is for example
                 `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`.
-            config: PEFT's `adapter_config`: `r`, `lora_alpha`, `target_modules` and what else it has.
-            shared: a folder that engines on other hosts see under the same path; None: all are on this host.
+            config: PEFT's `adapter_config`: `r`, `lora_alpha`, `target_modules` and any other settings.
+            shared: folder that engines on other hosts see under the same path; None if all engines are on this host.
 
         Raises:
-            WeightsError: no tensor, a name twice, NaN or infinity, settings without a rank, or a full disk.
+            WeightsError: no tensor, a repeated name, NaN or infinity, incomplete settings, or a full disk.
         """
         from safetensors.torch import save  # noqa: PLC0415 - the core must import without torch
 
@@ -82,19 +82,19 @@ class AdapterFiles:
 
     @classmethod
     def of_folder(cls, path: str, *, fixed: bool = False) -> AdapterFiles:
-        """Copy what PEFT has saved to a folder, since it may be saved again; what is no such folder is left to engines.
+        """Copy an adapter from PEFT's folder, which may be overwritten later. Leave other paths to engines.
 
-        With `fixed` the files may be replaced and deleted, but are not written again: they are kept open, not copied.
+        With `fixed`, the files may be replaced or deleted but not overwritten. They are kept open instead of copied.
 
         Raises:
-            WeightsError: the settings cannot be read, or one of the two is no regular file.
+            WeightsError: the settings are unreadable, or one of the two files is not a regular file.
         """
         with ExitStack() as undo:
             try:
                 undo.callback(os.close, fd := _opened(Path(path, TENSORS)))
                 with open(_opened(Path(path, SETTINGS)), "rb") as opened:
                     data = opened.read()
-            except OSError:  # other files, a name of the hub, or a folder on the engines' host
+            except OSError:  # the folder has other files or is on the engines' host, or the path is a hub name
                 return cls({"path": path})
             settings, size = _settings(parse_json(data, SETTINGS, WeightsError)), os.fstat(fd).st_size
             if fixed:
@@ -106,7 +106,7 @@ class AdapterFiles:
 
     @classmethod
     def adopt(cls, source: Mapping[str, Any]) -> AdapterFiles:
-        """Keep what another process of this user has written, also when that ends. WeightsError: it is gone."""
+        """Keep the files of another process of this user beyond its end. WeightsError: they are gone."""
         file = source.get("file")
         if file is None:
             return cls(dict(source))
@@ -126,7 +126,7 @@ class AdapterFiles:
         return cls({"file": path_of(fd), "config": dict(config)}, size, fd=fd)
 
     def close(self) -> None:
-        """Free it; engines must not need it any more. Call it once."""
+        """Free the files. Engines must not need them any more. Call it once."""
         if self.fd is not None:
             os.close(self.fd)
         if self.folder is not None:
@@ -134,7 +134,7 @@ class AdapterFiles:
 
 
 def _opened(path: Path) -> int:
-    """Open a file to read it; a pipe or a device, which may let a read wait for ever, is refused."""
+    """Open a file for reading. Refuse a pipe or a device, from which a read may wait forever."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -147,7 +147,7 @@ def _checked(tensors: Iterable[tuple[str, Any]]) -> dict[str, torch.Tensor]:
 
     found: dict[str, torch.Tensor] = {}
     for name, given in tensors:
-        # A copy, since safetensors refuses tensors that share memory.
+        # Copied, because safetensors refuses tensors that share memory.
         tensor = torch.as_tensor(given).detach().to("cpu", copy=True).contiguous()
         if name in found:
             raise WeightsError(f"the adapter's tensor {name!r} came twice")
@@ -166,7 +166,7 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has instead of PEFT's sets, and of enums and numbers of numpy."""
+    """Convert PEFT's sets, and enums and numbers of numpy, to values that JSON has."""
     if isinstance(value, (set, frozenset)):
         return sorted(cast("set[str]", value))
     return value.item() if hasattr(value, "item") else str(value)

@@ -1,7 +1,7 @@
-"""The transport `broadcast`: the trainer's store sends a version to a group of all engines' workers, which receive it.
+"""The transport `broadcast`: the trainer's store sends a version to one group of all engines' workers.
 
-The group is formed while the engines generate, kept while the same engines are there, and formed again with those that
-are left. Engines may differ in size.
+The group is formed while the engines generate. It is kept while the same engines are there, and then formed again with
+the remaining engines. Engines may differ in size.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ if TYPE_CHECKING:
 TRANSPORT = "broadcast"
 TRAINER_RANK = 0
 BUCKET_BYTES = 256 * 2**20
-"""What travels in one group of collectives. At the 370 GB/s of NVLink it takes 0.7 ms, against some 20 us for
-launching it; an engine that has no place for a tensor needs memory for two buckets, beside its KV cache."""
+"""Bytes in one group of collectives. At NVLink's 370 GB/s they take 0.7 ms, against some 20 us for the launch. An
+engine without a place for a tensor needs memory for two buckets, in addition to its KV cache."""
 Backend = Literal["nccl", "tcp"]
 Layout = tuple[int, int, int]
-"""TP, PP and DP ranks of one engine."""
+"""Numbers of TP, PP and DP ranks of one engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """One group, and where in it an engine is.
+    """One group, and an engine's position in it.
 
     Attributes:
-        address: where the trainer listens, which is rank 0.
-        port: of that.
-        world_size: the trainer and every worker of every engine.
-        rank_offset: rank of the first worker of the engine that gets this.
-        epoch: names the group; there is another one after every change of membership.
+        address: address at which the trainer (rank 0) listens.
+        port: port at that address.
+        world_size: number of members: the trainer and every worker of every engine.
+        rank_offset: rank of the first worker of the engine that receives this.
+        epoch: name of the group. Every change of membership makes a new one.
         backend: `nccl` among GPUs, `tcp` among CPUs.
-        timeout_s: seconds for forming it, and for sending one version over it.
-        key: what members prove to have; never shown.
+        timeout_s: seconds for forming the group, and for sending one version over it.
+        key: secret that members prove to have. It is never shown.
     """
 
     address: str
@@ -65,7 +65,7 @@ class GroupSpec:
 
     @classmethod
     def from_json(cls, data: object) -> Self:
-        """Read what `to_json` wrote. Raises WeightsError where a field is missing or makes no sense."""
+        """Read the output of `to_json`. Raises WeightsError if a field is missing or invalid."""
         fields: Any = data
         kinds: dict[str, Any] = {"port": int, "world_size": int, "rank_offset": int, "timeout_s": float}
         with reading("group", WeightsError):
@@ -80,12 +80,12 @@ class GroupSpec:
 
 
 def rank_offsets(layouts: Sequence[Layout]) -> list[int]:
-    """Return the rank of each engine's first worker, and last the size of the group: the trainer is 0, engines follow.
+    """Return the rank of each engine's first worker, and last the size of the group. The trainer has rank 0.
 
-    Within an engine a worker's rank is the offset + `dp_rank * tp * pp + its rank among the tp * pp of its replica`.
+    A worker's rank is its engine's offset + `dp_rank * tp * pp` + its rank among the tp * pp workers of its replica.
 
     Raises:
-        WeightsError: an engine with no worker.
+        WeightsError: an engine has no worker.
     """
     for place, layout in enumerate(layouts):
         if min(layout) < 1:
@@ -94,10 +94,10 @@ def rank_offsets(layouts: Sequence[Layout]) -> list[int]:
 
 
 class BroadcastStore(Store):
-    """Sends a version while the engines take it. `interrupt` alone may be called beside another call.
+    """Sends a version while the engines receive it. Only `interrupt` may run concurrently with another call.
 
-    `current` is always None: what was sent is the trainer's alone. It listens at `address`, where engines find it, and
-    nowhere else. Forming a group and sending a version have `timeout_s` seconds each.
+    `current` is always None, because the tensors remain the trainer's. The store listens only at `address`, where
+    engines find it. Forming a group and sending a version may take `timeout_s` seconds each.
     """
 
     def __init__(
@@ -110,10 +110,10 @@ class BroadcastStore(Store):
         self._group: Group | None = None
 
     def publish(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
-        """Check the tensors and sum them; no byte is copied, so they must not change before the update has ended.
+        """Check the tensors and sum them. No byte is copied, so they must not change until the update ends.
 
-        What can be iterated again, each time alike, need not hold all tensors at once, such as a sharded model that
-        gathers one after another: once here, once for each `send`, once for a copy. An iterator is listed.
+        An iterable that gives the same tensors each time need not hold all at once. A sharded model may gather one
+        after another: here, for each `send`, and for a copy. An iterator is turned into a list.
         """
         from penstock.weights.transfer import describe  # noqa: PLC0415 - the core must import without torch
 
@@ -125,11 +125,11 @@ class BroadcastStore(Store):
         return WeightManifest(version, TRANSPORT, {"bucket_bytes": str(self._bucket_bytes)}, entries)
 
     def adopt(self, manifest: WeightManifest) -> WeightManifest:
-        """Refuse: another process cannot send over this one's group. Raises WeightsError."""
+        """Raise WeightsError: another process cannot send over this process's group."""
         raise WeightsError(f"weights of the transport {manifest.transport!r} cannot be adopted by a store that sends")
 
     def offered(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Return the tensors that were published last; none after `forget`."""
+        """Return the tensors of the last `publish`; none after `forget`."""
         return self._offer[1] if self._offer is not None else ()
 
     def forget(self) -> None:
@@ -142,9 +142,9 @@ class BroadcastStore(Store):
         self._group = None
 
     def invite(self, layouts: Sequence[Layout]) -> list[dict[str, Any]]:
-        """Open a new group in the place of the one before it, of engines with these layouts; then call `form`.
+        """Replace the group with a new one for engines of these layouts. Then call `form`.
 
-        Returns what to tell each engine (`GroupSpec`), in their order. TransferError: this host cannot listen on the
+        Returns the `GroupSpec` for each engine, in their order. TransferError: this host cannot listen on the
         address.
         """
         from penstock.weights.group import Group, listen  # noqa: PLC0415 - the core must import without torch
@@ -169,32 +169,32 @@ class BroadcastStore(Store):
         return [replace(spec, rank_offset=offset).to_json() for offset in offsets]
 
     def form(self) -> None:
-        """Form the group with the engines that were invited. TransferError: it could not be; see `absent`."""
+        """Form the group with the invited engines. TransferError: this failed; see `absent`."""
         self._present_group().form()
 
     def absent(self, layouts: Sequence[Layout]) -> list[int]:
-        """Return which of the invited engines did not come, where `form` failed for that."""
+        """Return the indices of the invited engines that did not come, if that made `form` fail."""
         ranks = set(self._group.absent) if self._group is not None else set[int]()
         ends = rank_offsets(layouts)
         return [i for i in range(len(layouts)) if ranks & set(range(ends[i], ends[i + 1]))]
 
     def formed(self) -> bool:
-        """Whether the group is there and whole, for tensors where the published ones are."""
+        """Whether the group is formed and intact, on the device of the published tensors."""
         group = self._group
         if group is None or self._offer is None:
             return False
         return group.ready and group.cut is None and group.device == self._offer[2]
 
     def addressed(self, manifest: WeightManifest) -> WeightManifest:
-        """Return the manifest for the engines of the present group."""
+        """Return the manifest with the epoch of the present group, for its engines."""
         return replace(manifest, location={**manifest.location, "epoch": self._present_group().spec.epoch})
 
     def send(self) -> None:
-        """Send what was published to the group; returns when all of it has left.
+        """Send the published tensors to the group. Returns when all of them have left.
 
         Raises:
-            TransferError: it was cut, or took longer than the deadline. An engine that did not get all of it is torn.
-            WeightsError: the tensors are not those that were published.
+            TransferError: the group was cut, or the deadline passed. An engine without all the bytes is torn.
+            WeightsError: the tensors differ from the published ones.
         """
         from penstock.weights.transfer import send  # noqa: PLC0415 - the core must import without torch
 
@@ -205,11 +205,11 @@ class BroadcastStore(Store):
             send(group, self._offer[0], self._offer[1], bucket_bytes=self._bucket_bytes)
             sent = True
         finally:
-            if not sent:  # whatever the trainer's tensors raised
+            if not sent:  # any error, also one from iterating the trainer's tensors
                 group.end(f"the trainer could not send: {sys.exception()}")
 
     def interrupt(self, why: str) -> None:
-        """Cut the group: `form` and `send` return, and every engine that still waits for bytes learns why not."""
+        """Cut the group. `form` and `send` return, and engines that wait for bytes learn the reason."""
         if self._group is not None:
             self._group.end(why)
 
@@ -220,10 +220,10 @@ class BroadcastStore(Store):
 
 
 class BroadcastSource(Source):
-    """A worker's side: the group that it joined last. Over NCCL tensors go where `place` says, without a copy.
+    """A worker's side: its latest group. Over NCCL, tensors are received in place, without a copy.
 
     Args:
-        device: the worker's; None: it has host memory alone.
+        device: the worker's device; None if the worker has only host memory.
     """
 
     compares = True
@@ -233,9 +233,9 @@ class BroadcastSource(Source):
         self._group: Group | None = None
 
     def join(self, body: object, rank: int) -> None:
-        """Begin to join a group (`GroupSpec` as JSON), in the place of the one before it. WeightsError: it cannot.
+        """Start to join a group (`GroupSpec` as JSON) instead of the previous one. WeightsError: it cannot.
 
-        `rank` is that of this worker among those of its engine.
+        `rank` is this worker's rank among the workers of its engine.
         """
         import torch  # noqa: PLC0415 - the core must import without torch
 
@@ -258,20 +258,20 @@ class BroadcastSource(Source):
         threading.Thread(target=_join, args=(self._group,), name="penstock-join", daemon=True).start()
 
     def prepare(self, manifest: WeightManifest) -> None:
-        """Raise WeightsError unless the worker is in the group over which this version will be sent."""
+        """Raise WeightsError unless the worker is in the group that will carry this version."""
         self._group_of(manifest)
 
     def tensors(self, manifest: WeightManifest, place: Place) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-        """Yield every tensor as it arrives. TransferError: it was cut, or is not what was sent; the model is torn."""
+        """Yield every tensor as it arrives. TransferError: cut or damaged, and the model is torn."""
         from penstock.weights.transfer import receive  # noqa: PLC0415 - the core must import without torch
 
         try:
             group = self._group_of(manifest)
-        except WeightsError as error:  # it ended since `prepare`; the trainer knows, and forms another one
+        except WeightsError as error:  # the group ended since `prepare`; the trainer knows this and forms another
             raise TransferError(str(error)) from error
         bucket_bytes = int(manifest.location["bucket_bytes"])
         coming = receive(group, manifest.tensors, bucket_bytes=bucket_bytes, place=place)
-        # Host memory has room for all of it, and vLLM's reload cannot go on where it was cut: it begins at the end.
+        # Host memory has room for the whole version. vLLM's reload cannot continue after a cut, so it comes last.
         yield from list(coming) if group.spec.backend == "tcp" else coming
 
     def _group_of(self, manifest: WeightManifest) -> Group:
@@ -288,5 +288,5 @@ def _join(group: Group) -> None:
     from penstock.weights.checksum import warm_up  # noqa: PLC0415 - the core must import without torch
 
     warm_up(group.device)
-    with suppress(TransferError):  # kept in `group.cut`, and the trainer finds this rank absent
+    with suppress(TransferError):  # the reason is in `group.cut`, and the trainer finds this rank absent
         group.form()

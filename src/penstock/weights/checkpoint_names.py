@@ -1,4 +1,4 @@
-"""A model's tensors under the names that its checkpoint has, which are the names that engines load."""
+"""A model's tensors under their names in its checkpoint, which are the names that engines load."""
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ if TYPE_CHECKING:
 
 
 def checkpoint_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The tensors of a model, named and shaped as `save_pretrained` would write them.
+    """Return the tensors of a model with the names and shapes that `save_pretrained` would write.
 
     In memory transformers (5.0 and newer) keeps the experts of a layer in one tensor, `mlp.experts.gate_up_proj` of
-    shape `[experts, 2 * width, hidden]`; in checkpoints, and so in vLLM, each expert has its own. For a dense model
-    these are its `named_parameters()`; others have buffers that their checkpoints hold too, such as the biases of a
-    router. Tied tensors appear once, under their first name. Adapters that PEFT put in are left out.
+    shape `[experts, 2 * width, hidden]`. In checkpoints and in vLLM, each expert has its own tensor. For a dense model
+    the result is its `named_parameters()`. Other checkpoints also hold buffers, such as the biases of a router. Tied
+    tensors appear once, under their first name. Adapters that PEFT added are left out.
 
     Returns:
-        Names to tensors; those that had to be taken apart may be copies.
+        Tensors by name. Tensors that had to be split may be copies.
     """
     return checkpoint_names_of(model, distinct_tensors(model))
 
 
 def distinct_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """A model's own tensors by their names in it, live; tied ones once."""
+    """Return a model's own live tensors by their names in the model, with tied ones only once."""
     once: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not is_adapter(name):
@@ -34,17 +34,17 @@ def distinct_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def checkpoint_names_of(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Some of a model's tensors, whole layers, named and shaped as its checkpoint has them."""
+    """Convert tensors of whole layers to the names and shapes of the model's checkpoint."""
     from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415 - slow, and not of the core
 
     return cast("dict[str, torch.Tensor]", revert_weight_conversion(model, tensors))
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a tensor of a model's `state_dict` belongs to an adapter that PEFT put in."""
+    """Whether a tensor of a model's `state_dict` belongs to an adapter that PEFT added."""
     return "lora_" in name
 
 
 def plain_name(name: str) -> str:
-    """Return what a tensor is called where PEFT has wrapped no matrix."""
+    """Return a tensor's name in the model without PEFT's wrappers."""
     return name.replace(".base_layer.", ".")

@@ -1,4 +1,4 @@
-"""A checksum that a tensor's own device computes: whether the bytes that a peer received are those that were sent."""
+"""A checksum that a tensor's own device computes. It shows whether a peer received the bytes that were sent."""
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
@@ -14,51 +14,51 @@ import torch
 from penstock.rooms import plugged_in
 
 WORD = 8
-"""Bytes that are summed as one integer. Sums of narrower ones have to be widened, which makes them twenty times slower
-than the memory: 0.1 s for 16 GB on an H200."""
+"""Bytes that are summed as one integer. Narrower integers would have to be widened, which is twenty times slower than
+the memory. With 8 bytes, 16 GB take 0.1 s on an H200."""
 WIDTH = 1024
 """Words in a row."""
 _ROW = WORD * WIDTH
 _ODD, _EVEN = 0x243F6A8885A308D3, 0x13198A2E03707344
-"""The first 32 hexadecimal digits of pi after the point: numbers that nobody chose to fit."""
+"""The first 32 hexadecimal digits of pi after the point, so that the numbers are not chosen to fit."""
 _EXPONENTS = {
     torch.float64: (0x7FF0_0000_0000_0000, 0x0010_0000_0000_0000),
     torch.float32: (0x7F80_0000_7F80_0000, 0x0080_0000_0080_0000),
     torch.bfloat16: (0x7F80_7F80_7F80_7F80, 0x0080_0080_0080_0080),
     torch.float16: (0x7C00_7C00_7C00_7C00, 0x0400_0400_0400_0400),
     torch.float8_e5m2: (0x7C7C_7C7C_7C7C_7C7C, 0x0404_0404_0404_0404),
-    torch.float8_e4m3fn: (0x7F7F_7F7F_7F7F_7F7F, 0x0101_0101_0101_0101),  # it has one NaN, all ones, and no infinity
+    torch.float8_e4m3fn: (0x7F7F_7F7F_7F7F_7F7F, 0x0101_0101_0101_0101),  # one NaN, all ones, and no infinity
 }
-"""Bits of a word that are all set in NaN and infinity, and the lowest of them in each number."""
+"""Per dtype: a word's exponent bits (all ones in NaN and infinity), and the lowest bit of each exponent in it."""
 _COPIED_BYTES = 256 * 2**20
 Kernel = Callable[[Sequence[torch.Tensor], Sequence[tuple[int, int]], tuple[int, int, int]], torch.Tensor]
 NO_KERNEL = (ImportError, OSError, RuntimeError, AttributeError, subprocess.SubprocessError)
-"""Raised where Triton is not there, or cannot compile or load a kernel, such as without a C compiler or Python.h."""
-logger = logging.getLogger("vllm.penstock")  # workers of vLLM show no others
+"""Errors if Triton is missing, or cannot compile or load a kernel, for example without a C compiler or Python.h."""
+logger = logging.getLogger("vllm.penstock")  # the only logger that vLLM's workers show
 _WARMING = threading.Lock()
 
 
 class DeviceSums:
-    """Sums many tensors of one device. `add` queues work on the device, and waits for nothing.
+    """Sums many tensors of one device. `add` queues work on the device, and does not wait.
 
-    A tensor's bytes, with zeros after them up to a multiple of 8 KiB, are a matrix of 8-byte integers of 1024 columns.
-    Its checksum is the sum of all of them modulo 2**64, each times the weight of its place, `2048 f(row) + 2 f(column)
-    + 1` (`_mixed` is f). So the sums of rows and of columns do, and order does not matter: all kinds of devices agree,
-    and so do torch's operations and the one kernel that GPUs with Triton have instead (`sum_kernel.py`).
+    A tensor's bytes, padded with zeros to a multiple of 8 KiB, form a matrix of 8-byte integers with 1024 columns. Its
+    checksum is the sum of all integers modulo 2**64, each times the weight of its place: `2048 f(row) + 2 f(column) +
+    1` (`_mixed` is f). So sums of rows and columns suffice, in any order. All kinds of devices agree, and so do torch's
+    operations and the one kernel that GPUs with Triton have instead (`sum_kernel.py`).
 
-    A change of one word is always seen. Two words that change places are seen, unless they lie 2**k times an odd number
-    of words apart and differ in nothing but their upper k + 1 bits. Not seen is what keeps the sum of every row and of
-    every column: equal words at two opposite corners of a rectangle that change places with equal ones at the others.
+    It detects every change of one word. It detects a swap of two words, unless they lie 2**k times an odd number of
+    words apart and differ only in their upper k + 1 bits. It misses changes that keep the sum of every row and column:
+    a swap of equal words at two opposite corners of a rectangle with equal words at the other two.
     """
 
     def __init__(self, *, finite: bool = False) -> None:
-        """`finite`: find out too whether all elements are finite; costs nothing with the kernel, else another pass."""
+        """`finite`: also check that all elements are finite. Free with the kernel, else another pass."""
         self._finite = finite
         self._found: list[torch.Tensor] = []
-        """int64 of shape `[2, tensors]`: sums, and not 0 for NaN or infinity."""
+        """int64 of shape `[2, tensors]`: the sums, and a number that is not 0 for NaN or infinity."""
 
     def add(self, *tensors: torch.Tensor) -> None:
-        """More tensors, of any shape and dtype; they may change when the device has done what is queued."""
+        """Queue more tensors of any shape and dtype. They may change once the device has done the queued work."""
         with torch.no_grad():
             for together in _bounded(tensors):
                 self._found.append(self._of(together))
@@ -75,11 +75,11 @@ class DeviceSums:
         return torch.stack([sums, torch.stack(bad)])
 
     def values(self) -> list[int]:
-        """Of every tensor in the order they were added, in [0, 2**64): one wait for the device, one copy."""
+        """Return each tensor's sum in [0, 2**64), in the order of `add`: one wait for the device, one copy."""
         return [number for number, _ in self.found()]
 
     def found(self) -> list[tuple[int, bool]]:
-        """The same, each with whether all elements are finite, where that was asked for."""
+        """Return each tensor's sum, and whether all its elements are finite (if `finite` is set)."""
         if not self._found:
             return []
         sums, bad = torch.cat(self._found, dim=1).tolist()
@@ -87,24 +87,24 @@ class DeviceSums:
 
 
 def device_sums(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Checksums of tensors of one device; see `DeviceSums`."""
+    """Return the checksums of tensors of one device; see `DeviceSums`."""
     sums = DeviceSums()
     sums.add(*tensors)
     return sums.values()
 
 
 def warm_up(device: torch.device) -> None:
-    """Compile and load what sums on this device, which takes seconds that no paused engine should spend."""
+    """Compile and load this device's kernel, so that no paused engine waits seconds for it."""
     try:
-        with _WARMING:  # who comes second, waits for what the first compiles
+        with _WARMING:  # a second caller waits for the first one's compilation
             device_sums([torch.zeros(1, device=device)])
-    except RuntimeError as error:  # such as no memory: when it is needed there may be
+    except RuntimeError as error:  # such as no memory now; there may be some when it is needed
         logger.warning("nothing was compiled for the checksums of updates: %s", error)
 
 
 @lru_cache(maxsize=64)
 def _kernel(device: torch.device) -> Kernel | None:
-    """What sums on this device, where there is better than torch's operations."""
+    """Return the kernel for this device, if there is a faster way than torch's operations."""
     if device.type != "cuda":
         return None
     try:
@@ -117,7 +117,7 @@ def _kernel(device: torch.device) -> Kernel | None:
 
 
 def _bounded(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """So many at once that there is memory for those that have to be copied, being strided or between words."""
+    """Yield batches of tensors, so that the copies of strided or unaligned tensors fit into memory."""
     together: list[torch.Tensor] = []
     copied = 0
     for tensor in tensors:
@@ -133,14 +133,14 @@ def _bounded(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _words(flat: torch.Tensor) -> torch.Tensor:
-    """The bytes as 8-byte integers, the last one with zeros after it."""
+    """Return the bytes as 8-byte integers, the last one padded with zeros."""
     if rest := len(flat) % WORD:
         flat = torch.nn.functional.pad(flat, (0, WORD - rest))
     return _aligned(flat).view(torch.int64)
 
 
 def _rows(flat: torch.Tensor) -> list[torch.Tensor]:
-    """The bytes as rows of 8-byte integers, at most the last row a copy."""
+    """Return the bytes as rows of 8-byte integers. At most the last row is a copy."""
     whole = len(flat) // _ROW * _ROW
     rest = len(flat) - whole
     parts = [_aligned(flat[:whole])] if whole else []
@@ -150,7 +150,7 @@ def _rows(flat: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _sums(matrices: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
-    """Of each matrix, given by its upper and lower part; int64 of shape `[matrices]`."""
+    """Return the sum of each matrix, given as upper and lower part; int64 of shape `[matrices]`."""
     device = matrices[0][0].device
     lengths = [sum(len(part) for part in parts) for parts in matrices]
     numbers = torch.cat([_mixed(length, device) for length in lengths])
@@ -162,7 +162,7 @@ def _sums(matrices: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
 
 
 def _bad(tensor: torch.Tensor) -> torch.Tensor:
-    """1 where an element is NaN or infinity, else 0; without memory of the tensor's size."""
+    """Return 1 if an element is NaN or infinity, else 0. Only float8 needs a copy of the tensor."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return torch.zeros((), dtype=torch.int64, device=tensor.device)
     if tensor.element_size() == 1:  # torch has no minimum of float8
@@ -177,10 +177,10 @@ def _aligned(flat: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=64)
 def _mixed(count: int, device: torch.device) -> torch.Tensor:
-    """`f(x) = x * (_ODD + _EVEN * x)` of 0 to `count`, exclusive, in int64 that wraps around."""
+    """Return `f(x) = x * (_ODD + _EVEN * x)` for 0 to `count`, exclusive, in int64 that wraps around."""
     # f(x) - f(y) = (x - y) * (_ODD + _EVEN * (x + y)): the difference times an odd number, so f maps one to one modulo
-    # every power of two (Rivest, Permutation Polynomials Modulo 2^w, 2001). Of a weight, then, the lowest 11 bits tell
-    # the column and the others the row: all are distinct up to 2**53 rows, odd, and as far apart as twice their places,
-    # but for an odd factor. A line would do for that too, but not see words a b b a that become b a a b.
+    # every power of two (Rivest, Permutation Polynomials Modulo 2^w, 2001). A weight's lowest 11 bits give the column,
+    # the others the row. All weights are odd, distinct up to 2**53 rows, and as far apart as twice their places, but
+    # for an odd factor. A linear f would do that too, but would not detect words a b b a that become b a a b.
     numbers = torch.arange(count, dtype=torch.int64, device=device)
     return numbers * (numbers * _EVEN + _ODD)

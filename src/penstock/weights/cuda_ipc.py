@@ -1,15 +1,15 @@
-"""Tensors in a trainer's device memory that engines on the same GPU map: the store, its lease, the driver's calls.
+"""Tensors in a trainer's device memory that engines on the same GPU map: the store, its lease, the driver calls.
 
-A manifest has, for each GPU (by its UUID), the IPC handles of the allocations in which the tensors lie and where in
-them each one begins: numbers and base64, nothing pickled. A trainer that updates its parameters in place shows the same
-allocations every time, so engines map them once.
+For each GPU (by UUID), a manifest has the IPC handles of the allocations that hold the tensors, and each tensor's
+position in them: numbers and base64, nothing pickled. A trainer that updates its parameters in place always shows the
+same allocations, so engines map them once.
 
-torch's `UntypedStorage._share_cuda_` makes each handle for exactly one receiver: memory shown to two engines, or to
-none, is never freed by its owner. Bare handles have no counter; a lease says when the memory ends. The lender holds
+torch's `UntypedStorage._share_cuda_` makes each handle for exactly one receiver. Memory shown to two engines, or to
+none, is never freed by its owner. Bare handles have no counter, so a lease marks when the memory ends. The lender holds
 both ends of a pipe; an engine opens the pipe through `/proc/PID/fd/N` and reads. The read ends when the lender closes
-the pipe, or when its process ends, by any signal. A forked child, which would hold the pipe open, closes its copies.
+the pipe or its process ends, by any signal. A forked child would hold the pipe open, so it closes its copies.
 
-Every driver call needs the device's context on the calling thread, which `torch.cuda.synchronize()` gives it.
+Every driver call needs the device's context on the calling thread. `torch.cuda.synchronize()` provides it.
 """
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnnecessaryComparison=false
@@ -47,7 +47,7 @@ class _Handle(ctypes.Structure):
 
 
 def block_of(pointer: int) -> tuple[int, int]:
-    """Find the allocation in which a device pointer lies: where it starts, and its bytes."""
+    """Return start and size in bytes of the allocation that contains a device pointer."""
     start, size = ctypes.c_uint64(), ctypes.c_size_t()
     _check_shareable(
         _driver().cuMemGetAddressRange_v2(ctypes.byref(start), ctypes.byref(size), ctypes.c_uint64(pointer))
@@ -56,14 +56,14 @@ def block_of(pointer: int) -> tuple[int, int]:
 
 
 def handle_of(start: int) -> bytes:
-    """Make the handle by which another process maps an allocation, 64 bytes."""
+    """Return the handle by which another process maps an allocation, 64 bytes."""
     handle = _Handle()
     _check_shareable(_driver().cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(start)))
     return bytes(handle)
 
 
 def open_handle(handle: bytes) -> int:
-    """Map another process's allocation on the current device; returns where it starts here."""
+    """Map another process's allocation on the current device. Return its start in this process."""
     if len(handle) != HANDLE_BYTES:
         raise WeightsError(f"a CUDA IPC handle has {HANDLE_BYTES} bytes, this one {len(handle)}")
     start = ctypes.c_uint64()
@@ -79,7 +79,7 @@ def open_handle(handle: bytes) -> int:
 
 
 def close_handle(start: int) -> None:
-    """Unmap what `open_handle` mapped. Nothing on the device may still read it."""
+    """Unmap an allocation of `open_handle`. The device must not be reading it any more."""
     status = _driver().cuIpcCloseMemHandle(ctypes.c_uint64(start))
     if status:
         raise WeightsError(f"cannot unmap device memory at {start:#x}: {_why(status)}")
@@ -111,31 +111,31 @@ def _driver() -> ctypes.CDLL:
 
 
 _no_fork = threading.RLock()
-"""Held through every fork, so that no other thread is opening or closing a pipe meanwhile."""
+"""Held through every fork, so that no other thread opens or closes a pipe during the fork."""
 
 
 class Lease:
-    """The lender's side; it lasts until `close`, or until the process ends. In a forked child it is closed."""
+    """The lender's side. It lasts until `close` or the end of the process, and is closed in a forked child."""
 
     def __init__(self) -> None:
         with _no_fork:
             self._ends = os.pipe()
             _open.add(self)
         self.path = f"/proc/{os.getpid()}/fd/{self._ends[0]}"
-        """Where a process of the same user borrows."""
+        """Path at which a process of the same user borrows."""
 
     def close(self) -> None:
-        """Tell all who borrowed; closing twice is harmless."""
+        """Notify all borrowers. A second call is harmless."""
         with _no_fork:
             if self in _open:
                 _open.remove(self)
-                # The read end first: a pipe that can be found has a writer, so that nobody waits for one.
+                # The read end first: then a pipe that can be opened always has a writer, and no reader waits for one.
                 for fd in self._ends:
                     os.close(fd)
 
 
 _open: set[Lease] = set()
-"""All that are not closed, also those that nobody refers to any more: their pipes are open."""
+"""All open leases, even unreferenced ones, because their pipes are open."""
 
 
 def _forked() -> None:
@@ -148,7 +148,7 @@ os.register_at_fork(before=_no_fork.acquire, after_in_parent=_no_fork.release, a
 
 
 def borrow(path: str, ended: Callable[[], None]) -> None:
-    """Have `ended` called, in a thread of its own, when the lease is over. WeightsError: it is, or is no lease."""
+    """Call `ended` in its own thread once the lease ends. WeightsError: it has ended, or is not a lease."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -171,32 +171,32 @@ def borrow(path: str, ended: Callable[[], None]) -> None:
 
 
 class CudaIpcStore(Store):
-    """Shows tensors to the engines of their GPU. The tensors must not change from `publish` to the update's end.
+    """Shows tensors to the engines on their GPU. The tensors must not change from `publish` to the update's end.
 
-    `current` is always None: after an update the tensors are the trainer's, and change.
+    `current` is always None, because after an update the trainer changes the tensors.
     """
 
     transport = TRANSPORT
 
     def __init__(self, devices: Sequence[torch.device | str] = ()) -> None:
-        """Open a store for the GPUs that engines run on, all of them; default: that of the first tensor.
+        """Open a store for the GPUs of all engines. Default: the GPU of the first tensor.
 
-        A tensor that is not on a device, or not contiguous, gets a copy there, in memory that is kept for the next
-        version.
+        A tensor that is on another device or not contiguous is copied to each GPU. The memory of the copy is kept for
+        the next version.
         """
         self._given = tuple(_indexed(torch.device(device)) for device in devices)
         self._copies: dict[tuple[torch.device, str], torch.Tensor] = {}
         self._names: list[str] = []
         self._shown: dict[torch.device, list[torch.Tensor]] = {}
-        """What engines may be reading; kept alive."""
+        """Tensors that engines may be reading. This reference keeps them alive."""
         self._blocks: list[Any] = []
         self._lease: Lease | None = None
 
     def publish(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
-        """Describe where the tensors lie, once the devices have computed them; see `Store.publish`.
+        """Describe the tensors' location, once the devices have computed them; see `Store.publish`.
 
         Raises:
-            WeightsError: no GPU, or memory that cannot be shared (expandable segments), too.
+            WeightsError: also without a GPU, and for memory that cannot be shared (expandable segments).
         """
         self.check_open()
         if not torch.cuda.is_available():
@@ -208,18 +208,18 @@ class CudaIpcStore(Store):
         blocks = [part["blocks"] for part in parts.values()]
         if self._lease is None or blocks != self._blocks:
             if self._lease is not None:
-                self._lease.close()  # engines unmap what they do not need, so that it can be freed here
+                self._lease.close()  # engines unmap the old allocations, so that they can be freed here
             self._lease, self._blocks = Lease(), blocks
         self._names, self._shown = names, shown
         location = {_uuid(d): json.dumps({"lease": self._lease.path, **part}) for d, part in parts.items()}
         return WeightManifest(version, TRANSPORT, location, entries)
 
     def offered(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """The tensors that were published last, as engines read them."""
+        """Return the tensors of the last `publish`, as engines read them."""
         return list(zip(self._names, next(iter(self._shown.values()), ()), strict=True))
 
     def close(self) -> None:
-        """Let go of every tensor; engines that mapped them are told, and unmap them."""
+        """Release every tensor. Engines that mapped them get notice and unmap them."""
         super().close()
         if self._lease is not None:
             self._lease.close()
@@ -229,7 +229,7 @@ class CudaIpcStore(Store):
     def _show(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]]
     ) -> tuple[list[str], dict[torch.device, list[torch.Tensor]]]:
-        """Names, and on every device a contiguous tensor for each."""
+        """Return the names, and on every device one contiguous tensor per name."""
         names: list[str] = []
         shown: dict[torch.device, list[torch.Tensor]] = {device: [] for device in self._given}
         for name, tensor in checked(named_tensors):
@@ -254,7 +254,7 @@ class CudaIpcStore(Store):
             return torch.empty(source.shape, dtype=source.dtype, device=device)
         except torch.OutOfMemoryError as error:
             copied = sum(tensor.nbytes for tensor in self._copies.values())
-            self._copies.clear()  # they would be in the trainer's way
+            self._copies.clear()  # frees the trainer's memory
             raise WeightsError(
                 f"{device} has no room for a copy of the tensor {name!r} ({source.nbytes} bytes, of {source.device}) "
                 f"beside {copied} bytes of others: lower the engines' gpu_memory_utilization, or use the transport "
@@ -263,12 +263,12 @@ class CudaIpcStore(Store):
 
 
 def _part(device: torch.device, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """`blocks`, `[handle, bytes]` of each allocation, and `places`, `[block, bytes from its start]` of each tensor."""
+    """Return `blocks`, `[handle, bytes]` per allocation, and `places`, `[block, offset]` per tensor."""
     numbers: dict[int, int] = {}
     blocks: list[list[str | int]] = []
     places: list[list[int]] = []
     with torch.cuda.device(device):
-        torch.cuda.synchronize()  # another process's stream knows nothing of ours
+        torch.cuda.synchronize()  # another process's stream does not wait for ours
         for tensor in tensors:
             if tensor.numel() == 0:
                 places.append([0, 0])
@@ -286,7 +286,7 @@ def _uuid(device: torch.device) -> str:
 
 
 def _indexed(device: torch.device) -> torch.device:
-    """`cuda` and `cuda:0` are one device, and compare as two."""
+    """Add the index to `cuda`, which is the same device as `cuda:0` but compares as different."""
     if device.type != "cuda":
         raise WeightsError(f"the transport cuda_ipc shows memory of GPUs, not of {device}")
     return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
@@ -302,7 +302,7 @@ class IpcSource(Source):
         self._mapped: Mapped | None = None
 
     def prepare(self, manifest: WeightManifest) -> None:
-        """Map what is not mapped yet, and compare the sum of every tensor with the sender's."""
+        """Map new allocations, and compare the sum of every tensor with the sender's."""
         part = self._part(manifest)
         mapped = self._map(part)
         with mapped.lock:
@@ -318,7 +318,7 @@ class IpcSource(Source):
         del place
         part = self._part(manifest)
         mapped = self._map(part)
-        with mapped.lock:  # should the trainer end now, its memory stays mapped until the last view was asked for
+        with mapped.lock:  # if the trainer ends now, its memory stays mapped until the lock is released
             views = list(self._views(manifest, mapped, part))
             yield from zip(manifest.tensors, views, strict=True)
             found = device_sums(views)
@@ -360,16 +360,16 @@ class IpcSource(Source):
 
 
 class Mapped:
-    """Allocations that another process lends on one device; hold `lock` while using views, since a lease may end."""
+    """Allocations that another process lends on one device. Hold `lock` while using views: a lease may end."""
 
     def __init__(self, lease: str, blocks: list[tuple[bytes, int]], device: torch.device) -> None:
-        """Map `blocks`, the handle and the bytes of each. WeightsError: they are not lent, or not any more."""
+        """Map `blocks`, each with handle and bytes. WeightsError: they are not lent, or no longer."""
         self.lock = threading.Lock()
         self._of = (lease, blocks)
         self._device = device
         self._starts: list[int] = []
         self._closed = False
-        borrow(lease, self.close)  # first: it can say that the trainer has ended, the driver cannot
+        borrow(lease, self.close)  # first, because only the lease's error can say that the trainer has ended
         try:
             with self.lock, torch.cuda.device(device):
                 torch.cuda.synchronize()  # binds the device's context to this thread
@@ -394,7 +394,7 @@ class Mapped:
         return torch.as_tensor(memory, device=self._device).view(dtype).view(entry.shape)
 
     def close(self) -> None:
-        """Unmap them, once the device has read what it was to read; closing twice is harmless."""
+        """Unmap the allocations once the device has finished reading. A second call is harmless."""
         with self.lock:
             if self._closed:
                 return
@@ -406,7 +406,7 @@ class Mapped:
 
 
 class _Memory:
-    """Device memory as torch takes it without a copy: Numba's array interface."""
+    """Device memory that torch reads without a copy, through Numba's array interface."""
 
     def __init__(self, pointer: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (pointer, False), "version": 2}

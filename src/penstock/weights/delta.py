@@ -1,9 +1,9 @@
-"""Versions in a folder as deltas: what differs from the version that was last written whole.
+"""Versions in a folder as deltas: the differences from the last version that was written whole.
 
 An engine reads at most two files, whichever version it has. When a delta has grown to a part of the whole, the next
-version is written whole. A delta file has a zstd frame for each chunk of a tensor that differs: one bit for each
-element, whether it does, and then the exclusive or, old with new, of the elements that do. Bytes of equal significance
-lie together, since a training step changes few high bits.
+version is written whole. A delta file has one zstd frame per changed chunk of a tensor. The frame has one bit per
+element, which marks changed elements, and then the exclusive or of old and new for those elements. Bytes of equal
+significance lie together, because a training step changes few high bits.
 
     frame, frame, ..., JSON [[tensor, chunk, bytes of its frame], ...], length of the JSON (8 bytes)
 """
@@ -35,20 +35,20 @@ if TYPE_CHECKING:
 
 TRANSPORT = "delta"
 WHOLE_FROM = 1 / 4
-"""A delta with a greater part of the whole's bytes is the last one against it: what changes adds up."""
+"""Largest share of the whole's bytes for a delta. After a larger one, the next version is written whole."""
 CHUNK = 4 * 2**20
-"""Elements that are compared at once and compressed as one frame."""
+"""Number of elements that are compared at once and compressed as one frame."""
 LEVEL = 1
-"""Of zstd: higher ones save a few percent, at several times the seconds."""
+"""Compression level of zstd. Higher levels save a few percent and take several times as long."""
 
 
 class DeltaStore(DiskStore):
-    """Keeps a whole version in a folder, and what differs from it of the current one and the one before."""
+    """Keeps a whole version in a folder, and the deltas to it of the current version and the one before."""
 
     transport = TRANSPORT
 
     def publish(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
-        """Write what differs from the whole version, or all, and describe it; see `DiskStore.publish`."""
+        """Write a delta to the whole version, or a new whole version; see `DiskStore.publish`."""
         from penstock.weights.pack import write  # noqa: PLC0415 - the core must import without torch
 
         zstd()
@@ -68,13 +68,13 @@ class DeltaStore(DiskStore):
         return WeightManifest(version, TRANSPORT, {**base.location, **delta}, entries)
 
     def _base(self, specs: Sequence[TensorSpec]) -> WeightManifest | None:
-        """The current version; None where a whole file is due: the first one, other tensors, or a large last delta."""
+        """Return the current version; None if a whole file is due."""
         current = self.current
         if current is None or current.location.get("folder") != str(self.folder):
             return None
         try:
             open_version(current).close()
-        except WeightsError:  # somebody has removed it
+        except WeightsError:  # the file was removed
             return None
         same = [TensorSpec(e.name, e.dtype, e.shape) for e in current.tensors] == list(specs)
         return current if same and int(current.location["delta_bytes"]) <= WHOLE_FROM * current.extent else None
@@ -88,7 +88,7 @@ class DeltaStore(DiskStore):
 
 
 def read_delta(manifest: WeightManifest) -> memoryview | None:
-    """Read the delta that makes a version of the whole file; None: the whole file is that version already."""
+    """Read the delta from the whole file to a version; None if the whole file is that version."""
     where = manifest.location
     with reading("weight manifest", WeightsError):
         name, nbytes, checksum = where["delta"], int(where["delta_bytes"]), int(where["delta_checksum"])
@@ -104,9 +104,9 @@ def read_delta(manifest: WeightManifest) -> memoryview | None:
 def write_delta(
     file: BinaryIO, old: Callable[[int, int], memoryview], new: memoryview, entries: Sequence[TensorEntry]
 ) -> tuple[int, int]:
-    """Write what differs between two versions in which the tensors lie at the same offsets.
+    """Write the differences between two versions whose tensors lie at the same offsets.
 
-    `old` reads from an offset so many bytes of the base. Returns the bytes of the file, and their CRC-32.
+    `old(offset, nbytes)` reads the base. Returns the bytes of the file, and their CRC-32.
     """
     size = checksum = 0
     frames: list[tuple[int, int, int]] = []
@@ -132,13 +132,13 @@ def write_delta(
 
 
 def apply_delta(data: memoryview, buffer: memoryview, entries: Sequence[TensorEntry]) -> set[int]:
-    """Make the base in `buffer`, which is writable, the version that results; applied again, it undoes that.
+    """Turn the base in the writable `buffer` into the new version. A second call undoes the first.
 
     Returns:
-        Numbers of the tensors that changed.
+        The numbers of the changed tensors.
 
     Raises:
-        WeightsError: the file is malformed. What is in `buffer` is of no version then.
+        WeightsError: the file is malformed. Then `buffer` may hold no version at all.
     """
     length = int.from_bytes(data[-8:], "little")
     with reading("delta", WeightsError):
@@ -164,7 +164,7 @@ def apply_delta(data: memoryview, buffer: memoryview, entries: Sequence[TensorEn
 
 
 def _encode(old: Any, new: Any) -> bytes:
-    """The frame of a chunk; empty where nothing differs."""
+    """Return the frame of a chunk; empty if no element differs."""
     import numpy as np  # noqa: PLC0415 - not of the core
 
     differing = old ^ new
@@ -176,7 +176,7 @@ def _encode(old: Any, new: Any) -> bytes:
 
 
 def _decode(part: Any, frame: memoryview) -> None:
-    """Change a chunk in place."""
+    """Apply a frame to a chunk in place."""
     import numpy as np  # noqa: PLC0415 - not of the core
 
     size, bits = part.itemsize, -(-len(part) // 8)
@@ -189,7 +189,7 @@ def _decode(part: Any, frame: memoryview) -> None:
 
 
 def _decompressed(frame: memoryview, most: int) -> bytes:
-    """Read one zstd frame; what would become more than `most` bytes is refused before memory is taken for it."""
+    """Read one zstd frame. Refuse a frame of more than `most` bytes before memory is taken for it."""
     decoder = zstd().ZstdDecompressor()
     try:
         nbytes = zstd().get_frame_info(frame).decompressed_size
@@ -202,7 +202,7 @@ def _decompressed(frame: memoryview, most: int) -> bytes:
 
 
 def _chunk(buffer: memoryview, entry: TensorEntry, index: int) -> Any:
-    """Elements of one chunk of a tensor as unsigned integers, without a copy; shape `[at most CHUNK]`."""
+    """Return one chunk of a tensor as unsigned integers, without a copy; shape `[at most CHUNK]`."""
     import numpy as np  # noqa: PLC0415 - not of the core
 
     size = DTYPE_BYTES[entry.dtype]
@@ -219,28 +219,28 @@ def _number(value: Any) -> int:
 
 
 def _threads() -> int:
-    return max(1, min(8, len(os.sched_getaffinity(0)) // 2))  # the other half has work of its own
+    return max(1, min(8, len(os.sched_getaffinity(0)) // 2))  # other work needs the other half
 
 
 class DeltaBase:
-    """The engine's side: a whole version in sealed memory that workers map, with at most one delta applied to it."""
+    """The engine's side: a whole version in sealed memory that workers map, with at most one delta applied."""
 
     def __init__(self) -> None:
         self._fd = -1
         self._image: mmap.mmap | None = None
         self._full = ""
-        """Name of the whole file that the image is made of; empty while the image is of no version."""
+        """Name of the whole file that the image comes from. Empty while the image holds no version."""
         self._undo: Callable[[], object] = lambda: None
-        """Make the image the whole version again: a delta is its own inverse."""
+        """Turns the image back into the whole version. A delta is its own inverse."""
         self._changed: set[int] = set()
         """Numbers of the tensors in which the image differs from the whole version."""
         self._lock = threading.Lock()
 
     def bring(self, manifest: WeightManifest) -> WeightManifest:
-        """Make the image a version, and return the manifest for workers, of the transport `shared_memory`.
+        """Turn the image into a version. Return the manifest for workers, of transport `shared_memory`.
 
         Raises:
-            WeightsError: a file is gone or damaged, or a tensor that resulted is not what was sent, or not finite.
+            WeightsError: a file is gone or damaged, or a resulting tensor has a wrong checksum or is not finite.
         """
         with self._lock:
             self._make(manifest)
@@ -251,7 +251,7 @@ class DeltaBase:
         from penstock.weights.pack import check_tensors  # noqa: PLC0415 - the core must import without torch
 
         entries, delta, full = manifest.tensors, read_delta(manifest), manifest.location.get("file", "")
-        base, self._full = self._full, ""  # should anything fail, the image is of no version
+        base, self._full = self._full, ""  # after an error the image holds no version
         if self._image is not None and base == full and manifest.extent <= len(self._image):
             unchecked = self._changed
             self._undo()
@@ -273,7 +273,7 @@ class DeltaBase:
         extent = max(manifest.extent, 1)
         with open_version(manifest) as file:
             if self._image is None or len(self._image) != extent:
-                before = self._fd  # still ours if there is no memory for another
+                before = self._fd  # stays ours if there is no memory for a new image
                 self._fd, self._image = shared_memory.sealed_memory("penstock-delta-base", extent)
                 if before >= 0:
                     os.close(before)
@@ -282,12 +282,12 @@ class DeltaBase:
 
 
 bring = DeltaBase().bring
-"""Make a version of what this process holds; see `DeltaBase.bring`."""
+"""Brings this process's image to a version; see `DeltaBase.bring`."""
 
 
 @cache
 def zstd() -> Any:
-    """Import zstd: Python's own from 3.14 on, before that the same as a package. WeightsError: it is not there."""
+    """Import zstd: Python's own from 3.14 on, else the same as a package. WeightsError: it is missing."""
     try:
         return importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
     except ImportError as error:

@@ -1,9 +1,9 @@
 """The transport `disk`: versions in a folder that engines see too.
 
 Each version is one safetensors file: eight bytes with the length of a JSON object, the object, then the tensors without
-gaps (https://github.com/huggingface/safetensors, "Format"). A file gets its name when it is whole and on the disk, and
-names are never used again. Two versions are kept: the current one, and the one before it, which an engine may still
-read. The writer holds a lock, so that two trainers given one folder do not remove each other's versions.
+gaps (https://github.com/huggingface/safetensors, "Format"). A file gets its name once it is whole and on the disk, and
+names are never reused. The store keeps two versions: the current one, and the one before it, which an engine may still
+read. The writer holds a lock, so that two trainers with one folder do not remove each other's versions.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 TRANSPORT = "disk"
 _FILE = re.compile(r"v\d+-[0-9a-f]{8}\.(safetensors|delta)")
 _PART = ".part"
-"""Ends the name of a file that is not whole."""
+"""Suffix of a file that is not whole."""
 _LOCK = "lock"
 
 
 class DiskStore(Store):
-    """Keeps versions in a folder. Nothing is made, locked or changed in it before the first `publish`."""
+    """Keeps versions in a folder. The store does not touch the folder before the first `publish`."""
 
     transport = TRANSPORT
 
@@ -60,7 +60,7 @@ class DiskStore(Store):
         """Write the tensors to a new file and describe them; see `Store.publish`.
 
         Raises:
-            StateError: another store keeps its versions in this folder, too.
+            StateError: also if another store keeps its versions in this folder.
         """
         from penstock.weights.pack import write  # noqa: PLC0415 - the core must import without torch
 
@@ -77,22 +77,22 @@ class DiskStore(Store):
         return WeightManifest(version, TRANSPORT, {"folder": str(self.folder), "file": name}, entries)
 
     def adopt(self, manifest: WeightManifest) -> WeightManifest:
-        """Take a version that another process wrote, to this folder or another; no byte is copied.
+        """Take a version that another process wrote, in this folder or another. No byte is copied.
 
         Raises:
-            WeightsError: it is of another transport, or a file of it is gone, too short or damaged.
+            WeightsError: it has another transport, or one of its files is gone, too short or damaged.
         """
         self._check(super().adopt(manifest))
         return manifest
 
     def commit(self, manifest: WeightManifest) -> None:
-        """Make a published version the current one: its file stays until the one after the next is committed."""
+        """Make a published version the current one. Its file stays until a `publish` after the next commit."""
         self._before, self.current = self.current, manifest
         if self._lock is not None:
             self.keep(self._names(self.current) | self._names(self._before))
 
     def close(self) -> None:
-        """Leave the folder to another store; the versions stay in it."""
+        """Release the folder for another store. The versions stay in it."""
         super().close()
         self.current = None
         if self._lock is not None:
@@ -100,10 +100,10 @@ class DiskStore(Store):
             self._lock = None
 
     def keep(self, names: Collection[str]) -> None:
-        """Remove every version's file but these, and what a process left that died while it wrote.
+        """Remove every version's file except `names`, and unfinished files of writers that died.
 
         Raises:
-            WeightsError: the folder is gone, or nothing can be removed from it.
+            WeightsError: the folder is gone, or files cannot be removed.
         """
         try:
             for file in self.folder.iterdir():
@@ -116,7 +116,7 @@ class DiskStore(Store):
             ) from error
 
     def _own(self) -> None:
-        """Make the folder and take its lock, until `close`."""
+        """Create the folder, and take its lock until `close`."""
         self.check_open()
         if self._lock is not None:
             return
@@ -138,9 +138,9 @@ class DiskStore(Store):
 
     @contextmanager
     def _new_file(self, version: int, suffix: str, nbytes: int) -> Generator[tuple[str, BinaryIO]]:
-        """Give the name of a new file of `nbytes`, and the file, which gets the name when it is whole and on the disk.
+        """Yield the name of a new file of `nbytes`, and the file. It gets the name once it is whole and on the disk.
 
-        After an error nothing is left of it.
+        After an error the file is removed.
         """
         name = f"v{version}-{secrets.token_hex(4)}.{suffix}"
         free = os.statvfs(self.folder)
@@ -149,14 +149,14 @@ class DiskStore(Store):
                 f"weight version {version} needs {nbytes} bytes in {self.folder}, {space} are free: free space, or "
                 "give another folder"
             )
-        # Opened exclusively: another user of the folder may have put a link under a name that can be known.
+        # Opened exclusively: another user of the folder may have put a link under a predictable name.
         part = self.folder / (name + _PART)
         try:
             with ExitStack() as stack:
                 file = stack.enter_context(part.open("x+b"))
                 stack.callback(part.unlink, missing_ok=True)
                 if nbytes:
-                    os.posix_fallocate(file.fileno(), 0, nbytes)  # a full disk would end a process that maps the file
+                    os.posix_fallocate(file.fileno(), 0, nbytes)  # on a full disk, the mapping would kill the process
                 yield name, file
                 file.flush()
                 os.fsync(file.fileno())
@@ -168,7 +168,7 @@ class DiskStore(Store):
             raise WeightsError(f"cannot write weight version {version} to {self.folder}: {error.strerror}") from error
 
     def _check(self, manifest: WeightManifest) -> None:
-        """Raise WeightsError where a file of a version is not there."""
+        """Raise WeightsError if a file of a version is missing."""
         open_version(manifest).close()
 
     def _names(self, manifest: WeightManifest | None) -> set[str]:
@@ -176,13 +176,13 @@ class DiskStore(Store):
 
 
 class VersionFile:
-    """A version's file, open for reading on any host that has the folder; close it, or use it in a `with`.
+    """A version's file, open for reading on any host that has the folder. Close it, or use it in a `with`.
 
-    It is read and not mapped: the reader of a mapping whose file shrinks is killed by SIGBUS.
+    The file is read and not mapped, because SIGBUS kills the reader of a mapping whose file shrinks.
     """
 
     def __init__(self, folder: str, name: str, nbytes: int) -> None:
-        """Open it. WeightsError: it is not there, or shorter than `nbytes`."""
+        """Open the file. WeightsError: it is missing, or shorter than `nbytes`."""
         self._path = Path(folder) / name
         if not folder or not _FILE.fullmatch(name):
             raise WeightsError(f"malformed weight manifest: {str(self._path)!r} is no file of a store of weights")
@@ -200,7 +200,7 @@ class VersionFile:
             raise WeightsError(f"the weights at {self._path} are {self.size} bytes, the manifest needs {nbytes}")
 
     def read_into(self, target: memoryview, offset: int) -> None:
-        """Fill `target` with what lies from `offset` on. WeightsError: the file has shrunk, or its disk fails."""
+        """Fill `target` with the bytes from `offset` on. WeightsError: the file has shrunk, or its disk fails."""
         while len(target):
             try:
                 count = os.preadv(self._fd, [target], offset)
@@ -213,7 +213,7 @@ class VersionFile:
             target, offset = target[count:], offset + count
 
     def read(self, offset: int, nbytes: int) -> memoryview:
-        """Read so many bytes into memory of their own; raises as `read_into`."""
+        """Read `nbytes` bytes into new memory. Raises as `read_into`."""
         data = memoryview(bytearray(nbytes))
         self.read_into(data, offset)
         return data
@@ -234,7 +234,7 @@ def open_version(manifest: WeightManifest) -> VersionFile:
 
 
 def check_file(manifest: WeightManifest) -> WeightManifest:
-    """Read every byte in the engine's core. WeightsError: they are gone, not those that were sent, or not finite."""
+    """Check every byte in the engine's core. WeightsError: bytes are gone, changed, or not finite."""
     from penstock.weights.pack import check_tensors  # noqa: PLC0415 - the core must import without torch
 
     with open_version(manifest) as file:
@@ -243,14 +243,14 @@ def check_file(manifest: WeightManifest) -> WeightManifest:
 
 
 class DiskSource(Source):
-    """A worker's side: it reads the file, whose bytes the core has checked."""
+    """A worker's side. It reads the file, whose bytes the core has checked."""
 
     def prepare(self, manifest: WeightManifest) -> None:
-        """Open the file: a worker may be on another host than the core."""
+        """Check that the file opens here, because a worker may be on another host than the core."""
         open_version(manifest).close()
 
     def tensors(self, manifest: WeightManifest, place: Place) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-        """Yield all tensors in one memory, as large as the largest."""
+        """Yield all tensors in the same memory, which is as large as the largest tensor."""
         from penstock.weights.pack import view  # noqa: PLC0415 - the core must import without torch
 
         del place
@@ -265,10 +265,10 @@ class DiskSource(Source):
 def in_order(
     named_tensors: Iterable[tuple[str, torch.Tensor]],
 ) -> tuple[Iterable[tuple[str, torch.Tensor]], list[TensorSpec]]:
-    """Return the tensors, and what a file's header says of them in the order in which it has them.
+    """Return the tensors, and their specs in the order of a file's header.
 
     Raises:
-        WeightsError: a name twice, no tensor at all, or a dtype no engine loads.
+        WeightsError: a repeated name, no tensor at all, or a dtype that no engine loads.
     """
     from penstock.weights.pack import described  # noqa: PLC0415 - the core must import without torch
 
@@ -280,7 +280,7 @@ def header(specs: Sequence[TensorSpec]) -> tuple[bytes, list[int]]:
     """Return the bytes before the first tensor, and each tensor's offset from the start of the file.
 
     Args:
-        specs: in the order they lie; of descending element size, so that each is aligned to its own.
+        specs: in the order of the file, with descending element size, so that each tensor is aligned to its own.
     """
     fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offsets: list[int] = []
@@ -290,6 +290,6 @@ def header(specs: Sequence[TensorSpec]) -> tuple[bytes, list[int]]:
         fields[spec.name] = {"dtype": SAFETENSORS[spec.dtype], "shape": list(spec.shape), "data_offsets": [begin, end]}
         offsets.append(begin)
     text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % ALIGNMENT)  # the format lets spaces follow the object
+    text += b" " * (-(len(text) + 8) % ALIGNMENT)  # the format allows spaces after the object
     start = len(text) + 8
     return len(text).to_bytes(8, "little") + text, [start + offset for offset in offsets]

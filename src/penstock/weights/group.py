@@ -1,14 +1,14 @@
-"""One group of the trainer and the workers, beside the process groups that they have: formed, used, cut.
+"""One group of the trainer and the workers, apart from their own process groups: formed, used, cut.
 
-Every member has one connection to the trainer's port, over which go who is here, what NCCL's ranks tell each other, why
-the group ended and, among CPUs, the weights themselves. Its end says that the other side is gone: no rank waits in a
-collective for one that will not come. `torch.distributed`'s own default group is left alone, since the trainer has one.
+Every member has one connection to the trainer's port. It carries the presence of members, the messages of NCCL's
+ranks, the reason why the group ended and, among CPUs, the weights. When it ends, the other side is gone, so no rank
+waits in a collective for a lost rank. `torch.distributed`'s default group is left alone: the trainer has one.
 
-The key is random and another one for every group. Engines get it in the body of a control call, which asks for their
-own key. Both ends of a connection prove that they have it (HMAC-SHA256 over a random number of each) before either
-says anything else, so a stranger neither joins, nor reads, nor takes the trainer's place. The bytes are neither
-encrypted nor signed, so the network between hosts has to be trusted. NCCL opens ports of its own, which accept a number
-of 64 random bits out of the unique id.
+Each group has its own random key. Engines get it in the body of a control call, which requires their own key. Both ends
+of a connection prove that they have the group's key (HMAC-SHA256 over a random number of each) before they say anything
+else. So a stranger can neither join, nor read, nor take the trainer's place. The bytes are neither encrypted nor
+signed, so the network between hosts must be trusted. NCCL opens its own ports. They accept connections by a number of
+64 random bits from the unique id.
 """
 # ruff: noqa: SLF001 - torch names with an underscore what its own init_process_group makes groups of
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -41,31 +41,31 @@ from penstock.guard import Strangers, shut
 from penstock.weights.broadcast import GroupSpec
 
 HANDSHAKE_S, STRANGERS = 10.0, 1024
-"""Seconds that a connection has to prove itself, and how many there may be that have not: members come all at once."""
+"""Seconds that a connection has to prove itself, and how many unproven ones may be open: members come all at once."""
 MAX_NAME, MAX_VALUE = 2**10, 2**20
-"""Bytes of what a member says at once; NCCL's unique id has 128."""
+"""Most bytes in a member's name and value. NCCL's unique id has 128."""
 _NONCE, _PROOF = 32, 32
 _TENSOR, _END, _GO, _HERE, _NCCL = "tensor", "end", "go", "here/", "nccl/"
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
-"""A machine that vanished is noticed after 35 s."""
+"""Keepalive probes notice a vanished machine after 35 s."""
 _LONG = timedelta(days=1)
-"""For torch's own deadlines, which end the process or leave it hanging; ours are kept by timers that cut the group."""
+"""Value for torch's own deadlines, which end the process or leave it hanging. Our own timers cut the group instead."""
 _NCCL_ENV = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
-"""Read by ProcessGroupNCCL's constructor (torch 2.11 to 2.13): by default its watchdog ends the process when a peer
-dies, and a thread of it asks the store every second, also while Python ends. Set only while ours is made: other groups
-of the process keep what they have."""
+"""Read by ProcessGroupNCCL's constructor (torch 2.11 to 2.13). By default its watchdog ends the process when a peer
+dies, and one of its threads asks the store every second, even while Python ends. The variables are set only while our
+group is created. Other groups of the process keep their settings."""
 _nccl_env_lock = threading.Lock()
-_inside: WeakSet[threading.Thread] = WeakSet()  # started to call into torch
+_inside: WeakSet[threading.Thread] = WeakSet()  # threads that were started to call into torch
 
 
 class Group:
-    """One rank's part in one group; thread-safe. Every method that waits is blocking.
+    """One rank's part in one group. It is thread-safe, and every method that waits is blocking.
 
-    Rank 0 is the trainer's, which needs a `listener`, its port (`listen`).
+    Rank 0 is the trainer's. It needs a `listener` on its port (`listen`).
     """
 
     def __init__(self, spec: GroupSpec, rank: int, device: torch.device, listener: socket.socket | None = None) -> None:
@@ -73,40 +73,40 @@ class Group:
         self.device = device
         self.ready = False
         self.cut: str | None = None
-        """Why nothing more goes over it."""
+        """Reason why the group ended; None while it is intact."""
         self.absent: tuple[int, ...] = ()
-        """Ranks that did not come, or left, where `lead` could not form the group."""
+        """Ranks that did not join before the deadline, or the rank that left the group."""
         self._rank = rank
         self._listener = listener
         self._peers: list[socket.socket] = []
-        """The trainer's: of every member. A member's: of the trainer."""
+        """On the trainer: connections to all members. On a member: the connection to the trainer."""
         self._values: dict[str, bytes] = {}
-        """What was said; the trainer passes on to every member what it says, and what NCCL's ranks say."""
+        """Values by name. The trainer forwards its own values, and those of NCCL's ranks, to every member."""
         self._targets: deque[memoryview] = deque()
-        """Memory that the next tensors go to."""
+        """Memory for the next tensors that arrive."""
         self._changed = threading.Condition()
         self._sends = threading.Lock()
         self._in_tensor = False
         self._store: Store | None = None
-        """Kept for as long as the backend is: torch finds our methods by the Python object alone."""
+        """Kept as long as the backend: torch finds our methods only through the Python object."""
         self._backend: Any = None
-        """NCCL's."""
+        """NCCL's process group."""
         if listener is not None:
             threading.Thread(target=self._accept, args=(listener,), name="penstock-rendezvous", daemon=True).start()
 
     def form(self) -> None:
-        """Form the group with all others, which rank 0 leads.
+        """Form the group with all other ranks. Rank 0 leads.
 
         Raises:
-            TransferError: it was not formed within the deadline (then see `absent`), or was cut.
+            TransferError: the group was not formed within the deadline (then see `absent`), or was cut.
         """
         with self._or_cut(f"group {self.spec.epoch} was not formed"):
             if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)  # of this thread
+                torch.cuda.set_device(self.device)  # for this thread
             if self._listener is None:
                 self.connect()
                 self.set(f"{_HERE}{self._rank}")
-                self.get(_GO, 2 * self.spec.timeout_s)  # the trainer gives up first, and knows who is missing
+                self.get(_GO, 2 * self.spec.timeout_s)  # the trainer gives up first, as it knows who is missing
                 self._connect_ranks()
                 self.set(f"ready/{self._rank}")
             else:
@@ -131,10 +131,10 @@ class Group:
             raise TimeoutError(f"ranks {list(self.absent)} did not come within {self.spec.timeout_s:g} s ({step})")
 
     def _connect_ranks(self) -> None:
-        """Send one element to all within the deadline, or until the group is cut: what connects the ranks of NCCL.
+        """Connect NCCL's ranks by sending one element to all, until the deadline or a cut.
 
-        NCCL has no deadline for that, and nothing interrupts it where a rank hangs or cannot be reached. So a thread
-        does it, which is then left alone.
+        NCCL has no deadline for this, and it cannot be interrupted if a rank hangs or is unreachable. So it runs in a
+        thread, which is then left alone.
         """
 
         def connect() -> None:
@@ -157,7 +157,7 @@ class Group:
 
     def _connect_backend(self) -> None:
         if self.spec.backend == "nccl":
-            torch.cuda.set_device(self.device)  # of this thread
+            torch.cuda.set_device(self.device)  # for this thread
             self._store = NcclStore(self)
             backend = _nccl(self._store, self._rank, self.spec.world_size)
             with self._changed:
@@ -165,7 +165,7 @@ class Group:
                 self._backend = backend
 
     def set(self, name: str, value: bytes = b"") -> None:
-        """Tell the trainer, or every member, a value. OSError: the connection is broken."""
+        """Send a value to the trainer, or as the trainer to every member. OSError: the connection is broken."""
         if self._listener is not None:
             self._note(name, value)
         frame = _head(name, len(value)) + value
@@ -174,20 +174,20 @@ class Group:
                 peer.sendall(frame)
 
     def get(self, name: str, timeout_s: float) -> bytes:
-        """Return a value, when it was said. Raises TimeoutError after `timeout_s` seconds, TransferError at the end."""
+        """Return a value once it is there. Raises TimeoutError after `timeout_s`, TransferError after a cut."""
         if self.missing([name], timeout_s):
             raise TimeoutError(f"{name} was not there within {timeout_s:g} s")
         return self._values[name]
 
     def missing(self, names: Sequence[str], timeout_s: float) -> list[str]:
-        """Return which were not said after `timeout_s` seconds, as soon as all are. TransferError: it was cut."""
+        """Wait up to `timeout_s` seconds for values; return the missing names. TransferError: the group was cut."""
         with self._changed:
             self._changed.wait_for(lambda: self.cut is not None or self._values.keys() >= set(names), timeout_s)
             self._check()
             return [name for name in names if name not in self._values]
 
     def connect(self) -> None:
-        """Connect a member with the trainer. ConnectionRefusedError: who listens there does not have the key."""
+        """Connect a member to the trainer. ConnectionRefusedError: the listener does not have the key."""
         address = (self.spec.address, self.spec.port)
         connection = socket.create_connection(address, timeout=self.spec.timeout_s)
         with ExitStack() as undo:
@@ -206,14 +206,14 @@ class Group:
             except OSError:
                 if self.cut is not None:
                     return
-                time.sleep(0.05)  # no descriptor is left; there is no event of one that is
+                time.sleep(0.05)  # no descriptor is free, and no event reports a free one
                 continue
             strangers.add(connection)
             serve = partial(self._serve, connection, strangers)
             threading.Thread(target=serve, name="penstock-member", daemon=True).start()
 
     def _serve(self, connection: socket.socket, strangers: Strangers) -> None:
-        with ExitStack() as undo, suppress(OSError, TransferError):  # it is gone, or no member
+        with ExitStack() as undo, suppress(OSError, TransferError):  # the connection is gone, or is not from a member
             undo.callback(connection.close)
             undo.callback(strangers.remove, connection)
             connection.settimeout(HANDSHAKE_S)
@@ -234,7 +234,7 @@ class Group:
             self._peers.append(connection)
 
     def _listen_to(self, connection: socket.socket, said: BinaryIO) -> None:
-        """Take what a peer says until its connection ends."""
+        """Process a peer's messages until its connection ends."""
         rank = 0
         with suppress(OSError, ValueError, TransferError):
             while True:
@@ -242,7 +242,7 @@ class Group:
                 rank = int(name.removeprefix(_HERE)) if name.startswith(_HERE) else rank
         if self._listener is None:
             self.end("the trainer is gone, or has cut the group")
-        elif rank and self.cut is None:  # else we ended the connection
+        elif rank and self.cut is None:  # else this side ended the connection
             self.absent = self.absent or (rank,)
             self.end(f"rank {rank} has left the group")
         with self._sends:
@@ -252,7 +252,7 @@ class Group:
             connection.close()
 
     def _take(self, said: BinaryIO) -> str:
-        """Take one value, and return its name. ValueError: nothing came, or not this."""
+        """Process one value, and return its name. ValueError: the stream ended, or the value is malformed."""
         name, _, digits = said.readline(MAX_NAME).decode().rpartition(" ")
         size = int(digits)
         if name == _TENSOR and self._listener is None:
@@ -275,10 +275,10 @@ class Group:
             self._changed.notify_all()
 
     def start(self, tensors: Sequence[torch.Tensor]) -> list[Callable[[], object]]:
-        """Begin to broadcast tensors from rank 0, on every rank in the same order; contiguous, on `device`.
+        """Start to broadcast tensors from rank 0, on every rank in the same order; contiguous, on `device`.
 
         Returns:
-            What to give `wait`. The tensors must live until then.
+            The works for `wait`. The tensors must live until then.
 
         Raises:
             TransferError: the group was cut.
@@ -298,19 +298,19 @@ class Group:
             return [backend._end_coalescing().wait]
 
     def wait(self, works: Sequence[Callable[[], object]]) -> None:
-        """Let what is queued next on this thread's stream see the tensors (NCCL), or carry them. Raises as `start`."""
+        """Let later work on this thread's stream see the tensors (NCCL), or transfer them. Raises as `start`."""
         with self._or_cut("the broadcast broke"):
             for work in works:
                 work()
 
     def synchronize(self) -> None:
-        """Wait until all of it has happened on the device. Raises TransferError where the group was cut meanwhile."""
+        """Wait until the device has done all of it. Raises TransferError if the group was cut by then."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         self._check()
 
     def _send(self, views: Sequence[memoryview]) -> None:
-        """Send to all at once: a worker that is slow holds the others no longer than itself."""
+        """Send to all members at once, so that a slow worker delays only itself."""
 
         def send(peer: socket.socket) -> None:
             for view in views:
@@ -344,7 +344,7 @@ class Group:
 
     @contextmanager
     def within(self, seconds: float) -> Generator[None]:
-        """Cut the group if what is done under this takes longer; a collective that hangs returns then."""
+        """Cut the group if the block takes longer. A hanging collective then returns."""
         timer = threading.Timer(seconds, self.end, (f"the broadcast took longer than {seconds:g} s",))
         timer.daemon = True
         timer.start()
@@ -355,7 +355,7 @@ class Group:
             timer.cancel()
 
     def end(self, why: str) -> None:
-        """Cut the group: whatever waits in it returns, here and, where this is the trainer, at every other rank."""
+        """Cut the group. Every call that waits in it returns; on the trainer, the calls of all other ranks too."""
         with self._changed:
             if self.cut is not None:
                 return
@@ -367,7 +367,7 @@ class Group:
             shut(self._listener)
             self._listener.close()
             reason = why.encode()[:MAX_VALUE]
-            # Between two tensors a member learns the reason, within one no more than the connection's end.
+            # Between two tensors a member receives the reason. Within a tensor it only sees the connection end.
             if not self._in_tensor and self._sends.acquire(blocking=False):
                 for peer in peers:
                     with suppress(OSError):
@@ -387,11 +387,11 @@ class Group:
 
 
 def listen(address: str) -> socket.socket:
-    """Listen for members there and nowhere else. TransferError: this host cannot."""
+    """Listen for members at this address only. TransferError: this host cannot."""
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.bind((address, 0))
-        listener.listen(4096)  # with a shorter queue hundreds of workers lost each other's connections
+        listener.listen(4096)  # with a shorter queue, hundreds of workers lost connections
     except OSError as error:
         listener.close()
         raise TransferError(f"cannot listen on {address!r} for engines: {error}; set fleet.weight_address") from error
@@ -399,7 +399,7 @@ def listen(address: str) -> socket.socket:
 
 
 def _proves(connection: socket.socket, said: BinaryIO, key: str) -> bool:
-    """Whether a member has the key; if so, prove that the trainer has it too."""
+    """Check that a member has the key. If so, prove that the trainer has it too."""
     ours = secrets.token_bytes(_NONCE)
     connection.sendall(ours)
     theirs = said.read(_NONCE)
@@ -410,7 +410,7 @@ def _proves(connection: socket.socket, said: BinaryIO, key: str) -> bool:
 
 
 def _prove(connection: socket.socket, said: BinaryIO, key: str) -> None:
-    """Prove to the trainer to have the key. ConnectionRefusedError: it does not have it, so it is another."""
+    """Prove to the trainer that we have the key. ConnectionRefusedError: the other side does not have it."""
     theirs, ours = said.read(_NONCE), secrets.token_bytes(_NONCE)
     connection.sendall(ours + _proof(key, b"member", theirs, ours))
     if not hmac.compare_digest(said.read(_PROOF), _proof(key, b"trainer", theirs, ours)):
@@ -419,7 +419,7 @@ def _prove(connection: socket.socket, said: BinaryIO, key: str) -> None:
 
 
 def _head(name: str, size: int) -> bytes:
-    """What comes before a value of so many bytes."""
+    """Return the header of a value of `size` bytes."""
     return f"{name} {size}\n".encode()
 
 
@@ -431,7 +431,7 @@ def _proof(key: str, side: bytes, trainers: bytes, members: bytes) -> bytes:
 
 
 class NcclStore(Store):
-    """What NCCL asks of a store, its unique id above all, over the members' keyed connections."""
+    """The store that NCCL uses, mainly for its unique id, over the members' authenticated connections."""
 
     def __init__(self, group: Group) -> None:
         super().__init__()
@@ -451,7 +451,7 @@ class NcclStore(Store):
     def check(self, keys: Sequence[str]) -> bool:
         try:
             return not self._group.missing([_NCCL + key for key in keys], 0.0)
-        except TransferError:  # over
+        except TransferError:  # the group has ended
             return False
 
 
@@ -472,15 +472,15 @@ def _nccl(store: Store, rank: int, world_size: int) -> Any:
 
 
 def _abort(backend: Any) -> None:
-    with suppress(RuntimeError):  # what it was doing; it is over
+    with suppress(RuntimeError):  # an error of the aborted work does not matter
         backend.abort()
 
 
 def _start(name: str, work: Callable[[], None]) -> None:
-    """Let a thread do what may take long inside torch, and let the process that ends wait for it, but not for long.
+    """Run long work inside torch in a thread. An ending process waits for it, at most 5 s.
 
-    A thread that comes back from there while Python ends takes the whole process along (`std::terminate`, SIGABRT;
-    Python before 3.14): a trainer that has done its work would end as one that crashed.
+    If such a thread returns from torch while Python ends, it kills the whole process (`std::terminate`, SIGABRT; Python
+    before 3.14). A trainer that has done its work would seem to have crashed.
     """
     thread = threading.Thread(target=work, name=name, daemon=True)
     _inside.add(thread)

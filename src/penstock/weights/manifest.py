@@ -1,4 +1,4 @@
-"""What one version of the weights consists of: the contract between a trainer's store and every engine."""
+"""The contents of one version of the weights: the contract between a trainer's store and every engine."""
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     """The tensor's contiguous memory in the model, of the entry's dtype and shape, or None."""
 
 ALIGNMENT = 256
-"""Of each tensor in a buffer, in bytes; satisfies every dtype and a device copy."""
+"""Alignment of each tensor in a buffer, in bytes. It satisfies every dtype and a device copy."""
 
 DTYPE_BYTES: Mapping[str, int] = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -30,17 +30,17 @@ SAFETENSORS: Mapping[str, str] = {
     "float8_e5m2": "F8_E5M2", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8",
     "bool": "BOOL",
 }  # fmt: skip
-"""Dtypes by torch's name, as that format has them."""
+"""Safetensors' names of dtypes, by torch's name."""
 
 TIED_HEAD = "lm_head.weight"
 SUMS = "sums:"
-"""Begins the checksum of a rank that compared what it loaded with its sender's sums. Any other checksum begins with a
-digest of the tensors that the rank holds. Ranks of one engine may differ in kind: one without memory for a plan loads
-by vLLM's own reload."""
+"""Prefix of the checksum of a rank that compared its loaded tensors with the sender's sums. Any other checksum starts
+with a digest of the tensors that the rank holds. Ranks of one engine may differ in kind: a rank without memory for a
+plan loads by vLLM's own reload."""
 
 
 def kind_of(rank: str) -> str:
-    """Return what a rank's checksum is of, the part before its colon. Only checksums of one kind are compared."""
+    """Return the kind of a rank's checksum: the part before its colon. Only equal kinds are compared."""
     return rank.rpartition(":")[0]
 
 
@@ -50,21 +50,21 @@ def by_rank(checksum: str) -> list[str]:
 
 
 def differ(checksum: str, other: str) -> bool:
-    """Whether engines of one layout with these checksums have other weights, on any rank where both are of one kind."""
+    """Whether two engines of one layout have different weights on any rank with checksums of one kind."""
     ranks = zip(by_rank(checksum), by_rank(other), strict=False)
     return any(mine != its and kind_of(mine) == kind_of(its) for mine, its in ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor: its checkpoint name, torch dtype name, shape, and where its bytes lie."""
+    """One tensor: its checkpoint name, torch dtype name, shape, and the position of its bytes."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     offset: int
     checksum: int
-    """A CRC-32 where the bytes are in host memory or a file, else the device's sum (`checksum.py`)."""
+    """A CRC-32 for bytes in host memory or a file, else the device's sum (`checksum.py`)."""
 
     @property
     def nbytes(self) -> int:
@@ -72,19 +72,19 @@ class TensorEntry:
 
 
 def entry_of(spec: TensorSpec, offset: int = 0) -> TensorEntry:
-    """Return a manifest's entry, without a checksum."""
+    """Return a manifest's entry without a checksum."""
     return TensorEntry(spec.name, spec.dtype, spec.shape, offset, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightManifest:
-    """One version: which transport holds it, where, and every tensor in it.
+    """One version: its transport, its location, and every tensor in it.
 
     Attributes:
-        version: the weight version these bytes will be served under.
+        version: weight version under which these bytes will be served.
         transport: name of the transport, such as `shared_memory`.
-        location: what the transport needs to find the bytes, such as `{"path": ...}`.
-        tensors: in the order they lie.
+        location: data by which the transport finds the bytes, such as `{"path": ...}`.
+        tensors: entries in the order of their bytes.
     """
 
     version: int
@@ -111,7 +111,7 @@ class WeightManifest:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Read what `to_json` wrote. Raises WeightsError where a field is missing or of the wrong form."""
+        """Read the output of `to_json`. Raises WeightsError if a field is missing or malformed."""
         with reading("weight manifest", WeightsError):
             return cls(
                 version=whole_number(data["version"], "its version", error=malformed),
@@ -122,7 +122,7 @@ class WeightManifest:
 
 
 def malformed(why: str) -> WeightsError:
-    """Make the error for what does not fit into a manifest."""
+    """Return the error for content that does not fit into a manifest."""
     return WeightsError(f"malformed weight manifest: {why}")
 
 
@@ -138,12 +138,12 @@ def _entry(name: Any, dtype: Any, shape: Any, offset: Any, checksum: Any) -> Ten
 
 @dataclass(frozen=True, slots=True)
 class WeightSpec:
-    """Expected tensors, and the dtypes they may come in."""
+    """Expected tensors, and their allowed dtypes."""
 
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, frozenset[str]]
     optional: frozenset[str]
-    """May be left out: the head of a model with tied embeddings."""
+    """Tensors that may be left out: the head of a model with tied embeddings."""
 
     def check(self, manifest: WeightManifest) -> None:
         """Raise WeightsError unless names, shapes and dtypes fit."""
@@ -168,40 +168,40 @@ def _some(names: list[str]) -> str:
 
 
 class Store:
-    """Where versions lie; blocking, one caller at a time."""
+    """Holds versions of the weights. Methods block, and allow one caller at a time."""
 
     transport = ""
     current: WeightManifest | None = None
-    """The last committed version, where its bytes can still be had; None before the first."""
+    """The last committed version if its bytes are still available; None before the first."""
     _closed = False
 
     def publish(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
-        """Make tensors available to engines, and describe them; `current` changes only when `commit` is called.
+        """Make tensors available to engines, and describe them. Only `commit` changes `current`.
 
         Args:
-            version: what they will be served under.
-            named_tensors: `(checkpoint name, tensor)`; any device, dense.
+            version: weight version under which they will be served.
+            named_tensors: pairs of checkpoint name and tensor, dense, on any device.
 
         Raises:
-            WeightsError: a name twice, no tensor at all, a dtype no engine loads, NaN or infinity, or no room.
+            WeightsError: a repeated name, no tensor at all, a dtype that no engine loads, NaN or infinity, or no room.
             StateError: the store is closed.
         """
         raise NotImplementedError
 
     def adopt(self, manifest: WeightManifest) -> WeightManifest:
-        """Take a version that another process published, and return it for `commit`. WeightsError: it cannot be had."""
+        """Take a version of another process, and return it for `commit`. WeightsError: it is unavailable."""
         if manifest.transport != self.transport:
             raise WeightsError(f"weights of {manifest.transport!r} cannot be adopted by a store of {self.transport!r}")
         return manifest
 
     def commit(self, manifest: WeightManifest) -> None:
-        """Make a published version the current one, if its bytes are the store's and not the trainer's."""
+        """Make a published version the current one, if the store owns its bytes, not the trainer."""
 
     def offered(self) -> Iterable[tuple[str, torch.Tensor]] | None:
-        """Return what was published last, where the bytes stay the trainer's; None: the store has a copy."""
+        """Return the last published tensors if the trainer owns the bytes; None if the store has a copy."""
 
     def close(self) -> None:
-        """Free what is held here. Closing twice is harmless."""
+        """Free everything that is held here. A second call is harmless."""
         self._closed = True
 
     def check_open(self) -> None:
@@ -211,35 +211,35 @@ class Store:
 
 
 class Source:
-    """A transport on one worker, made with its device; it lives as long as the worker."""
+    """A transport on one worker, created with its device. It lives as long as the worker."""
 
     compares = False
-    """Every tensor is compared with its sender's checksum, on this device."""
+    """Whether every tensor is compared with its sender's checksum, on this device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def prepare(self, manifest: WeightManifest) -> None:
-        """Map, open and check between two steps. WeightsError: it cannot be loaded, and nothing has changed."""
+        """Map, open and check between two steps. WeightsError: it cannot be loaded, and no weight has changed."""
 
     def tensors(self, manifest: WeightManifest, place: Place) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-        """Yield every tensor once, whole, in the manifest's order, on any device; valid until the next one.
+        """Yield every whole tensor once, in the manifest's order, on any device; valid until the next one.
 
-        A source that can write to memory it is given asks `place` first, and yields what it wrote there.
+        A source that can write to given memory calls `place` first, and yields the memory that it filled.
 
         Raises:
-            WeightsError: the bytes did not come, or are not those that were sent. The model may be torn.
+            WeightsError: bytes are missing or wrong. The model may be torn.
         """
         raise NotImplementedError
 
 
 class TensorProvider:
-    """Tensors that the caller gives again each time they are iterated.
+    """Tensors that the caller can give again for each iteration.
 
     Args:
-        provide: begins a pass.
-        specs: what a pass gives, in its order, where that is known before. Such tensors are gathered as they are asked
-            for, so stores do not hold all of them at once.
+        provide: starts a pass.
+        specs: specs of a pass in its order, if known in advance. Then stores take the tensors one by one, and do not
+            hold all of them at once.
     """
 
     def __init__(
@@ -253,10 +253,10 @@ class TensorProvider:
 
 
 def as_named_tensors(given: NamedTensors) -> Iterable[tuple[str, torch.Tensor]]:
-    """Turn what `update_weights` takes into pairs; of a module or a function, a `TensorProvider`.
+    """Convert the argument of `update_weights` to pairs; a module or a function becomes a `TensorProvider`.
 
     Raises:
-        UserError: it is none of them.
+        UserError: it has none of the accepted forms.
     """
     of_module: Any = getattr(given, "named_parameters", None)
     if callable(of_module):

@@ -1,4 +1,4 @@
-"""Tensors into a byte buffer, views of them out of it, and checks of both. Needs torch."""
+"""Copies tensors into a byte buffer, makes views of them, and checks both. Needs torch."""
 # pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ SUM_THREADS = 8
 
 
 def checked(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the pairs that were given, each computed: a device has done what was queued when its first tensor comes.
+    """Yield the given pairs after checks. The first tensor of a device waits for the device's queued work.
 
     Raises:
-        WeightsError: something that is no pair of a name and a tensor, a name given twice, a tensor whose values are
-            not all here or whose dtype no engine loads, or no tensor at all.
+        WeightsError: an item is not a pair of a name and a tensor, a name is repeated, or there is no tensor at all.
+            WeightsError also if a tensor is not whole, or no engine loads its dtype.
     """
     given: Iterable[Any] = named_tensors
     names: set[str] = set()
@@ -55,7 +55,7 @@ def checked(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple
             raise WeightsError(f"tensor {name!r} has dtype {tensor.dtype}, which no engine loads")
         if tensor.is_cuda and tensor.device not in devices:
             devices.add(tensor.device)
-            torch.cuda.synchronize(tensor.device)  # this thread's stream need not be the one that computes them
+            torch.cuda.synchronize(tensor.device)  # another stream may compute the tensors
         yield name, tensor
     if not names:
         raise WeightsError("no tensors given: pass every parameter of the model, as model.named_parameters() does")
@@ -64,10 +64,10 @@ def checked(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple
 def described(
     named_tensors: Iterable[tuple[str, torch.Tensor]],
 ) -> tuple[Iterable[tuple[str, torch.Tensor]], list[TensorSpec]]:
-    """Return the tensors, checked, and what they are; raises as `checked` does.
+    """Return the tensors, checked, and their specs. Raises as `checked`.
 
-    What says itself what it will give (`TensorProvider.specs`) is not read yet, as it may gather one after another. The
-    rest is listed.
+    An object with `specs` (`TensorProvider`) is not read yet, because it may gather one tensor after another. Any other
+    iterable is read into a list.
     """
     specs: Sequence[TensorSpec] | None = getattr(named_tensors, "specs", None)
     if specs is not None:
@@ -77,7 +77,7 @@ def described(
 
 
 def layout(specs: Sequence[TensorSpec]) -> tuple[int, list[int]]:
-    """Return total bytes and the offset of each tensor."""
+    """Return the total bytes and the offset of each tensor."""
     offsets: list[int] = []
     end = 0
     for spec in specs:
@@ -95,15 +95,15 @@ def write(
     """Copy the tensors to the offsets of their specs, in any order, and checksum them.
 
     Returns:
-        An entry for each, in the order of `specs`.
+        One entry per tensor, in the order of `specs`.
 
     Raises:
-        WeightsError: a tensor holds NaN or infinity, as a policy with such weights produces nothing but noise; or the
-            tensors are not those that `specs` announced.
+        WeightsError: a tensor holds NaN or infinity, with which a policy produces only noise; or the tensors differ
+            from `specs`.
     """
     places = dict(zip(specs, offsets, strict=True))
     entries: dict[TensorSpec, tuple[TensorEntry, Future[int]]] = {}
-    # One thread sums slower than a GPU copies.
+    # A single thread sums slower than a GPU copies.
     with ThreadPoolExecutor(min(SUM_THREADS, len(os.sched_getaffinity(0)))) as pool, torch.no_grad():
         for name, tensor in tensors:
             source, spec = tensor.detach(), _spec(name, tensor)
@@ -125,12 +125,12 @@ def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
 
 
 def view(buffer: memoryview, entry: TensorEntry) -> torch.Tensor:
-    """Return the tensor that lies in `buffer`, without a copy."""
+    """Return a view of the tensor in `buffer`, without a copy."""
     dtype: torch.dtype = getattr(torch, entry.dtype)
     if entry.nbytes == 0:
         return torch.empty(entry.shape, dtype=dtype)
     with warnings.catch_warnings():
-        # torch warns of read-only buffers; the engine only reads.
+        # torch warns about read-only buffers, but the engine only reads.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         flat = torch.frombuffer(buffer, dtype=dtype, count=math.prod(entry.shape), offset=entry.offset)
     return flat.view(entry.shape)
@@ -143,7 +143,7 @@ def read(buffer: memoryview, entries: Sequence[TensorEntry]) -> Iterator[tuple[s
 
 
 def check_tensors(entries: Iterable[TensorEntry], read: Callable[[TensorEntry], memoryview]) -> None:
-    """Raise WeightsError where a tensor's CRC-32 differs, or a value is not finite. `read` gets a tensor's bytes."""
+    """Raise WeightsError if a CRC-32 differs or a value is not finite. `read` returns a tensor's bytes."""
 
     def check(entry: TensorEntry) -> None:
         data = read(entry)
@@ -153,8 +153,8 @@ def check_tensors(entries: Iterable[TensorEntry], read: Callable[[TensorEntry], 
         if not all_finite(view(data, replace(entry, offset=0))):
             raise WeightsError(f"tensor {entry.name!r} holds NaN or infinity")
 
-    # A thread for each tensor and not torch's pool for each: for tensors of a few kilobytes that one costs more than it
-    # brings. Half of the cores, since the engine generates meanwhile.
+    # One thread per tensor instead of torch's pool, which costs more than it gains for tensors of a few kilobytes. Half
+    # of the cores, because the engine generates at the same time.
     threads = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
     with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         for _ in pool.map(check, entries):
@@ -162,7 +162,7 @@ def check_tensors(entries: Iterable[TensorEntry], read: Callable[[TensorEntry], 
 
 
 def all_finite(tensor: torch.Tensor) -> bool:
-    """Whether no element is NaN or infinity; true of whole numbers."""
+    """Whether no element is NaN or infinity. True for integers."""
     if not tensor.is_floating_point():
         return True
     if tensor.element_size() == 1:  # torch has no isfinite for float8_e4m3fn
@@ -171,5 +171,5 @@ def all_finite(tensor: torch.Tensor) -> bool:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.float32` -> `float32`."""
+    """Convert `torch.float32` to `float32`."""
     return str(dtype).removeprefix("torch.")

@@ -1,7 +1,7 @@
-"""The transport `shared_memory`: the current version lies in memory that engines on this host map.
+"""The transport `shared_memory`: engines on this host map the memory of the current version.
 
-The bytes lie in a memfd, a file without a name: engines open it through `/proc/PID/fd/N` of this process. When this
-process ends, by any signal, and the engines have unmapped it, the kernel frees it; there is no name to clean up.
+The bytes lie in a memfd, a file without a name. Engines open it through `/proc/PID/fd/N` of this process. The kernel
+frees it once this process has ended, by any signal, and the engines have unmapped it. There is no name to clean up.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ _STORE_FILE = re.compile(r"/proc/\d+/fd/\d+")
 class SharedMemoryStore(Store):
     """Holds the current version's bytes.
 
-    Two buffers take turns, so that a version can be written while the one before it is still being read, and a joining
-    engine can always be given the current one.
+    Two buffers alternate. So the store can write a version while engines still read the one before, and a joining
+    engine can always get the current one.
     """
 
     transport = TRANSPORT
 
     def __init__(self) -> None:
         self._files: dict[str, int] = {}
-        """Path to descriptor: of our buffers, and of files that another process published."""
+        """Descriptors by path: of our buffers, and of files that another process published."""
         self._buffers: dict[str, mmap.mmap] = {}
-        """Path to our writable mapping. It is dropped and not closed, which fails while a view of it lives, such as
-        one in the traceback of an exception that was kept; it ends with its last view."""
+        """Our writable mappings by path. A mapping is dropped and not closed, because closing fails while a view of it
+        lives, for example in the traceback of a kept exception. It ends with its last view."""
 
     def publish(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
-        """Copy the tensors into the buffer that is not current and describe them; see `Store.publish`."""
+        """Copy the tensors into the buffer that is not current, and describe them; see `Store.publish`."""
         from penstock.weights.pack import described, layout, write  # noqa: PLC0415 - the core must import without torch
 
         tensors, specs = described(named_tensors)
@@ -56,10 +56,10 @@ class SharedMemoryStore(Store):
         return WeightManifest(version, TRANSPORT, {"path": path}, entries)
 
     def adopt(self, manifest: WeightManifest) -> WeightManifest:
-        """Keep a version that another process of this user published, also when that process ends; no byte is copied.
+        """Keep a version that another process of this user published, beyond its end. No byte is copied.
 
         Raises:
-            WeightsError: it is no store's file, is gone, is shorter than the manifest says, or is not sealed.
+            WeightsError: the file is not a store's, is gone, is shorter than the manifest says, or is not sealed.
             StateError: the store is closed.
         """
         super().adopt(manifest)
@@ -71,19 +71,19 @@ class SharedMemoryStore(Store):
         return replace(manifest, location={"path": ours})
 
     def commit(self, manifest: WeightManifest) -> None:
-        """Make a published version the current one: its bytes stay until the one after the next is published."""
+        """Make a published version the current one. Its bytes stay until a `publish` after the next commit."""
         self.current = manifest
         self._free_adopted()
 
     def close(self) -> None:
-        """Free the memory. An engine or a view in this process keeps what it has mapped."""
+        """Free the memory. An engine or a view in this process keeps its mapping."""
         super().close()
         self.current = None
         for path in tuple(self._files):
             self._free(path)
 
     def _writable(self, size: int) -> str:
-        """Path of a buffer of at least `size` bytes without the current version; none changes its size."""
+        """Return the path of a buffer of at least `size` bytes, but not the current one. Buffers are never resized."""
         self.check_open()
         for path, buffer in tuple(self._buffers.items()):
             if path != self._current_path:
@@ -109,7 +109,7 @@ class SharedMemoryStore(Store):
 
 
 def check_mapped(manifest: WeightManifest) -> WeightManifest:
-    """Read every byte in the engine's core. WeightsError: they are gone, not those that were sent, or not finite."""
+    """Check every byte in the engine's core. WeightsError: bytes are gone, changed, or not finite."""
     from penstock.weights.pack import check_tensors  # noqa: PLC0415 - the core must import without torch
 
     buffer = memoryview(open_mapping(manifest.location.get("path", ""), manifest.extent))
@@ -129,9 +129,9 @@ class SharedMemorySource(Source):
 
 
 def sealed_memory(name: str, size: int) -> tuple[int, mmap.mmap]:
-    """Make a memfd of `size` bytes that nothing can shrink or grow, and a writable mapping of it.
+    """Create a memfd of `size` bytes that cannot shrink or grow, and a writable mapping of it.
 
-    A reader of a mapped file that shrinks is killed by SIGBUS; `open_mapping` maps sealed files only.
+    SIGBUS kills a reader of a mapped file that shrinks, so `open_mapping` maps only sealed files.
     """
     with ExitStack() as undo:
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -147,12 +147,12 @@ def sealed_memory(name: str, size: int) -> tuple[int, mmap.mmap]:
 
 
 def path_of(fd: int) -> str:
-    """Where another process of the same user finds a file."""
+    """Return the path under which another process of the same user can open a file."""
     return f"/proc/{os.getpid()}/fd/{fd}"
 
 
 def open_mapping(path: str, nbytes: int) -> mmap.mmap:
-    """Map a store's file read-only; raises as `adopted_file`."""
+    """Map a store's file read-only. Raises as `adopted_file`."""
     fd = adopted_file(path, nbytes)
     try:
         return mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ)
@@ -161,12 +161,12 @@ def open_mapping(path: str, nbytes: int) -> mmap.mmap:
 
 
 def adopted_file(path: str, nbytes: int = 0) -> int:
-    """Open a store's file, which lives as long as the descriptor.
+    """Open a store's file. The file lives as long as the descriptor.
 
     Raises:
-        WeightsError: it is none, is gone (its process has ended), is shorter than `nbytes`, or its size could change.
+        WeightsError: it is not a store's, is gone (its process has ended), is shorter than `nbytes`, or is not sealed.
     """
-    if not _STORE_FILE.fullmatch(path):  # any other file of this host holds no weights
+    if not _STORE_FILE.fullmatch(path):  # no other file of this host holds weights
         raise WeightsError(f"cannot open the weights at {path!r}: it is no store's file (/proc/PID/fd/N)")
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -191,5 +191,5 @@ def adopted_file(path: str, nbytes: int = 0) -> int:
 def _is_sealed(fd: int) -> bool:
     try:
         return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS == SEALS
-    except OSError:  # a file of a file system without seals
+    except OSError:  # the file system has no seals
         return False

@@ -1,6 +1,6 @@
-"""A version over a group, bucket by bucket: sent by the trainer, received by every worker.
+"""Transfers a version over a group, bucket by bucket: the trainer sends, every worker receives.
 
-Two buckets are under way: while one is used, the next one travels, and on the trainer's side is gathered.
+Two buckets are in progress: while one is used, the next one travels, and the trainer gathers it.
 """
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportPrivateImportUsage=false, reportPrivateUsage=false
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 InFlight = tuple[list[Callable[[], object]], list[torch.Tensor]]
-"""What to wait for, and tensors that live until then."""
+"""Works to wait for, and the tensors that must live until then."""
 
 PACKED_BELOW = 2**20
-"""A tensor of fewer bytes is copied into a buffer with others: as a collective of its own it would cost more to launch
-than to send. Larger ones go from where they lie to where they belong, without a copy."""
+"""Tensors of fewer bytes are copied into one buffer. A collective for each would cost more to launch than to send.
+Larger tensors go from their own memory to their final place, without a copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +41,14 @@ class Bucket:
     start: int
     stop: int
     offsets: tuple[int | None, ...]
-    """Of each in the packed buffer, in bytes; None: it goes alone."""
+    """Offset in bytes of each tensor in the packed buffer; None: the tensor goes alone."""
     packed_bytes: int
 
 
 def cut(sizes: Sequence[int], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
-    """Cut consecutive tensors of these bytes into buckets, by their sizes alone, so that every rank finds the same.
+    """Cut consecutive tensors of these sizes in bytes into buckets. Every rank gets the same result.
 
-    A tensor larger than a bucket has one of its own.
+    A tensor that is larger than a bucket gets its own bucket.
     """
     cuts: list[int] = []
     held = 0
@@ -68,19 +68,19 @@ def cut(sizes: Sequence[int], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
 
 
 def describe(named_tensors: NamedTensors) -> tuple[tuple[TensorEntry, ...], torch.device]:
-    """Check the tensors and sum their bits on their device, in one pass, without a copy of them.
+    """Check the tensors and sum their bits on their device, in one pass and without a copy.
 
     Returns:
-        An entry for each, with its sum (`checksum.py`); and the device that they are sent from.
+        One entry per tensor, with its sum (`checksum.py`), and the device from which they are sent.
 
     Raises:
-        WeightsError: no tensor, a name twice, a dtype no engine loads, NaN or infinity.
+        WeightsError: no tensor, a repeated name, a dtype that no engine loads, NaN or infinity.
     """
     entries: list[TensorEntry] = []
     sums = DeviceSums(finite=True)
     together: list[torch.Tensor] = []
     held = 0
-    # What is not a list may gather one after another, into memory that is used again or freed: each is summed at once.
+    # A source other than a list may gather tensors into memory that it reuses or frees. So each is summed at once.
     limit = BUCKET_BYTES if isinstance(named_tensors, (list, tuple)) else 0
     device = torch.device("cpu")
     for name, given in checked(named_tensors):
@@ -103,9 +103,9 @@ def describe(named_tensors: NamedTensors) -> tuple[tuple[TensorEntry, ...], torc
 
 
 def check_same_bits(sent: WeightManifest, copy: WeightManifest, named_tensors: NamedTensors) -> None:
-    """Check that a copy in shared memory is of the version that was sent: the trainer may have changed the tensors.
+    """Check that a copy in shared memory equals the sent version: the trainer may have changed the tensors.
 
-    A list is summed again on its device; of what is gathered at each pass, the copy is. WeightsError: they differ.
+    The tensors of a list are summed again on their device. Otherwise the copy is summed. WeightsError: they differ.
     """
     if isinstance(named_tensors, list):
         entries, _ = describe(named_tensors)
@@ -123,11 +123,11 @@ def check_same_bits(sent: WeightManifest, copy: WeightManifest, named_tensors: N
 
 
 def send(group: Group, entries: Sequence[TensorEntry], named_tensors: NamedTensors, *, bucket_bytes: int) -> None:
-    """Broadcast the tensors that `describe` described, in the same order; returns when all have left.
+    """Broadcast the tensors of `describe`, in the same order. Returns when all have left.
 
     Raises:
-        TransferError: the group was cut, or did not take all of it within its deadline.
-        WeightsError: the tensors are not those that were described.
+        TransferError: the group was cut, or did not receive all of them within its deadline.
+        WeightsError: the tensors differ from the described ones.
     """
     source = iter(named_tensors)
     before: InFlight = ([], [])
@@ -146,16 +146,16 @@ def send(group: Group, entries: Sequence[TensorEntry], named_tensors: NamedTenso
 def receive(
     group: Group, entries: Sequence[TensorEntry], *, bucket_bytes: int, place: Place
 ) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-    """Yield every tensor in order, each valid until the next one is asked for; at the end, compare them with the sums.
+    """Yield every tensor in order, each valid until the next; at the end, compare all with their sums.
 
     Args:
-        group: every rank runs this at the same time as the trainer runs `send`.
-        entries: as the manifest has them.
-        bucket_bytes: as the trainer has it.
-        place: where a tensor is wanted; asked for those that travel alone, over NCCL.
+        group: every rank runs this while the trainer runs `send`.
+        entries: entries of the manifest.
+        bucket_bytes: the trainer's value.
+        place: returns the memory for a tensor. Called for tensors that travel alone, over NCCL.
 
     Raises:
-        TransferError: the group was cut, or what came is not what was sent.
+        TransferError: the group was cut, or the received bytes differ from the sent ones.
     """
     plan = cut([entry.nbytes for entry in entries], bucket_bytes)
     wanted: Place = place if group.spec.backend == "nccl" else lambda _: None
@@ -179,7 +179,7 @@ def receive(
 
 
 def _begin(group: Group, bucket: Bucket, entries: Sequence[TensorEntry], place: Place) -> InFlight:
-    """Begin to receive a bucket: what to wait for, and its tensors in order."""
+    """Start to receive a bucket. Return the works to wait for, and its tensors in order."""
     packed = torch.empty(bucket.packed_bytes, dtype=torch.uint8, device=group.device)
     tensors: list[torch.Tensor] = []
     incoming: list[torch.Tensor] = []
@@ -195,7 +195,7 @@ def _begin(group: Group, bucket: Bucket, entries: Sequence[TensorEntry], place: 
 
 
 def _outgoing(bucket: Bucket, tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """What is sent of a bucket, in the order in which `_begin` receives it."""
+    """Return the tensors to send for a bucket, in the order in which `_begin` receives them."""
     packed = torch.empty(bucket.packed_bytes, dtype=torch.uint8, device=device)
     sources = [_bytes(tensor.detach().to(device).contiguous()) for tensor in tensors]
     pairs = list(zip(sources, bucket.offsets, strict=True))
