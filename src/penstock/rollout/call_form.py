@@ -1,4 +1,4 @@
-"""The form in which a chat template writes tool calls: a grammar that forces a call, and a reader for it.
+"""How a chat template writes tool calls: their form, a grammar and a reader.
 
 The form is found by rendering sample calls. A grammar works on text, so a model may spell a marker with other tokens
 than the marker's own. `CallForm.read` therefore works on text; `OutputParser` reads calls made without a grammar.
@@ -46,7 +46,7 @@ class CallForm:
 
     @classmethod
     def of(cls, template: ChatTemplate) -> Self | None:
-        """Return the form of a template's calls, or None if it shows no calls or writes neither JSON nor XML."""
+        """Return the form of a template's calls. Or None: no calls are shown, or neither JSON nor XML."""
         call = {"id": "call00000", "type": "function", "function": {"name": _NAME, "arguments": {"x": _VALUE}}}
         try:
             closing, one, two = (_after_mark(template, [call] * number) for number in range(3))
@@ -82,7 +82,7 @@ class CallForm:
         return {"type": "tags_with_separator", "tags": tags, **more}
 
     def read(self, text: str, tools: Mapping[str, Mapping[str, Any]]) -> tuple[str, tuple[tuple[str, str], ...]]:
-        """Return the text before the first whole call, and the calls as (name, arguments as JSON text)."""
+        """Return the text before the first whole call, and the calls as (name, JSON text)."""
         calls: list[tuple[str, str]] = []
         end = first = -1
         names = "|".join(map(re.escape, tools))

@@ -1,4 +1,4 @@
-"""A chat template in token space: renders a conversation, or the tokens that follow a sample.
+"""A chat template in token space: renders conversations and suffixes of samples.
 
 A whole conversation is rendered once. Sampled tokens are never rendered again. Later, only new messages are rendered,
 as the template writes them after an assistant's message. To find that text, the new messages are rendered after an
@@ -54,14 +54,14 @@ class ChatTemplate:
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """Ids that end an assistant's message: the tokenizer's EOS, and the added token that the template writes."""
+        """Ids that end an assistant's message. They are the EOS and the added token that the template writes."""
         ids = (self.tokenizer.eos_token_id, self._end_id)
         return tuple(dict.fromkeys(token for token in ids if token is not None))
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Message] = (), *, most: int | None = None
     ) -> list[int]:
-        """Return the ids of a whole conversation, up to the opening of the assistant's next message.
+        """Return the ids of a conversation, up to the opening of the next message.
 
         Args:
             messages: messages of the conversation.
@@ -73,7 +73,7 @@ class ChatTemplate:
     def suffix(
         self, messages: Sequence[Message], tools: Sequence[Message] = (), *, last_id: int, most: int | None = None
     ) -> list[int] | None:
-        """Return the ids that new messages add after a sample, up to the opening of the next message.
+        """Return the ids that new messages add after a sample, up to the next opening.
 
         Args:
             messages: messages that follow the sample.
@@ -129,7 +129,7 @@ class ChatTemplate:
         return True
 
     def _repeats_tools(self, messages: Sequence[Message]) -> bool:
-        """Whether new messages of these roles show the tools again, as Mistral's template does for user messages."""
+        """Whether new messages of these roles repeat the tools. Mistral's template does so for user messages."""
         roles = tuple(sorted({str(message.get("role")) for message in messages}, key=lambda role: role != "tool"))
         if roles not in self._repeats:
             new = [_result("0" * 9, "f", "x") if role == "tool" else {"role": role, "content": "x"} for role in roles]
@@ -137,7 +137,7 @@ class ChatTemplate:
         return self._repeats[roles]
 
     def _suffix_text(self, messages: Sequence[Message], tools: Sequence[Message]) -> str | None:
-        """Return the text that follows the previous message's end, up to the next opening, or None."""
+        """Return the text from the previous message's end to the next opening, or None."""
         leading = next((i for i, m in enumerate(messages) if m.get("role") != "tool"), len(messages))
         mark, called = _marks_outside(f"{messages} {tools}")
         calls = [_call(message, called if i == leading - 1 else "x") for i, message in enumerate(messages[:leading])]
@@ -207,7 +207,7 @@ def _words(rng: random.Random) -> str:
 
 
 def _random_history(rng: random.Random) -> list[dict[str, Any]]:
-    """Return a conversation that ends with an assistant's message, sometimes with calls."""
+    """Return a conversation that ends with an assistant's message, perhaps with calls."""
     history: list[dict[str, Any]] = [{"role": "system", "content": _words(rng)}] if rng.random() < 0.5 else []  # noqa: PLR2004
     for _ in range(rng.randint(0, 2)):
         history += [{"role": "user", "content": _words(rng)}, {"role": "assistant", "content": _words(rng)}]

@@ -119,7 +119,7 @@ class Environment(ABC):
 
     @abstractmethod
     def heldout_tasks(self, n: int) -> list[Task]:
-        """Return `n` distinct tasks that `train_task` never returns for any seed and index (see `split_of`)."""
+        """Return `n` distinct tasks. `train_task` never returns them, for any seed and index (see `split_of`)."""
 
     @abstractmethod
     def reward(self, task: Task, response_text: str) -> float:
@@ -215,7 +215,7 @@ class DrawnTasks(Environment):
 
 
 def split_of(prompt: str) -> Split:
-    """Return a prompt's split by a stable hash of its text: 10% held out, 30% warm start, 60% training.
+    """Return a prompt's split by a hash: 10% held out, 30% warm start, 60% training.
 
     The split depends on the text alone, so no seed or index moves a prompt into another split.
     """

@@ -1,4 +1,4 @@
-"""The generator interface (R27): a batch of tasks in, rewarded token sequences out, in input order.
+"""The generator interface (R27): tasks in, rewarded token sequences out, in order.
 
 The fields follow other trainers (SkyRL's `GeneratorInterface`): prompt ids, response ids, rewards, loss masks, stop
 reasons, logprobs, metrics. Penstock adds the weight version of every token.
@@ -143,7 +143,7 @@ class GeneratorOutput:
 
 
 class Generator(ABC):
-    """Turns tasks into trajectories: with one turn, several turns, or an agent with tools. Schedules need not know."""
+    """Turns tasks into trajectories. An episode may have one turn, several turns, or an agent with tools."""
 
     @property
     @abstractmethod

@@ -1,4 +1,4 @@
-"""GSM8K from the hub or a local folder: school word problems whose answer is one number."""
+"""GSM8K from the hub or a folder: school word problems whose answer is one number."""
 
 # pyarrow and huggingface_hub ship partial types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false

@@ -1,4 +1,4 @@
-"""Episodes of several turns in token space: the next turn sends exactly the tokens sampled before."""
+"""Episodes of several turns in token space. Each turn sends exactly the tokens sampled before."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Sampler(Protocol):
 
 @dataclass(slots=True)
 class TokenRow:
-    """The tokens of an episode in order: sampled tokens, and the environment's tokens between them."""
+    """The tokens of an episode in order: the policy's and the environment's."""
 
     prompt_ids: tuple[int, ...]
     ids: list[int] = field(default_factory=list[int])
@@ -100,7 +100,7 @@ class TokenRow:
 
 
 class MultiTurnGenerator(Generator):
-    """Plays `Environment.step` until it ends the episode, a turn is cut off, or a limit is reached.
+    """Plays `Environment.step` until an episode ends, is cut off, or reaches a limit.
 
     Args:
         client: one engine or a fleet.
@@ -108,9 +108,9 @@ class MultiTurnGenerator(Generator):
         tokenizer: the policy's tokenizer, with a chat template.
         environment: answers and scores responses on the event loop. Slow work belongs in a separate process.
         sampling_params: training parameters; `max_tokens` limits one turn.
-        concurrency: maximum of samples in flight at the engines.
-        max_turns: maximum of responses per episode.
-        max_tokens: maximum of tokens per episode after its prompt, including the environment's tokens.
+        concurrency: maximum number of samples in flight at the engines.
+        max_turns: maximum number of responses per episode.
+        max_tokens: maximum number of tokens per episode after its prompt, including the environment's tokens.
 
     Raises:
         ConfigError: no chat template, stop strings, or a limit below 1.

@@ -1,4 +1,4 @@
-"""Splits sampled tokens into reasoning, text and tool calls, by the ids of their markers.
+"""Splits sampled tokens into reasoning, text and tool calls, by their marker ids.
 
 A marker counts only as its own token. The same characters spelled with other tokens, for example in a quotation, are
 text. The form is that of Qwen and Hermes: `<think>`, `<tool_call>` with JSON or with Qwen-Coder's XML.

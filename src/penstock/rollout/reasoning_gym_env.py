@@ -143,7 +143,7 @@ def _join(numbers: list[str]) -> str:
 
 
 def _numbers(text: str) -> list[float] | None:
-    """Return the numbers of a list such as `['1.0', '2.0']`, quoted or not, or None for other text."""
+    """Return the numbers of a list such as `['1.0', '2.0']`, or None. Quotes are optional."""
     if not (text.startswith("[") and text.endswith("]")):
         return None
     try:

@@ -26,7 +26,7 @@ class SingleTurnGenerator(Generator):
         tokenizer: the policy's tokenizer.
         environment: scores responses. `reward` runs on the event loop; a slow reward belongs in a separate process.
         sampling_params: training parameters. Each batch brings its own `n` and `seed`.
-        concurrency: maximum of samples in flight at the engines. A group waits for all its places, in FIFO order.
+        concurrency: maximum number of samples in flight at the engines. A group waits for all places, in FIFO order.
         adapter: name of the LoRA adapter that answers; None: the engines' own weights.
 
     Raises:

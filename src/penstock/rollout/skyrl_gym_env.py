@@ -1,4 +1,4 @@
-"""`environment.name: skyrl-gym:ID`: an environment of SkyRL's gym and its data rows."""
+"""`environment.name: skyrl-gym:ID`: a SkyRL gym environment and its data rows."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class SkyRLEnvironment(ListedTasks):
     Args:
         name: name under which the environment is registered.
         seed: seed of the order of training tasks.
-        data: training rows in SkyRL's form, a file of JSON lines or parquet. `prompt` holds messages; the other
-            columns go to the environment as `extras`.
+        data: training rows in SkyRL's form, a file of JSON lines or parquet. `prompt` holds messages; the other columns
+            go to the environment as `extras`.
         heldout_data: held-out rows. Default: a tenth of `data`, chosen by a hash of the prompt.
         env_config: configuration of the environment for all rows.
         extras: extra columns for all rows. A row's own columns take precedence.

@@ -36,7 +36,7 @@ class Tokenizer:
         return self._tokenizer.eos_token_id
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a prompt, with the special tokens that the model expects around it."""
+        """Return a prompt's token ids, with the special tokens that the model expects."""
         return list(self._tokenizer(text)["input_ids"])
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -55,8 +55,8 @@ class Tokenizer:
 
         Args:
             text: text to encode.
-            most: maximum of useful tokens. A much longer text is refused by its first part, because encoding takes
-                about 300 bytes of memory per character.
+            most: maximum number of useful tokens. A much longer text is refused by its first part, because encoding
+                takes about 300 bytes of memory per character.
 
         Raises:
             PromptTooLongError: the text has more than `most` tokens. A text a few times longer may still pass.
@@ -74,12 +74,12 @@ class Tokenizer:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a whole token, such as `<think>`, or None if the vocabulary lacks it."""
+        """Return the id of a whole token, such as `<think>`, or None without such a token."""
         found = self._tokenizer.convert_tokens_to_ids(token)
         return found if isinstance(found, int) and found != self._tokenizer.unk_token_id else None
 
     def is_added(self, token_id: int) -> bool:
-        """Whether the id is an added token, such as `<|im_end|>`, and not part of the base vocabulary."""
+        """Whether the id is an added token, such as `<|im_end|>`, not one of the base."""
         return token_id in self._tokenizer.added_tokens_decoder
 
     def chat(

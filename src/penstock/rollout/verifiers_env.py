@@ -1,4 +1,4 @@
-"""`environment.name: verifiers:ID`: a verifiers taskset with its tasks and rewards."""
+"""`environment.name: verifiers:ID`: a verifiers taskset, its tasks and rewards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class VerifiersEnvironment(ListedTasks):
         seed: seed of the order of training tasks.
         taskset: options of the taskset.
         env: further options of verifiers' environment: its `id`, its agents, its limits.
-        most_tasks: maximum of tasks to load; some tasksets are endless.
+        most_tasks: maximum number of tasks to load; some tasksets are endless.
 
     Raises:
         ConfigError: no such package or taskset, or unknown options.

@@ -1,4 +1,4 @@
-"""Reasoning and tool calls by vLLM's own parsers, for model families that `OutputParser` does not know.
+"""Reasoning and tool calls by vLLM's parsers, for models unknown to `OutputParser`.
 
 vLLM's parsers read text. A marker spelled with other tokens, for example in a quotation, looks like the real marker
 there. A hidden character is inserted into such text while they read it.
@@ -124,7 +124,7 @@ class VllmOutputParser:
         return Parsed(answer, parsed.reasoning, calls)
 
     def reasoning_before_calls(self, prompt_ids: Sequence[int]) -> Reasoning | None:
-        """Return how reasoning is marked, or None without markers or if the prompt closed the reasoning."""
+        """Return how reasoning is marked. Or None: there are no markers, or the prompt closed the reasoning."""
         tail = self._tail(prompt_ids)
         if not self._start or not self._end or tail.endswith(self._end.strip()):
             return None
@@ -155,7 +155,7 @@ class VllmOutputParser:
         return self._decoded(prompt_ids[-_TAIL:], skip_special=False).rstrip()
 
     def _text(self, token_ids: Sequence[int]) -> str:
-        """Decode a sample, with the hidden character in each marker that is spelled with other tokens."""
+        """Decode a sample. A marker spelled with other tokens gets the hidden character."""
         text = self._decoded(token_ids, skip_special=self._skips_special)
         skipped = self._special_ids if self._skips_special else set[int]()
         shown = Counter(token for token in token_ids if token not in skipped)
