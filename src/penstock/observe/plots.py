@@ -1,6 +1,6 @@
 # matplotlib ships partial types; its names are unknown to pyright in places.
 # pyright: reportUnknownMemberType=false
-"""Plots of runs as PNG files: one file per panel of a run, or all panels of several runs. Needs matplotlib."""
+"""Plots of runs as PNG files: each panel of a run, or all panels of several runs. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class DrawnRun:
         return [row[key] for row in self.rows]
 
     def minutes(self) -> list[float]:
-        """Return the wall time in minutes at the end of each step, from the start of the first."""
+        """Return the minutes from the start of the first step to the end of each step."""
         return [seconds / 60 for seconds in itertools.accumulate(self.column("seconds/step"))]
 
 
@@ -142,7 +142,7 @@ def draw_accuracy(axes: Axes, runs: Sequence[DrawnRun]) -> None:
 
 
 def draw_bubble(axes: Axes, runs: Sequence[DrawnRun]) -> None:
-    """Draw the bubble of each update: the time in which the update kept an engine from making tokens."""
+    """Draw the bubble of each update, in which an engine made no token because of it."""
     _label(axes, "Update bubble: time without a token because of the update", "ms", x="update")
     for run in runs:
         bubbles = [1e3 * value for value in run.column("update/bubble")]
@@ -167,7 +167,7 @@ def draw_staleness(axes: Axes, runs: Sequence[DrawnRun]) -> None:
 
 
 def draw_logprobs(axes: Axes, runs: Sequence[DrawnRun]) -> None:
-    """Draw the largest difference between trainer and engine logprobs, on tokens of the trainer's own version."""
+    """Draw the largest |trainer - engine logprob| over tokens of equal versions."""
     _label(axes, "Trainer against engine, at equal weights", "largest |difference of logprobs| in nats")
     axes.set_yscale("log")
     for run in runs:
@@ -245,7 +245,7 @@ def _label(axes: Axes, title: str, y: str, x: str = "step") -> None:
 
 
 def _curve(axes: Axes, run: DrawnRun, x: Sequence[float], key: str) -> None:
-    """Draw a noisy curve and its mean over `SMOOTHING` neighbouring values, fewer at the ends."""
+    """Draw a noisy curve, and its mean over `SMOOTHING` values (fewer at the ends)."""
     values, half = run.column(key), SMOOTHING // 2
     means = [statistics.fmean(values[max(i - half, 0) : i + half + 1]) for i in range(len(values))]
     axes.plot(x, values, color=run.color, alpha=0.3, linewidth=1)

@@ -29,7 +29,7 @@ LINE_EVERY = 5
 REFRESH_PER_SECOND = 4
 PREPARING = "preparing"
 EVALUATIONS = 4
-"""Maximum of held-out accuracies that the panel shows."""
+"""Maximum number of held-out accuracies that the panel shows."""
 
 PHASES: Mapping[str, str] = {
     "launch": "starting engines",
@@ -113,7 +113,7 @@ class RunDisplay(Reporter):
     # --- how it looks ------------------------------------------------------------------------------------------------
 
     def eta_s(self) -> float | None:
-        """Return the seconds that the remaining steps will take, or None before the first step."""
+        """Return the seconds for the remaining steps, or None before the first step."""
         return statistics.fmean(self._durations) * (self._steps - self._step) if self._durations else None
 
     def _stop_live(self) -> None:

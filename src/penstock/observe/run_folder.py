@@ -1,4 +1,4 @@
-"""The folder of one run: its configuration, the record of each step, and its results.
+"""The folder of one run: its configuration, the record of each step, its results.
 
 docs/reference/run-folder.md describes every file and every key of metrics.jsonl.
 
@@ -67,8 +67,7 @@ class RunFolder:
     def lock(path: Path) -> Generator[None]:
         """Hold the run in `path` for this process alone, whether or not its folder exists.
 
-        The kernel frees the lock when this process ends in any way. The lock file stays, even if the folder is
-        removed.
+        The kernel frees the lock when this process ends in any way. The lock file stays, even if the folder is removed.
 
         Raises:
             UserError: another process holds the run, or the lock file cannot be written.

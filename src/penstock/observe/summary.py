@@ -1,4 +1,4 @@
-"""Totals of a run, computed from its rows of metrics, for summary.json and the closing table."""
+"""Totals of a run from its rows of metrics, for summary.json and the end table."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class Summary:
         logprob_difference: largest |trainer - engine logprob| over tokens of the trainer's own version, in nats.
         seconds: time by activity: `waiting` (for rollouts), `training`, `update`, `sleep` (of a colocated run),
             `evaluation`, `checkpoint`, `total`.
-        idle: share of the steps' time in which each side was idle: `learner` and `engines` (their mean). A side
-            without data is absent.
+        idle: share of the steps' time in which each side was idle: `learner` and `engines` (their mean). A side without
+            data is absent.
         versions: versions of Python and of the relevant packages.
     """
 
@@ -164,7 +164,7 @@ class Reporter:
     """
 
     def on_phase(self, name: str) -> None:
-        """Handle the start of a phase: `launch`, `resume`, `evaluate`, `train`, `checkpoint` or `done`."""
+        """Handle a phase's start. It is `launch`, `resume`, `evaluate`, `train`, `checkpoint` or `done`."""
 
     def on_step(self, metrics: Mapping[str, float]) -> None:
         """Handle the end of a step. `metrics` is its row of metrics.jsonl (docs/reference/run-folder.md)."""

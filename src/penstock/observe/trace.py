@@ -1,4 +1,4 @@
-"""Spans that record the activity of engines and learner, and a Chrome trace of them for Perfetto.
+"""Spans of what engines and learner did, and a Chrome trace of them for Perfetto.
 
 A span is one row of spans.jsonl: `step` (the step in which the span ended), `track` (`learner` or an engine's name),
 `name`, `start` and `seconds` in the run's own time, and `args`.
@@ -70,7 +70,7 @@ class Tracer:
             await asyncio.sleep(LOOK_S)
 
     def cut(self, step: int, seconds: float) -> tuple[list[Span], float | None]:
-        """End a step: return its spans, and the share of its `seconds` in which engines had nothing in flight.
+        """End a step. Return its spans, and the share of its `seconds` in which engines were idle.
 
         The share is the mean over engines, or None without engines.
         """

@@ -1,4 +1,4 @@
-"""Sends a run's figures to TensorBoard or Weights & Biases (`trackers`), in addition to the run folder.
+"""Sends a run's figures to TensorBoard or Weights & Biases too (`trackers`).
 
 Both work without a network.
 """

@@ -1,4 +1,4 @@
-"""Sample trajectories for people to read: every token with its text, logprob and weight version."""
+"""Sample trajectories for people: every token with its text, logprob and version."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHOWN = 8
 
 
 def record_of(step: int, trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-    """Return the row of trajectories.jsonl for a trajectory that step `step` trained on.
+    """Return a trajectory of step `step` as a row of trajectories.jsonl.
 
     `loss` of a token is 1 if the policy made the token and 0 if the environment did. `episode` is the session of an
     agent's episode; the episode's log is named after it.
@@ -40,14 +40,14 @@ def record_of(step: int, trajectory: Trajectory, decode: Callable[[Sequence[int]
 
 
 def pick(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Return the trajectories of a batch to record: its first, and the next with tokens of two versions, if any."""
+    """Return the trajectories to record: the first, and the next of two versions."""
     first = trajectories[:1]
     mixed = [t for t in trajectories[1:] if len(set(t.versions)) > 1][:1]
     return [*first, *mixed]
 
 
 def to_markdown(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return at most `SHOWN` records as Markdown, evenly spread over the run, with the first and the last."""
+    """Return at most `SHOWN` records as Markdown. They spread over the run, with the first and the last."""
     last, shown = len(records) - 1, min(SHOWN, len(records))
     chosen = [records[i * last // max(shown - 1, 1)] for i in range(shown)]
     return "# Sample trajectories\n\n" + "\n".join(_section(record) for record in chosen)
