@@ -1,4 +1,4 @@
-"""Episodes of any agent: a callable or a command that calls the gateway, and the training rows of its calls."""
+"""Episodes of any agent: a callable or a command that calls the gateway."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ Agent = Callable[[Episode], Awaitable[float | None]]
 
 @dataclass(eq=False)
 class AgentGenerator(Generator):
-    """Runs an agent for each episode, in its own session, and returns the sampled turns as rows.
+    """Runs an agent per episode, in its own session, and returns the turns as rows.
 
     An agent that fails or exceeds its time gets reward 0, because the policy made its turns too. An episode yields one
     trajectory per leaf; in an evaluation (the batch has `sampling_params`), only the one with the last answer.
@@ -92,10 +92,10 @@ class AgentGenerator(Generator):
         environment: scores the last answer if the agent gives no reward.
         agent: a callable on this event loop, or the words of a command. In the words, `{prompt}`, `{model}` and
             `{base_url}` are replaced. All processes that a command started end with the episode.
-        concurrency: maximum of episodes at once.
+        concurrency: maximum number of episodes at once.
         timeout_s: seconds that one episode may take.
         log_dir: folder for the commands' output, one file per session, named after it.
-        most_logs: maximum of kept output files; the oldest is deleted first.
+        most_logs: maximum number of kept output files; the oldest is deleted first.
         limits: budget of an episode.
     """
 

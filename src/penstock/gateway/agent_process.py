@@ -1,4 +1,4 @@
-"""Runs an agent's command so that no process outlives the episode: `python -m penstock.gateway.agent_process WORDS`.
+"""Runs an agent's command: `python -m penstock.gateway.agent_process WORDS`. No process outlives the episode.
 
 This process adopts everything that the command leaves behind, including processes in other sessions. It ends all of
 them when the command has ended, `GRACE_S` after a SIGTERM, or at once when its launcher is gone.

@@ -1,4 +1,4 @@
-"""The part that all wire formats share: parsing of request fields, and the interface of a dialect."""
+"""The shared part of the wire formats: reading of fields, and a dialect's interface."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def event(name: str | None, data: Mapping[str, Any]) -> bytes:
 
 
 def dumps(data: Any) -> bytes:
-    """Write JSON, also with integers over 64 bits or lone surrogates in a tool call, which orjson refuses."""
+    """Write JSON. orjson refuses integers over 64 bits and lone surrogates, which a tool call may hold."""
     try:
         return orjson.dumps(data)
     except TypeError:
@@ -96,7 +96,7 @@ def sampling_of(body: Mapping[str, Any], *, stop: str) -> dict[str, Any]:
 
 
 def notes_of(body: Mapping[str, Any], known: Sequence[str]) -> tuple[str, ...]:
-    """Return notes on the ignored fields of a body: all fields that the wire format does not know.
+    """Return notes on a body's ignored fields, which the wire format does not know.
 
     Raises:
         GatewayError: a field cannot be ignored.

@@ -1,4 +1,4 @@
-"""The turns of a session as a graph of nodes in token space: their added tokens, sampled tokens and rewards.
+"""The turns of a session as a graph of nodes in token space.
 
 A node's context is its parent's context, its added tokens, and its sampled tokens: exactly what the engine saw. A row
 of training data is a path from a root to a leaf. A node on several paths trains only in the first of them.
@@ -88,7 +88,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The point where a conversation continues: its node, the messages up to it, and why no later node fits."""
+    """The point where a conversation continues, and why no later node fits."""
 
     parent: Node | None
     seen: int
@@ -193,7 +193,7 @@ class Session:
         return [node for node in self.nodes.values() if not node.children]
 
     def reward_of(self, leaf: Node) -> float | None:
-        """Return a row's reward: the sum of its turns', plus the session's if the leaf has none; None without any."""
+        """Return a row's reward: its turns' sum, plus the session's if the leaf has none. Or None: no reward yet."""
         own = [node.reward for node in leaf.path() if node.reward is not None]
         if leaf.reward is not None or self.reward is None:
             return sum(own) if own else None
@@ -327,7 +327,7 @@ class Row:
 
 
 def digests_of(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> Iterator[bytes]:
-    """Yield the digest of the tools, then the digest up to each message: `[len(messages) + 1]`.
+    """Yield the digest of the tools, then of each prefix: `[len(messages) + 1]`.
 
     A tool result counts by the place of its call, because some harnesses make new ids for each request.
     """
@@ -348,7 +348,7 @@ def extended(digest: bytes, message: ChatMessage) -> bytes:
 
 
 def _agrees(given: Sequence[ChatMessage], history: Sequence[ChatMessage]) -> bool:
-    """Whether every answer with reasoning has the same reasoning as our turn of equal meaning."""
+    """Whether each given reasoning equals that of our turn of equal meaning."""
     pairs = zip(given, history, strict=False)
     return not any(m.role == "assistant" and m is not ours and m.agrees(ours) for m, ours in pairs)
 

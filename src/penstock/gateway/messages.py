@@ -54,7 +54,7 @@ class ToolCall:
             return self.name, self.arguments.strip()
 
     def as_custom(self) -> ToolCall:
-        """Return the call of a plain-text tool as its harness sends it back: its input wrapped as JSON."""
+        """Return the call of a plain-text tool as its harness sends it back. Its input is wrapped as JSON."""
         given = self.parsed()
         text = given.get("input", self.arguments) if isinstance(given, dict) else given
         text = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
@@ -93,12 +93,12 @@ class ChatMessage:
 
     @property
     def key(self) -> bytes:
-        """Meaning as bytes, without white space around the text, the layout of JSON, and the reasoning."""
+        """Meaning as bytes. White space around the text, the layout of JSON, and reasoning do not count."""
         calls = [call.meaning for call in self.calls]
         return orjson.dumps([self.role, self.text.strip(), calls, self.call_id])
 
     def agrees(self, ours: ChatMessage) -> str:
-        """Return how an assistant's message differs from the one that we sent, or an empty text if it does not."""
+        """Return how an assistant's message differs from the one that we sent. Empty: it does not."""
         if [call.meaning for call in self.calls] != [call.meaning for call in ours.calls]:
             return "" if not self.calls and self._writes(ours) else "edited arguments"
         if self.text.strip() != ours.text.strip():
@@ -238,7 +238,7 @@ def with_names(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
 
 
 def merged(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
-    """Join the leading system messages into one, because most templates accept only one."""
+    """Join the leading system messages into one. Most templates accept only one."""
     leading = next((i for i, m in enumerate(messages) if m.role != "system"), len(messages))
     if leading < 2:  # noqa: PLR2004
         return tuple(messages)

@@ -1,4 +1,4 @@
-"""Sessions of tenants and their turns: keys, budgets, sampling, and answers that outlive their client.
+"""Sessions of tenants: keys, budgets, sampling, answers that outlive their client.
 
 The gateway exchanges only token ids with engines, through Penstock's own client. Logprobs, versions, pauses and engine
 deaths therefore behave as in every other rollout.
@@ -30,7 +30,7 @@ from penstock.rollout.vllm_parser import VllmOutputParser
 from penstock.types import Sample, SamplingParams
 
 MOST_NAME = 200
-"""Maximum of characters in a session's name."""
+"""Maximum number of characters in a session's name."""
 _NAME = re.compile(rf"(?!\.{{1,2}}$)[A-Za-z0-9._~:@!$&'()*+,;=-]{{1,{MOST_NAME}}}")
 """Names that a URL's path can hold unescaped."""
 MOST_REPLAYED = 8
@@ -77,7 +77,7 @@ class PendingTurn:
 
 @dataclass(slots=True)
 class ServedSession(Session):
-    """A session with the data to serve it: budget, own key, and parameters that override all others."""
+    """A session with its budget, its own key, and parameters that override all others."""
 
     limits: Limits = field(default_factory=Limits)
     key: str = field(default_factory=new_key, repr=False)
@@ -87,7 +87,7 @@ class ServedSession(Session):
     finished: bool = False
     """True if no further turn may begin."""
     reserved: int = 0
-    """Maximum of tokens that the turns under way may sample."""
+    """Maximum number of tokens that the turns under way may sample."""
     freed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when a turn under way has ended."""
     turns: list[PendingTurn] = field(default_factory=list[PendingTurn])
@@ -208,7 +208,7 @@ class Gateway:
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="penstock-gateway")
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """Run read-only work on sessions in one of a few threads, so that a long body does not delay other requests."""
+        """Run read-only work on sessions in one of a few threads. A long body must not delay other requests."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     # --- sessions ----------------------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ class Gateway:
         return session
 
     def session(self, key: str, name: str | None, hint: str | None = None, *, keep: bool = True) -> ServedSession:
-        """Return the session of a call, by a session's key, or by a tenant's key and the session's name.
+        """Return the session of a call. It belongs to a session's key, or to a tenant's key and a name.
 
         Args:
             key: key of a session or of a tenant.
@@ -429,5 +429,5 @@ async def _cancel(tasks: set[asyncio.Task[Answer]]) -> None:
 
 
 def _digest(key: str) -> bytes:
-    """Hash a key, so that the time of a lookup does not depend on how much of the key is right."""
+    """Hash a key. The time of a lookup then does not depend on how much of the key is right."""
     return hashlib.sha256(key.encode()).digest()

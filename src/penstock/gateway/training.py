@@ -1,4 +1,4 @@
-"""`rollout.generator: agent`: an agent plays a training run's episodes through the run's own gateway."""
+"""`rollout.generator: agent`: an agent plays a run's episodes through its gateway."""
 
 from __future__ import annotations
 

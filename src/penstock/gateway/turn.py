@@ -43,8 +43,8 @@ class GatewayOptions:
         max_model_len: context length of the engines, in tokens.
         policy: `extend` keeps sampled tokens; `faithful` renders each prompt as the template would.
         sampling: parameters that replace the harness's own, such as `temperature`.
-        max_tokens: maximum of tokens per turn; None: as many as fit.
-        max_sessions: maximum of sessions kept per tenant.
+        max_tokens: maximum number of tokens per turn; None: as many as fit.
+        max_sessions: maximum number of sessions kept per tenant.
         force_calls: sample under a grammar if `tool_choice` forces a call.
     """
 
@@ -83,7 +83,7 @@ class TurnCodec:
         self._has_warned = False
 
     def prompt_of(self, session: Session, request: ChatRequest) -> tuple[Node | None, list[int], Place]:
-        """Return the turn that a request extends, the ids to add after it, and where its conversation was found.
+        """Return the turn that a request extends, the ids to add, and its `Place`.
 
         The call changes no state. It is slow for long conversations, so a thread runs it.
 
@@ -113,7 +113,7 @@ class TurnCodec:
         return None, self.template.render(messages, tools, most=most), place
 
     def whole(self, session: Session, request: ChatRequest) -> ChatRequest:
-        """Return the request with the whole conversation, if it only names the answer that it continues."""
+        """Return the request with its whole conversation, if it names an earlier answer."""
         if not request.previous:
             return request
         node = session.nodes.get(request.previous)
@@ -168,7 +168,7 @@ class TurnCodec:
         return replace(params, stop_token_ids=tuple({*params.stop_token_ids, *self.template.end_ids}))
 
     def _grammar(self, request: ChatRequest, context: Sequence[int]) -> dict[str, Any]:
-        """Return the grammar that makes the engine call one of the forced tools, after its reasoning."""
+        """Return the grammar that makes the engine call a forced tool after its reasoning."""
         if self._call_form is None:
             raise GatewayError("tool_choice cannot force a call: this model's chat template shows no calls as JSON")
         tools = {tool.name: tool.parameters for tool in request.tools if tool.name in request.forced}

@@ -1,4 +1,4 @@
-"""`rollout.agent.callable: penstock.gateway.verifiers:play`: verifiers plays its own environment via the gateway.
+"""`rollout.agent.callable: penstock.gateway.verifiers:play`: plays by verifiers.
 
 verifiers supplies tools, users and agents; Penstock records the rows. Penstock's harness runs in this process. It
 serves agents for which neither the options nor the taskset name a harness.
