@@ -1,1 +1,1 @@
-"""A service that the Tinker SDK runs against: training and sampling of LoRA models on one fleet (docs/tinker.md)."""
+"""A service for the Tinker SDK: LoRA training and sampling on one fleet (docs/tinker.md)."""

@@ -103,7 +103,7 @@ class _Calls:
         self._bodies = BodyBudget()
 
     def guarded(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
-        """Wrap a handler so that it requires a tenant's key and answers errors in the SDK's form."""
+        """Wrap a handler: require a tenant's key, and answer errors in the SDK's form."""
 
         async def handle(http: Request) -> Response:
             try:

@@ -1,4 +1,4 @@
-"""The API process: `python -m penstock.tinker.api_process FD OPTIONS` serves the Tinker SDK until a signal."""
+"""The API process: `python -m penstock.tinker.api_process FD OPTIONS`."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class RefusedError(UserError):
 
 
 class BodyBudget:
-    """Counts the bytes of bodies that are read, unpacked or parsed, per tenant and for the process.
+    """Counts the bytes of bodies under way, per tenant and for the process.
 
     The first `SMALL` bytes of a request are free, so small requests pass while large ones fill the process.
     """
@@ -80,7 +80,7 @@ class BodyBudget:
 
 
 def most_of_sample(context: int | None) -> int:
-    """Return the maximum of bytes in a request to sample."""
+    """Return the maximum number of bytes in a request to sample."""
     return MOST_BODY if context is None else SAMPLE_BYTES + context * TOKEN_BYTES
 
 

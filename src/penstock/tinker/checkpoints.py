@@ -80,7 +80,7 @@ class Checkpoints:
         return self._data / "samplers" / _plain(model) / _plain(name)
 
     async def adopt(self) -> None:
-        """Make every row name this data folder, which may have been moved since the rows were written."""
+        """Make every row name this data folder. It may have been moved since the rows were written."""
 
         def work(connection: Connection) -> None:
             for table in (checkpoints, samplers):
@@ -119,7 +119,7 @@ class Checkpoints:
     async def listed(
         self, tenant: str, model: str | None, limit: int | None, offset: int
     ) -> tuple[list[Row[Any]], int]:
-        """Return a tenant's checkpoints of one model or of all, newest first, and their total number."""
+        """Return a tenant's checkpoints (of one model or all, newest first) and their total."""
         live = (checkpoints.c.expires.is_(None)) | (checkpoints.c.expires > time.time())
         mine = (checkpoints.c.tenant == tenant) & live
         if model is not None:
@@ -208,7 +208,7 @@ def _expired(row: Row[Any]) -> bool:
 
 
 def _within(folder: str) -> Path:
-    """Return the path of a checkpoint's or sampler's folder relative to its data folder."""
+    """Return a checkpoint's or sampler's folder relative to its data folder."""
     parts = Path(folder).parts
     return Path(*parts[max(i for i, part in enumerate(parts) if part in {"checkpoints", "samplers"}) :])
 

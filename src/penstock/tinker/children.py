@@ -1,4 +1,4 @@
-"""Child processes that report when they serve and are restarted when they end: child side and owner side."""
+"""Child processes that report when they serve and restart when they end."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BACKOFF_S, STEADY_S = 0.2, 60.0
 
 
 def run_child(serve: Callable[[str], AbstractAsyncContextManager[str]]) -> int:
-    """Serve as a child (`python -m MODULE FD OPTIONS`) until a signal, and return the exit status.
+    """Serve as a child (`python -m MODULE FD OPTIONS`) until a signal; return the status.
 
     Args:
         serve: context manager that takes the options, serves while its block runs, and yields the URL.
@@ -64,7 +64,7 @@ def run_child(serve: Callable[[str], AbstractAsyncContextManager[str]]) -> int:
 
 
 def _spare_collector() -> None:
-    """Exclude imported objects, which are never garbage, from garbage collection, and collect less often.
+    """Exclude imported objects from garbage collection, and collect less often.
 
     Without this, collection takes a fifth of the time of an API process under load.
     """
@@ -75,7 +75,7 @@ def _spare_collector() -> None:
 
 @dataclass(slots=True)
 class SupervisedChild:
-    """A Penstock module in a child process: `python -m MODULE FD OPTIONS`, which reports on FD.
+    """A child process `python -m MODULE FD OPTIONS` of a Penstock module. It reports on FD.
 
     Args:
         name: name of the process in messages.

@@ -45,13 +45,13 @@ T = TypeVar("T")
 Work = Callable[[Connection], T]
 
 MOST_TOGETHER = 256
-"""Maximum of pieces of work in one transaction."""
+"""Maximum number of pieces of work in one transaction."""
 BUSY_S = 30
 """Seconds that a process waits for another's transaction."""
 JOURNAL = f"journal_size_limit={64 << 20}"
 """Limit in bytes of the write-ahead log on disk, once its pages are in the file."""
 MOST_PAGES = 20_000
-"""Maximum of pages (4 KiB each) given back at once, because other processes wait for it."""
+"""Maximum number of pages (4 KiB each) given back at once, because other processes wait for it."""
 _LOCK = 0x7_1E6
 """PostgreSQL's advisory lock for migrations: any constant that nothing else uses."""
 
@@ -238,7 +238,7 @@ class Database:
         return await self._queued(work)
 
     def post(self, work: Work[Any], *, at_once: bool) -> None:
-        """Queue `work` without waiting for it, to run at once or together with the next work."""
+        """Queue `work` without waiting, to run at once or together with the next work."""
         self._queued(work, at_once=at_once).add_done_callback(lambda done: done.cancelled() or done.exception())
 
     async def shrink(self) -> None:

@@ -1,4 +1,4 @@
-"""Futures of the service: accepted in order, kept in the database, and awaited by long polls."""
+"""Futures of the service: accepted in order, kept on disk, awaited by polls."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KEEP_S = 24 * 3600.0
 FORGET_S = 3600.0
 """Seconds in which a repeated request finds its future and does not run again. Clients repeat within minutes."""
 MOST_READ = 100
-"""Maximum of operations that are read together. Each may have megabytes."""
+"""Maximum number of operations that are read together. Each may have megabytes."""
 SAMPLE = "sample"
 PENDING, DONE, FAILED, GONE = "pending", "done", "failed", "gone"
 logger = logging.getLogger(__name__)
@@ -317,7 +317,7 @@ class Futures:
             running.cancel()
 
     async def prune(self) -> None:
-        """Drop results that were fetched, that belong to an ended session, or that are too old."""
+        """Drop results that were fetched, are too old, or belong to an ended session."""
         now, f = time.time(), futures.c
         scopes = [
             select(table.c.id).join(sessions, sessions.c.id == table.c.session).where(sessions.c.finished.is_not(None))
@@ -349,7 +349,7 @@ class Futures:
             self._start(operation)
 
     def _retrieved(self, request_id: str, outcome: Outcome) -> Outcome:
-        """Record that an outcome was fetched: a failure at once, as a lost model continues once its client knows."""
+        """Record that an outcome was fetched. A failure is recorded at once, as its model may then continue."""
         values = {"of": request_id, "at": time.time()}
         self._database.post(lambda c: c.execute(_RETRIEVED, values), at_once=outcome.error is not None)
         return outcome
@@ -403,7 +403,7 @@ class Futures:
         self._others = await self._database.run(work)
 
     async def _take_up(self) -> None:
-        """Begin this process's pending futures: those from before a restart, and those from other processes."""
+        """Begin this process's pending futures. They are its own from before a restart, or another's."""
         f = futures.c
         mine = (f.state == PENDING) & (f.executor == self.executor)
         found = select(f.id).where(mine).order_by(f.number)

@@ -1,4 +1,4 @@
-"""The learner process: `python -m penstock.tinker.learner_process` trains every model, for the API processes.
+"""The learner process, `python -m penstock.tinker.learner_process`, trains all models.
 
 It serves HTTP on a Unix socket. `POST /operations/ID` runs the operation in the header `X-Operation` on the model in
 `X-Model`. It answers 200 with the SDK's result, or 422 with `{"error", "category"}`. A repeated ID waits for the
@@ -74,7 +74,7 @@ class LearnerOptions(Section):
     max_rank: int = Field(ge=1)
     vocabulary: int = Field(ge=1)
     max_tokens: int = Field(ge=1)
-    """Maximum of tokens in one datum."""
+    """Maximum number of tokens in one datum."""
     train: TrainConfig
 
 
@@ -135,7 +135,7 @@ class Waiting:
 
 @dataclass(slots=True)
 class LearnerQueue:
-    """Runs operations: each model's one after another, and one at a time in the learner's thread.
+    """Runs operations: each model's in order, and one at a time in the only thread.
 
     Args:
         models: models of the learner.
@@ -237,7 +237,7 @@ class LearnerQueue:
         return Answer(200, PROTO_TYPE, data)
 
     async def _evaluate_part(self, model: str, part: Batch) -> Outputs:
-        """Evaluate a part, together with the parts of other models that wait at the same time."""
+        """Evaluate a part, together with other models' parts that wait at the same time."""
         if part.forward_only or not self.models.learner.joins:
             return await self._in_thread(lambda: self.models.run(model, part))
         mine = Waiting(model, part, asyncio.get_running_loop().create_future())
@@ -254,7 +254,7 @@ class LearnerQueue:
             return await self._hand_over(lambda: self.models.run(model, part))
 
     def _beside(self, mine: Waiting) -> list[Waiting]:
-        """Return the parts to evaluate with `mine`, in order of arrival, up to the tokens of one turn."""
+        """Return the parts to evaluate with `mine`, in order, within one turn's tokens."""
         room = self.turn_tokens - mine.tokens
         chosen: list[Waiting] = []
         for other in () if mine.alone else self._waiting:

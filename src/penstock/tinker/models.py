@@ -1,4 +1,4 @@
-"""The models of a learner process: one adapter each, saved to folders, and restored after a crash."""
+"""The models of a learner process: one adapter each, saved and restored."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Models:
     live: dict[str, Model] = field(default_factory=dict[str, Model])
 
     def restore(self) -> None:
-        """Restore every model as it was last saved, or as it was created if it was never saved.
+        """Restore every model as it was last saved, or as created if it was never saved.
 
         A model whose files cannot be read is left out with a log message, so it does not block the others.
         """
@@ -139,7 +139,7 @@ class Models:
         )
 
     def void(self, name: str, reason: str) -> None:
-        """Make the model's next step fail and drop its gradient, because some of its data could not be evaluated."""
+        """Make the model's next step fail and drop its gradient. Some of its data could not be evaluated."""
         if name in self.live:
             self.live[name].void = f"a forward_backward before it failed ({reason})"
 
@@ -201,7 +201,7 @@ class Models:
         self._keep(name, folder, with_state=optimizer)
 
     def status(self) -> dict[str, dict[str, Any]]:
-        """Return each model's steps, the folder of its last save, and the steps at that save."""
+        """Return each model's steps, and the folder and the steps of its last save."""
         return {
             name: {"steps": model.steps, "saved": model.saved, "saved_steps": model.saved_steps}
             for name, model in list(self.live.items())  # a copy, because the learner's thread adds and drops models
@@ -299,7 +299,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _write(folder: Path, write: Callable[[Path], None]) -> None:
-    """Write files to a temporary folder, and then move them into place: the whole folder, or file by file.
+    """Write files to a temporary folder. Then move them into place: the whole folder, or file by file.
 
     Raises:
         CheckpointError: the disk refused.

@@ -45,12 +45,12 @@ def take(connection: Connection, tenant: Tenant, size: int) -> str | None:
 
 
 def charge(connection: Connection, tenant: str, operations: int, size: int) -> None:
-    """Add to a tenant's usage: unfinished operations, and bytes of requests and results."""
+    """Add unfinished operations and bytes (requests, results) to a tenant's usage."""
     connection.execute(_CHARGE, {"whose": tenant, "operations": operations, "more": size})
 
 
 def discharge(connection: Connection, dropped: Any) -> None:
-    """Subtract the bytes of results that are about to be dropped from their tenants' usage.
+    """Subtract the bytes of results that will be dropped from their tenants' usage.
 
     Args:
         connection: connection of the transaction that drops them.

@@ -10,9 +10,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from penstock.errors import LARGEST, UserError
 
 MOST_ID = 999_999_999
-"""Maximum of the ids that paths contain."""
+"""Largest id in a path."""
 MOST_INT = (1 << 31) - 1
-"""Maximum of numbers that go to the engines."""
+"""Largest number that goes to the engines."""
 LEAST_TTL_S, MOST_TTL_S = 3600, 10 * 366 * 24 * 3600
 
 
@@ -119,7 +119,7 @@ class SaveForSampler(SaveWeights):
 
 
 class LoadWeights(Body):
-    """Body of `load_weights`: into an existing model, or as the first request of a new one."""
+    """Body of `load_weights`, into an existing model or as a new one's first request."""
 
     model_id: str | None = None
     seq_id: Stored | None = None

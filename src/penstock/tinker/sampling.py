@@ -34,7 +34,7 @@ from penstock.tinker.schema import PROTO_TYPE, pb
 from penstock.types import SamplingParams
 
 MOST_SAMPLES = 1024
-"""Maximum of samples in one request."""
+"""Maximum number of samples in one request."""
 MOST_TOP = 20
 """vLLM's limit of logprobs per position."""
 LOADS = 8

@@ -44,7 +44,7 @@ else:
 # --- fields of training data -----------------------------------------------------------------------------------------
 
 MOST_FIELDS = 1 << 18
-"""Maximum of fields in a body of training data. The SDK's chunks have at most 1,024 data of about 30 fields."""
+"""Maximum number of fields in a body of training data. The SDK's chunks have at most 1,024 data of about 30 fields."""
 
 _Fields = dict[int, Any]
 """Fields with a length, by number: a message's fields, or None for packed numbers. Text and bytes are left out."""
@@ -53,8 +53,8 @@ _Fields = dict[int, Any]
 def check_fields(body: bytes) -> None:
     """Raise UserError for training data with too many fields, before it is parsed.
 
-    protobuf has no limit. It parses 64 MiB of empty messages in 6 s, in which no other thread runs, and
-    takes 1.8 GiB for them.
+    protobuf has no limit. It parses 64 MiB of empty messages in 6 s, in which no other thread runs, and takes 1.8 GiB
+    for them.
     """
     left, todo = MOST_FIELDS, [(0, len(body), _FIELDS)]
     if len(body) <= 2 * left:

@@ -1,4 +1,4 @@
-"""The Tinker service's owner: it launches the fleet, and keeps a learner and an API process running."""
+"""The Tinker service's owner: runs the fleet, a learner and an API process."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ async def serving(config: ServiceConfig) -> AsyncGenerator[Service]:
 
 
 def adapted(config: ServiceConfig) -> EngineConfig:
-    """Return the engine's configuration with adapters, and with room for the learner on a shared GPU."""
+    """Return the engine's configuration with adapters, and room for a learner."""
     engine = config.engine
     usual = {"max_loras": MAX_LORAS, "max_lora_rank": MAX_RANK}
     values: dict[str, Any] = {"enable_lora": True} | {

@@ -93,7 +93,7 @@ class ServiceState:
         return self._about
 
     async def introduce(self) -> None:
-        """Publish this service's facts, or check that this process fits them if it is not the main process.
+        """Publish this service's facts. A process other than the main one checks that it fits them.
 
         ConfigError: the database belongs to no service, or the service has keys and this process has none.
         """
@@ -115,7 +115,7 @@ class ServiceState:
         return self.futures.executor if kind == SAMPLE else MAIN
 
     async def drop_models(self, models: Iterable[tuple[str, str]]) -> None:
-        """Queue the removal of ended sessions' models, `(tenant, model)`, behind the models' other operations."""
+        """Queue the removal of ended sessions' models, `(tenant, model)`. It runs after their other operations."""
         for tenant, model in models:
             await self.futures.accept(Operation(f"{model}:drop", tenant, "drop_model", model, b"{}"), MAIN)
 

@@ -21,7 +21,7 @@ SILENT_S = 3600.0
 """Seconds without a heartbeat after which a session ends. Its models then leave the learner."""
 UNUSED_S = 6 * 3600.0
 KNOWN = 4096
-"""Maximum of cached samplers, and of cached models, that need no further read of the database."""
+"""Maximum number of cached samplers, and of cached models, that need no further read of the database."""
 
 
 class UnknownError(UserError):

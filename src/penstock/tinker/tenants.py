@@ -33,10 +33,10 @@ class Tenant:
     Attributes:
         name: name in the database and in listings.
         key: API key; None: any key is accepted.
-        max_queued: maximum of unfinished operations. Beyond it, the answer is 429 and the SDK waits.
-        max_bytes: maximum of bytes in unfinished operations and kept results; also answered with 429.
-        max_sessions: maximum of open sessions.
-        max_models: maximum of models that the learner holds at once.
+        max_queued: maximum number of unfinished operations. Beyond it, the answer is 429 and the SDK waits.
+        max_bytes: maximum number of bytes in unfinished operations and kept results; also answered with 429.
+        max_sessions: maximum number of open sessions.
+        max_models: maximum number of models that the learner holds at once.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Tenants:
         """True if any key is accepted."""
 
     def named(self, name: str) -> Tenant:
-        """Return the tenant of a name, or one with default limits if the keys no longer contain it."""
+        """Return the named tenant, or one with default limits if the keys lack it."""
         return next((tenant for tenant in self._tenants if tenant.name == name), Tenant(name))
 
     def of(self, key: str | None) -> Tenant | None:
@@ -112,7 +112,7 @@ def _tenants_of(file: Path) -> list[Tenant]:
 
 
 def refuse_open_service(host: str, tenants: Tenants) -> None:
-    """Raise ConfigError if a service that accepts any key would listen beyond this machine."""
+    """Raise ConfigError if a service open to any key would listen beyond this machine."""
     if tenants.open and not is_loopback(host):
         raise ConfigError(f"without --keys any key opens the service, so --host {host} is refused; give --keys FILE")
 

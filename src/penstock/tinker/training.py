@@ -1,4 +1,4 @@
-"""Operations on models: the learner's requests in the order of arrival, and the resulting changes to the database."""
+"""Operations on models: the learner's requests, and the changes to the database."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class _Lane:
 
 
 class Training:
-    """Runs the operations of each model one after another, and those of several models in parallel.
+    """Runs each model's operations one after another, and several models' in parallel.
 
     If the learner dies, it comes back with each model as last saved or created. A model that lost something fails its
     operations with the reason, until the client has fetched one of these failures. Later operations continue from the
@@ -248,7 +248,7 @@ class Training:
         return row
 
     async def _lost(self, row: Row[Any], operation: Operation) -> str | None:
-        """Return why an operation must fail, if its client has not yet seen its model's loss; else None."""
+        """Return why an operation must fail: its client has not seen its model's loss yet. Or None."""
         if row.lost is None or operation.kind in {"create_model", "drop_model"}:
             return None
         f = futures.c
@@ -294,7 +294,7 @@ class Training:
             return self._incarnation
 
     async def _drop_half_made(self, unknown: Mapping[str, Mapping[str, Any]], incarnation: str) -> None:
-        """Drop models unknown to the database, except saved ones: this may be the wrong database."""
+        """Drop models unknown to the database. Saved ones stay: this may be the wrong database."""
         if saved := sorted(model for model, state in unknown.items() if state.get("saved") is not None):
             logger.warning(
                 "the learner holds saved models that the database does not know: %s. They and their files stay; is "
@@ -322,7 +322,7 @@ def _changed(model: str, **values: Any) -> Also:
 
 
 def _forgotten(model: str) -> Also:
-    """Return the change that removes a model that was never created, and so is no training run."""
+    """Return the change that removes a model that was never created."""
     never = delete(models).where((models.c.id == model) & ~models.c.live)
     return lambda connection: (connection.execute(never), None)[1]
 

@@ -1,4 +1,4 @@
-"""The SDK's training data and results: protobuf to a learner's input, and a learner's output back.
+"""The SDK's training data and results: protobuf to a learner's input, and back.
 
 A request is checked completely before anything is computed. It either fails with a reason or runs.
 """
@@ -92,7 +92,7 @@ class Batch:
         return sum(math.prod(shape) for shape, _ in self.cells)
 
     def parts(self, tokens: int) -> Iterator[Batch]:
-        """Split the batch into batches of at most `tokens` tokens and at least one datum, in order."""
+        """Split the batch, in order. Each part has at most `tokens` tokens, but at least one datum."""
         first, filled = 0, 0
         for index, datum in enumerate(self.data):
             length = len(datum.input_ids)
@@ -140,7 +140,7 @@ def decode(body: bytes, sizes: Sizes) -> Batch:
 
 
 def encode(batch: Batch, outputs: Outputs) -> bytes:
-    """Return a `ForwardBackwardOutput`: the sum of the loss, and each target's logprob in the targets' shape."""
+    """Return a `ForwardBackwardOutput`: the loss's sum, and logprobs shaped as targets."""
     answer = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     answer.metrics["loss:sum"] = sum(outputs.losses.values())
     rows = [_laid_out(shape, at, found) for (shape, at), found in zip(batch.cells, outputs.logprobs, strict=True)]
@@ -155,7 +155,7 @@ def encode(batch: Batch, outputs: Outputs) -> bytes:
 
 
 MOST_LAID_OUT = 1 << 24
-"""Maximum of values in the answer to one request."""
+"""Maximum number of values in the answer to one request."""
 
 
 def _laid_out(shape: tuple[int, ...], at: Array | None, found: Tensor) -> Array:
@@ -282,7 +282,7 @@ class _Tensor:
         return cls(shape, values)
 
     def values_at(self, at: Array | None) -> Array:
-        """Return the values of the cells `at` (None: of all), 0 where a sparse tensor lists none."""
+        """Return the values of cells `at` (None: all), 0 where a sparse tensor lists none."""
         if self.cells is None:
             return self.values if at is None else self.values[at]
         assert at is not None, "a sparse tensor has listed cells"  # noqa: S101
