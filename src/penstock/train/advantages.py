@@ -1,4 +1,4 @@
-"""Advantages of a batch's trajectories, each from the rewards of its group (the samples of one prompt).
+"""Advantages of trajectories, from the rewards of each group (one prompt's samples).
 
 Axes: N trajectories, G groups. `groups_N` holds the index of each trajectory's group, from 0 to G - 1, in any order.
 `episodes_N` holds the index of its episode. An agent's episode has one trajectory per leaf; together they weigh as much
@@ -26,7 +26,7 @@ def group_mean(rewards_N: Tensor, groups_N: Tensor, episodes_N: Tensor | None = 
 
 
 def group_norm(rewards_N: Tensor, groups_N: Tensor, episodes_N: Tensor | None = None) -> Tensor:
-    """Return the normalised advantage: A_i = (R_i - mean(R)) / std(R) within the group (GRPO, arXiv:2402.03300).
+    """Return A_i = (R_i - mean(R)) / std(R) within the group (GRPO, arXiv:2402.03300).
 
     The standard deviation is that of the population (divided by n), so that a group's advantages have variance 1.
     """
@@ -36,7 +36,7 @@ def group_norm(rewards_N: Tensor, groups_N: Tensor, episodes_N: Tensor | None = 
 
 
 def leave_one_out(rewards_N: Tensor, groups_N: Tensor, episodes_N: Tensor | None = None) -> Tensor:
-    """Return the reward minus the mean of the others: A_i = R_i - mean_{j != i} R_j (RLOO, arXiv:2402.14740, eq. 8).
+    """Return A_i = R_i - mean_{j != i} R_j in the group (RLOO, arXiv:2402.14740, eq. 8).
 
     For n episodes of one trajectory each, this is n / (n - 1) times `group_mean`. A group of one has advantage 0.
     """
@@ -62,7 +62,7 @@ def group_indices(group_ids: Sequence[str]) -> Tensor:
 
 
 def _weights(rewards_N: Tensor, episodes_N: Tensor | None) -> Tensor:
-    """Return the weight of each trajectory, `[N]`: one divided by the number of trajectories of its episode."""
+    """Return each trajectory's weight, `[N]`: 1 / (trajectories of its episode)."""
     if episodes_N is None:
         return torch.ones_like(rewards_N)
     return 1 / episodes_N.bincount().to(rewards_N.dtype)[episodes_N]

@@ -1,6 +1,6 @@
 """Packs data into micro-batches: sequences end to end in one row, without padding.
 
-Axes: B sequences, L tokens of the row, K places whose logprob is wanted, T the maximum of those in one sequence.
+Axes: B sequences, L tokens of the row, K places whose logprob is wanted, T the most of these in one sequence.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def micro_batches(
         ranks: number of ranks that share the micro-batches of each kind.
 
     Raises:
-        UserError: a token is outside the vocabulary, a place is outside its sequence, a number is not finite, a loss
-            is unknown, or the data lack what a loss reads.
+        UserError: a token is outside the vocabulary, a place is outside its sequence, a number is not finite, a loss is
+            unknown, or the data lack what a loss reads.
     """
     functions = [loss_named(part) for part in loss.parts]
     by_need: dict[bool, list[int]] = {True: [], False: []}
@@ -152,7 +152,7 @@ def micro_batches(
 
 
 def _check(batch: MicroBatch, vocabulary: int) -> None:
-    """Refuse data that the model cannot read, or that would give a meaningless gradient."""
+    """Refuse data that the model cannot read, or whose gradient would be meaningless."""
     samples = torch.arange(len(batch.indices))
     of_L, of_K = (samples.repeat_interleave(n) for n in (batch.bounds.diff(), batch.present_B_T.sum(-1)))
     for what, ids, of in (("input token", batch.input_ids_1_L[0], of_L), ("target", batch.targets_K, of_K)):

@@ -43,7 +43,7 @@ _REMEDY = "remove it to go on from the checkpoint before it, or start a new run 
 
 
 def save(run_dir: Path, step: int, write: Callable[[Path], Mapping[str, Any]]) -> Path:
-    """Write `run_dir/checkpoints/step-N` and remove all but the last `KEEP` checkpoints.
+    """Write `run_dir/checkpoints/step-N`, and keep only the last `KEEP` checkpoints.
 
     The folder gets its name only when its whole content is on disk. A kill at any moment leaves the previous
     checkpoint.
@@ -79,7 +79,7 @@ def save(run_dir: Path, step: int, write: Callable[[Path], Mapping[str, Any]]) -
 
 
 def rewrite(path: Path, values: Mapping[str, Any]) -> None:
-    """Replace the values of a checkpoint that are not tensors, completely or not at all."""
+    """Replace the values of a checkpoint that are no tensors. All or nothing is replaced."""
     with _refusals(path):
         unfinished, record = path / f"{RECORD}{_UNFINISHED}", json.loads((path / RECORD).read_text())
         unfinished.write_text(json.dumps({**record, "values": values}, allow_nan=False))
@@ -169,7 +169,7 @@ def read_tensors(
 
 
 class _Blanks(dcp.DefaultLoadPlanner):
-    """Allocates a checkpoint's tensors in a place where torch reports one rank's failure to every rank."""
+    """Allocates tensors where torch reports one rank's failure to every rank."""
 
     def __init__(self, blank: Callable[[str, Sequence[int], torch.dtype], Tensor]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""One rank's part of a sharded learner (FSDP2): its shards, its share of the data, and the gathering of layers.
+"""One rank's part of a sharded learner (FSDP2): its shards and its share of data.
 
 Every rank makes the same calls in the same order (`ranked.py`). The ranks wait for each other in collectives.
 """
@@ -41,7 +41,7 @@ REFUSED_ELSEWHERE = "another rank of the learner refused the data"
 
 
 class ShardedLearner(LocalLearner):
-    """Holds a shard of every weight with its gradient and optimiser state, and reads its share of the data.
+    """Holds a shard of all weights, gradients and optimiser state; reads a share of data.
 
     Args:
         group: group of the ranks.
@@ -90,7 +90,7 @@ class ShardedLearner(LocalLearner):
         return super().optim_step(adapter, adam, scale=scale)
 
     def gather(self, unit: int, merged: str | None = None) -> dict[str, Gathering]:
-        """Begin to gather a unit's weights on every rank: a decoder layer, or one tensor outside of the layers.
+        """Begin to gather a unit on every rank. It is a decoder layer, or one tensor outside of the layers.
 
         Args:
             unit: number of the unit, from 0.
@@ -153,7 +153,7 @@ class ShardedLearner(LocalLearner):
         return self._share(whole)
 
     def _share(self, whole: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Take as many batches of each kind as every other rank, because ranks wait for each other in every layer."""
+        """Take as many batches of each kind as every other rank. Ranks wait for each other in every layer."""
         mine: list[MicroBatch] = []
         for needs_gradient in (True, False):
             batches = [batch for batch in whole if batch.needs_gradient == needs_gradient]
@@ -211,7 +211,7 @@ class Gathering:
 
 
 def _units(policy: PolicyModel) -> list[list[tuple[str, Tensor]]]:
-    """Return a model's tensors in units that are gathered together: a decoder layer, or one tensor outside."""
+    """Return a model's tensors in units. A unit is a decoder layer, or one tensor outside of the layers."""
     names = {module: name for name, module in policy.model.named_modules()}
     layers = tuple(f"{names[layer]}." for layer in policy.layers)
     units: dict[str, list[tuple[str, Tensor]]] = {}

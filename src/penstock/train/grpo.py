@@ -1,4 +1,4 @@
-"""One training step on a batch of trajectories: advantages, loss, optimiser step, and metrics.
+"""One training step on trajectories: advantages, loss, optimiser, and metrics.
 
 It works on any `Learner`, with the base's weights or with one of its adapters.
 """
@@ -54,7 +54,7 @@ class Trainee:
 
     @property
     def version(self) -> int:
-        """Version of the weights: 0 for a loaded base, 1 for a new adapter, +1 for each step."""
+        """Version of the weights: 0 for a loaded base, 1 for a new adapter, +1 per step."""
         return self.learner.versions[self.adapter]
 
     @property
@@ -63,7 +63,7 @@ class Trainee:
         return None if self.merge else self.adapter
 
     async def put_in_force(self, engine: Fleet) -> UpdateReport:
-        """Make engines serve the current version: all weights, or the adapter's tensors alone."""
+        """Make engines serve the current version: all weights, or an adapter's tensors."""
         if self.adapter is None:
             return await engine.update_weights(self.learner.weights(None), version=self.version, kv=self.config.kv)
         if self.merge:
@@ -193,7 +193,7 @@ class Trainee:
 
 
 def known_denominators(spec: LossSpec, data: Sequence[Datum]) -> dict[str, float]:
-    """Return the denominators if the correction drops no token, so that they do not depend on the policy."""
+    """Return the denominators, given a correction that drops no token. They do not depend on the policy."""
     batch = collate([datum for datum in data if any(datum.weights)], spec)
     behaviour_K = batch.behaviour_B_T[batch.present_B_T]
     terms = batch.terms(behaviour_K, torch.zeros_like(behaviour_K))
@@ -247,7 +247,7 @@ def _logprob_metrics(
 
 
 def _gap_metrics(log_ratio_K: Tensor) -> dict[str, float]:
-    """Return quantiles of the ratio pi / mu, and the effective share of tokens under importance weighting.
+    """Return quantiles of the ratio pi / mu, and the share of effective tokens.
 
     The effective sample size of weights w is (sum w)^2 / sum w^2 (Kish 1965), here divided by the number of tokens.
     """
@@ -260,7 +260,7 @@ def _gap_metrics(log_ratio_K: Tensor) -> dict[str, float]:
 
 
 def _difference_metrics(difference_K: Tensor, staleness_K: Tensor, kept_K: Tensor) -> dict[str, float]:
-    """Return metrics of |trainer - engine logprob| by trainer version minus token version.
+    """Return metrics of |trainer - engine logprob| by age in versions.
 
     Tokens that attend to KV of older weights count apart. The trainer lacks this KV, so their difference is expected.
     """

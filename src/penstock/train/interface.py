@@ -1,4 +1,4 @@
-"""The learner's interface: data, losses and optimiser settings in, logprobs and weights out.
+"""The learner's interface: data, losses and settings in, logprobs and weights out.
 
 One learner holds one base model, and trains either its weights or any number of adapters on it. In every call,
 `adapter` selects one: a name that was given to `create_adapter`, or None for the base's own weights.
@@ -142,7 +142,7 @@ class Learner(ABC):
 
     @abstractmethod
     def forward_backward(self, adapter: str | None, loss: LossSpec, data: Sequence[Datum]) -> Outputs:
-        """Evaluate the loss, and add the gradient of its sum to the gradient since the last `optim_step`.
+        """Evaluate the loss, and add its gradient to those since the last `optim_step`.
 
         If the call fails half way, the adapter's whole gradient is discarded.
 
@@ -151,7 +151,7 @@ class Learner(ABC):
         """
 
     def forward_backward_together(self, parts: Sequence[tuple[str, LossSpec, Sequence[Datum]]]) -> list[Outputs]:
-        """Do `forward_backward` for several adapters at once, in shared passes over the base.
+        """Do `forward_backward` for several adapters, in shared passes over the base.
 
         Raises:
             StateError: a loss or a gradient is not finite.
@@ -161,7 +161,7 @@ class Learner(ABC):
 
     @abstractmethod
     def optim_step(self, adapter: str | None, adam: AdamSpec, *, scale: float) -> float:
-        """Multiply the gradient by `scale`, clip it, take a step, and discard the gradient.
+        """Scale the gradient by `scale`, clip it, take a step, and discard the gradient.
 
         Returns:
             The gradient's norm after scaling and before clipping.
@@ -208,7 +208,7 @@ class Learner(ABC):
 
     @abstractmethod
     def merged_weights(self, adapter: str) -> Iterable[tuple[str, Tensor]]:
-        """Return all weights as `weights(None)` does, with an adapter's product added where it applies.
+        """Return weights as `weights(None)` does, with an adapter's product added.
 
         Raises:
             UserError: the adapter changes an output matrix that is also the input matrix.
@@ -219,7 +219,7 @@ class Learner(ABC):
 
     @abstractmethod
     def save(self, adapter: str | None, folder: Path) -> Mapping[str, Any]:
-        """Write everything that a resumed run needs: weights, optimiser, random state, version.
+        """Write all that a resumed run needs: weights, optimiser, random state, version.
 
         Returns:
             The JSON values that `load` needs in addition to the folder.

@@ -1,4 +1,4 @@
-"""The learner of one process: a causal language model and its optimiser, on CUDA if available."""
+"""The learner of one process: a language model and its optimiser, on CUDA or CPUs."""
 
 # transformers ships partial types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -191,8 +191,7 @@ class LocalLearner(Learner):
     def weights(self, adapter: str | None) -> Iterator[tuple[str, Tensor]]:
         """See `Learner.weights`. A tensor is live if it has the engines' dtype, else a copy.
 
-        Copies keep their place in memory for the next version, so engines that map it (`cuda_ipc`) do so only
-        once.
+        Copies keep their place in memory for the next version, so engines that map it (`cuda_ipc`) do so only once.
         """
         if adapter is not None:
             for name, parameter in self._adapters_of(adapter).parameters(adapter).items():
@@ -320,14 +319,14 @@ class LocalLearner(Learner):
         return torch.empty(tuple(shape), dtype=dtype)
 
     def _parameters(self, adapter: str | None) -> Mapping[str, Parameter]:
-        """Return the parameters that `optim_step` changes, by their names in a saved state."""
+        """Return the parameters that `optim_step` changes, by their names in saved states."""
         if adapter is not None:
             return self._adapters_of(adapter).parameters(adapter)
         named = self.policy.model.named_parameters()
         return {plain_name(name): parameter for name, parameter in named if not is_adapter(name)}
 
     def _fingerprint(self) -> str:
-        """Return a digest of the frozen base: of the sum of bits and a few values of each tensor."""
+        """Return a digest of the frozen base: each tensor's sum of bits and a few values."""
         if not self._base_digest:
             digest = hashlib.blake2b(digest_size=16)
             for name, parameter in self._parameters(None).items():

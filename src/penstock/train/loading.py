@@ -1,4 +1,4 @@
-"""Loads a transformers causal language model: whole, or one module at a time if ranks share it.
+"""Loads a transformers language model: whole, or module by module for ranks.
 
 Arithmetic decides whether the model fits the learner's memory, before anything is loaded.
 """
@@ -84,7 +84,7 @@ def stored_dtypes(model_path: str) -> dict[str, torch.dtype]:
 
 
 class ModuleLoader:
-    """Loads the weights of a model's modules one after another, so that a sharding rank holds only one at a time.
+    """Loads a model's weights module by module. A rank that shards each module holds only one whole.
 
     Args:
         model: model from `without_weights`.
@@ -148,7 +148,7 @@ def _refusing(model_path: str) -> Generator[None]:
 def check_fits(
     model_path: str, config: TrainConfig, device: torch.device, *, frozen_bytes: int = 4, ranks: int = 1
 ) -> None:
-    """Refuse a model whose weights, gradients and optimiser need more than the free memory.
+    """Refuse a model whose weights, gradients and optimiser exceed the free memory.
 
     Activations are not counted. A model that passes may still be too large.
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens without a `[tokens, vocabulary]` tensor in fp32.
+"""Log-probabilities of chosen tokens without fp32 logits `[tokens, vocabulary]`.
 
 The output matrix is applied to a few hundred rows at a time, and again in the backward pass. Sums over the vocabulary
 and over chunks are in fp32. Summing chunk gradients in bf16 lowers a policy's entropy within dozens of steps, although
@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 CHUNK_ELEMENTS = 1 << 27
-"""Maximum of fp32 logits in memory at once: half a GiB, or 883 rows of Qwen3's vocabulary."""
+"""Maximum number of fp32 logits in memory at once: half a GiB, or 883 rows of Qwen3's vocabulary."""
 
 
 class TokenLogprobs(NamedTuple):
-    """`logprobs` of K tokens and `entropy` of their whole distributions (nats), fp32 with gradient."""
+    """`logprobs` of K tokens, and `entropy` of their distributions (nats). Both are fp32 with gradient."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -39,7 +39,7 @@ def token_logprobs(
     fuse: bool = False,
     rows_K: Tensor | None = None,
 ) -> TokenLogprobs:
-    """Return log softmax(hidden @ weight.T / temperature) at the targets, and the entropy of each distribution.
+    """Return log softmax(hidden @ weight.T / temperature) of the targets, and entropies.
 
     Args:
         hidden_K_H: hidden states of the positions that predict a token, fp32 or bf16.
@@ -101,7 +101,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _chunks(count: int, rows: int, of_rows: Tensor | None) -> list[tuple[slice, slice, Tensor | None]]:
-    """Split rows into chunks: (rows, their targets, each target's row within the chunk or None: its own)."""
+    """Split rows into chunks: (rows, their targets, each target's row in the chunk, or None: its own)."""
     starts = range(0, max(count, 1), rows)  # without rows, one empty chunk
     spans = [slice(start, min(start + rows, count)) for start in starts]
     if of_rows is None:
@@ -112,7 +112,7 @@ def _chunks(count: int, rows: int, of_rows: Tensor | None) -> list[tuple[slice, 
 
 
 def _measure(logits: Tensor, targets: Tensor, own: Tensor | None, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each target's logprob, each row's entropy, and the logarithm of each row's softmax denominator."""
+    """Return the targets' logprobs, the rows' entropies, and log softmax denominators."""
     wide = _widened(logits, temperature)
     normalizer = wide.logsumexp(-1)
     entropy = normalizer - ((wide - normalizer.unsqueeze(-1)).exp() * wide).sum(-1)

@@ -1,4 +1,4 @@
-"""Low-rank adapters in a model, by PEFT: one for a whole pass, or several, each for its own tokens."""
+"""Low-rank adapters in a model, by PEFT: one in a pass, or several for own tokens."""
 
 # peft ships partial types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -98,7 +98,7 @@ class Adapters:
 
     @contextmanager
     def together(self, stretches: Sequence[tuple[str, int]], device: torch.device) -> Generator[None]:
-        """Compute each stretch of a packed row with its own adapter, forwards and backwards.
+        """Compute each stretch of a packed row with its own adapter, forward and backward.
 
         Args:
             stretches: `(adapter, tokens)`, in the order of the row.
@@ -120,7 +120,7 @@ class Adapters:
         return {key: sorted(value) if isinstance(value, set) else value for key, value in values.items()}
 
     def merged(self, name: str) -> Mapping[str, LoraLayer]:
-        """Return the base's layers that an adapter changes, by their weights' checkpoint names.
+        """Return the base's layers that an adapter changes, by their checkpoint names.
 
         Raises:
             UserError: the adapter changes an output matrix that is also the input matrix, or a matrix that the
@@ -147,7 +147,7 @@ class Adapters:
         return layer.get_delta_weight(self._keys[name])
 
     def _through(self, layer: Any, x: Tensor) -> Tensor:
-        """Compute one wrapped matrix with the active adapter, or with the adapters of a row."""
+        """Compute one wrapped matrix with the active adapter, or with those of a row."""
         if self._row is not None:
             return self._row.through(layer, x)
         if self._active is None or self._active not in layer.lora_A:

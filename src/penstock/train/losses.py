@@ -1,4 +1,4 @@
-"""Policy losses as pure functions of logprobs, advantages and a mask, and corrections for off-policy data.
+"""Policy losses as pure functions of logprobs, advantages and masks; corrections.
 
 Axes: B sequences, T places (right-padded). A loss returns a sum over its input, and the denominator that divides this
 sum in the end. Both add up over micro-batches and ranks to the values of the batch.
@@ -32,7 +32,7 @@ class Limits:
         low: lower width of the ratio's clip range [1 - low, 1 + high].
         high: upper width of the clip range.
         correction: key of `CORRECTIONS`.
-        importance_cap: maximum of importance weights in every correction but `none`.
+        importance_cap: maximum importance weight in every correction but `none`.
         ratio_band: least and largest ratio that `mis` and `icepop` keep.
         probability_gap: |pi - mu| above which `dppo` drops tokens that would move farther.
         sequence_gap: mean of log mu - log pi (nats) above which `sequence_mask` drops tokens of negative advantage.
@@ -129,8 +129,8 @@ class LossOutput:
         denominator: divisor of the batch's loss: weights of kept tokens, kept sequences, or their budgets.
         metrics: detached sums over the tokens under the mask, for policy losses only: `clip_fraction` (tokens whose
             gradient the clip removed), `truncated_fraction` (importance weight was cut), `masked_fraction` (the
-            correction dropped the token), `ratio_mean`, `logprob_gap_k1` (log mu - log pi), `kl` (k3 estimate of
-            KL(mu || pi), r - 1 - log r, http://joschu.net/blog/kl-approx.html).
+            correction dropped the token), `ratio_mean`, `logprob_gap_k1` (log mu - log pi), `kl`. This is the k3
+            estimate of KL(mu || pi), r - 1 - log r, http://joschu.net/blog/kl-approx.html.
     """
 
     loss: Tensor
@@ -145,7 +145,7 @@ Loss = Callable[[LossTerms, Limits], LossOutput]
 
 @dataclass(frozen=True, slots=True)
 class Corrected:
-    """The result of a correction: tokens to train on (bool `[B, T]`), and the maximum of importance weights.
+    """The result of a correction: `keep_B_T` (bool), and the maximum importance weight.
 
     Every correction but `none` caps weights as `tis` does, because the tokens it keeps may have any ratio.
     `replaces_clip`: the mask replaces the loss's clip of the ratio.
@@ -167,7 +167,7 @@ def tis(terms: LossTerms, limits: Limits) -> Corrected:
 
 
 def mis(terms: LossTerms, limits: Limits) -> Corrected:
-    """Masked importance sampling: drop sequences whose geometric mean of r is outside `ratio_band`."""
+    """Masked importance sampling. It drops sequences whose geometric mean of r is outside `ratio_band`."""
     mean_B_1 = (terms.log_ratio().sum(-1) / terms.lengths()).exp().unsqueeze(-1)
     return Corrected(terms.mask() & _inside(mean_B_1, limits), limits.importance_cap)
 
@@ -178,7 +178,7 @@ def icepop(terms: LossTerms, limits: Limits) -> Corrected:
 
 
 def dppo(terms: LossTerms, limits: Limits) -> Corrected:
-    """DPPO (arXiv:2602.04879), total variation: drop tokens that have moved far and that A would move farther.
+    """DPPO (arXiv:2602.04879), total variation. It drops tokens that moved far and that A would move on.
 
     The condition is |pi - mu| > `probability_gap`, with pi > mu and A > 0 or pi < mu and A < 0. The mask replaces the
     clip of the ratio, which drops unlikely tokens that have hardly moved.
@@ -281,12 +281,12 @@ def cispo(terms: LossTerms, limits: Limits) -> LossOutput:
 
 
 def cross_entropy(terms: LossTerms, _: Limits) -> LossOutput:
-    """-sum_t w log pi: supervised learning of the targets, divided by the sum of weights."""
+    """-sum_t w log pi, divided by the sum of weights: supervised learning of targets."""
     return _token_sum(-terms.logprobs_B_T, terms)
 
 
 def kl(terms: LossTerms, limits: Limits) -> LossOutput:
-    """k3 estimate of KL(pi || reference) on the sampled tokens, divided by the sum of weights (DeepSeekMath, eq. 4).
+    """k3 estimate of KL(pi || reference) on sampled tokens (DeepSeekMath, eq. 4), divided by sum of weights.
 
     mu made the tokens, so each is weighted by sg(min(r, importance_cap)). DeepSeek-V3.2 does so without the cap
     (arXiv:2512.02556). Without the weight, off-policy data give no estimate of a divergence of pi.
@@ -304,7 +304,7 @@ def kl(terms: LossTerms, limits: Limits) -> LossOutput:
 
 
 def entropy(terms: LossTerms, _: Limits) -> LossOutput:
-    """-sum_t w H(pi), divided by the sum of weights: an entropy bonus if its coefficient is positive."""
+    """-sum_t w H(pi), divided by the sum of weights. A positive coefficient gives an entropy bonus."""
     if terms.entropy_B_T is None:
         raise UserError("the loss part 'entropy' needs the entropy of the policy's distributions")
     return _token_sum(-terms.entropy_B_T, terms)
@@ -420,7 +420,7 @@ def loss_named(name: str) -> Loss:
 
 @dataclass(frozen=True, slots=True)
 class _Surrogate:
-    """The loss of each token, and where a clip removed its gradient or cut its importance weight."""
+    """The loss of each token, and where clips removed its gradient or cut its weight."""
 
     terms: LossTerms
     loss_B_T: Tensor

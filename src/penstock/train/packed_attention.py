@@ -1,4 +1,4 @@
-"""Causal attention over sequences packed into one row, for transformers models that allow another attention.
+"""Causal attention over sequences packed into one row, in models of transformers.
 
 All other layers must work on each token alone; then a packed row needs no padding. `cu_seq_lens_q` (FlashAttention's
 name for the bounds of the sequences in the row) and `max_length_q` travel as keyword arguments of the model.
@@ -125,7 +125,7 @@ def packed_attention(
 def _padded(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dropout: float, window: int | None
 ) -> Tensor:
-    """Attend causally in right-padded rows, whose tokens never see padding: `[sequences, heads, tokens, width]`."""
+    """Attend causally in right-padded rows: `[sequences, heads, tokens, width]`. No token sees padding."""
     mask = None
     if window is not None:
         age = torch.arange(query.shape[2], device=query.device)

@@ -1,4 +1,4 @@
-"""The parts that a schedule arranges: rollouts, the learner's step, and the engines' update."""
+"""The parts that a schedule arranges: rollouts, learning, and engine updates."""
 
 from __future__ import annotations
 

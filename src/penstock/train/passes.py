@@ -1,4 +1,4 @@
-"""Passes over packed data: the losses of one adapter, or of several that share a pass over the base."""
+"""Passes over packed data: losses of one adapter, or of several in a shared pass."""
 
 # torch ships partial types of some methods.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -74,10 +74,10 @@ class Share:
 
 
 def shared_passes(policy: PolicyModel, adapters: Adapters, shares: Sequence[Share], tokens: int) -> None:
-    """Evaluate micro-batches of several adapters in passes of at most `tokens` tokens, and add their gradients.
+    """Evaluate micro-batches of several adapters in shared passes. Add their gradients.
 
-    Each sequence of a row sees only itself, and each token only its own adapter. The gradients therefore equal those
-    of separate passes, unless one of them is not finite.
+    Each sequence of a row sees only itself, and each token only its own adapter. The gradients therefore equal those of
+    separate passes, unless one of them is not finite.
 
     Raises:
         StateError: a loss is not finite.

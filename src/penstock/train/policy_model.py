@@ -1,4 +1,4 @@
-"""The model in training as one module: token ids in, logprobs and entropy of chosen places out.
+"""The model in training as one module: ids in, logprobs and entropy of places out.
 
 All weights are read within its forward pass, so that sharding and compilation see every use.
 """
@@ -93,7 +93,7 @@ class PolicyModel(nn.Module):
             ).last_hidden_state
 
     def measure(self, hidden_1_L_H: Tensor, batch: MicroBatch, temperature: float) -> TokenLogprobs:
-        """Return the logprobs of the targets, `[K]`, by the output matrix with the active adapter."""
+        """Return the targets' logprobs, `[K]`, by the output matrix and its active adapter."""
         with torch.autocast(self.device_type, torch.bfloat16, enabled=self.autocast):
             weight = _effective_weight(self.model.get_output_embeddings())
             positions, rows = batch.positions_K, None
@@ -105,13 +105,13 @@ class PolicyModel(nn.Module):
 
 
 def compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
-    """Return the dtype of matrix products: `train.dtype`, by default bf16 on CUDA and fp32 elsewhere."""
+    """Return the dtype of matrix products: `train.dtype`. Default: bf16 on CUDA, fp32 elsewhere."""
     default = torch.bfloat16 if device.type == "cuda" else torch.float32
     return default if config.dtype == "auto" else getattr(torch, config.dtype)
 
 
 def weights_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
-    """Return the dtype of held weights: fp32 if they are trained, the computing dtype under adapters."""
+    """Return the dtype of held weights: fp32 if trained, else the computing dtype."""
     return torch.float32 if config.lora is None else compute_dtype(config, device)
 
 
@@ -160,7 +160,7 @@ def _effective_weight(matrix: Any) -> Tensor:
 
 
 def _check(model: Any, model_path: str) -> None:
-    """Refuse a model without `layers`, or with logits that are not output matrix times last hidden state."""
+    """Refuse a model without `layers`, or with logits that need more than the output matrix."""
     if not isinstance(getattr(model.base_model, "layers", None), nn.ModuleList):
         raise ConfigError(
             f"model {model_path!r} ({type(model).__name__}) has no `layers` as llama-like ones have; train one of those"

@@ -1,4 +1,4 @@
-"""The ranks of a sharded learner as one group: how a process joins it, and how rank 0 sends commands.
+"""The ranks of a sharded learner as a group: joining it, and rank 0's commands.
 
 A message is JSON and raw tensors in safetensors' format. Pickle is never used: a peer that reaches a rank's port can
 send numbers and the name of an existing loss, but no code.
@@ -106,7 +106,7 @@ async def wait_ready(store: dist.Store, size: int) -> None:
 
 
 def address_towards(cluster: str) -> str:
-    """Return this host's address as seen from a Ray cluster, at `host:port` or as Ray finds it."""
+    """Return this host's address as seen from a Ray cluster. `cluster`: `host:port`, or what Ray finds."""
     host, _, port = cluster.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=ANSWER_S) as route:
@@ -126,7 +126,7 @@ def _ready(rank: int) -> str:
 
 
 def place_of(taken: Mapping[str, str]) -> Place:
-    """Return the place given by torchrun's variables, or by those that `Ranks` sets for a child.
+    """Return a place from torchrun's variables, or from those of `Ranks` for a child.
 
     Raises:
         ConfigError: a variable is not a number, or nothing answers at the address.

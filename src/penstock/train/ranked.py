@@ -1,4 +1,4 @@
-"""Rank 0's view of a learner of several ranks, and the other ranks' side: each call is a command to all of them."""
+"""A learner of several ranks, on rank 0 and on the others. Each call is a command to all."""
 
 # torch ships partial types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -227,7 +227,7 @@ def _build(group: RankGroup, values: Mapping[str, Any]) -> ShardedLearner:
 
 
 def _check(others: Sequence[Message]) -> None:
-    """Raise for a rank that failed where rank 0 did not: the ranks no longer hold the same state."""
+    """Raise if another rank failed where rank 0 did not. The ranks then hold different states."""
     for rank, answer in enumerate(others, start=1):
         if "error" in answer.values:
             raise LearnerError(f"rank {rank} of the learner failed: {answer.values['error']['message']}")

@@ -1,4 +1,4 @@
-"""Starts the other ranks of a sharded learner, and ends the run if one of them ends."""
+"""Starts the other ranks of a sharded learner, and ends the run if one ends."""
 
 from __future__ import annotations
 

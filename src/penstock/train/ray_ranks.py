@@ -1,4 +1,4 @@
-"""`python -m penstock.train.ray_ranks OPTIONS`: the Ray driver of a learner's other ranks.
+"""Ray driver of a learner's ranks: `python -m penstock.train.ray_ranks OPTIONS`.
 
 It is a separate process, like `fleet/ray_driver.py`. A lifeline ends it with rank 0. Ray then ends the actors and
 removes their placement group, and each rank ends with its actor.
@@ -106,7 +106,7 @@ async def _until_ended(ray: Any, actors: list[Any], options: Options) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Drive the ranks as the only argument says (`Options` as JSON), and return the exit status."""
+    """Drive the ranks by the only argument (`Options` as JSON); return the exit status."""
     watch_lifeline()
     try:
         asyncio.run(drive(Options.model_validate_json(argv[0])))

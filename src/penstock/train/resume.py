@@ -1,9 +1,9 @@
 """Resumes a run from its last checkpoint. No step is recorded twice, and none is missing.
 
-A checkpoint holds the learner (weights, optimiser, random state) and `Progress`. It holds no rollouts, because the
-task of group `i` depends only on the seed and `i`. The groups in flight at a kill are generated again, from the same
-tasks and under weights that are never older. In a synchronous run, their sampling seeds and weights are the same too,
-so the resumed run equals an uninterrupted one.
+A checkpoint holds the learner (weights, optimiser, random state) and `Progress`. It holds no rollouts, because the task
+of group `i` depends only on the seed and `i`. The groups in flight at a kill are generated again, from the same tasks
+and under weights that are never older. In a synchronous run, their sampling seeds and weights are the same too, so the
+resumed run equals an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def check(config: RunConfig, folder: RunFolder) -> None:
 
 
 def take_up(config: RunConfig, folder: RunFolder, trainee: Trainee) -> Progress:
-    """Load the last checkpoint into `trainee`, and cut the folder's records back to it, or to the start without one.
+    """Load the last checkpoint into `trainee`, if any. Cut the folder's records back to it, or to the start.
 
     Raises:
         ConfigError: the configuration differs from the run's.

@@ -1,4 +1,4 @@
-"""Groups of rollouts: submitted as the schedule allows, completed in any order, and taken as batches."""
+"""Groups of rollouts: submitted as scheduled, completed in any order, batched."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.types import SamplingParams
 TRIES = 3
 """Number of attempts to get a sample that is not aborted. After the last one, the sample is left out."""
 EVALUATED_AT_ONCE = 4096
-"""Maximum of tasks that an evaluation has in flight, so that a signal ends even a large one."""
+"""Maximum number of tasks that an evaluation has in flight, so that a signal ends even a large one."""
 _PAUSE_INSTEAD = "end no requests by abort_generation while a run goes on: pause_generation keeps what is in flight"
 
 
@@ -128,12 +128,12 @@ def _episode(trajectory: Trajectory) -> str:
 
 
 async def greedy_accuracy(generator: Generator, tasks: Sequence[Task], max_tokens: int) -> float:
-    """Return the fraction of tasks solved greedily: temperature 0, one response each, reward of at least 1.
+    """Return the fraction of tasks solved greedily. A task is solved by one response of reward 1 or more.
 
     Args:
         generator: generator of the policy to judge.
         tasks: held-out tasks.
-        max_tokens: maximum of tokens per response.
+        max_tokens: maximum number of tokens per response.
 
     Raises:
         StateError: some responses were aborted every time, so they say nothing about the policy.

@@ -1,7 +1,7 @@
-"""Router replay: a mixture of experts trains with the experts that its engine chose (arXiv 2510.11370).
+"""Router replay: a mixture of experts trains with its engine's (arXiv 2510.11370).
 
-Engine and learner round differently. Near a tie, their routers choose different experts, and logprobs jump. The
-learner uses the engine's choice of experts but computes their weights itself, so that the router still learns.
+Engine and learner round differently. Near a tie, their routers choose different experts, and logprobs jump. The learner
+uses the engine's choice of experts but computes their weights itself, so that the router still learns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ UNKNOWN = -1
 """Expert of a token without a report from the engine. The learner's own router chooses."""
 _NORMALISED = {"Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "OlmoeTopKRouter"}
 _ALWAYS_NORMALISED = {"MixtralTopKRouter"}
-"""Transformers' router classes whose weights are a softmax over experts, normalised over the chosen ones."""
+"""Router classes with a softmax over experts. Those of `_NORMALISED` normalise the chosen if `norm_topk_prob`."""
 
 
 class RouterReplay:
@@ -52,7 +52,7 @@ class RouterReplay:
         self._experts_L_N_K = experts_L_N_K
 
     def check(self, experts_L_N_K: Tensor) -> None:
-        """Raise ConfigError if the model cannot replay experts, or does not have these (see `begin`)."""
+        """Raise ConfigError if the model cannot replay experts, or lacks these."""
         if self._others or self._top_k is None:
             has = f"has the routers {', '.join(sorted(self._others))}" if self._others else "has no experts"
             known = ", ".join(sorted(_NORMALISED | _ALWAYS_NORMALISED))

@@ -1,4 +1,4 @@
-"""A whole training run from its configuration: engines, learner, environment, folder, and schedule."""
+"""A whole training run: engines, learner, environment, folder, and schedule."""
 
 from __future__ import annotations
 
@@ -217,12 +217,12 @@ async def _run(
 
 
 async def _in_flight(fleet: Fleet) -> dict[str, int]:
-    """Return the number of unfinished requests that the router has sent to each engine."""
+    """Return the number of unfinished requests that each engine has from the router."""
     return {engine.name: engine.outstanding for engine in (await fleet.router_admin.engines()).engines}
 
 
 async def _load_asleep(config: RunConfig, ranks: Ranks, fleet: Fleet) -> Trainee:
-    """Load a colocated learner after the engines, because a starting vLLM needs its share of the GPU free."""
+    """Load a colocated learner after the engines. A starting vLLM needs its share of the GPU free."""
     await fleet.sleep(1)
     trainee = await _load(config, ranks)
     await fleet.wake_up()
@@ -262,8 +262,8 @@ def _trainee(config: RunConfig, learner: Learner) -> Trainee:
 def _served_dtype(config: RunConfig) -> ServedDtype:
     """Return the engines' dtype as far as it is known here. `auto`, the checkpoint's own, fits all engines.
 
-    Engines that Penstock starts on CPUs serve in fp32, whatever the checkpoint has. With `auto` they would get
-    rounded weights. The dtype of attached servers and of engines on a Ray cluster is unknown.
+    Engines that Penstock starts on CPUs serve in fp32, whatever the checkpoint has. With `auto` they would get rounded
+    weights. The dtype of attached servers and of engines on a Ray cluster is unknown.
     """
     if config.engine.dtype != "auto" or config.fleet.attach:
         return config.engine.dtype

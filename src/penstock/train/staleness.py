@@ -5,14 +5,14 @@ submitted only if
 
     n < (version - start_version + max_staleness + 1) * B
 
-where `version` is the version that the engines have confirmed. This is AReaL's rate rule (arXiv 2505.24298), counted in
-groups. A step takes the oldest finished groups, so a slow group goes into a later batch. The step
-waits if the remaining groups could not all be trained on in time: a group submitted under version v is in the batch of
-trainer version v + max_staleness at the latest. Batches in the order of submission meet every such deadline.
+where `version` is what the engines have confirmed. This is AReaL's rate rule (arXiv 2505.24298), counted in groups.
 
-The bound on staleness therefore holds by construction, and no group is discarded. The engines never go back, so no
-token of a group is older than the version at its submission. With `max_staleness = 0`, every group is due in its own
-batch.
+A step takes the oldest finished groups, so a slow group goes into a later batch. The step waits if the remaining groups
+could not all be trained on in time: a group submitted under version v is in the batch of trainer version
+v + max_staleness at the latest. Batches in the order of submission meet every such deadline.
+
+The bound on staleness therefore holds by construction, and no group is discarded. The engines never go back, so a
+group's tokens are never older than its submission. With `max_staleness = 0`, every group is due in its own batch.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class StalenessWindow:
         """Return the groups that may be submitted now. Each group is returned once.
 
         Args:
-            ahead: maximum of batches beyond the next step's batch; None: as many as the bound allows.
+            ahead: maximum number of batches beyond the next step's batch; None: as many as the bound allows.
         """
         batches = self.version - self.start_version + self.max_staleness + 1
         if ahead is not None:
@@ -81,7 +81,7 @@ class StalenessWindow:
         return sorted(chosen) if len(chosen) == self.groups_per_batch else None
 
     def awaited(self) -> list[int]:
-        """Return the groups that would fill the next batch if those from earlier batches came last."""
+        """Return the groups that would fill the next batch if late groups came last."""
         carried = sum(group < self.step * self.groups_per_batch for group in self.outstanding)
         return sorted(self.outstanding)[: self.groups_per_batch + carried]
 
@@ -122,7 +122,7 @@ class Pacer:
         self._hurried = -1
 
     async def turn(self, group: int, place: int, of: int) -> None:
-        """Return when group number `place` of the `of` groups admitted together should start.
+        """Return when group `place` of the `of` groups admitted together should start.
 
         The group starts at once if the learner waits for it (`hurry`), else in the middle of its portion of `busy_s`.
         """
@@ -140,7 +140,7 @@ class Pacer:
             del self._turns[group]
 
     def hurry(self, groups: Iterable[int]) -> None:
-        """Start these groups and all groups before them now, because the learner waits for them."""
+        """Start these groups and all before them now, because the learner waits for them."""
         self._hurried = max(self._hurried, *groups)
         for group, turn in self._turns.items():
             if group <= self._hurried:

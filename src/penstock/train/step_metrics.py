@@ -1,4 +1,4 @@
-"""The metrics of one step: rows of metrics.jsonl as pure functions (docs/reference/run-folder.md)."""
+"""Rows of metrics.jsonl as pure functions (docs/reference/run-folder.md)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def policy_tokens(trajectories: Sequence[Trajectory]) -> int:
 
 
 def token_ages(trajectories: Sequence[Trajectory], trainer_version: int) -> Counter[int]:
-    """Count the policy's tokens by their age in weight versions, as trainer `trainer_version` sees them.
+    """Count the policy's tokens by age in versions under trainer `trainer_version`.
 
     Raises:
         StateError: some tokens have an engine's label that is no version.
@@ -89,13 +89,13 @@ def agent_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def replayed_share(trajectories: Sequence[Trajectory]) -> float:
-    """Return the share of the policy's tokens in trajectories with their engine's experts."""
+    """Return the share of the policy's tokens with their engine's experts."""
     replayed = [t for t in trajectories if t.routed_experts is not None]
     return policy_tokens(replayed) / (policy_tokens(trajectories) or 1)
 
 
 def learner_metrics(learned: Mapping[str, float]) -> dict[str, float]:
-    """Return the learner's results under `learner/`, and its logprob difference under our name."""
+    """Return the learner's results under `learner/`, and `logprob_difference`."""
     metrics = {f"learner/{name}": value for name, value in learned.items()}
     if LOGPROB_DIFFERENCE in learned:
         metrics["logprob_difference"] = learned[LOGPROB_DIFFERENCE]
@@ -104,7 +104,7 @@ def learner_metrics(learned: Mapping[str, float]) -> dict[str, float]:
 
 @dataclass(slots=True)
 class LogprobAlarm:
-    """Warns if trainer and engine disagree about tokens of equal weights, which means that their models differ.
+    """Warns if trainer and engine disagree at equal weights. Their models then differ.
 
     Attributes:
         limit: largest accepted mean |trainer logprob - engine logprob|, in nats.
@@ -185,7 +185,7 @@ class Stopwatch:
             self.on_span(name, started - self._started, seconds)
 
     def now(self) -> float:
-        """Return the seconds since the run began, without the time between an end and a resume."""
+        """Return the run's seconds so far, without those between an end and a resume."""
         return self._clock() - self._started
 
     def lap(self) -> dict[str, float]:

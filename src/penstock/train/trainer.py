@@ -1,4 +1,4 @@
-"""One training run: its steps by a schedule, evaluations, checkpoints and records (R30).
+"""One run: steps by a schedule, evaluations, checkpoints and records (R30).
 
 `penstock.train.schedules` has the order of a step. Everything else (HTTP, scoring, more groups) runs on the same event
 loop, which wakes when a group is done. Only the trace polls: it asks for requests in flight twenty times a second.
@@ -55,10 +55,9 @@ async def train(
     resume: bool = False,
     loads: Loads | None = None,
 ) -> Summary:
-    """Run `config.train.steps` steps, evaluate before and after, and record everything in `folder`.
+    """Run `config.train.steps` steps and evaluations, and record all in `folder`.
 
-    A cancellation ends the rollouts and lets a step or an update under way finish. The folder can then be
-    resumed.
+    A cancellation ends the rollouts and lets a step or an update under way finish. The folder can then be resumed.
 
     Args:
         config: configuration of the run.
@@ -157,7 +156,7 @@ class _Run:
             ) from error
 
     async def _put_base_in_force(self) -> None:
-        """Send the learner's base to engines that may have another base under the adapter, if they can take it."""
+        """Send the learner's base to engines that may hold another one and can take it."""
         if not self.config.engines_may_differ or self.trainee.served_adapter is None:
             return
         if read_shape(self.config.engine.model).quantised:  # many formats accept an adapter but no weights
@@ -168,7 +167,7 @@ class _Run:
             log.warning("whether the engines add the adapter to the learner's base is unknown: %s", error)
 
     async def evaluate_if_due(self) -> None:
-        """Measure held-out accuracy of the weights in force: before, after, and every `eval.every` steps."""
+        """Measure held-out accuracy of the served weights, if due: first, last, every `eval.every` steps."""
         step, last, every = self.progress.step, self.config.train.steps, self.config.eval.every
         due = step in {0, last} or (every and step % every == 0)
         if not due or step in self.folder.evaluations():
@@ -240,7 +239,7 @@ class _Run:
         await self.evaluate_if_due()
 
     async def _tokens_lost(self, report: UpdateReport) -> dict[str, float]:
-        """Return the cost of the previous update, measured by now, and start to measure this one's."""
+        """Return the cost of the previous update, and start to measure this one's."""
         before, self.recovering = self.recovering, asyncio.create_task(self.client.recovered(report))
         if before is None:
             return {}

@@ -1,1 +1,1 @@
-"""The scenarios of the plan (R31): each is a configuration, a way to run it, and a checklist (`penstock scenario`)."""
+"""The scenarios of the plan (R31). Each has a configuration, a way to run it, and a checklist."""

@@ -79,7 +79,7 @@ class UpdateRecorder(Reporter):
 def training_checks(
     config: RunConfig, summary: Summary, reports: Sequence[UpdateReport], *, engines: int, gains: bool
 ) -> list[Check]:
-    """Check a whole run: engines, versions, checksums, staleness, experts, logprobs, and the gain."""
+    """Check a run: engines, versions, checksums, staleness, experts, logprobs, gain."""
     rows = RunFolder.open(config.run_dir / config.name).metrics()
     made_it = [len(report.engines) for report in reports]
     versions = [report.version for report in reports]
@@ -108,7 +108,7 @@ def training_checks(
 
 
 def _logprob_check(config: RunConfig, summary: Summary, rows: Sequence[Mapping[str, float]]) -> Check:
-    """Check that learner and engines agree at equal weights: on each token, or on average if engines round."""
+    """Check that learner and engines agree at equal weights. If engines round, the mean counts."""
     gap, bar, kind = summary.logprob_difference, LOGPROB_BARS[config.engine.profile], ""
     if config.engine.quantization or config.engine.dtype != "float32":
         means = [row[EQUAL_MEAN] for row in rows if EQUAL_MEAN in row]

@@ -1,4 +1,4 @@
-"""Scenarios with a fleet alone: a pause that keeps requests, HTTP and tokens, and vLLM's own weight transfer."""
+"""Scenarios with a fleet alone: a kept pause, HTTP beside tokens, native transfer."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ async def http_generator(config: RunConfig) -> list[Check]:
 
 
 def _largest_gap(learner: LocalLearner, data: Sequence[Datum]) -> float:
-    """Return the largest |learner - engine logprob|, nats, over the tokens that the engine made."""
+    """Return the largest |learner - engine logprob|, nats, over the engine's tokens."""
     gaps: list[Tensor] = []
     for ours, datum in zip(learner.forward(None, LossSpec({}), data).logprobs, data, strict=True):
         made = ours.new_tensor(datum.weights) != 0
@@ -127,7 +127,7 @@ def _task_prompts(config: RunConfig) -> list[tuple[int, ...]]:
 
 
 class NcclLink:
-    """The trainer's end of vLLM's own NCCL transfer to an engine on one GPU, tensor by tensor."""
+    """The trainer's end of vLLM's own NCCL transfer to an engine on one GPU."""
 
     def __init__(self) -> None:
         with reserved_port() as port:
@@ -156,7 +156,7 @@ def _announced(tensors: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
 
 
 async def native_sync(config: RunConfig) -> list[Check]:
-    """Train on samples of a plain vLLM server, and send it the weights by vLLM's own calls."""
+    """Train on samples of a plain vLLM server, and send weights by vLLM's own calls."""
     logs = config.run_dir / "native-sync-logs"
     logs.mkdir(parents=True, exist_ok=True)
     server = await EngineProcess.launch(config.engine, name="plain", log_dir=logs, gpus=_last_gpu(), native=BACKEND)
@@ -181,7 +181,7 @@ async def native_sync(config: RunConfig) -> list[Check]:
 
 
 async def _rounds(config: RunConfig, fleet: Fleet, learner: LocalLearner) -> list[tuple[list[Sample], float]]:
-    """Return the samples of each version, and their largest |learner - engine logprob|, nats."""
+    """Return each version's samples, and the largest |learner - engine logprob|, nats."""
     link, prompts = NcclLink(), _task_prompts(config)
     async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as joining:
         joining.create_task(fleet.init_weight_update_communicator(link.joins))

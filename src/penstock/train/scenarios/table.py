@@ -1,4 +1,4 @@
-"""The table of scenarios: description, needs, and configuration keys over the base."""
+"""The table of scenarios: description, needs, and keys over the base."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Scenario:
     def config(
         self, *, profile: str, run_dir: Path, model: Path = MODEL, overrides: Sequence[str] = (), gpus: int = 0
     ) -> RunConfig:
-        """Return the whole configuration, in a smaller shape for too few `gpus` (0: the plan's shape).
+        """Return the configuration, in a smaller shape for too few `gpus` (0: the plan's).
 
         Raises:
             UserError: no such model, or a wrong override.

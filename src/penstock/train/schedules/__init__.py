@@ -1,4 +1,4 @@
-"""The schedules of a run (`train.schedule`), one file each, and the layouts that can run them."""
+"""The schedules of a run (`train.schedule`), one file each, and their layouts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCHEDULES: Mapping[str, Schedule] = {
 
 
 def check_schedule(config: RunConfig) -> None:
-    """Refuse a schedule that other keys or the machine's layout rule out, before anything starts.
+    """Refuse a schedule that other keys or the layout rule out, before any start.
 
     Raises:
         ConfigError: engines that cannot sleep, next to a colocated learner; `max_staleness` 0 with `one_step_off`; or

@@ -1,4 +1,4 @@
-"""Synchronous, learner and engines on the same GPUs: the engines sleep while the learner trains.
+"""Synchronous, learner and engines on the same GPUs. Engines sleep while the learner trains.
 
 The engines wake in two steps. First they take the memory of their weights and receive the new version, on one host by
 CUDA IPC. Then they take the memory of their KV cache.

@@ -1,4 +1,4 @@
-"""Fully asynchronous: rollouts never stop, and weights change while tokens are being made.
+"""Fully asynchronous. Rollouts never stop, and weights change while tokens are made.
 
 Groups start as far ahead as `train.max_staleness` allows (`penstock.train.staleness`), at the learner's pace. Finished
 groups wait in a buffer. A step takes the oldest finished groups, and a slow group goes into a later batch.

@@ -1,4 +1,4 @@
-"""One step off: the engines generate batch N + 1 while the learner trains on batch N.
+"""One step off. The engines generate batch N + 1 while the learner trains on N.
 
 The update comes when both are done, so no token spans two versions. Every batch but the first is one version old.
 """
