@@ -106,7 +106,7 @@ def _check_without_gpus(config: RunConfig) -> None:
 
 
 def _check_ranks(config: RunConfig, launched: Mapping[str, str]) -> None:
-    """Refuse more ranks than this machine has GPUs, or cores without GPUs. torchrun and Ray may use others."""
+    """Refuse more ranks than this machine has GPUs, or cores without GPUs. torchrun and Ray may use other hosts."""
     gpus, cores = torch.cuda.device_count(), len(os.sched_getaffinity(0))
     elsewhere = launched or config.train.ray_address is not None
     if not elsewhere and config.train.ranks > (gpus or cores):
@@ -140,7 +140,7 @@ async def _check_tasks(config: RunConfig, environment: Environment) -> list[Task
 
 
 def _check_context(config: RunConfig, tokenizer: Tokenizer, tasks: Sequence[Task]) -> None:
-    """Refuse prompts that leave no room for a response. An engine would refuse only the first request."""
+    """Refuse prompts that leave no room for a response. Else an engine would refuse the first request."""
     most, response = config.engine.max_model_len, config.rollout.max_tokens
     if most is None:
         return
