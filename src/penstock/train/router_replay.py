@@ -17,7 +17,7 @@ UNKNOWN = -1
 """Expert of a token without a report from the engine. The learner's own router chooses."""
 _NORMALISED = {"Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "OlmoeTopKRouter"}
 _ALWAYS_NORMALISED = {"MixtralTopKRouter"}
-"""Router classes with a softmax over experts. Those of `_NORMALISED` normalise the chosen if `norm_topk_prob`."""
+"""Router classes with a softmax over experts. The first kind normalises the chosen if `norm_topk_prob`."""
 
 
 class RouterReplay:
