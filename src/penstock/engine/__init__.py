@@ -1,1 +1,1 @@
-"""One engine: the interface, its HTTP implementation, and how a vLLM server is launched."""
+"""One engine: the interface, its HTTP implementation, and the launch of a vLLM server."""

@@ -12,33 +12,33 @@ from penstock.types import KV, EngineUpdate
 from penstock.wire import ADAPTERS
 
 IN_FLIGHT = 409
-"""Status of the refusal to unload an adapter that is in use."""
+"""HTTP status with which an engine refuses to unload an adapter in use."""
 
 
 class AdapterRefusedError(EngineHTTPError, WeightsError):
-    """An adapter does not fit the engine's model, or cannot be read."""
+    """An adapter does not fit the engine's model, or is unreadable."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterLoad:
-    """A LoRA adapter as an engine has it."""
+    """The state of a LoRA adapter on one engine."""
 
     version: int | None
-    """The adapter's own; None: it came past the fleet."""
+    """The adapter's own version; None if the fleet did not load it."""
     in_flight: int
-    """Its requests."""
+    """Number of its requests in flight."""
     idle_s: float
-    """Seconds since the last one came."""
+    """Seconds since its last request came."""
 
 
 class AdapterCalls:
-    """`ControlClient.adapters` of an engine with our plugin."""
+    """`ControlClient.adapters` for an engine with our plugin."""
 
     def __init__(self, control: ControlClient) -> None:
         self._control = control
 
     async def read(self, name: str, source: Mapping[str, Any], *, timeout_s: float) -> None:
-        """Have a version of an adapter read while the engine generates; `load` of the same source is quick."""
+        """Let the engine read an adapter while it generates. A `load` of the same source is then quick."""
         await self._control.at_core(f"{ADAPTERS}/read", {"name": name, "source": dict(source)}, timeout_s)
 
     async def load(
@@ -46,7 +46,7 @@ class AdapterCalls:
     ) -> EngineUpdate:
         """Put a version of an adapter in force between two steps (`weights.adapter_files.AdapterFiles.source`).
 
-        AdapterRefusedError: it does not fit; what was in force stays.
+        AdapterRefusedError: it does not fit. The version in force stays.
         """
         body = {"name": name, "version": version, "source": dict(source), "kv": kv}
         try:
@@ -61,14 +61,14 @@ class AdapterCalls:
         await self._control.post(f"{ADAPTERS}/unload", {"name": name})
 
     async def served(self) -> dict[str, AdapterLoad]:
-        """Return the adapters that requests can ask for, by name."""
+        """Return the adapters that requests can name."""
         answer: Any = await self._control.http.get(ADAPTERS, timeout_s=self._control.timeout_s)
         return {str(name): AdapterLoad(**given) for name, given in answer.items()}
 
     async def pause(self, name: str) -> None:
-        """Stop an adapter's requests at a token; they wait, and new ones too."""
+        """Stop an adapter's requests after a token. These and new requests wait."""
         await self._control.at_core(f"{ADAPTERS}/pause", {"name": name})
 
     async def resume(self, name: str) -> None:
-        """Let an adapter's requests go on; harmless if it is not paused."""
+        """Let an adapter's requests continue. Harmless if it is not paused."""
         await self._control.at_core(f"{ADAPTERS}/resume", {"name": name})

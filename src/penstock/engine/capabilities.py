@@ -1,4 +1,4 @@
-"""What an engine is and can do."""
+"""An engine's identity and capabilities."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Capability = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an engine offers. The defaults are those of an engine that Penstock launches."""
+    """Capabilities of an engine. The defaults are those of an engine that Penstock launches."""
 
     plugin: bool = True
-    """Penstock's plugin: `update_weights` while it generates, progress reports, resumed requests."""
+    """Penstock's plugin: `update_weights` during generation, progress reports, resumed requests."""
     tokens: bool = True
     """The token endpoint, `POST /inference/v1/generate`."""
     pause: bool = True
@@ -27,55 +27,55 @@ class Capabilities:
     caches: bool = True
     """`/reset_prefix_cache`."""
     kv_in_flight: bool = True
-    """KV stays in the engine, so `kv="keep_in_flight"` can keep it from new requests."""
+    """KV stays inside the engine, so `kv="keep_in_flight"` can hide it from new requests."""
     sleep: bool = True
     rpc: bool = True
     """`/collective_rpc`."""
     lora: bool = True
-    """Adapters can be loaded and unloaded while it runs."""
+    """Adapters can be loaded and unloaded at run time."""
     weight_transfer: str | None = None
-    """The backend of vLLM's native weight transfer; None: it has none."""
+    """Backend of vLLM's native weight transfer; None if the engine has none."""
     sampled_logprobs: bool = True
-    """Logprobs are of what was sampled from: after temperature and the like."""
+    """Logprobs describe the distribution that was sampled from, after temperature and other changes."""
 
 
 PENSTOCK = Capabilities()
-"""Of an engine with our plugin."""
+"""Capabilities of an engine that runs the plugin."""
 SAMPLED_FROM = ("processed_logprobs",)
-"""Values of vLLM's `--logprobs-mode` that give log-softmax of what is sampled from."""
+"""Values of vLLM's `--logprobs-mode` that give log-softmax of the sampled distribution."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine is: `GET /penstock/info`, or without our plugin what `vanilla.identify` finds out."""
+    """Identity and state of an engine, from `GET /penstock/info` or, without our plugin, `vanilla.identify`."""
 
     engine: str
-    """`vllm`, or `sim`."""
+    """`vllm` or `sim`."""
     vllm: str
-    """Its version."""
+    """Version of vLLM."""
     weight_version: int
     paused: bool
     tp: int
     pp: int
     dp: int
-    """Data-parallel ranks behind its address; each can be asked for in a request's header."""
+    """Data-parallel ranks behind its address. A request's header can choose a rank."""
     vocab_size: int
-    """Token ids are less than this; 0: unknown."""
+    """Token ids are smaller than this; 0: unknown."""
     max_model_len: int
     transports: tuple[str, ...]
     capabilities: Capabilities = PENSTOCK
     kv_kept: bool = False
-    """The update to this version kept the KV cache."""
+    """Whether the update to this version kept the KV cache."""
     dtype: str = ""
-    """It computes in, by torch's name: `bfloat16`; empty: unknown."""
+    """Torch's name of the dtype in which the engine computes, such as `bfloat16`. Empty: unknown."""
     instance: str = ""
-    """Id that changes with each start of the server; empty: unknown."""
+    """Id that changes with each start of the server. Empty: unknown."""
     model: str = ""
-    """Name that it serves its model under; empty: unknown."""
+    """Name under which it serves its model. Empty: unknown."""
 
     @classmethod
     def of(cls, answer: Mapping[str, Any]) -> Self:
-        """Read the answer of our plugin. KeyError, TypeError: it is something else."""
+        """Read the answer of our plugin. KeyError, TypeError: it has another form."""
         known: dict[str, Any] = {field.name: answer[field.name] for field in fields(cls) if field.default is MISSING}
         known["transports"] = tuple(known["transports"])
         return cls(
@@ -95,10 +95,10 @@ class EngineInfo:
 
 
 def require(engines: Iterable[tuple[str, Capabilities]], needed: Capability, operation: str) -> None:
-    """Refuse an operation that some engine cannot do, before anything is changed anywhere.
+    """Refuse an operation that some engine cannot do, before any engine is changed.
 
     Raises:
-        MissingCapabilityError: it names those engines, what they lack, and how they get it.
+        MissingCapabilityError: it names those engines, the missing capability, and a remedy.
     """
     lacking = [name for name, has in engines if not getattr(has, needed)]
     if lacking:
@@ -106,5 +106,5 @@ def require(engines: Iterable[tuple[str, Capabilities]], needed: Capability, ope
 
 
 def smallest_vocabulary(infos: Iterable[EngineInfo]) -> int | None:
-    """Return the bound below which every engine takes token ids; None where none reports one."""
+    """Return the bound below which every engine accepts token ids; None if no engine reports one."""
     return min((info.vocab_size for info in infos if info.vocab_size), default=None)

@@ -1,17 +1,17 @@
-"""Generate over HTTP, from one engine or through the router in front of many, also where engines die under a request.
+"""Generates over HTTP, on one engine or through the router to many, even if engines die under a request.
 
-The engine reports what each sample has so far: token ids, logprobs, versions (`wire.PROGRESS_HEADER`). If it dies or
-releases the request, the client sends the request again with that (`wire.RESUME_ARG`). The next engine goes on where
-the other stopped (`plugin/hooks.py`). Its detokenizer, stop strings, logprobs and usage have the state that they
-would have had if it had made those tokens itself. So the answer is whole; a pause or a sleep does not even cut it.
+The engine reports each sample's progress: token ids, logprobs, versions (`wire.PROGRESS_HEADER`). If it dies or
+releases the request, the client sends the request again with this progress (`wire.RESUME_ARG`). The next engine
+continues from there (`plugin/hooks.py`). Its detokenizer, stop strings, logprobs and usage have the same state as if it
+had made those tokens itself. So the answer is whole. A pause or a sleep does not even cut it.
 
-A cut does change three things:
+A cut changes three things:
 
-- With a seed, the random numbers begin anew behind the cut.
-- `presence_penalty` and `frequency_penalty` count tokens from the cut on.
+- With a seed, the random numbers restart after the cut.
+- `presence_penalty` and `frequency_penalty` only count tokens after the cut.
 - Grammar-constrained output (`response_format`, structured outputs, a tool choice that is `required` or named) and
-  answers with prompt logprobs cannot be resumed, since the engine's grammar begins at its beginning. Their samples are
-  made again from the start; `Counters.wasted_tokens` counts the tokens that are lost.
+  answers with prompt logprobs cannot be resumed, because a grammar always starts at its beginning. Their samples are
+  made again from the start. `Counters.wasted_tokens` counts the lost tokens.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from penstock.wire import GENERATE
 
 STREAM_CHUNK_TOKENS = 64
 LEAST_HASHED = 128
-"""Tokens: computing a shorter prompt again costs less than finding it."""
+"""Shortest prompt in tokens that is hashed. Recomputing a shorter one costs less than finding it."""
 DEAD_STATUS = frozenset({500, 502, 504})
-"""What vLLM answers when its engine core has died under a request, and proxies when vLLM itself has."""
+"""HTTP statuses of vLLM after its engine core died under a request, and of proxies after vLLM itself died."""
 RETRY_S = (0.0, 0.25, 0.5, 1.0)
 """Seconds before the request is sent again after its first, second, ... death without a new token. A dying vLLM answers
-500 for up to a second, and it takes a fleet as long to notice. After so many and one more the request is given up: what
-ends an engine ends the next one at the same token."""
+500 for up to a second, and the fleet needs as long to notice. One more death ends the request: what kills one engine
+kills the next one at the same token."""
 MAX_DEATHS = 20
-"""Of one request in all."""
+"""Number of deaths in total after which a request is given up."""
 IDLE_ABORT_S = 0.1
-"""Wait before a request is sent again that an engine has aborted twice without a token."""
+"""Seconds before a request is sent again after an engine aborted it twice without a new token."""
 NO_REPORTS = (
     "answered without progress reports, so it runs without Penstock's plugin; attach it to a fleet "
     "(docs/how-to/other-servers.md)"
@@ -58,49 +58,49 @@ NO_REPORTS = (
 
 @dataclass(slots=True)
 class Counters:
-    """What a client did so that no token was lost, since it was made."""
+    """A client's work, since its creation, to lose no token."""
 
     continued: int = 0
     """Requests sent again because an engine released or aborted them."""
     deaths: int = 0
     """Requests and calls for text sent again because their engine died under them."""
     requeued_tokens: int = 0
-    """Tokens that were made and went back to an engine as part of the prompt."""
+    """Tokens that were sent back to an engine as part of the prompt."""
     wasted_tokens: int = 0
-    """Tokens that had arrived and were thrown away. Those made after an engine's last report before its death, at most
-    `stream_chunk_tokens` a sample, cannot be counted."""
+    """Tokens that arrived and were thrown away. Tokens after an engine's last report before its death, at most
+    `stream_chunk_tokens` per sample, cannot be counted."""
 
 
 class Answer(NamedTuple):
     """An engine's whole answer."""
 
     body: Any
-    """As its endpoint has it; of the token endpoint without the tokens, which are in the request's `partials`."""
+    """Body of the endpoint. For the token endpoint, the tokens are in the request's `partials` instead."""
     spans: list[Any] | None
-    """For each of its choices `[[version, start, end], ...]`; None where the engine does not say."""
+    """`[[version, start, end], ...]` for each choice; None if the engine does not report them."""
 
 
 class DataClient:
-    """Client of the generation endpoints. It sends each prompt as a request of its own, so a router can spread them.
+    """Client of the generation endpoints. It sends each prompt as its own request, so a router can spread them.
 
-    A request returns its whole answer even if engines release it or die under it. A request that `abort_generation`
-    ends has the finish reason `abort`.
+    A request returns its whole answer even if engines release it or die under it. If `abort_generation` ends it, its
+    finish reason is `abort`.
 
     Args:
-        url: of an engine or of the router.
-        api_key: sent as a bearer token.
-        request_timeout_s: deadline of one generation request, held and paused time included.
-        name: names the server in errors.
-        vocab_size: where known, ids outside `[0, vocab_size)` are refused before anything is sent.
-        stream_chunk_tokens: an engine reports a sample's tokens in chunks of this size. An engine's death costs a
-            sample at most its last chunk. 0: one report at the end.
+        url: URL of an engine or of the router.
+        api_key: key to send as a bearer token.
+        request_timeout_s: deadline in seconds of one generation request, including held and paused time.
+        name: name of the server in errors.
+        vocab_size: if known, ids outside `[0, vocab_size)` are refused before anything is sent.
+        stream_chunk_tokens: number of tokens per report of a sample. An engine's death costs a sample at most its last
+            chunk. With 0, the engine reports once, at the end.
         routed: a router may place the requests by shared prefixes. Hashing a prompt of 32k tokens takes 1 ms.
 
     Attributes:
-        counters: what it did so that no token was lost.
-        kept: returns the weight versions whose update kept the KV cache.
-        unreported: reads the replies of engines without our plugin (`vanilla.VanillaReplies`); None: they are refused.
-        aborted_at: when the caller last asked to end all requests, by the loop's clock.
+        counters: the client's work to lose no token.
+        kept: returns the weight versions whose updates kept the KV cache.
+        unreported: reads replies of engines without our plugin (`vanilla.VanillaReplies`); None refuses them.
+        aborted_at: time on the loop's clock at which the caller last asked to end all requests.
     """
 
     def __init__(
@@ -136,18 +136,18 @@ class DataClient:
         return self.unreported
 
     def expect_aborts(self) -> None:
-        """Accept that requests sent so far end early: the caller is about to abort them."""
+        """Accept that requests sent so far end early, because the caller is about to abort them."""
         self.aborted_at = asyncio.get_running_loop().time()
 
     async def generate_batch(self, batch: GenerateBatch) -> GenerateOutput:
-        """Complete a batch (R2); answers in input order, `n` samples of a prompt side by side."""
+        """Complete a batch (R2). Answers are in input order, with the samples of a prompt side by side."""
         params = SamplingParams.of(batch.sampling_params)
         sessions: Sequence[SessionId | None] = [None] * len(batch) if batch.session_ids is None else batch.session_ids
         if batch.prompt_token_ids is not None:
             numbered = enumerate(batch.prompt_token_ids)
             prompts = [self._checked_ids(ids, f"prompt_token_ids[{i}]") for i, ids in numbered]
         else:
-            given = () if batch.prompts is None else batch.prompts  # numpy's arrays have no truth
+            given = () if batch.prompts is None else batch.prompts  # numpy's arrays have no truth value
             prompts = await all_or_first_error(self.tokenize(prompt) for prompt in given)
             if [] in prompts:
                 raise RequestError(f"prompts[{prompts.index([])}] has no token; give at least one")
@@ -177,12 +177,12 @@ class DataClient:
         return await self._generate(ids, params, session_id, adapter=adapter)
 
     async def tokenize(self, prompt: Sequence[Message] | str) -> list[int]:
-        """Return the token ids of a string, or of a chat with the opening of the assistant's turn."""
+        """Return the token ids of a string, or of a chat with the assistant's opening."""
         body: dict[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else {"messages": list(prompt)}
         return list((await self._asked("/tokenize", body, self._end()))["tokens"])
 
     async def detokenize(self, token_ids: Sequence[int], *, end: float | None = None) -> str:
-        """Return the text of token ids, by `end` of the loop's clock; default: within a request's deadline."""
+        """Return the text of token ids, by `end` on the loop's clock. Default: a request's deadline."""
         end = self._end() if end is None else end
         return str((await self._asked("/detokenize", {"tokens": list(token_ids)}, end))["prompt"])
 
@@ -193,13 +193,13 @@ class DataClient:
         session_id: SessionId | None = None,
         group_id: str | None = None,
     ) -> dict[str, str]:
-        """Return what a router can place a request by."""
+        """Return the headers by which a router can place a request."""
         hashed = self.routed and len(token_ids) >= LEAST_HASHED
         hashes = plugged_in("prefix_hashes")(token_ids) if hashed else None
         return wire.request_headers(len(token_ids), params, session_id, group_id=group_id, prefix_hashes=hashes)
 
     async def close(self) -> None:
-        """Close the connections for good; requests in flight fail and are not sent again."""
+        """Close the connections for good. Requests in flight fail and are not sent again."""
         await self.http.end()
 
     def _end(self) -> float:
@@ -242,20 +242,20 @@ class DataClient:
         ids = sample.token_ids
         ended_by_token = sample.finish_reason == "stop" and not isinstance(stop, str)
         if ids and params.skip_special_tokens and ended_by_token:
-            # vLLM's /detokenize shows special tokens; its other endpoints leave out the one that ended the text.
+            # vLLM's /detokenize shows special tokens. Its other endpoints omit the special token that ended the text.
             ids = ids if ids[-1] in params.stop_token_ids else ids[:-1]
         text = await self.detokenize(ids, end=end) if ids else ""
-        # A stop string ends with the last token, so it is the last of its kind; as in vLLM, it is no part of the text.
+        # A stop string ends with the last token, so it is the last of its kind. As in vLLM, the text omits it.
         return text[: text.rfind(stop)] if isinstance(stop, str) and stop in text else text
 
     async def _asked(self, path: str, body: Mapping[str, Any], end: float) -> Any:
-        """Return the answer to what changes nothing, asked again as often as a request where its server dies."""
+        """Return the answer to a call without side effects. Repeat it like a request if its server dies."""
         if (left := end - asyncio.get_running_loop().time()) <= 0:
             raise DeadlineError(f"no time is left for {path}: request_timeout_s is over", seconds=0.0)
         return (await _Question(self, path, body, headers={}, timeout_s=left).answer()).body
 
     def _checked_ids(self, given: Sequence[int], where: str) -> list[int]:
-        """Return Python's ints, since those of numpy and torch cannot be sent."""
+        """Return Python ints, because those of numpy and torch cannot be sent."""
         try:
             ids = list(map(operator.index, given))
         except TypeError:
@@ -274,14 +274,14 @@ def _reports_experts(body: Any) -> bool:
 
 
 def _group_ids(prompts: Sequence[Sequence[int]]) -> list[str | None]:
-    """Return an id for each prompt that occurs twice or more, so that a router spreads its samples."""
+    """Return an id for each repeated prompt, so that a router spreads its samples."""
     keys = [tuple(ids) for ids in prompts]
     repeated = {key: secrets.token_hex(8) for key, count in Counter(keys).items() if count > 1}
     return [repeated.get(key) for key in keys]
 
 
 def _died(error: EngineError) -> bool:
-    """Return whether an engine died under a call. A server that cannot be reached got nothing; another may not help."""
+    """Whether an engine died under a call. An unreachable server received nothing; that is no death."""
     if isinstance(error, EngineHTTPError):
         return error.status in DEAD_STATUS
     return isinstance(error, EngineDeadError) and not isinstance(error, UnreachableError)
@@ -291,15 +291,15 @@ class Continuation:
     """One generation request with one prompt, sent until its answer is whole.
 
     Args:
-        client: whose request it is.
-        path, body, headers: of the request.
-        timeout_s: seconds for the whole answer, all waiting included.
+        client: client that makes the request.
+        path, body, headers: parts of the request.
+        timeout_s: seconds for the whole answer, including all waiting.
 
     Attributes:
-        partials: what its samples have so far.
-        sent_at: when it was last sent, by the loop's clock.
-        reported: tokens that were reported since then.
-        passed_on: the caller has seen a part of its stream (`openai.Stream`).
+        partials: progress of its samples.
+        sent_at: time of its last sending, on the loop's clock.
+        reported: number of tokens reported since then.
+        passed_on: whether the caller has seen a part of its stream (`openai.Stream`).
     """
 
     def __init__(
@@ -321,7 +321,7 @@ class Continuation:
         """Return the whole answer.
 
         Raises:
-            DeadlineError, EngineDeadError, EngineHTTPError: as of one call, or after too many deaths of engines.
+            DeadlineError, EngineDeadError, EngineHTTPError: as for one call, or after too many deaths of engines.
         """
         headers = {**self.headers, wire.PROGRESS_HEADER: str(self.client.stream_chunk_tokens)}
         while True:
@@ -336,14 +336,14 @@ class Continuation:
             await self.after_abort()
 
     def left_s(self) -> float:
-        """Return the seconds that are left for it. DeadlineError: none."""
+        """Return the seconds that are left for the answer. DeadlineError: none are left."""
         left = self._end - asyncio.get_running_loop().time()
         if left <= 0:
             raise DeadlineError(f"no answer within {self._timeout_s:g} s", seconds=self._timeout_s)
         return left
 
     def sent(self, headers: Mapping[str, str]) -> Any:
-        """Send the request with what its samples have; a context manager that gives the reply."""
+        """Send the request with its samples' progress. The result is a context manager that yields the reply."""
         left = self.left_s()
         self.reported = 0
         self.sent_at = asyncio.get_running_loop().time()
@@ -366,9 +366,9 @@ class Continuation:
     async def _read(self, reply: Reply) -> Answer:
         if reply.content_type != wire.LINES_TYPE:
             if self.client.unreported is None:
-                self.client.http.decode(await reply.read())  # what is not JSON, such as a proxy's page, is shown
+                self.client.http.decode(await reply.read())  # its error shows a reply that is not JSON (a proxy's page)
             return await self.client.replies_unreported().answer(self, reply)
-        async with aclosing(reply.lines()) as lines:  # one that is left to the collector costs a task more
+        async with aclosing(reply.lines()) as lines:  # an iterator left to the collector costs another task
             async for line in lines:
                 report: dict[str, Any] = self.client.http.decode(line)
                 self.reported += self.partials.add(report["samples"])
@@ -379,7 +379,7 @@ class Continuation:
         raise EngineDeadError("its answer broke off", engine=self.client.http.name)
 
     async def after_death(self, error: EngineError) -> None:
-        """Return when the request may be sent again; raise where that cannot help."""
+        """Return once the request may be sent again. Raise if that cannot help."""
         if not _died(error):
             raise error
         self._deaths = 0 if self.reported else self._deaths
@@ -397,7 +397,7 @@ class Continuation:
         await asyncio.sleep(delay)
 
     async def after_abort(self) -> None:
-        """Send it again at once: the engine or the router's gate holds it until generation is resumed."""
+        """Prepare to send the request again at once. The engine or the router's gate holds it during a pause."""
         self.client.counters.continued += 1
         self._idle_aborts = 0 if self.reported else self._idle_aborts + 1
         self._requeue()
@@ -405,7 +405,7 @@ class Continuation:
             await asyncio.sleep(IDLE_ABORT_S)
 
     def _requeue(self) -> None:
-        """Prepare the samples to be sent; raise where a stream that the caller has seen would begin again."""
+        """Prepare the samples for sending. Raise if a stream that the caller has seen would start over."""
         for sample in self.partials:
             if sample.ended:
                 continue

@@ -1,4 +1,4 @@
-"""Control calls to one engine: pause, weights, and what the engine and its core report."""
+"""Control calls to one engine: pause, weights, and the reports of the engine and its core."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ _SERIES = (RUNNING, WAITING, KV_USAGE, GENERATED, PREEMPTIONS)
 BAD_REQUEST, UNAUTHORIZED, NOT_FOUND = 400, 401, 404
 _NO_CORE = object()
 GONE_S = 3000.0
-"""Seconds after which the core is asked again for a connection that breaks with it; it keeps one for an hour."""
+"""Seconds after which `core_gone` repeats its call. The core keeps such a call for an hour."""
 
 
 def engine_stats(text: str, engine: str) -> EngineStats:
-    """Sum the series of /metrics over the engine's data-parallel ranks (KV usage: their mean).
+    """Sum the series of /metrics over the engine's data-parallel ranks; average the KV usage.
 
     Raises:
-        MissingCapabilityError: a series is missing; `engine` is named.
-        EngineError: a line of them is not Prometheus text, or its value is no finite number.
+        MissingCapabilityError: a series is missing. The error names `engine`.
+        EngineError: a line is not Prometheus text, or its value is not a finite number.
     """
     values: dict[str, list[float]] = defaultdict(list)
     try:
-        # Nearly all that vLLM answers is buckets of histograms.
+        # Most of vLLM's answer is histogram buckets, which are dropped before parsing.
         wanted = "".join(line + "\n" for line in text.splitlines() if line.startswith(_SERIES))
         for family in text_string_to_metric_families(wanted):
             for sample in family.samples:
                 values[sample.name].append(sample.value)
-    except ValueError as error:  # the parser's own, of a malformed line
+    except ValueError as error:  # from the parser, for a malformed line
         raise EngineError(f"its /metrics cannot be read: {error}", engine=engine) from error
     if odd := [name for name, given in values.items() if not all(map(math.isfinite, given))]:
         raise EngineError(f"its /metrics cannot be read: {', '.join(odd)} is no finite number", engine=engine)
@@ -70,17 +70,17 @@ def engine_stats(text: str, engine: str) -> EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class CoreState:
-    """What an engine's core reports of itself; None: it does not report that."""
+    """State that an engine's core reports about itself; None: it does not report the value."""
 
     paused: bool
-    """It makes no token: paused, asleep, or without weights."""
+    """It makes no token: it is paused, asleep, or without weights."""
     weight_version: int | None = None
     asleep: bool = False
-    """It has given memory back."""
+    """It has given back memory."""
     torn: bool = False
-    """Its weights were dropped, or partly overwritten."""
+    """Its weights were dropped or partly overwritten."""
     foreign: int | None = None
-    """Calls that may change its weights and were not our updates."""
+    """Number of calls other than our updates that may have changed its weights."""
 
 
 _CORE_FIELDS = [field.name for field in fields(CoreState)]
@@ -89,7 +89,7 @@ _CORE_FIELDS = [field.name for field in fields(CoreState)]
 class ControlClient:
     """Control calls to one engine, each with a deadline of `timeout_s` seconds.
 
-    Raises (every method): `EngineDeadError`, `DeadlineError`, `EngineHTTPError`.
+    Every method raises `EngineDeadError`, `DeadlineError` and `EngineHTTPError`.
     """
 
     def __init__(self, name: str, url: str, *, api_key: str | None = None, timeout_s: float = 60.0) -> None:
@@ -108,15 +108,15 @@ class ControlClient:
 
     @cached_property
     def native(self) -> Any:
-        """VLLM's own weight transfer (R18), `vanilla.NativeTransfer`."""
+        """Native weight transfer of vLLM (R18), `vanilla.NativeTransfer`."""
         return plugged_in("native.calls")(self)
 
     async def info(self) -> EngineInfo:
-        """Return version, sizes, state and what the engine can do.
+        """Return the engine's versions, sizes, state and capabilities.
 
         Raises:
-            EngineError: it answers something else, so it is no engine of ours.
-            EngineHTTPError: it is no engine with our plugin, or asks for another key.
+            EngineError: the answer has another form, so this is not our engine.
+            EngineHTTPError: the engine has no plugin of ours, or requires another key.
         """
         try:
             return await self._info()
@@ -142,17 +142,17 @@ class ControlClient:
         return info
 
     async def health(self, timeout_s: float) -> None:
-        """Return when the engine says it is healthy; raise otherwise, `DeadlineError` after `timeout_s` seconds."""
+        """Return once the engine says it is healthy, else raise; `DeadlineError` after `timeout_s` seconds."""
         await self.http.get_text("/health", timeout_s=timeout_s)
 
     async def stats(self) -> EngineStats:
-        """Read the load from the engine's metrics. MissingCapabilityError: it was started without them."""
+        """Read the load from the engine's metrics. MissingCapabilityError: it runs without them."""
         return engine_stats(await self.http.get_text("/metrics", timeout_s=self.timeout_s), self.name)
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool = True, timeout_s: float | None = None) -> None:
-        """Pause; the return is the barrier: no token is being made.
+        """Pause. When this returns, the engine makes no token.
 
-        `wait` returns when the last request has finished, so it needs a `timeout_s` of a request's length.
+        The mode `wait` returns when the last request has finished, so it needs a `timeout_s` of a request's length.
         """
         body = {"mode": mode.value, "clear_cache": clear_cache}
         otherwise = f"/pause?mode={mode.value}&clear_cache={str(clear_cache).lower()}"
@@ -162,9 +162,9 @@ class ControlClient:
         await self.at_core("/penstock/resume", {}, otherwise="/resume")
 
     async def release(self) -> None:
-        """Pause for good, and cut what is in flight, so that our clients continue it on other engines.
+        """Pause for good and cut the requests in flight, so that our clients continue them on other engines.
 
-        A request of another client ends with the finish reason `abort`.
+        The request of another client ends with the finish reason `abort`.
         """
         await self.post(f"/pause?mode={PauseMode.ABORT.value}&release=true")
 
@@ -172,7 +172,7 @@ class ControlClient:
         return bool((await self.http.get("/is_paused", timeout_s=self.timeout_s))["is_paused"])
 
     async def state(self) -> CoreState:
-        """Ask the engine's core, between two of its steps. UnreachableError: the core is gone."""
+        """Ask the engine's core between two of its steps. UnreachableError: the core is gone."""
         answer: Any = await self._ask_core("/penstock/core", {}, self.timeout_s)
         if answer is not _NO_CORE:
             return CoreState(**{name: answer[name] for name in _CORE_FIELDS if name in answer})
@@ -180,7 +180,7 @@ class ControlClient:
         return CoreState(paused, (await self.info()).weight_version)
 
     async def core_gone(self) -> None:
-        """Return as soon as the connection to the engine's core breaks; never where there is none."""
+        """Return as soon as the connection to the engine's core breaks. Without one, never return."""
         while self._core is not None:
             try:
                 await self._core.post("/penstock/core/gone", {}, timeout_s=GONE_S)
@@ -196,7 +196,7 @@ class ControlClient:
         await self.post("/abort_requests", {})
 
     async def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes, recomputing running requests. EngineError: it did not do so."""
+        """Forget cached prefixes and recompute running requests. EngineError: the engine did not do so."""
         answer = await self.post("/reset_prefix_cache?reset_running_requests=true")
         if answer is not None and answer.get("success") is False:
             raise EngineError("answered that it could not reset its prefix cache", engine=self.name)
@@ -210,10 +210,10 @@ class ControlClient:
     async def collective_rpc(
         self, method: str, timeout_s: float, args: Sequence[Any], kwargs: Mapping[str, Any] | None
     ) -> list[Any]:
-        """Call a worker method on every worker; return the results in rank order."""
+        """Call a method on every worker. Return the results in rank order."""
         body = {"method": method, "timeout": timeout_s, "args": list(args), "kwargs": dict(kwargs or {})}
-        # A second more than the engine's own deadline, so that its message arrives.
-        # vLLM's server closes a connection after a worker's error without saying so: none is left for the next call.
+        # One second more than the engine's own deadline, so that its error message arrives.
+        # After a worker's error, vLLM's server closes the connection without notice, so no other call may reuse it.
         answer = await self.http.post(
             "/collective_rpc", body, timeout_s=timeout_s + 1.0, headers={"Connection": "close"}
         )
@@ -222,26 +222,26 @@ class ControlClient:
     # --- weights -----------------------------------------------------------------------------------------------------
 
     async def join_group(self, group: Mapping[str, Any]) -> None:
-        """Let every worker begin to join a group (`weights.group.GroupSpec` as JSON), while the engine generates.
+        """Let every worker start to join a group (`weights.group.GroupSpec` as JSON), during generation.
 
-        WeightsError: it cannot.
+        WeightsError: they cannot.
         """
         await self._offer("group", group, refused=(BAD_REQUEST, NOT_FOUND))
 
     async def prepare_weights(self, manifest: WeightManifest) -> None:
-        """Let the engine map and check a version while it generates; nothing changes in what it serves.
+        """Let the engine map and check a version while it generates. Its served weights stay the same.
 
         WeightsError: names, shapes, dtypes or checksums do not fit.
         """
         await self._offer("prepare", {"manifest": manifest.to_json()}, refused=(BAD_REQUEST,))
 
     async def apply_weights(self, version: int, *, kv: KV = "recompute") -> EngineUpdate:
-        """Pause (keep), load the prepared version, label it, resume: one call, so that it queues once.
+        """Pause (keep), load the prepared version, label it, resume. One call, so it queues only once.
 
-        Any error but the first means that the engine must not serve again.
+        After any error except TransferError, the engine must not serve again.
 
         Raises:
-            TransferError: the bytes did not all come. It stays paused until a version was prepared and applied whole.
+            TransferError: bytes are missing. It stays paused until a whole version is prepared and applied.
         """
         try:
             answer: Any = await self.at_core("/penstock/weights/apply", {"version": version, "kv": kv})
@@ -256,9 +256,9 @@ class ControlClient:
         return self.update_of(answer)
 
     async def token_loss(self, version: int, *, adapter: str | None = None, timeout_s: float) -> TokenLoss | None:
-        """Return what an update cost this engine, as soon as its rate is back; None: it was not measured.
+        """Return an update's cost on this engine once its rate has recovered; None: it was not measured.
 
-        After `timeout_s` seconds the measurement ends, and the loss so far is returned.
+        After `timeout_s` seconds the measurement ends with the loss so far.
         """
         body = {"version": version, "adapter": adapter, "timeout_s": timeout_s}
         answer: Any = await self.at_core("/penstock/weights/loss", body, timeout_s + self.timeout_s)
@@ -270,7 +270,7 @@ class ControlClient:
             await self._core.close()
 
     def update_of(self, answer: Any) -> EngineUpdate:
-        """Read what the engine reports of an update."""
+        """Read an engine's report about an update."""
         return EngineUpdate(
             engine=self.name,
             seconds={str(k): float(v) for k, v in answer["seconds"].items()},
@@ -280,7 +280,7 @@ class ControlClient:
         )
 
     async def _connect_core(self, port: int | None) -> None:
-        """Speak to the engine's core at `port` from now on, for calls that must not wait behind tokens."""
+        """Use the engine's core at `port` from now on, for calls that must not wait behind tokens."""
         url = None if port is None else str(URL(self.url).with_port(port))
         if self._core is not None and self._core.url != url:
             await self._core.close()
@@ -299,7 +299,7 @@ class ControlClient:
     async def at_core(
         self, path: str, body: Mapping[str, Any], timeout_s: float | None = None, *, otherwise: str | None = None
     ) -> Any:
-        """Ask the core; where it cannot be reached, the API server, under the same path or at `otherwise` of vLLM."""
+        """Ask the core. If it is unreachable, ask the API server at the same path or at vLLM's `otherwise`."""
         answer = await self._ask_core(path, body, timeout_s or self.timeout_s)
         if answer is not _NO_CORE:
             return answer
@@ -308,15 +308,15 @@ class ControlClient:
         return await self.post(otherwise, timeout_s=timeout_s)
 
     async def _ask_core(self, path: str, body: Mapping[str, Any], timeout_s: float) -> Any:
-        """Ask the core; `_NO_CORE` where only the API server can be reached (a proxy, a mapped port).
+        """Ask the core. Return `_NO_CORE` if only the API server is reachable (a proxy, a mapped port).
 
-        UnreachableError: the core has answered before, so it is gone.
+        UnreachableError: the core has answered before, so it has died.
         """
         if self._core is None:
             return _NO_CORE
         try:
             answer = await self._core.post(path, body, timeout_s=timeout_s)
-        except UnreachableError:  # nothing was sent
+        except UnreachableError:  # the request was not sent
             if self._core_answered:
                 raise
             await self._core.close()
@@ -326,5 +326,5 @@ class ControlClient:
         return answer
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None) -> Any:
-        """Ask the API server."""
+        """Call the API server."""
         return await self.http.post(path, body, timeout_s=timeout_s or self.timeout_s)

@@ -1,4 +1,4 @@
-"""Reads the experts that an engine reports of a sample (`engine.enable_return_routed_experts`)."""
+"""Reads the experts that an engine reports for a sample (`engine.enable_return_routed_experts`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Made = list[tuple[Sample, int | str | None]]
 
 
 def add_experts(made: Made, answer: Any, prompt_tokens: int) -> Made:
-    """Return the samples of an answer, each with what ended it, with the experts that the engine reports of them."""
+    """Return an answer's samples, with their stops, completed by the experts that the engine reports."""
     texts = {choice["index"]: text for choice in answer["choices"] if (text := choice.get("routed_experts"))}
     return [
         (with_experts(sample, texts[i], prompt_tokens) if i in texts else sample, stop)
@@ -23,19 +23,19 @@ def add_experts(made: Made, answer: Any, prompt_tokens: int) -> Made:
 
 
 def with_experts(sample: Sample, text: str, prompt_tokens: int) -> Sample:
-    """Return a sample with its experts: `text` is a `.npy` file in base64, a row for each token of a forward pass.
+    """Return a sample with its experts. `text` is a base64 `.npy` file with a row per computed token.
 
-    Too few rows cannot be laid beside the tokens, and are left out. Where one names an expert twice, the layer has no
-    router, or vLLM knows nothing of the token: there they are -1, and the learner's own router chooses.
+    With too few rows, none can be matched to tokens, and all are dropped. If an entry names an expert twice, its layer
+    has no router, or vLLM knows nothing of the token. The result then has -1, and the learner's own router chooses.
 
     Raises:
-        EngineError: it is no such array.
+        EngineError: the text is not such an array.
     """
-    import numpy as np  # noqa: PLC0415 - of engines that report experts alone
+    import numpy as np  # noqa: PLC0415 - only needed for engines that report experts
 
     with reading("routed experts of the engine", EngineError):
         rows: Any = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
-    if rows.ndim != 3 or rows.dtype.kind not in "iu":  # noqa: PLR2004 - tokens, layers, experts a token
+    if rows.ndim != 3 or rows.dtype.kind not in "iu":  # noqa: PLR2004 - tokens, layers, experts per token
         raise EngineError(f"the engine's routed experts are {rows.dtype} of shape {rows.shape}, not integers on 3 axes")
     needed = prompt_tokens + len(sample.token_ids) - 1  # the last token had no forward pass
     if len(rows) < needed:

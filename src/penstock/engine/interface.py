@@ -1,4 +1,4 @@
-"""Generation by one engine or by many seen as one (R1, R5); `fleet.fleet.Fleet` adds what controls them."""
+"""Generation by one engine, or by many engines that appear as one (R1, R5). `fleet.fleet.Fleet` adds control."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ T = TypeVar("T")
 
 
 class Engine:
-    """One inference engine, or many seen as one.
+    """One inference engine, or many that appear as one.
 
-    No request is cut short. Through pauses and sleeps it waits in the engine; if its engine dies, another engine
-    continues it from the tokens it had. Only `abort_generation` ends requests early, with the finish reason `abort`.
+    No request is cut short. It waits in the engine through pauses and sleeps. If its engine dies, another engine
+    continues from its tokens. Only `abort_generation` ends requests early, with the finish reason `abort`.
 
-    Every method raises `DeadlineError` when the other side does not answer in time, `EngineDeadError` when it is gone,
-    and `EngineHTTPError` with its status and type when it answers with an error.
+    Every method raises `DeadlineError` if the other side does not answer in time, `EngineDeadError` if it is gone, and
+    `EngineHTTPError` with status and type if it answers with an error.
 
     Attributes:
-        data: the client that generates, at the engine or at the router in front of many.
+        data: client for generation, connected to the engine or to the router of many engines.
     """
 
     data: DataClient
@@ -39,19 +39,19 @@ class Engine:
         session_ids: Sequence[SessionId] | None = None,
         adapter: str | None = None,
     ) -> GenerateOutput:
-        """Complete a batch; the answers are in input order (R2).
+        """Complete a batch. The answers are in input order (R2).
 
         Args:
-            prompts: chats or plain strings. Or a whole batch, and then nothing else: a `GenerateBatch`, or a mapping
+            prompts: chats or plain strings. Or a whole batch, without other arguments: a `GenerateBatch`, or a mapping
                 of its fields (`prompts` or `prompt_token_ids`, `sampling_params`, `session_ids`).
-            sampling_params: for every prompt; `SamplingParams` or a mapping.
-            prompt_token_ids: instead of `prompts`, ragged `[B][P_i]`.
-            session_ids: one for each prompt; equal ids go to the same engine.
-            adapter: name of the LoRA adapter that answers; default: the base model.
+            sampling_params: `SamplingParams` or a mapping, for every prompt.
+            prompt_token_ids: ragged ids `[B][P_i]` instead of `prompts`.
+            session_ids: one per prompt. Requests with equal ids go to the same engine.
+            adapter: name of the LoRA adapter to use. Default: the base model.
 
         Raises:
             RequestError: both or neither of prompts and ids, an empty batch, ids outside the vocabulary, an unknown
-                sampling parameter or key, a session list of another length. Nothing was sent.
+                parameter or key, or a wrong number of session ids. No request was sent.
         """
         given = {
             "sampling_params": sampling_params, "prompt_token_ids": prompt_token_ids, "session_ids": session_ids,
@@ -76,7 +76,7 @@ class Engine:
         *,
         adapter: str | None = None,
     ) -> list[Sample]:
-        """Draw `num_samples` samples of one prompt, tokens in and tokens out, as one n-way request (R3)."""
+        """Draw `num_samples` samples of one prompt as token ids, in one n-way request (R3)."""
         work = self.data.sample(prompt_token_ids, num_samples, sampling_params, session_id, adapter=adapter)
         return await self.while_serving(work)
 
@@ -85,13 +85,13 @@ class Engine:
         return await self.while_serving(self.data.openai.completion(body, session_id))
 
     async def chat_completion(self, body: Body, session_id: SessionId | None = None) -> dict[str, Any]:
-        """Call OpenAI's `/v1/chat/completions`: the body as the API has it, the answer as it came."""
+        """Call OpenAI's `/v1/chat/completions` with the API's body, and return the API's answer."""
         return await self.while_serving(self.data.openai.chat_completion(body, session_id))
 
     def completion_stream(self, body: Body, session_id: SessionId | None = None) -> AsyncGenerator[dict[str, Any]]:
-        """Yield the chunks of `/v1/completions`; the last chunk of each choice has its `weight_versions`.
+        """Yield the chunks of `/v1/completions`. Each choice's last chunk has its `weight_versions`.
 
-        Through pauses and deaths of engines a reader sees one stream: nothing twice, nothing missing.
+        Through pauses and deaths of engines, the reader sees one stream without gaps or repetitions.
         """
         return self.each_while_serving(self.data.openai.completion_stream(body, session_id))
 
@@ -100,9 +100,9 @@ class Engine:
         return self.each_while_serving(self.data.openai.chat_completion_stream(body, session_id))
 
     async def while_serving(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return what a request of `data` does; raise EngineDeadError as soon as no engine is left for it."""
+        """Return the result of a request of `data`. Raise EngineDeadError as soon as no engine is left."""
         return await work
 
     def each_while_serving(self, items: AsyncGenerator[T]) -> AsyncGenerator[T]:
-        """Yield what a stream of `data` does; raise as `while_serving`."""
+        """Yield the items of a stream of `data`. Raise as `while_serving`."""
         return items

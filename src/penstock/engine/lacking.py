@@ -1,4 +1,4 @@
-"""What an engine can lack, and how to start one that has it."""
+"""The capabilities that an engine may lack, and how to start one that has them."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ LACKING: Mapping[Capability, tuple[str, str]] = MappingProxyType(
         "sampled_logprobs": ("logprobs of what it samples from (it may ignore the temperature)", _WITH_LOGPROBS),
     }
 )
-"""Name of each capability, and how to start an engine that has it."""
+"""Name of each capability, and how to start an engine with it."""
 
 
 def missing_capability(engines: Sequence[str], needed: Capability, operation: str) -> MissingCapabilityError:
-    """Make the error of engines that lack what an operation needs."""
+    """Return the error for engines that lack a capability that an operation needs."""
     what, how = LACKING[needed]
     several = len(engines) > 1
     return MissingCapabilityError(

@@ -1,4 +1,4 @@
-"""Launch an engine server: its command line and environment, its process, and why it did not start."""
+"""Launches an engine server: command line, environment and process, and the reason if it does not start."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from penstock.settings import EngineConfig
 
 CPU_KV_CACHE_BYTES = 64 * 2**20
 CPU_BLOCK_SIZE = 32
-"""With vLLM's default on CPU, 128, short prompts never hit the prefix cache."""
+"""With vLLM's default for CPUs, 128, short prompts never hit the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerCommand:
-    """What to execute: `argv`, and variables added to our environment, the key among them."""
+    """A command to execute: `argv`, and variables to add to our environment, including the key."""
 
     argv: tuple[str, ...]
     env: dict[str, str] = field(repr=False)
 
 
 def resolve_profile(config: EngineConfig) -> Literal["cpu", "gpu", "sim"]:
-    """Return the profile; `auto` is `gpu` where an NVIDIA device is, else `cpu`."""
+    """Return the profile. `auto` becomes `gpu` if there is an NVIDIA device, else `cpu`."""
     if config.profile != "auto":
         return config.profile
     return "gpu" if Path("/proc/driver/nvidia").exists() or Path("/dev/nvidiactl").exists() else "cpu"
@@ -49,12 +49,12 @@ def server_command(
     config: EngineConfig, *, port: int, api_key: str | None, host: str = "127.0.0.1", gpus: Sequence[str] = (),
     native: str | None = None,
 ) -> ServerCommand:  # fmt: skip
-    """Make the command of one engine server, which sees `gpus`, as in CUDA_VISIBLE_DEVICES (none: all).
+    """Build the command of one engine server. It sees `gpus`, as in CUDA_VISIBLE_DEVICES (none: all).
 
-    `native`: vLLM's own weight transfer (`nccl`) in place of Penstock's parts, as other people's servers have it.
+    `native`: use vLLM's own weight transfer (`nccl`) instead of Penstock's parts, like foreign servers.
 
     Raises:
-        ConfigError: the model path does not exist, or vLLM cannot run it in this layout or quantised so.
+        ConfigError: the model path does not exist, or vLLM cannot run it with this layout or quantisation.
     """
     profile = resolve_profile(config)
     if profile == "sim":
@@ -63,7 +63,7 @@ def server_command(
     shape = plugged_in("layouts.check")(config, profile)
     options = _options(config, port, host, native)
     # Every user of the machine can read a command line, so the key is in the environment. The variables are set even
-    # without a key: an engine must not ask for a key of our environment, nor know the key of clients.
+    # without a key: an engine must not require a key from our environment, nor see the key of clients.
     env = {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -74,9 +74,9 @@ def server_command(
     if config.enable_lora:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if config.enable_return_routed_experts:
-        env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the only one that has them
+        env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the only runner that reports experts
     if profile == "gpu" and config.dtype == "float32":
-        # Else attention rounds its products to TF32, and single logprobs are 0.07 nats off.
+        # Else attention rounds its products to TF32, and some logprobs are wrong by 0.07 nats.
         env["TRITON_F32_DEFAULT"] = os.environ.get("TRITON_F32_DEFAULT", "ieee")
     if gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
@@ -108,11 +108,11 @@ _SAME_NAME = (
     "enforce_eager", "enable_lora", "enable_return_routed_experts", "enable_sleep_mode", "load_format",
     "gpu_memory_utilization", "kv_cache_memory_bytes", "seed",
 )  # fmt: skip
-"""Fields of `EngineConfig` that are options of vLLM under the same name."""
+"""Fields of `EngineConfig` that are vLLM options of the same name."""
 
 
 def _options(config: EngineConfig, port: int, host: str, native: str | None) -> dict[str, Option]:
-    """Map vLLM's long option names to values; None and False are left out, True is a bare flag."""
+    """Map vLLM's long option names to values. Omit None and False; turn True into a bare flag."""
     given: dict[str, Option] = {name.replace("_", "-"): getattr(config, name) for name in _SAME_NAME}
     return {
         **given,
@@ -121,7 +121,7 @@ def _options(config: EngineConfig, port: int, host: str, native: str | None) -> 
         "no-enable-prefix-caching": not config.enable_prefix_caching,
         "max-loras": config.max_loras if config.enable_lora else None,
         "max-lora-rank": config.max_lora_rank if config.enable_lora else None,
-        # An RL loss needs log-softmax(logits / T); vLLM's default ignores the temperature.
+        # An RL loss needs log-softmax(logits / T), but vLLM's default ignores the temperature.
         "logprobs-mode": "processed_logprobs",
         "weight-transfer-config": orjson.dumps({"backend": native}).decode() if native else None,
         "worker-extension-cls": None if native else "penstock.plugin.worker.WorkerExtension",
@@ -131,7 +131,7 @@ def _options(config: EngineConfig, port: int, host: str, native: str | None) -> 
 
 
 def _hf_overrides(ours: Mapping[str, Any], given: Option) -> Option:
-    """Add ours to the caller's own overrides of the model's config (JSON)."""
+    """Add our overrides of the model's config to the caller's (JSON)."""
     if not ours:
         return given
     try:
@@ -148,8 +148,8 @@ def _cpu_options(config: EngineConfig) -> dict[str, Option]:
         "enforce-eager": True,
         "block-size": CPU_BLOCK_SIZE,
         "gpu-memory-utilization": None,
-        # A seeded request whose prefill is cut in chunks ends a CPU engine ("CPU Generator does not use offset", vLLM
-        # 0.32), and after an update many requests are prefilled at once.
+        # If the prefill of a seeded request is cut in chunks, a CPU engine dies ("CPU Generator does not use offset",
+        # vLLM 0.32). After an update many requests are prefilled at once.
         "no-enable-chunked-prefill": True,
     }
     if config.dtype == "auto":
@@ -160,12 +160,12 @@ def _cpu_options(config: EngineConfig) -> dict[str, Option]:
 
 
 def _cpu_env(config: EngineConfig) -> dict[str, str]:
-    # One process for engine core and worker, no kernel compilation: starts in half the time and memory of the default.
+    # One process for core and worker, and no kernel compilation: half the default's start time and memory.
     env = {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "CUDA_VISIBLE_DEVICES": ""}
     ranks = config.tensor_parallel_size * config.pipeline_parallel_size * config.data_parallel_size
     if ranks == 1:
         env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    # Unset, OpenMP threads of several engines fight over the cores: about ten times slower.
+    # Without this, OpenMP threads of several engines compete for the cores: about ten times slower.
     env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     return env
 
@@ -190,7 +190,7 @@ def check_model(model: str) -> None:
     """Raise ConfigError for a path without a checkpoint. A hub name passes."""
     if not model.strip():
         raise ConfigError(f"the model is {model!r}; give a checkpoint folder or a hub name such as Qwen/Qwen3-0.6B")
-    if "://" in model:  # a bucket, which vLLM checks
+    if "://" in model:  # a bucket; vLLM checks it
         return
     path = Path(model).expanduser()
     looks_like_path = model.startswith(("/", ".", "~")) or path.exists() or model.count("/") > 1
@@ -200,7 +200,7 @@ def check_model(model: str) -> None:
 
 
 PROBE_S = 0.2
-"""Between two readiness probes. vLLM announces readiness only on its port, so there is no event to wait for."""
+"""Seconds between two readiness probes. vLLM's port is its only sign of readiness, so there is no event."""
 
 
 class EngineProcess(ChildProcess):
@@ -218,23 +218,23 @@ class EngineProcess(ChildProcess):
         host: str = "127.0.0.1",
         native: str | None = None,
     ) -> Self:
-        """Start a server on a free port of `host` and return it when it is ready; it sees `gpus`, or all if none.
+        """Start a server on a free port of `host`. Return it once it is ready. It sees `gpus` (none: all).
 
         Raises:
-            ConfigError: the model path is wrong; nothing was started.
+            ConfigError: the model path is wrong. No process was started.
             EngineStartError: it ended, or was not ready within `config.start_timeout_s` seconds. It is gone, and the
-                message holds the telling lines of its log.
+                message has the relevant lines of its log.
         """
-        with reserved_port(host) as port:  # vLLM listens on it seconds after it was chosen
+        with reserved_port(host) as port:  # vLLM listens on the port only seconds later
             command = server_command(config, port=port, api_key=api_key, host=host, gpus=gpus, native=native)
-            # For the sockets between its processes. Not in TMPDIR: the name of a socket has at most 107 bytes.
+            # For sockets between its processes. Not in TMPDIR, because a socket's name has at most 107 bytes.
             scratch = Path(tempfile.mkdtemp(prefix="penstock-e-", dir="/tmp"))
             env = {**command.env, "VLLM_RPC_BASE_PATH": str(scratch)}
             log = log_dir / f"{name}.log"
             async with AsyncExitStack() as undo:
                 undo.callback(remove_leftovers, (), scratch)
                 engine = await cls.start(command.argv, name=name, log=log, env=env, scratch=scratch)
-                undo.pop_all()  # the child removes its folder
+                undo.pop_all()  # the child itself removes its folder
                 undo.push_async_callback(engine.wait)
                 undo.callback(engine.kill)
                 engine.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -244,7 +244,7 @@ class EngineProcess(ChildProcess):
             return engine
 
     async def ready(self, config: EngineConfig, api_key: str | None) -> None:
-        """Return when it answers. EngineStartError: it ended, or takes too long; with the telling lines of its log."""
+        """Return once it answers. EngineStartError: it ended or is too slow; has the relevant log lines."""
         begin = time.monotonic()
         try:
             async with asyncio.timeout(config.start_timeout_s):
@@ -272,9 +272,9 @@ class EngineProcess(ChildProcess):
 
 @contextmanager
 def reserved_port(host: str = "127.0.0.1") -> Generator[int]:
-    """Reserve a free TCP port of `host`, an IP address: the kernel gives it to no other process meanwhile.
+    """Reserve a free TCP port of the IP address `host`. Other processes do not get it during the block.
 
-    A server that sets SO_REUSEADDR, as servers do, can still listen on it, because nothing listens here.
+    A server that sets SO_REUSEADDR, as servers do, can still listen on it, because no socket listens here.
     """
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,7 +1,7 @@
-"""Refuse what an engine would die of, before it is launched: layouts of ranks on CPUs, experts, int8 or fp8.
+"""Refuses configurations that would kill an engine, before its launch: ranks on CPUs, experts, int8 or fp8.
 
-What vLLM refuses by itself, such as heads that cannot be split over ranks, is left to it. The rules are those of vLLM
-0.26 to 0.32; what they need of a model is in its config.json.
+vLLM itself refuses others, such as heads that cannot be split over ranks. The rules hold for vLLM 0.26 to 0.32. They
+read the model's properties from its config.json.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from penstock.plugin import QUANTISING_LOADER
 from penstock.settings import EngineConfig
 
 RANK_BYTES = 256 * 2**20
-"""Less than any rank needs on the CPU: with a model of 3 MiB its process has 490 MiB of its own (vLLM 0.32)."""
+"""Lower bound of a CPU rank's memory. With a model of 3 MiB, its process has 490 MiB of its own (vLLM 0.32)."""
 
 OF_FLOATS = ("int8", "fp8")
-"""Values of `engine.quantization` for which Penstock quantises the checkpoint and every update, a scale for each row.
-Others are vLLM's own, under its names."""
+"""Values of `engine.quantization` for which Penstock quantises the checkpoint and every update, with one scale per row.
+Other values are vLLM's own, under its names."""
 
 _LAUNCHERS = "an engine listens where its launcher finds it"
 _PLUGINS = "Penstock's own is there, without which it cannot update an engine"
@@ -33,7 +33,7 @@ OURS: Mapping[str, str] = {
     "middleware": _PLUGINS,
     "worker-extension-cls": _PLUGINS,
 }
-"""Server options, also of the simulated engine, that `extra_args` must not set, with what to do instead."""
+"""Server options, also of the simulated engine, that `extra_args` must not set, each with a remedy."""
 
 NOT_EXTRA: Mapping[str, str] = {
     **OURS,
@@ -46,21 +46,21 @@ NOT_EXTRA: Mapping[str, str] = {
     "logprobs-mode": "a learner needs the logprobs of what was sampled from",
     "enable-sleep-mode": "set enable_sleep_mode, which is checked against the device",
 }  # fmt: skip
-"""The same of vLLM's."""
+"""Options that `extra_args` must not set for vLLM, each with a remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What a model's config.json says of it. What is None refuses nothing."""
+    """Properties of a model from its config.json. An unknown property (None) refuses nothing."""
 
     experts: int | None = None
-    """Routed ones of a layer."""
+    """Number of routed experts per layer."""
     vocabulary: int | None = None
     quantised: bool = False
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:
-        """Read a parsed config.json; of a multimodal model, its language model's part."""
+        """Read a parsed config.json. For a multimodal model, read its language model's part."""
         text: Any = config.get("text_config")
         given: Mapping[str, Any] = cast("Mapping[str, Any]", text) if isinstance(text, Mapping) else config
         names = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
@@ -70,10 +70,10 @@ class ModelShape:
 
 
 def read_shape(model: str) -> ModelShape:
-    """Read the shape of a checkpoint folder's model; of a hub name, which vLLM resolves, nothing is known.
+    """Read the shape of a checkpoint folder's model. For a hub name, nothing is known.
 
     Raises:
-        ConfigError: its config.json is not JSON, or no object.
+        ConfigError: its config.json is not JSON, or not an object.
     """
     path = Path(model).expanduser() / "config.json"
     if not path.is_file():
@@ -85,16 +85,16 @@ def read_shape(model: str) -> ModelShape:
 
 
 def machine_bytes() -> int:
-    """Return the memory of this machine with its swap."""
+    """Return the bytes of this machine's memory and swap."""
     sizes = re.findall(r"^(?:MemTotal|SwapTotal):\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
     return 1024 * sum(map(int, sizes))
 
 
 def simulated_options(config: EngineConfig) -> dict[str, Any]:
-    """Return the options of a simulated engine in place of one of vLLM."""
+    """Return the options of a simulated engine that replaces one of vLLM."""
     _check_extra_args(config, OURS)
     return {
-        # A trainer that has the model looks up the embeddings of the simulated tokens.
+        # A trainer with the model looks up the embeddings of the simulated tokens.
         "vocab-size": read_shape(config.model).vocabulary,
         "max-model-len": config.max_model_len,
         "max-num-seqs": config.max_num_seqs,
@@ -105,10 +105,10 @@ def simulated_options(config: EngineConfig) -> dict[str, Any]:
 
 
 def check(config: EngineConfig, device: Literal["cpu", "gpu"], shape: ModelShape | None = None) -> ModelShape:
-    """Return the shape of an engine's model; of a hub name only the rules for every model are checked.
+    """Return the shape of an engine's model. For a hub name, check only the rules for every model.
 
     Raises:
-        ConfigError: the engine cannot run on `device`; with every reason, the numbers, and what to change.
+        ConfigError: the engine cannot run on `device`. The message has every reason, the numbers, and remedies.
     """
     _check_extra_args(config, NOT_EXTRA)
     shape = read_shape(config.model) if shape is None else shape
@@ -129,9 +129,9 @@ def _check_extra_args(config: EngineConfig, refused: Mapping[str, str]) -> None:
 
 
 def _rules(config: EngineConfig, cpu: bool, m: ModelShape) -> tuple[tuple[object, str], ...]:  # noqa: FBT001
-    """Return whether each rule is broken, and what it says: those of vLLM's CPU build (seen with 0.32), then experts'.
+    """Return for each rule whether it is broken, and its message: first those of vLLM's CPU build, then of experts.
 
-    Experts are spread over data-parallel replicas too.
+    The CPU rules were observed with vLLM 0.32. Experts are spread over data-parallel replicas too.
     """
     tp, pp, dp = config.tensor_parallel_size, config.pipeline_parallel_size, config.data_parallel_size
     ep, spread, dies = config.enable_expert_parallel, tp * dp, "vLLM's CPU build dies of"
@@ -164,10 +164,10 @@ def _rules(config: EngineConfig, cpu: bool, m: ModelShape) -> tuple[tuple[object
 
 
 def quantised_options(config: EngineConfig, device: Literal["cpu", "gpu"], shape: ModelShape) -> dict[str, Any]:
-    """Return vLLM's options for `engine.quantization`, with `quantization_config` for the model's own config.
+    """Return vLLM's options for `engine.quantization`, and the model's `quantization_config`.
 
     Raises:
-        ConfigError: the model or the device cannot do that; with the reason, and what to choose.
+        ConfigError: the model or the device does not support it. The message has the reason and a remedy.
     """
     name, own, cpu = config.quantization, config.quantization in OF_FLOATS, device == "cpu"
     unread = config.load_format not in {"auto", "safetensors"}
@@ -188,10 +188,10 @@ def quantised_options(config: EngineConfig, device: Literal["cpu", "gpu"], shape
 
 
 def quantization_config(name: str | None, *, on_cpu: bool) -> dict[str, Any]:
-    """Return what a checkpoint's config.json would hold, in the format of compressed-tensors."""
+    """Return a checkpoint's `quantization_config` in the format of compressed-tensors."""
     kind = "int" if name == "int8" else "float"
     weights = {"num_bits": 8, "type": kind, "strategy": "channel", "symmetric": True, "dynamic": False}
-    # vLLM's symmetric int8 kernel for CPUs with AMX takes no fp32 activations; the other one does, on any CPU.
+    # vLLM's symmetric int8 kernel for CPUs with AMX rejects fp32 activations. The other kernel runs on any CPU.
     shifted = on_cpu and kind == "int"
     activations = {**weights, "strategy": "token", "symmetric": not shifted, "dynamic": True}
     group = {"targets": [r"re:.*_proj$"], "weights": weights, "input_activations": activations}

@@ -25,36 +25,36 @@ T = TypeVar("T")
 
 
 class OpenAICalls:
-    """Makes OpenAI's calls with what a client has: its connections, its deadline and its state."""
+    """Makes OpenAI's calls with a client's connections, deadline and state."""
 
     def __init__(self, client: DataClient) -> None:
         self._client = client
 
     async def completion(self, body: Mapping[str, Any], session_id: SessionId | None = None) -> dict[str, Any]:
-        """OpenAI `/v1/completions`; each prompt of the body is a request of its own (R7).
+        """Call OpenAI's `/v1/completions`. Each prompt of the body becomes its own request (R7).
 
-        Each choice has its `weight_versions`, `[{"version", "start", "end"}, ...]`, as vLLM's token endpoint has them.
+        Each choice has its `weight_versions`, `[{"version", "start", "end"}, ...]`, as in vLLM's token endpoint.
         They are None for vLLM without our plugin.
 
         Raises:
             RequestError: the prompt has none of the four forms, or `stream` is set.
-            EngineHTTPError: of the first prompt that failed; the others are cancelled.
+            EngineHTTPError: the error of the first failed prompt. The other prompts are cancelled.
         """
         _refuse_stream(body, "completion_stream")
         answers = (self._whole(COMPLETIONS, part, session_id) for part in split(body))
         return join(await all_or_first_error(answers))
 
     async def chat_completion(self, body: Mapping[str, Any], session_id: SessionId | None = None) -> dict[str, Any]:
-        """OpenAI `/v1/chat/completions`; each choice has its `weight_versions`, see `completion`."""
+        """Call OpenAI's `/v1/chat/completions`. Each choice has its `weight_versions`; see `completion`."""
         _refuse_stream(body, "chat_completion_stream")
         return await self._whole(CHAT, body, session_id)
 
     async def completion_stream(
         self, body: Mapping[str, Any], session_id: SessionId | None = None
     ) -> AsyncGenerator[dict[str, Any]]:
-        """Yield the chunks of OpenAI `/v1/completions` of one prompt; raises as `completion`.
+        """Yield the chunks of OpenAI's `/v1/completions` for one prompt. Raises as `completion`.
 
-        The last chunk of each choice has its `weight_versions`. RequestError: the body has several prompts.
+        Each choice's last chunk has its `weight_versions`. RequestError: the body has several prompts.
         """
         part, *more = split(body)
         if more:
@@ -66,12 +66,12 @@ class OpenAICalls:
     async def chat_completion_stream(
         self, body: Mapping[str, Any], session_id: SessionId | None = None
     ) -> AsyncGenerator[dict[str, Any]]:
-        """Yield the chunks of OpenAI `/v1/chat/completions`; see `completion_stream`."""
+        """Yield the chunks of OpenAI's `/v1/chat/completions`; see `completion_stream`."""
         async for chunk in self._request(CHAT, {**body, "stream": True}, session_id).chunks():
             yield chunk
 
     def _headers(self, path: str, body: Mapping[str, Any], session_id: SessionId | None) -> dict[str, str]:
-        """Return the session, and what a router can place a completion of token ids by."""
+        """Return the session header, and the headers by which a router can place a completion of token ids."""
         headers = {} if session_id is None else {wire.SESSION_HEADER: str(session_id)}
         ids: Any = body.get("prompt")
         if path != COMPLETIONS or not self._client.routed or isinstance(ids, str) or not ids:
@@ -102,18 +102,18 @@ def _refuse_stream(body: Mapping[str, Any], instead: str) -> None:
         raise RequestError(f"stream=true gives no single answer; iterate over {instead}")
 
 
-# --- A completion of several prompts, as one request for each --------------------------------------------------------
+# --- A completion of several prompts, with one request per prompt ----------------------------------------------------
 
 
 def split(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return one body for each prompt, in order. `n` stays: the samples of one prompt share its prefill.
+    """Return one body per prompt, in order. `n` stays, because the samples of a prompt share its prefill.
 
     Raises:
         RequestError: the prompt has none of the four forms.
     """
     prompt: Any = body.get("prompt")
     if prompt is None or isinstance(prompt, str):
-        return [dict(body)]  # without a prompt: the engine's own error is the clearest
+        return [dict(body)]  # without a prompt, the engine's own error is the clearest
     if not isinstance(prompt, Sequence):
         raise RequestError(f"prompt must be {FORMS}, got {type(prompt).__name__}")
     items = cast("Sequence[Any]", prompt)
@@ -141,7 +141,7 @@ def _is_ids(item: Any) -> bool:
 
 
 def join(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Join the answers to `split` bodies: choices in order, indexed again, usage summed, the rest the first's."""
+    """Join the answers to `split` bodies: renumbered choices in order, summed usage, else the first answer."""
     if len(answers) == 1:
         return dict(answers[0])
     choices: list[dict[str, Any]] = []
@@ -169,10 +169,10 @@ def add_usage(usages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class Stream(Continuation):
-    """One request whose answer may come as a stream."""
+    """One request with a streamed answer."""
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any]]:
-        """Yield the events of an OpenAI body with `stream`, each part once; raises as `answer` does.
+        """Yield the events of an OpenAI body with `stream`, each part once. Raises as `answer`.
 
         Each choice's last event has its `weight_versions`, in the form of vLLM's token endpoint.
         """
@@ -194,7 +194,7 @@ class Stream(Continuation):
             seen.begin_again()
 
     async def events_of(self, reply: Reply) -> AsyncGenerator[dict[str, Any]]:
-        """Yield a stream's events as the engine sends them; what comments report goes to `partials`.
+        """Yield a stream's events as the engine sends them. Add the comments' reports to `partials`.
 
         Raises:
             EngineDeadError: the stream broke off.
@@ -209,13 +209,13 @@ class Stream(Continuation):
                 return
             elif line.startswith(b"data: "):
                 event: dict[str, Any] = self.client.http.decode(line[6:])
-                if "error" in event:  # [DONE] follows: without this it would look like an end
+                if "error" in event:  # else the [DONE] that follows would look like a normal end
                     raise self.client.http.http_error(int(event["error"].get("code") or 500), line[6:])
                 yield event
         raise EngineDeadError("its stream broke off", engine=self.client.http.name)
 
     async def _events(self, reply: Reply) -> AsyncGenerator[dict[str, Any]]:
-        """Yield a stream's events, with the versions of each choice that ends in them."""
+        """Yield a stream's events. An event that ends a choice gets the choice's versions."""
         if wire.PROGRESS_HEADER not in reply.headers:
             async for event in self.client.replies_unreported().events(self, reply):
                 yield event
@@ -227,38 +227,38 @@ class Stream(Continuation):
             yield event
 
     def _ends_cut(self, event: Mapping[str, Any]) -> bool:
-        """Return whether it ends what goes on: its text may begin a stop string, so it comes again."""
+        """Whether an event ends samples that will be resumed. Their text may start a stop string, so it comes again."""
         choices: list[dict[str, Any]] = event.get("choices") or []
         if not choices:
-            return self.partials.cut  # usage
+            return self.partials.cut  # the usage
         return all(self.partials.get(choice["index"]).cut for choice in choices)
 
 
 class StreamDeduplicator:
-    """Passes on what is new of a stream that was resumed: each engine sends it from the start.
+    """Passes on only the new parts of a resumed stream, which each engine sends from the start.
 
-    One rule: under each path of a choice (`delta.content`, `logprobs.tokens`, a tool call's `arguments`) it counts how
-    much was passed on, in characters, list entries, or once for a field that is whole. A resuming engine has the state
-    of the engine before it, so its text begins with the text that was passed on. Its chunks are cut elsewhere, and
-    random ids (the answer's, those of tool calls) differ: the first ids stay.
+    One rule: for each path in a choice (`delta.content`, `logprobs.tokens`, a tool call's `arguments`), it counts the
+    amount passed on, in characters or list entries, or one for a whole field. A resuming engine has the state of the
+    engine before it, so its text starts with the text already passed on. But its chunks are cut at other places, and it
+    has other random ids (of the answer and of tool calls). The first ids stay.
     """
 
     def __init__(self) -> None:
         self._over = False
-        """The event without choices, usage, was passed on: nothing after it is new."""
+        """Whether the event without choices (usage) was passed on. No later event is new."""
         self._head: dict[str, Any] = {}
         self._begun: set[int] = set()
-        """Choices of which an event was passed on."""
+        """Choices with an event that was passed on."""
         self._passed: dict[tuple[Any, ...], int] = {}
         self._seen: dict[tuple[Any, ...], int] = {}
-        """Of the stream that is read now."""
+        """Amount seen of the current engine's stream, per path."""
         self._found_new = False
 
     def begin_again(self) -> None:
         self._seen.clear()
 
     def of(self, chunk: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the part of an event that its reader has not seen; None where there is none."""
+        """Return the part of an event that the reader has not seen; None if there is no such part."""
         if not self._head:
             self._head = {key: chunk[key] for key in ("id", "created", "model") if key in chunk}
         choices: list[dict[str, Any]] = chunk.get("choices") or []
@@ -275,7 +275,7 @@ class StreamDeduplicator:
         return {**chunk, **self._head, "choices": new}
 
     def _part(self, path: tuple[Any, ...], value: Any) -> Any:
-        """Return the part of `value` beyond what was passed on under `path`, and count it."""
+        """Return the part of `value` that was not passed on under `path`, and count it."""
         if isinstance(value, Mapping):
             fields = cast("Mapping[str, Any]", value)
             return {key: one if key == "index" else self._part((*path, key), one) for key, one in fields.items()}
@@ -291,7 +291,7 @@ class StreamDeduplicator:
         return value
 
     def _advance(self, path: tuple[Any, ...], start: int, length: int) -> int:
-        """Count `length` more after `start`; return how many of them were passed on before."""
+        """Count `length` more after `start`. Return how many of them were passed on before."""
         passed = self._passed.get(path, 0)
         self._seen[path] = start + length
         if start + length > passed:
@@ -301,13 +301,13 @@ class StreamDeduplicator:
 
 
 _ONCE = frozenset({"role", "id", "type", "name", "finish_reason", "stop_reason"})
-"""Fields that come once for a choice or a tool call, and are not text in parts."""
+"""Whole fields that come once per choice or tool call."""
 
 
 async def each_until_lost(engines: Any, items: AsyncGenerator[T]) -> AsyncGenerator[T]:
-    """Yield what a stream does, none of which is None; raise `lost_error` of a roster as soon as no engine is left.
+    """Yield a stream's items, never None. Raise a roster's `lost_error` as soon as no engine is left.
 
-    Read in the caller's own task, where a task for each item would cost as much as reading it.
+    Items are read in the caller's own task. A task per item would cost as much as reading the item.
     """
     waiting: asyncio.Timeout | None = None
 

@@ -1,4 +1,4 @@
-"""What the samples of a request have so far, as engines report it, and as a resumed request gives it back."""
+"""The progress of a request's samples, as engines report it and as a resumed request returns it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from penstock.wire import Notes, add_stretch, finish_of, spans_of
 
 @dataclass(slots=True)
 class Partial:
-    """One sample so far; the fields are those of `wire.SampleReport`.
+    """One sample so far, with the fields of `wire.SampleReport`.
 
     Attributes:
-        logprobs: the JSON text of each report. They go back to an engine as they came: as Python's lists they would
-            take ten times the memory.
-        versions: `[version, tokens]` of each stretch made under one version, with `wire.Notes` where there are any;
-            together they cover `ids`.
-        stop_reason: the stop string or stop token id that ended it, as vLLM has it.
+        logprobs: JSON text of each report. It goes back to an engine unchanged. As Python lists, it would take ten
+            times the memory.
+        versions: `[version, tokens]` for each stretch under one version, with `wire.Notes` if there are any. Together
+            they cover `ids`.
+        stop_reason: stop string or stop token id that ended the sample, as in vLLM.
     """
 
     ids: list[int] = field(default_factory=list[int])
@@ -35,7 +35,7 @@ class Partial:
 
     @property
     def cut(self) -> bool:
-        """It was cut off and is to go on; vLLM's `error`, which comes with a 500, is a cut too."""
+        """Whether it was cut and must continue. vLLM's `error`, which comes with a 500, is also a cut."""
         return self.finish == "error" or (self.finish == "abort" and not self.asked)
 
     @property
@@ -53,13 +53,13 @@ class Partial:
         self.asked, self.whole_only = bool(report.get("asked")), bool(report.get("whole_only"))
 
     def forget(self) -> int:
-        """Begin again from nothing; return how many tokens are thrown away."""
+        """Reset the sample to empty. Return the number of tokens thrown away."""
         wasted = len(self.ids)
         self.ids, self.logprobs, self.versions, self.finish, self.stop_reason = [], [], [], None, None
         return wasted
 
     def as_json(self) -> dict[str, Any]:
-        """Return what an engine needs to resume it (`wire.check_part`)."""
+        """Return the data with which an engine can resume it (`wire.check_part`)."""
         end = (self.finish, self.stop_reason) if self.ended else (None, None)
         return {
             "ids": self.ids, "logprobs": self.logprobs, "versions": self.versions, "finish": end[0],
@@ -77,11 +77,11 @@ class Partials:
         return iter(self._samples.values())
 
     def get(self, index: int) -> Partial:
-        """Return sample `index`, empty before the first report of it."""
+        """Return sample `index`, which is empty before its first report."""
         return self._samples.setdefault(index, Partial())
 
     def add(self, reports: Iterable[Mapping[str, Any]]) -> int:
-        """Add the reports of several samples; return the number of new tokens."""
+        """Add the reports of several samples. Return the number of new tokens."""
         tokens = 0
         for report in reports:
             self.get(report["index"]).add(report)
@@ -93,7 +93,7 @@ class Partials:
         return any(sample.cut for sample in self)
 
     def resume(self) -> str | None:
-        """Return the value of `RESUME_ARG`; None where there is nothing to resume."""
+        """Return the value of `RESUME_ARG`; None if there is nothing to resume."""
         if not any(sample.ids for sample in self):
             return None
         size = 1 + max(self._samples)
@@ -101,15 +101,15 @@ class Partials:
 
 
 def span_of(version: int, start: int, end: int, notes: Notes | None = None) -> VersionSpan:
-    """Read a span of the wire, `[version, start, end]` or `[version, start, end, notes]`."""
+    """Read a span from the wire: `[version, start, end]` or `[version, start, end, notes]`."""
     return VersionSpan(version, start, end, **(notes or {}))
 
 
 def sample_of(part: Partial, params: SamplingParams) -> Sample:
-    """Return what a sample has, as an answer has it; `abort` where it is to go on.
+    """Convert a partial sample to an answer's sample. Its finish reason is `abort` before its end.
 
     Raises:
-        EngineError: its parts do not fit together (a logprob and a version for each token).
+        EngineError: its parts do not fit together (one logprob and one version per token).
     """
     length = len(part.ids)
     logprobs = None
@@ -125,10 +125,10 @@ def sample_of(part: Partial, params: SamplingParams) -> Sample:
 
 
 def whole_of(part: Partial, params: SamplingParams, spans: Sequence[Sequence[int]]) -> Sample:
-    """Return a sample that has ended, with the `spans` of it that the engine counts at its end.
+    """Return a finished sample. `spans` is the engine's own count at the end.
 
     Raises:
-        EngineError: as of `sample_of`; or no report says how it ended; or a token was reported twice or never.
+        EngineError: as `sample_of`; or no report has its end; or a token was reported twice or never.
     """
     length = len(part.ids)
     if part.finish is None:

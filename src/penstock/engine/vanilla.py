@@ -1,11 +1,11 @@
-"""vLLM without our plugin: what it is, how it is controlled, how its requests go on.
+"""vLLM without our plugin: its identity, its control, and how its requests continue.
 
-It reports nothing while it works and resumes nothing:
+It sends no progress reports, and cannot resume a request:
 
-- Its engine died: the client sends the request again from the start (`engine/client.py`).
-- A pause aborted it: the client sends each sample of the token endpoint again, with its tokens as part of the prompt,
-  and joins the ids. Text, chats and samples with stop strings start again, since their state is inside the engine. A
-  stream that has begun cannot: it raises.
+- If its engine dies, the client sends the request again from the start (`engine/client.py`).
+- If a pause aborts it, the client sends each sample of the token endpoint again, with its tokens as part of the
+  prompt, and joins the ids. Text, chats, and samples with stop strings or grammars start over, because their state is
+  inside the engine. A stream that the caller has seen cannot start over, so it raises.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CALLS = {
     "pause": "/pause", "abort": "/abort_requests", "caches": "/reset_prefix_cache", "sleep": "/sleep",
     "rpc": "/collective_rpc", "weight_transfer": "/init_weight_transfer_engine",
 }  # fmt: skip
-"""Each is a POST route. A server that has the route answers GET with 405, otherwise with 404."""
+"""Each is a POST route. A server with the route answers GET with 405, others with 404."""
 
 
 OLD = re.compile(r"0\.([12]?\d|3[01])\.")
@@ -41,12 +41,12 @@ OLD = re.compile(r"0\.([12]?\d|3[01])\.")
 
 
 class VanillaControl(ControlClient):
-    """`ControlClient` of a server with our plugin or without it; `info` finds out which."""
+    """`ControlClient` of a server with or without our plugin. `info` finds out which."""
 
     has_plugin = True
 
     async def state(self) -> CoreState:
-        """Return what the core reports; without our plugin only whether it is paused."""
+        """Return the core's report. Without our plugin it only says whether the core is paused."""
         return await super().state() if self.has_plugin else CoreState(await self.is_paused())
 
     async def _info(self) -> EngineInfo:
@@ -71,9 +71,9 @@ class NativeTransfer:
         await self._control.post("/init_weight_transfer_engine", {"init_info": dict(init_info)})
 
     async def update(self, update_info: Mapping[str, Any], *, version: int) -> None:
-        """Do vLLM's native start, update, finish (R18).
+        """Run vLLM's native start, update and finish calls (R18).
 
-        StateError: the engine is not paused: vLLM 0.26 to 0.32 dies of a start while requests run.
+        StateError: the engine is not paused. vLLM 0.26 to 0.32 dies if an update starts while requests run.
         """
         if not await self._control.is_paused():
             raise StateError(f"engine {self._control.name}: pause generation before a native weight update")
@@ -83,18 +83,18 @@ class NativeTransfer:
         await self._label(version)
 
     async def _label(self, version: int) -> None:
-        if (await self._control.info()).weight_version != version:  # vLLM 0.26 takes no label
+        if (await self._control.info()).weight_version != version:  # vLLM 0.26 ignores the label
             await self._control.post("/penstock/weights/label", {"version": version})
 
 
 async def identify(http: HttpTransport, *, timeout_s: float) -> EngineInfo:
-    """Find out what a vLLM server without our plugin is and can do, by questions that change nothing.
+    """Find out a vLLM server's identity and capabilities, by calls that change nothing.
 
-    Without dev mode the server does not report its settings.
+    Without dev mode, the server does not report its settings.
 
     Raises:
-        EngineHTTPError: it is no vLLM server (404), or asks for another key (401).
-        EngineError: it answers what no vLLM server does.
+        EngineHTTPError: it is not a vLLM server (404), or requires another key (401).
+        EngineError: its answers are unlike vLLM's.
     """
     version = await _get(http, "/version", timeout_s)
     if not isinstance(version, dict) or "version" not in version:
@@ -140,7 +140,7 @@ async def identify(http: HttpTransport, *, timeout_s: float) -> EngineInfo:
 
 
 def _capabilities(calls: dict[str, bool], config: dict[str, Any], *, tokens: bool, labels: bool) -> Capabilities:
-    """`labels`: it labels weights and tokens with versions."""
+    """Return the capabilities. `labels`: the server labels weights and tokens with versions."""
     model, transfer = _section(config, "model_config"), _section(config, "weight_transfer_config")
     found: dict[str, Any] = {
         **calls,
@@ -157,7 +157,7 @@ def _section(config: Any, name: str) -> dict[str, Any]:
 
 
 def _ranks(parallel: dict[str, Any]) -> int:
-    """Return the data-parallel ranks that requests to this address can reach."""
+    """Return the number of data-parallel ranks that requests to this address can reach."""
     elsewhere = parallel.get("data_parallel_external_lb") or parallel.get("data_parallel_hybrid_lb")
     return int(parallel.get("data_parallel_size_local" if elsewhere else "data_parallel_size", 1))
 
@@ -174,7 +174,7 @@ def _version(http: HttpTransport, label: str) -> int:
 
 
 async def _get(http: HttpTransport, path: str, timeout_s: float, *, unless: int = NOT_FOUND) -> Any:
-    """Return the answer, or None for 404 and the status `unless`."""
+    """Return the answer, or None for status 404 or `unless`."""
     try:
         return await http.get(path, timeout_s=timeout_s)
     except EngineHTTPError as error:
@@ -192,7 +192,7 @@ async def _has(http: HttpTransport, path: str, timeout_s: float) -> bool:
 
 
 async def _takes_tokens(http: HttpTransport, timeout_s: float) -> bool:
-    """Send an empty request: an open token endpoint refuses it as malformed, a shut one with 403 (vLLM 0.32)."""
+    """Send an empty request. An open token endpoint rejects the body, a closed one gives 403 (vLLM 0.32)."""
     try:
         await http.post(GENERATE, {}, timeout_s=timeout_s)
     except EngineHTTPError as error:
@@ -209,7 +209,7 @@ NO_VERSIONS = (
 
 
 class VanillaReplies:
-    """Reads the replies of vLLM without our plugin, and sends again what a pause has cut.
+    """Reads the replies of vLLM without our plugin, and resends requests that a pause has cut.
 
     `engines` returns name and capabilities of each engine that may get a request.
     """
@@ -218,18 +218,18 @@ class VanillaReplies:
         self._engines = engines
 
     def check(self, params: SamplingParams) -> None:
-        """Raise MissingCapabilityError if an engine cannot do what a token request asks for."""
+        """Raise MissingCapabilityError if an engine cannot serve a token request of this kind."""
         require(self._engines(), "tokens", "generate")
         if params.logprobs:
             require(self._engines(), "sampled_logprobs", "generate with logprobs")
 
     async def answer(self, request: Continuation, reply: Reply) -> Answer:
-        """Return the whole answer, joined where a pause has cut it.
+        """Return the whole answer, joined if a pause has cut it.
 
         Raises:
-            EngineError: it does not say which weights made its tokens.
+            EngineError: the answer does not name the weights that made its tokens.
         """
-        # The engine has begun at the beginning, whatever it was given to resume.
+        # An engine without the plugin ignores the resume data, and has started from the beginning.
         counters = request.client.counters
         counters.wasted_tokens += sum(sample.forget() for sample in request.partials)
         body = request.client.http.decode(await reply.read())
@@ -244,10 +244,10 @@ class VanillaReplies:
         joinable = of_ids and not params.get("stop") and "structured_outputs" not in params
         if aborted and not asked and not joinable:
             counters.wasted_tokens += int(body["usage"]["completion_tokens"]) if body.get("usage") else 0
-            request.partials.get(0).finish = "abort"  # made again
+            request.partials.get(0).finish = "abort"  # so that the request is sent again
         elif not of_ids:
             return Answer(body, None)
-        elif request.partials.add(reports):  # else it is sent again as it is, if it was cut
+        elif request.partials.add(reports):  # with no new tokens, a cut request is sent again unchanged
             cut = [report["index"] for report in reports if request.partials.get(report["index"]).cut]
             await all_or_first_error(_finish(request, i) for i in cut)
         return Answer(body, [[[0, 0, len(request.partials.get(i).ids)]] for i in range(len(choices))])
@@ -256,7 +256,7 @@ class VanillaReplies:
         """Yield the events of a stream, without versions.
 
         Raises:
-            EngineError: it is cut, or begins again, and the caller has seen a part of it.
+            EngineError: it is cut or starts over, and the caller has seen a part of it.
         """
         _refuse_if_begun(request)
         request.partials.get(0).whole_only = True
@@ -280,9 +280,9 @@ def _refuse_if_begun(request: Stream) -> None:
 
 
 def report_of(choice: Mapping[str, Any], *, asked: bool = False) -> dict[str, Any]:
-    """Turn a choice of vLLM's own answer into a `wire.SampleReport`; `versions` are None where they are unknown.
+    """Convert a choice of vLLM's answer to a `wire.SampleReport`. Unknown `versions` are None.
 
-    `asked`: the caller asked for its abort.
+    `asked`: the caller asked for the abort.
     """
     ids: list[int] = choice["token_ids"] or []
     native, logprobs = choice.get("weight_versions"), choice.get("logprobs")
@@ -303,11 +303,11 @@ def report_of(choice: Mapping[str, Any], *, asked: bool = False) -> dict[str, An
 
 
 async def _finish(request: Continuation, index: int) -> None:
-    """Ask for the rest of a sample that was cut, and join it."""
+    """Request the rest of a cut sample, and join it."""
     part = request.partials.get(index)
     sampling: dict[str, Any] = request.body["sampling_params"]
     left = sampling["max_tokens"] - len(part.ids)
-    if left <= 0:  # it was aborted before it could say that this was the end
+    if left <= 0:  # aborted before it could report its end
         part.finish = "length"
         return
     rest_of = {**sampling, "n": 1, "max_tokens": left, "min_tokens": max(0, sampling["min_tokens"] - len(part.ids))}
