@@ -1,11 +1,11 @@
-"""The only code that runs inside vLLM, by vLLM's own extension points.
+"""The only code that runs inside vLLM, through vLLM's own extension points.
 
 - `register` (entry point `vllm.general_plugins`): control in the engine core.
 - `worker.WorkerExtension` (`--worker-extension-cls`): loads and checksums weights on a worker.
 - `middleware.PenstockMiddleware` (`--middleware`): our routes on the API server.
 - `server`: starts vLLM's API server as a child that ends with its launcher.
 
-Works with vLLM 0.26 to 0.33. `compat.py` has what tells them apart, `vllm_names.txt` every name of vLLM that is used.
+Works with vLLM 0.26 to 0.33. `compat.py` handles their differences; `vllm_names.txt` lists every name of vLLM in use.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import os
 from penstock.rooms import plugged_in
 
 QUANTISING_LOADER = "penstock_quantising"
-"""Name of our loader for vLLM's `--load-format`: it quantises a checkpoint of floats as it reads it."""
+"""Name of our loader for vLLM's `--load-format`. It quantises a checkpoint of floats while reading it."""
 LOADER_VARIABLE = "PENSTOCK_LOADER"
-"""Variable whose value is that name where the loader is needed."""
+"""Environment variable with that name as its value, set if the loader is needed."""
 INSTANCE_VARIABLE = "PENSTOCK_INSTANCE"
-"""Variable by which the processes of one server know its id."""
+"""Environment variable that gives the id of one server to its processes."""
 
 
 def register() -> None:
-    """Extend the core; vLLM calls this in every process it starts, maybe more than once."""
+    """Extend the core. vLLM calls this in every process it starts, possibly more than once."""
     from penstock.plugin import core, patches  # noqa: PLC0415 - only inside vLLM
 
     core.install()

@@ -1,4 +1,4 @@
-"""LoRA adapters on a worker: read ahead in threads, put in force between two steps, read again if vLLM drops one."""
+"""LoRA adapters on a worker: read ahead in threads, put in force between steps, reread after vLLM drops one."""
 # pyright: basic, reportMissingImports=false
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from penstock.plugin.core import settle
 from penstock.plugin.patches import attempt
 
 PLACE = "penstock-adapter:"
-"""Begins the path in vLLM's LoRARequest of an adapter that came by us; what it is read from, the worker knows."""
+"""Prefix of the path in vLLM's LoRARequest for an adapter that Penstock loaded. The worker knows its source."""
 READ_S = 60.0
-"""Deadline of a read while the engine goes on."""
+"""Deadline in seconds of a read during generation."""
 MOST_AHEAD = 16
-"""Adapters that are read and not in force yet; of more, the first are read again."""
+"""Largest number of adapters read ahead but not yet in force. With more, the oldest must be read again."""
 
 
 def load_adapter(worker: Any, order: Mapping[str, Any]) -> None:
-    """Load an adapter on a worker, in place of its older version; no step may run.
+    """Load an adapter on a worker, replacing its older version. No step may run.
 
     Raises:
-        WeightsError: the engine takes none, or vLLM refuses this one; the older version stays.
+        WeightsError: the engine takes no adapters, or vLLM refuses this one. The older version stays.
     """
     from vllm.lora.request import LoRARequest  # noqa: PLC0415 - slow, and not needed by models without
 
@@ -50,23 +50,23 @@ def load_adapter(worker: Any, order: Mapping[str, Any]) -> None:
         if before is None:
             del sources[number]
             manager.remove_adapter(number)
-        else:  # it may be gone already
+        else:  # the older version may be gone already
             sources[number] = before
             manager.add_adapter(request)
         raise WeightsError(f"adapter {order['name']!r} cannot be loaded: {error}") from error
 
 
 def worker_step(worker: Any, step: str, given: Any) -> Any:
-    """Do a step on a worker: `read` an order, or `unload` vLLM's number."""
+    """Do a step on a worker: `read` an order, or `unload` an adapter by vLLM's number."""
     return {"read": read_ahead, "unload": unload_adapter}[step](worker, given)
 
 
 def read_ahead(worker: Any, order: Mapping[str, Any]) -> bool:
-    """Begin to read an adapter in a thread, for the `load_adapter` of the same source; once, if asked again.
+    """Start to read an adapter in a thread, for a later `load_adapter`. Reads each source only once.
 
     Returns:
-        Whether the end of the read is written, as one byte, to the pipe that `done` names: on the core's host alone.
-        `load_adapter` waits for other workers.
+        Whether the end of the read will be written, as one byte, to the pipe `done`. Only workers on the core's host do
+        this. `load_adapter` waits for the others.
     """
     manager = getattr(worker.model_runner, "lora_manager", None)
     if manager is None:
@@ -75,21 +75,21 @@ def read_ahead(worker: Any, order: Mapping[str, Any]) -> bool:
     ahead, key = manager.penstock_ahead, order["source"]["key"]
 
     def work() -> Any:
-        if worker.device.type != "cpu":  # with many, each of hundreds of small tensors waits for all of them
+        if worker.device.type != "cpu":  # with more threads, each of hundreds of small tensors waits for all of them
             torch.set_num_threads(1)
-        # Side by side, files would wait for each other, and the first be ready as late as all.
+        # In parallel, reads of files would delay each other, and the first would be ready as late as the last.
         with manager.penstock_reading if "file" in order["source"] else nullcontext():
             return manager.penstock_read(order["name"], order["source"])
 
     def say_so(_: Future[Any]) -> None:
-        with suppress(OSError):  # the core has stopped to wait
+        with suppress(OSError):  # the core has stopped waiting
             end = os.open(order["done"], os.O_WRONLY | os.O_NONBLOCK)
             os.write(end, b"1")
             os.close(end)
 
     if key not in ahead:
         ahead[key] = read = Future[Any]()
-        while len(ahead) > MOST_AHEAD:  # their callers went away
+        while len(ahead) > MOST_AHEAD:  # their callers have left
             del ahead[next(iter(ahead))]
         threading.Thread(target=settle, args=(read, work), name="penstock-adapter", daemon=True).start()
     ahead[key].add_done_callback(say_so)
@@ -104,10 +104,10 @@ def unload_adapter(worker: Any, number: int) -> None:
 
 
 def _sources(manager: Any) -> dict[int, Mapping[str, Any]]:
-    """What our adapters are read from, by vLLM's number.
+    """Return the sources of our adapters, by vLLM's number.
 
-    vLLM drops the adapters that were used least when it has more than `max_cpu_loras`, and reads one again when a
-    request needs it. It has no extension point for what it reads: `_load_adapter` is patched (0.26 to 0.33).
+    If there are more than `max_cpu_loras`, vLLM drops the least used adapters. It reads a dropped adapter again when a
+    request needs it. vLLM has no extension point for reading, so `_load_adapter` is patched (0.26 to 0.33).
     """
     if not hasattr(manager, "penstock_sources"):
         from vllm.lora.request import LoRARequest  # noqa: PLC0415 - slow, and not needed by models without
@@ -118,15 +118,15 @@ def _sources(manager: Any) -> dict[int, Mapping[str, Any]]:
 
         def read(name: str, source: Mapping[str, Any]) -> Any:
             with read_from(source) as path:
-                adapter = load(LoRARequest(name, 1, path))  # its number is known when it is put in force
-            if not any(".experts" in module for module in adapter.loras):  # of those vLLM packs no adapter twice
+                adapter = load(LoRARequest(name, 1, path))  # its number is known once it is put in force
+            if not any(".experts" in module for module in adapter.loras):  # expert adapters must not be packed twice
                 manager._adapter_manager._create_merged_loras_inplace(adapter)  # noqa: SLF001
             _pin(adapter)
             return adapter
 
         def load_from_source(request: Any) -> Any:
             if not request.lora_path.startswith(PLACE):
-                sources.pop(request.lora_int_id, None)  # another client put its own in this one's place
+                sources.pop(request.lora_int_id, None)  # another client has replaced this adapter with its own
                 return load(request)
             ready, manager.penstock_next = manager.penstock_next, None
             number = request.lora_int_id
@@ -142,14 +142,14 @@ def _sources(manager: Any) -> dict[int, Mapping[str, Any]]:
 
 
 def _leave_unpinned(module: Any) -> None:
-    """Keep a module of vLLM's adapters from pinning each tensor of one."""
+    """Stop a module of vLLM's adapters from pinning each tensor of an adapter."""
     module.PIN_MEMORY = False
 
 
 def _pin(adapter: Any) -> None:
-    """Lay an adapter's tensors in one piece of memory that a GPU reads without the processor.
+    """Copy an adapter's tensors into one piece of memory that a GPU reads without the processor.
 
-    vLLM (0.26 to 0.33) pins each of hundreds: every one asks the driver, which other processes on the GPU hold up.
+    vLLM (0.26 to 0.33) pins each of hundreds of tensors by a driver call, which other processes on the GPU delay.
     """
     halves = [(part, half) for part in adapter.loras.values() for half in ("lora_a", "lora_b")]
     lists = [each if isinstance(each := getattr(part, half), list) else [each] for part, half in halves]
@@ -166,7 +166,7 @@ def _pin(adapter: Any) -> None:
 
 @contextmanager
 def read_from(source: Mapping[str, Any]) -> Generator[str]:
-    """Give the folder that vLLM reads an adapter from: one made of `{"file", "config"}`, or that of `{"path"}`."""
+    """Yield the folder from which vLLM reads an adapter: made for `{"file", "config"}`, or given by `{"path"}`."""
     if "file" not in source:
         yield source["path"]
         return
@@ -176,17 +176,17 @@ def read_from(source: Mapping[str, Any]) -> Generator[str]:
         yield folder
 
 
-# --- Mends of vLLM's LoRA on CPUs -------------------------------------------------------------------------------------
+# --- Repairs of vLLM's LoRA on CPUs -----------------------------------------------------------------------------------
 
 
 def mend() -> None:
-    """Patch the classes of this process; more than once is harmless."""
+    """Patch the classes of this process. A second call is harmless."""
     from vllm.lora.ops import torch_ops  # noqa: PLC0415 - only inside vLLM
     from vllm.lora.ops.torch_ops import lora_ops  # noqa: PLC0415
 
     for name in ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice"):
         if not hasattr(op := getattr(torch_ops, name), "__wrapped__"):
-            for module in (torch_ops, lora_ops):  # what is imported from the one, and what calls the other
+            for module in (torch_ops, lora_ops):  # the name that is imported, and the name that other operations call
                 setattr(module, name, spare_base_tokens(op))
     from vllm.platforms import current_platform  # noqa: PLC0415 - only inside vLLM
     from vllm.v1.kv_cache_interface import KVCacheConfig  # noqa: PLC0415
@@ -196,11 +196,11 @@ def mend() -> None:
 
 
 def spare_base_tokens(op: Callable[..., None]) -> Callable[..., None]:
-    """An operation of vLLM's LoRA on CPUs that leaves tokens without an adapter as they are.
+    """Wrap an operation of vLLM's LoRA on CPUs so that it leaves tokens without an adapter unchanged.
 
-    Their index is -1, which selects the last adapter: a request of the base model that shares a step with one of an
-    adapter gets another tenant's adapter. vLLM's pull requests 48421 and 49656 (0.26 to 0.33); needed until a release
-    has one of them. GPUs have other operations, which pass over such tokens.
+    Their index is -1, which selects the last adapter. A request of the base model that shares a step with an adapter's
+    request then gets another tenant's adapter. See vLLM's pull requests 48421 and 49656 (0.26 to 0.33). Needed until a
+    release has one of them. GPUs have other operations, which skip such tokens.
     """
 
     @functools.wraps(op)
@@ -216,6 +216,6 @@ ZEROED = property(lambda _: True)
 """`KVCacheConfig.needs_kv_cache_zeroing`: vLLM's own switch, which zeroes each block before a request gets it.
 
 An adapter with large weights leaves NaN and infinity in KV blocks. The CPU kernel multiplies the unused places of a
-block by 0, and 0 times NaN is NaN: the next request in such a block gets wrong tokens, whosever it is. vLLM turns the
-switch on for Mamba layers alone (0.26 to 0.33); needed until the kernel passes over unused places.
+block by 0, and 0 times NaN is NaN. So the next request in such a block, of any tenant, gets wrong tokens. vLLM turns
+the switch on only for Mamba layers (0.26 to 0.33). Needed until the kernel skips unused places.
 """

@@ -1,13 +1,13 @@
-"""LoRA adapters in the engine core: each has a version of its own, and can be paused alone.
+"""LoRA adapters in the engine core. Each has its own version, and can be paused by itself.
 
-vLLM's route reloads an adapter's files in place, with four faults for a trainer: requests in flight change over with
-their KV and without a mark; an adapter that was loaded in place is read from its files at every step (0.26 to 0.33);
-one that its cache has dropped comes back from a path that may hold other weights by then; and 0.26 finds KV of older
-weights by the adapter's name. Here the core loads between two steps. The adapter's requests give up their KV and are
-computed again, or keep it with a label (`kept_kv`). New requests have a salt that names the version, and a mark among
-the outputs tells where the new tokens begin.
+vLLM's route reloads an adapter's files in place, with four faults for a trainer. Requests in flight switch over with
+their KV and without a mark. An adapter loaded in place is read from its files at every step (0.26 to 0.33). An adapter
+that vLLM's cache dropped is reread from a path that may hold other weights by then. vLLM 0.26 finds KV of older weights
+by the adapter's name. Here the core loads between two steps. The adapter's requests are recomputed without their KV,
+or keep it with a label (`kept_kv`). New requests have a salt that names the version, and a mark among the outputs
+shows where the new tokens start.
 
-A paused adapter's requests stay known to the scheduler, so that they can be aborted, and wait in none of its queues.
+The scheduler still knows a paused adapter's requests, so they can be aborted, but none of its queues has them.
 """
 # pyright: basic, reportMissingImports=false
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _READ: dict[str, type] = {"name": str, "source": dict}
 _LOAD = _READ | {"id": int, "version": int, "kv": str}
-"""Fields of calls."""
+"""Fields of calls, with their types."""
 _LAYER = re.compile(r"(.*\blayers\.\d+)\.")
 _HALF = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
 
@@ -48,26 +48,26 @@ class LoadedAdapter:
     """An adapter in force."""
 
     id: int
-    """vLLM's number for it."""
+    """vLLM's number for the adapter."""
     load: int
-    """Which load of this core brought it: an earlier owner may have given its version to other weights."""
+    """Which load of this core brought it. An earlier owner may have given its version to other weights."""
 
 
 class CoreAdapters:
-    """The adapters of one engine core; methods run in the core's thread, between two steps."""
+    """The adapters of one engine core. Methods run in the core's thread, between two steps."""
 
     def __init__(self, control: CoreControl) -> None:
         self.loaded: dict[str, LoadedAdapter] = {}
-        """By name; those that came past us are not among them."""
+        """By name. Adapters that Penstock did not load are missing."""
         self._held: dict[str, list[Any]] = {}
-        """Paused adapters, and vLLM's Requests that wait."""
+        """Waiting vLLM Requests, by paused adapter."""
         self._loads = itertools.count(1)
         self._control = control
         self._core = core = control.core
         core.add_request = functools.partial(self._add, core.add_request)
 
     def routes(self) -> dict[str, Callable[[Any], Future[Any]]]:
-        """Calls of the core's port, by path."""
+        """Return the calls of the core's port, by path."""
         control = self._control
 
         def read(body: Any) -> Future[Any]:
@@ -78,7 +78,7 @@ class CoreAdapters:
 
         def load(body: Any) -> Future[Any]:
             order = {name: field(body, name, kind) for name, kind in _LOAD.items()}
-            self.read(order)  # nothing to do, unless this engine joined since, or too many have been read meanwhile
+            self.read(order)  # does nothing, unless this engine joined since, or too many others have been read since
 
             def work() -> Any:
                 control.pausing.require_awake()
@@ -98,17 +98,17 @@ class CoreAdapters:
         return {f"{ADAPTERS}/read": read, f"{ADAPTERS}/load": load, **changes}
 
     def load_of(self, lora_request: Any) -> int | None:
-        """Load that brought a request's adapter; None: it came past us. Any thread may ask."""
+        """Return the load of a request's adapter; None: not loaded by Penstock. Any thread may call this."""
         adapter = self.loaded.get(lora_request.lora_name)
         return None if adapter is None else adapter.load
 
     def read(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Check an adapter, and have the workers read it while the engine goes on; runs in the caller's own thread.
+        """Check an adapter, and let the workers read it during generation. Runs in the caller's thread.
 
-        `order` has `name` and `source`; of one source the workers read nothing again before its `load`.
+        `order` has `name` and `source`. The workers read each source only once before its `load`.
 
         Raises:
-            WeightsError: it does not fit the model.
+            WeightsError: the adapter does not fit the model.
         """
         check_adapter(order["source"], self._control.known_spec())
         until = time.perf_counter() + READ_S
@@ -130,13 +130,13 @@ class CoreAdapters:
         """Put a version of an adapter in force.
 
         Args:
-            order: `name`, `id` (vLLM's), `version`, `source` (see `adapter_worker.read_from`), and `kv` of requests in
+            order: `name`, `id` (vLLM's), `version`, `source` (see `adapter_worker.read_from`), and `kv` for requests in
                 flight.
 
         Raises:
-            WeightsError: it cannot be read; the version before it stays in force.
-            EngineError: only some workers have it; the engine must not serve.
-            StateError: KV leaves the engine, so requests in flight alone cannot keep theirs.
+            WeightsError: the adapter is unreadable. The version before it stays in force.
+            EngineError: only some workers have it. The engine must not serve.
+            StateError: KV leaves the engine, so requests in flight cannot keep theirs for themselves.
         """
         if order["kv"] != "recompute":
             self._control.kv.check()
@@ -163,7 +163,7 @@ class CoreAdapters:
         return {"version": version, "seconds": seconds, "preempted": preempted, "kept": kept}
 
     def unload(self, name: str) -> dict[str, Any]:
-        """Forget an adapter. StateError: requests are in flight."""
+        """Forget an adapter. StateError: it has requests in flight."""
         if count := len(self._requests(name)):
             raise StateError(f"adapter {name!r} has {count} requests in flight; unload it when they have ended")
         if (adapter := self.loaded.pop(name, None)) is not None:
@@ -172,14 +172,14 @@ class CoreAdapters:
         return {"ok": True}
 
     def pause(self, name: str) -> Any:
-        """Stop an adapter's requests at a token; they keep their tokens, and new ones wait too. Again is harmless."""
+        """Stop an adapter's requests after a token. They keep their tokens, and new ones wait too."""
         running = any(_adapter_of(request) == name for request in self._core.scheduler.running)
-        # Data-parallel replicas that step together hold together.
+        # Data-parallel replicas that step together also hold together.
         together = hasattr(self._core, "dp_group")
         return self._control.change(lambda: self._hold(name)) if running or together else self._hold(name)
 
     def resume(self, name: str) -> dict[str, Any]:
-        """Let an adapter's requests go on; harmless if it is not paused."""
+        """Let an adapter's requests continue. Harmless if it is not paused."""
         held, scheduler = self._held.pop(name, []), self._core.scheduler
         for request in held:
             if scheduler.requests.get(request.request_id) is request:  # else it was aborted
@@ -188,10 +188,10 @@ class CoreAdapters:
         return {"ok": True}
 
     def _add(self, add_request: Callable[..., None], request: Any, request_wave: int = 0) -> None:
-        """In place of the core's `add_request`, for a request whose adapter may be gone or paused."""
+        """Replace the core's `add_request`, for requests whose adapter may be gone or paused."""
         lora = request.lora_request
         if lora is not None and lora.lora_path.startswith(PLACE) and lora.lora_name not in self.loaded:
-            # It was unloaded while the request was on its way here.
+            # The adapter was unloaded while the request was on its way.
             _abort_unknown(self._core, request)
             return
         add_request(request, request_wave)
@@ -202,13 +202,13 @@ class CoreAdapters:
         return [request for request in self._core.scheduler.requests.values() if _adapter_of(request) == name]
 
     def _preempt(self, name: str) -> int:
-        """Take the KV of an adapter's running requests away; they wait at the head of the queue."""
+        """Preempt an adapter's running requests. They lose their KV and wait at the head of the queue."""
         scheduler = self._core.scheduler
         chosen = [request for request in scheduler.running if _adapter_of(request) == name]
         for request in reversed(chosen):
             scheduler.running.remove(request)
             compat.preempt(scheduler, request)
-        # As vLLM's own `reset_prefix_cache` has it: they must not count as scheduled in the step before.
+        # As in vLLM's own `reset_prefix_cache`: they must not count as scheduled in the step before.
         scheduler.prev_step_scheduled_req_ids.difference_update(request.request_id for request in chosen)
         return len(chosen)
 
@@ -228,14 +228,14 @@ class CoreAdapters:
 
 
 def _abort_unknown(core: Any, request: Any) -> None:
-    """End a request that the scheduler has not taken."""
+    """End a request that the scheduler has not accepted."""
     from vllm.v1.engine import FinishReason  # noqa: PLC0415 - only inside vLLM
 
     compat.put_output(core, (request.client_index,), request_id=request.request_id, finish_reason=FinishReason.ABORT)
 
 
 def _wake_replicas(core: Any) -> None:
-    """Let the data-parallel replicas of a core, which step together, begin to step, as vLLM's `add_request` does."""
+    """Wake data-parallel replicas that step together with a core, as vLLM's `add_request` does."""
     from vllm.v1.engine import EngineCoreOutputs  # noqa: PLC0415 - only inside vLLM
 
     if getattr(core, "has_coordinator", False) and not core.engines_running:
@@ -248,13 +248,13 @@ def _adapter_of(request: Any) -> str:
 
 
 def check_adapter(source: Mapping[str, Any], spec: WeightSpec) -> None:
-    """Compare an adapter's tensors with the model's. WeightsError: it is one of another model.
+    """Compare an adapter's tensors with the model's. WeightsError: it belongs to another model.
 
-    vLLM compares no shapes before it writes, and passes over layers that the model lacks.
+    vLLM does not compare shapes before it writes, and skips layers that the model lacks.
     """
     file = Path(source.get("file") or Path(source["path"], "adapter_model.safetensors"))
     if not file.is_file():
-        return  # a name of the hub, or other files: vLLM reads them
+        return  # a hub name, or other files: vLLM reads them
     rank, halves = _rank(source), set[tuple[str, str]]()
     known, layers = False, {match[1] for name in spec.shapes if (match := _LAYER.match(name))}
     of_adapter: set[str] = set()
@@ -282,7 +282,7 @@ def check_adapter(source: Mapping[str, Any], spec: WeightSpec) -> None:
 
 
 def _rank(source: Mapping[str, Any]) -> int | None:
-    """Return the rank that an adapter's configuration gives all matrices; None: it gives several, or there is none."""
+    """Return the rank that an adapter's configuration gives all matrices; None if there is no single one."""
     config = source.get("config")
     if config is None and (file := Path(source["path"], "adapter_config.json")).is_file():
         config = parse_json(file.read_bytes(), str(file), WeightsError)

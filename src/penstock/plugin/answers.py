@@ -1,4 +1,4 @@
-"""Versions and progress in vLLM's own answers and streams, for clients of OpenAI's endpoints; see `progress.py`."""
+"""Adds versions and progress to vLLM's own answers and streams, for clients of OpenAI's API; see `progress.py`."""
 # pyright: basic, reportMissingImports=false
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.wire import (
 )
 
 STREAM_REPORTS = (PROGRESS_HEADER.lower().encode(), STREAM_PROGRESS.encode())
-"""Header of a stream with such comments, by which a client knows an engine with our plugin."""
+"""Header of a stream with such comments. A client recognises an engine with our plugin by it."""
 DONE = b"data: [DONE]"
 
 
@@ -32,7 +32,7 @@ class AnswerReporter:
         self._path = path
         self._streams = False
         self._start: dict[str, Any] | None = None
-        """Held back with the answer of the token endpoint, whose length changes."""
+        """Held back until the token endpoint's answer is complete, because the length changes."""
         self._answer = bytearray()
 
     async def send(self, message: dict[str, Any]) -> None:
@@ -60,7 +60,7 @@ class AnswerReporter:
         self._streams = kind.startswith(b"text/event-stream")
         if self._streams:
             return [STREAM_REPORTS] if self._progress else []
-        spans = json.dumps(self._request.spans(), separators=(",", ":")).encode()  # ASCII, whatever adapters are called
+        spans = json.dumps(self._request.spans(), separators=(",", ":")).encode()  # ASCII, whatever the adapters' names
         return [(SPANS_HEADER.lower().encode(), spans)] if len(b"[]") < len(spans) < MAX_SPANS_HEADER else []
 
     def _more_body(self, body: bytes) -> bytes:

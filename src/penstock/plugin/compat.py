@@ -1,10 +1,10 @@
-"""What vLLM 0.26 to 0.31 lacks or does otherwise. The end of their support is one commit: this file, and what calls it.
+"""Differences of vLLM 0.26 to 0.31. To end their support, remove this file and its calls in one commit.
 
-vLLM 0.32 labels its weights, and every token with them. Before, the version in force is kept here, on both sides, and
-is as exact: the core sends its outputs and a mark of each update over one ordered channel. After a pause, all outputs
-of the old weights were processed once the queue behind that channel is empty (`TokenVersions.settle`).
+vLLM 0.32 labels its weights and every token. For older versions, this module keeps the version in force on both sides,
+just as exactly. The core sends its outputs, and a mark of each update, over one ordered channel. After a pause, all
+outputs of the old weights are processed once the queue behind that channel is empty (`TokenVersions.settle`).
 
-`trainer_send_weights` of `native.py` leaves with 0.26 too.
+`trainer_send_weights` of `native.py` can also be removed with 0.26.
 """
 # pyright: basic, reportMissingImports=false
 
@@ -26,15 +26,15 @@ from penstock.errors import StateError
 from penstock.wire import INITIAL_VERSION, Notes, version_number, version_of_tokens
 
 MARK = "penstock:"
-"""Begins the id of an output that belongs to no request; JSON follows, which is true of the outputs after it."""
+"""Prefix of the id of an output that belongs to no request. JSON follows, which applies to later outputs."""
 OUTPUTS_PER_TICK = 128
-"""vLLM's output handler yields to the loop after so many outputs (VLLM_V1_OUTPUT_PROC_CHUNK_SIZE's default)."""
+"""Outputs after which vLLM's output handler yields to the loop (VLLM_V1_OUTPUT_PROC_CHUNK_SIZE's default)."""
 
 
 def run_server() -> None:
-    """Run vLLM's API server with the token endpoint, which 0.26 always has and newer ones have on an option."""
+    """Run vLLM's API server with the token endpoint. 0.26 always has it; newer versions need an option."""
     if importlib.util.find_spec("vllm.entrypoints.launchers") is None:
-        if "--enable-return-routed-experts" in sys.argv:  # its second model runner has none
+        if "--enable-return-routed-experts" in sys.argv:  # its second model runner does not report experts
             os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
         return
@@ -46,19 +46,19 @@ def run_server() -> None:
 
 
 def core_label(core: Any) -> int | None:
-    """What the core labels tokens with; None on 0.26, where the API server alone knows of a native update."""
+    """Return the core's label for tokens; None on 0.26, where only the API server sees a native update."""
     return core_version(core) if hasattr(core, "get_weight_version") else None
 
 
 def core_version(core: Any) -> int:
-    """The version of a core's weights: its own label, else that of the last update of ours."""
+    """Return the version of a core's weights: its own label, else that of our last update."""
     if hasattr(core, "get_weight_version"):
         return _version_of(core.get_weight_version())
     return getattr(core, "_penstock_version", 0)
 
 
 def label_core(core: Any, version: int) -> None:
-    """Label tokens that this core makes from here on."""
+    """Label tokens that this core makes from now on."""
     if hasattr(core, "set_weight_version"):
         core.set_weight_version(str(version))
         return
@@ -67,17 +67,17 @@ def label_core(core: Any, version: int) -> None:
 
 
 def send_mark(core: Any, **said: Any) -> None:
-    """Tell every API server something between its outputs (`TokenVersions`).
+    """Send a message between outputs to every API server (`TokenVersions`).
 
-    `version` is that of weights, `adapter` and `adapter_version` are of the core `engine_index`, since no vLLM labels
-    adapters; `kept` and `anew` are requests that keep KV of older weights, and that compute it anew.
+    `version` is the version of the weights. `adapter` and `adapter_version` apply to the core `engine_index`, because
+    no vLLM labels adapters. `kept` lists requests that keep KV of older weights. `anew` lists those that recompute it.
     """
     name = MARK + json.dumps(said)
     put_output(core, range(len(core.addresses.outputs)), request_id=name)
 
 
 def put_output(core: Any, clients: Iterable[int], **fields: Any) -> None:
-    """Send an output that no step made to some API servers."""
+    """Send some API servers an output that no step made."""
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs  # noqa: PLC0415 - only inside vLLM
 
     output = EngineCoreOutput(new_token_ids=[], **fields)
@@ -86,7 +86,7 @@ def put_output(core: Any, clients: Iterable[int], **fields: Any) -> None:
 
 
 def preempt(scheduler: Any, request: Any) -> None:
-    """Preempt a request that was taken out of `running`; no step is under way."""
+    """Preempt a request that was removed from `running`. No step may be under way."""
     if hasattr(request, "async_tokens_to_discard"):
         scheduler._preempt_request(request, time.monotonic())  # noqa: SLF001
         request.async_tokens_to_discard, request.num_output_placeholders = request.num_output_placeholders, 0
@@ -95,7 +95,7 @@ def preempt(scheduler: Any, request: Any) -> None:
 
 
 def waiting_queues(scheduler: Any) -> list[Any]:
-    """The scheduler's queues of requests without KV."""
+    """Return the scheduler's queues of requests without KV."""
     skipped = getattr(scheduler, "skipped_waiting", None)
     return [scheduler.waiting] if skipped is None else [skipped, scheduler.waiting]
 
@@ -109,27 +109,27 @@ def labels_weights(engine: Any) -> bool:
 
 
 def pause_mode(mode: str, wait_for_inflight_requests: bool | None) -> str:  # noqa: FBT001 - as vLLM's
-    """The mode of `AsyncLLM.pause_generation`; the route of 0.26 says `wait` by an older name."""
+    """Return the mode for `AsyncLLM.pause_generation`. The route of 0.26 has an older name for `wait`."""
     return "wait" if wait_for_inflight_requests else mode
 
 
 class TokenVersions:
-    """Which weights make the tokens of one API server's engine."""
+    """The weights that make the tokens of one API server's engine."""
 
     def __init__(self) -> None:
         self.version = 0
-        """The last that was set, for an engine that labels nothing."""
+        """The last version that was set, for an engine without labels."""
         self.adapters: dict[tuple[int, str], Notes] = {}
-        """What tokens of an adapter are labelled with, by the number of the core and the adapter's name."""
+        """Labels of an adapter's tokens, by the core's number and the adapter's name."""
         self._kept: set[str] = set()
-        """Requests that have KV of older weights."""
+        """Requests with KV of older weights."""
 
     def install(self, engine: Any) -> None:
         processor = engine.output_processor
         processor.process_outputs = functools.partial(self._process, processor, processor.process_outputs)
 
     def _process(self, processor: Any, process_outputs: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        # A mark comes alone, belongs to no request, and vLLM passes over it.
+        # A mark comes alone and belongs to no request. vLLM ignores it.
         if len(outputs) == 1 and outputs[0].request_id.startswith(MARK):
             said = json.loads(outputs[0].request_id.removeprefix(MARK))
             self.version = said.get("version", self.version)
@@ -141,7 +141,7 @@ class TokenVersions:
         return process_outputs(outputs, *args, **kwargs)
 
     def notes_of(self, state: Any, core: int) -> Notes | None:
-        """Return what else made the newest tokens of a RequestState that runs in this core."""
+        """Return further notes on the newest tokens of a RequestState that runs in this core."""
         notes = Notes(kv_kept=True) if state.request_id in self._kept else Notes()
         if (name := state.lora_name) is not None:
             notes |= self.adapters.get((core, name)) or {"adapter": name}
@@ -152,11 +152,11 @@ class TokenVersions:
         return version_of_tokens(labels[-1][0]) if labels else self.version
 
     async def in_force(self, engine: Any) -> int:
-        """The version of the engine's weights. StateError: their label is no version."""
+        """Return the version of the engine's weights. StateError: their label is not a version."""
         return _version_of(await engine.get_weight_version()) if labels_weights(engine) else self.version
 
     async def label(self, engine: Any, version: int) -> None:
-        """Label tokens from here on; the engine must be paused."""
+        """Label tokens from now on. The engine must be paused."""
         if labels_weights(engine):
             await engine.update_weight_version(str(version))
         else:
@@ -164,18 +164,18 @@ class TokenVersions:
             self.version = version
 
     async def settle(self, engine: Any) -> None:
-        """After a pause, return when every output that the cores made before it has been counted."""
+        """After a pause, return once every earlier output of the cores has been counted."""
         if labels_weights(engine):
             return
         queue = engine.engine_core.outputs_queue
         while not queue.empty():  # noqa: ASYNC110 - vLLM's queue has no event for this
-            await asyncio.sleep(0)  # lets the output handler, in this same loop, go on
+            await asyncio.sleep(0)  # lets the output handler in this loop run
         for _ in range(2 + len(engine.output_processor.request_states) // OUTPUTS_PER_TICK):
             await asyncio.sleep(0)
 
 
 def seed_versions(state: Any, versions: Sequence[Sequence[int]]) -> None:
-    """Give vLLM's own RequestState the `[version, tokens]` that a sample had elsewhere."""
+    """Give vLLM's own RequestState the `[version, tokens]` parts of a sample from another engine."""
     if hasattr(state, "weight_version_starts"):
         start = 0
         for version, tokens, *_ in versions:
@@ -198,10 +198,10 @@ def _version_of(label: str) -> int:
 
 @contextmanager
 def without_adapters(model: Any) -> Iterator[None]:
-    """Put layers that LoRA wraps in the place of their wrappers while weights are loaded. No step may run.
+    """Replace the wrappers of LoRA layers by their inner layers while weights are loaded. No step may run.
 
-    In 0.26 the model's own `load_weights` does not find `qkv_proj.weight` as `qkv_proj.base_layer.weight`; in 0.32 the
-    wrappers know the names of what they wrap.
+    In 0.26 the model's own `load_weights` does not find `qkv_proj.weight` as `qkv_proj.base_layer.weight`. In 0.32 the
+    wrappers know the names of their inner layers.
     """
     from vllm.lora.layers import BaseLayerWithLoRA  # noqa: PLC0415 - slow, and not needed by models without
 

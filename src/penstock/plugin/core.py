@@ -1,11 +1,11 @@
 """Control of one engine core, in its own process: checks, pauses and weight updates between two of its steps.
 
-An update made of calls on the API server waits five times behind the tokens of every stream: 2.3 to 3.1 s with 256
-streams, where the weights need 0.13 s. Here it is one piece of the core's own work. Calls come to the core's own port
-(`core_http.py`). The API server forwards those that come to it, and leads several cores (`cores.py`).
+An update by calls on the API server would wait five times behind the tokens of every stream: 2.3 to 3.1 s with 256
+streams, although the weights need 0.13 s. Here the update is a single piece of work in the core. Calls come to the
+core's own port (`core_http.py`). The API server forwards the calls it gets, and coordinates several cores (`cores.py`).
 
-vLLM (0.26 to 0.33) has no extension point for this: `install` adds utility methods and a kind of item to the core's
-input queue.
+vLLM (0.26 to 0.33) has no extension point for this. `install` adds utility methods, and a new kind of item in the
+core's input queue.
 """
 # pyright: basic, reportMissingImports=false
 
@@ -31,17 +31,17 @@ from penstock.types import KV
 from penstock.weights.manifest import WeightManifest
 
 SPEC_TIMEOUT_S = 600.0
-"""For the core to end its step and find its tensors; callers have deadlines of their own."""
+"""Seconds for the core to end its step and find its tensors. Callers have their own deadlines."""
 LOSS_S = 60.0
-"""How long an update's loss of tokens is measured, at most, where somebody asks for it."""
+"""Longest time in seconds to measure an update's loss of tokens for a caller."""
 READS = frozenset({"compute_weight_checksums", "get_model_inspection", "update_max_model_len"})
-"""vLLM's worker methods that are called from outside and leave the weights as they are; any other may not."""
+"""vLLM's worker methods that outside callers use and that keep the weights. Any other may change them."""
 _CALL = object()
-"""The kind of an item in the core's input queue that is a function to call."""
+"""Marks an item of the core's input queue that is a function to call."""
 
 
 def install() -> None:
-    """Extend this process's EngineCoreProc; more than once is harmless."""
+    """Extend this process's EngineCoreProc. A second call is harmless."""
     from vllm.v1.engine.core import EngineCoreProc  # noqa: PLC0415 - only inside vLLM
 
     if hasattr(EngineCoreProc, "penstock_control_port"):
@@ -73,7 +73,7 @@ def _utility(method: Callable[..., Any], owner: Callable[[Any], Any]) -> Callabl
 
 
 def _sendable(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
-    """`EngineCore.collective_rpc`, which fails if its result cannot be sent: vLLM's output thread would end."""
+    """Wrap `EngineCore.collective_rpc` to fail if its result cannot be sent, which would end vLLM's output thread."""
     from vllm.v1.serial_utils import MsgpackEncoder, UtilityResult  # noqa: PLC0415 - only inside vLLM
 
     @functools.wraps(collective_rpc)  # vLLM reads the signature
@@ -89,24 +89,24 @@ def _sendable(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def control_of(core: Any) -> CoreControl:
-    """The control of vLLM's EngineCore, in its process."""
+    """Return the control of vLLM's EngineCore, in its process."""
     if "_penstock_control" not in core.__dict__:
         core._penstock_control = CoreControl(core)  # noqa: SLF001
     return core._penstock_control  # noqa: SLF001
 
 
 def check_bytes(manifest: WeightManifest) -> WeightManifest:
-    """Read every byte of a version that the host can read, and return the manifest for the workers.
+    """Check every byte of a version that the host can read. Return the manifest for the workers.
 
     Raises:
-        WeightsError: bytes are gone, are not those that were sent, or hold NaN or infinity.
+        WeightsError: bytes are gone, changed, NaN or infinity.
     """
     kind = manifest.transport
     return plugged_in(f"check.{kind}")(manifest) if kind in plugged_as("check") else manifest
 
 
 class CoreControl:
-    """Control of one engine core; routes run in their caller's thread, all else in the core's, between two steps."""
+    """Control of one engine core. Routes run in their caller's thread, all else in the core's, between steps."""
 
     def __init__(self, core: Any) -> None:
         self.core = core
@@ -114,12 +114,12 @@ class CoreControl:
         self.step_cap = StepCap(core)
         scheduler = core.scheduler
         scheduler.update_from_output = functools.partial(self._after_step, scheduler.update_from_output)
-        # A pause that clears the caches would empty one half of that of processed images. The other half, in the API
-        # server, would then send the hash of an image it has sent before, and its request would fail (0.26 to 0.33).
-        # vLLM's pull request 43001 empties both, but too late for a pause that waits for a step.
+        # A pause that clears the caches would empty only one half of the cache of processed images. The other half, in
+        # the API server, would then send the hash of an image it has sent before, and the request would fail (0.26 to
+        # 0.33). vLLM's pull request 43001 empties both, but too late for a pause that waits for a step.
         core.reset_mm_cache = lambda: None
         self.kept_version: int | None = None
-        """Version of the last update of ours, if that kept the KV cache."""
+        """Version of our last update, if that update kept the KV cache."""
         self.routes: dict[str, Route] = {
             "/penstock/weights/prepare": self._prepare,
             "/penstock/weights/group": lambda body: self.in_core(
@@ -132,62 +132,62 @@ class CoreControl:
             "/penstock/pause": self._pause,
             "/penstock/resume": lambda _: self.in_core(self.pausing.resume),
             "/penstock/core": lambda _: self.in_core(self._state),
-            "/penstock/core/gone": lambda _: Future(),  # no answer: its connection breaks when this process ends
+            "/penstock/core/gone": lambda _: Future(),  # no answer: the connection breaks when this process ends
         }
         self._foreign = 0
         self._spec: WeightSpec | None = None
         self._server: CoreServer | None = None
         self.adapters: Any = None
-        """`adapters.CoreAdapters` of an engine that takes some."""
+        """`adapters.CoreAdapters` of an engine that takes adapters."""
         if core.vllm_config.lora_config is not None:
             self.adapters = plugged_in("adapters.core")(self)
             self.routes |= self.adapters.routes()
 
     @cached_property
     def kv(self) -> Any:
-        """What updates that keep KV in flight need, `kept_kv.KeptKV`."""
+        """The helper for updates that keep KV in flight, `kept_kv.KeptKV`."""
         return plugged_in("kept_kv.core")(self.core, lambda lora: lora and self.adapters.load_of(lora))
 
     def in_core(self, work: Callable[[], Any]) -> Future[Any]:
-        """Let the core's thread call `work` between two steps; a future that it returns is waited for."""
+        """Let the core's thread call `work` between two steps, and wait for a future that `work` returns."""
         done: Future[Any] = Future()
         self.core.input_queue.put_nowait((_CALL, lambda: settle(done, work)))
         return done
 
     def known_spec(self) -> WeightSpec:
-        """The tensors of the engine's model; not for the core's own thread."""
-        # Found between two steps: to build a model without weights, transformers changes torch's default dtype.
+        """Return the tensors of the engine's model. The core's own thread must not call this."""
+        # Found between two steps: transformers changes torch's default dtype to build a model without weights.
         return self._spec or self.in_core(self._find_spec).result(SPEC_TIMEOUT_S)
 
     # Utility methods, which the API server calls.
 
     def control_port(self, keys: list[str]) -> int:
-        """The port of this core's server; the first call starts it, with the API keys that it takes."""
+        """Return the port of this core's server. The first call starts it, with the API keys to accept."""
         if self._server is None:
             self._server = CoreServer(self.routes, keys)
-            self.in_core(self._find_spec)  # now, since the first update would wait for it
+            self.in_core(self._find_spec)  # start now, else the first update would wait for it
         return self._server.port
 
     def control(self, path: str, data: bytes) -> Future[tuple[int, Any]]:
-        """Status and answer of a route, as this core's port would give them."""
+        """Return status and answer of a route, as this core's port would give them."""
         done: Future[tuple[int, Any]] = Future()
         work = functools.partial(respond, self.routes[path], data)
         threading.Thread(target=settle, args=(done, work), name="penstock-forwarded", daemon=True).start()
         return done
 
     def kv_kept(self) -> int | None:
-        """Version of the last update of ours, if that kept the KV cache."""
+        """Return the version of our last update, if that update kept the KV cache."""
         return self.kept_version
 
     def count_foreign(self, method: Any) -> None:
-        """Count a call of a worker method that may change the weights and is not one of our updates."""
+        """Count a worker call that may change the weights and is not one of our updates."""
         if not (isinstance(method, str) and (method.startswith("penstock_") or method in READS)):
             self._foreign += 1
 
     # Routes.
 
     def _prepare(self, body: Any) -> Future[Any]:
-        """Check a version in this thread, then let the workers prepare it."""
+        """Check a version in this thread. Then let the workers prepare it."""
         checked: Future[dict[str, Any]] = Future()
         settle(checked, lambda: self._checked(body))
 
@@ -204,7 +204,7 @@ class CoreControl:
         return check_bytes(manifest).to_json()
 
     def change(self, work: Callable[[], Any], update: Hashable = None) -> Any:
-        """Call `work` between two steps, with none under way; a future if one is. `update` names what it costs."""
+        """Call `work` between steps. Return a future if a step runs now. `update` names the measured update."""
 
         def changed() -> Any:
             try:
@@ -245,7 +245,7 @@ class CoreControl:
         return CoreUpdate(self, field(body, "version", int), kv)
 
     def _loss(self, body: Any) -> Future[Any]:
-        """Answer what a version cost as soon as that is known, or what it cost so far after `timeout_s`."""
+        """Answer with the cost of a version once it is known, or after `timeout_s` with its cost so far."""
         version, timeout_s = field(body, "version", int), field(body, "timeout_s", int, float)
         update = version if (adapter := body.get("adapter")) is None else (str(adapter), version)
         meter = self.pausing.meter
@@ -257,7 +257,7 @@ class CoreControl:
         return answer
 
     def _after_step(self, update_from_output: Any, scheduled: Any, *args: Any) -> Any:
-        """In place of the scheduler's `update_from_output`, for which vLLM (0.26 to 0.33) has no hook."""
+        """Replace the scheduler's `update_from_output`, for which vLLM (0.26 to 0.33) has no hook."""
         outputs = update_from_output(scheduled, *args)
         tokens = sum(len(one.new_token_ids) for of_client in outputs.values() for one in of_client.outputs)
         self.pausing.meter.step(tokens, sum(self.core.scheduler.get_request_counts()))
@@ -279,7 +279,7 @@ class CoreControl:
 
 
 class CoreUpdate:
-    """One update of one core; its methods run in the core's thread."""
+    """One update of one core. Its methods run in the core's thread."""
 
     def __init__(self, control: CoreControl, version: int, kv: KV) -> None:
         self._control = control
@@ -296,7 +296,7 @@ class CoreUpdate:
         return self.load()
 
     def load(self) -> Any:
-        """Pause, load the prepared version, and stay held until `commit`; a future if a step is under way."""
+        """Pause, load the prepared version, and stay held until `commit`. Return a future if a step runs now."""
         self._began = time.perf_counter()
         self._control.step_cap.end()
         self._pausing.require_awake()
@@ -306,18 +306,18 @@ class CoreUpdate:
         if any(version != self._version for version in prepared):
             raise StateError(f"weight version {self._version} is not prepared here (prepared: {prepared})")
         self._pausing.measure(self._version)
-        # Also if it is paused: a pause that waits lets requests go on, and one that keeps may still wait for a step.
+        # Also if it is paused: a `wait` pause lets requests continue, and a `keep` pause may still wait for a step.
         self._pausing.hold(UPDATE)
         return at_boundary(self._core, self._load_paused)
 
     def _load_paused(self) -> dict[str, Any]:
-        try:  # vLLM serves the last of those that wait for a step first: a later sleep has happened by now
+        try:  # vLLM calls the latest waiter for a step first, so a later sleep may already have happened
             self._pausing.require_awake()
         except StateError as error:
             self._pausing.let_go(UPDATE)
             raise StateError(f"weight version {self._version} was not loaded: {error}") from error
         core, paused = self._core, time.perf_counter()
-        in_flight = sum(core.scheduler.get_request_counts())  # a paused scheduler calls none of them unfinished
+        in_flight = sum(core.scheduler.get_request_counts())  # a paused scheduler counts none of them as unfinished
         self._pausing.hold(WEIGHTS)
         kept = in_flight if self._kv == "keep" else 0
         if self._kv == "recompute":
@@ -340,13 +340,13 @@ class CoreUpdate:
         return {"version": self._version, "seconds": seconds, **requests, "checksum": checksum}
 
     def commit(self) -> None:
-        """Label the loaded weights; the core goes on unless a client has paused it or put it to sleep."""
+        """Label the loaded weights. The core resumes unless a client has paused it or put it to sleep."""
         compat.label_core(self._core, self._version)
         self._pausing.weights_are_in()
 
 
 def at_boundary(core: Any, work: Callable[[], Any]) -> Any:
-    """Hold a core's scheduler and call `work` once no step is under way; returns a future if one is now."""
+    """Hold a core's scheduler, and call `work` once no step is under way. Return a future if one runs now."""
     paused: Future[Any] | None = core.pause_scheduler("keep", False)  # noqa: FBT003 - leaves the KV cache as it is
     if paused is None:
         return work()
@@ -358,7 +358,7 @@ def at_boundary(core: Any, work: Callable[[], Any]) -> Any:
             return work()
 
         settle(done, checked)
-        # vLLM calls this when a step has ended and the core is about to wait for its next input: here is one.
+        # vLLM calls this when a step has ended and the core is about to wait for its next input. This is one.
         core.input_queue.put_nowait((_CALL, lambda: None))
 
     paused.add_done_callback(after)
@@ -366,7 +366,7 @@ def at_boundary(core: Any, work: Callable[[], Any]) -> Any:
 
 
 def settle(done: Future[Any], work: Callable[[], Any]) -> None:
-    """End `done` with what `work` returns, the result of a future that it returns, or what it raises."""
+    """End `done` with the result of `work`, the result of its future, or its error."""
     result, error = attempt(work, "control of the engine core")
     if error is not None:
         done.set_exception(error)
@@ -377,7 +377,7 @@ def settle(done: Future[Any], work: Callable[[], Any]) -> None:
 
 
 def field(body: Any, name: str, *kinds: type) -> Any:
-    """A field of a request's body. WeightsError: it has none of that name, or not one of these types."""
+    """Return a field of a request's body. WeightsError: it is missing, or has none of these types."""
     if not isinstance(body, dict) or name not in body:
         raise WeightsError(f"the body must be a JSON object with {name!r}")
     value = body[name]
@@ -388,7 +388,7 @@ def field(body: Any, name: str, *kinds: type) -> Any:
 
 
 def _raise_failure(ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Raise for a rank that did not load: EngineError for the unforeseen, else TransferError (send it again)."""
+    """Raise for a rank that did not load: EngineError for an unforeseen error, else TransferError (resend)."""
     for key, error in (("fault", EngineError), ("error", TransferError)):
         if problem := next((rank[key] for rank in ranks if key in rank), None):
             raise error(problem)

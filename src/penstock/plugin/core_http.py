@@ -1,7 +1,7 @@
-"""An HTTP server inside the engine core's process, for control that must not wait behind tokens.
+"""An HTTP server inside the engine core's process, for control calls that must not wait behind tokens.
 
-The API server's event loop is busy with every token of every stream. This server has threads of its own. It listens
-where the API server does (`PENSTOCK_CONTROL_HOST`, else 127.0.0.1), and takes the same API key.
+The API server's event loop handles every token of every stream. This server has its own threads. It listens on the
+API server's address (`PENSTOCK_CONTROL_HOST`, else 127.0.0.1), and takes the same API key.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     from io import BufferedReader
 
 MAX_BODY = 64 * 2**20
-"""A manifest of a 100k-tensor model is about 10 MB."""
+"""Most bytes of a body. The manifest of a model with 100k tensors has about 10 MB."""
 IDLE_S = 300.0
-"""After so many seconds without a request a connection is closed."""
+"""Seconds without a request after which a connection is closed."""
 REQUEST_S = 60.0
-"""Deadline of one request's head and body, and of sending its answer."""
+"""Deadline in seconds for receiving one request, and for sending its answer."""
 STRANGER_S, STRANGERS = 10.0, 32
-"""Seconds that a connection has for its first request, and how many there may be that have not shown the key."""
+"""Seconds that a connection has for its first request, and most connections that have not shown the key."""
 WORK_S = 3600.0
-"""Ends the thread of a call whose caller went away; callers have deadlines of their own."""
+"""Seconds after which the thread of an abandoned call ends. Callers have their own deadlines."""
 
 Route = Callable[[Any], Future[Any]]
 
 
 class RefusedError(EngineError):
-    """A core's answer that is no success: its status and body."""
+    """A core's answer that is not a success, with status and body."""
 
     def __init__(self, reply: tuple[int, Any]) -> None:
         super().__init__(str(reply))
@@ -46,7 +46,7 @@ class RefusedError(EngineError):
 
 
 def respond(route: Route, data: bytes) -> tuple[int, Any]:
-    """Status and answer of a route for a body in JSON, once its work has ended."""
+    """Return status and answer of a route for a JSON body, once the route's work has ended."""
     try:
         asked = route(orjson.loads(data) if data else {})
         error = asked.exception(WORK_S)
@@ -58,7 +58,7 @@ def respond(route: Route, data: bytes) -> tuple[int, Any]:
 
 
 def refusal(error: BaseException) -> tuple[int, dict[str, Any]]:
-    """Status and answer for an error. 400: nothing was changed; 409: not in this state; 500: anything."""
+    """Return status and answer for an error. 400: nothing changed; 409: wrong state; 500: anything else."""
     if isinstance(error, TransferError):
         return 409, {"error": str(error), "torn": True}
     status = 400 if isinstance(error, WeightsError) else 409 if isinstance(error, StateError) else 500
@@ -66,12 +66,12 @@ def refusal(error: BaseException) -> tuple[int, dict[str, Any]]:
 
 
 class CoreServer:
-    """Answers `POST PATH` with what the route of that path returns, to callers with one of `keys`.
+    """Answers `POST PATH` with the result of the route for that path, to callers with one of `keys`.
 
-    Each connection has a thread of its own. One without the key gives way to the next if there are many of them.
+    Each connection has its own thread. If many connections lack the key, a new one replaces another of them.
 
     Raises:
-        StateError: there is no key, so that the port would obey every user of the machine.
+        StateError: there is no key, so the port would obey every user of the machine.
     """
 
     def __init__(self, routes: Mapping[str, Route], keys: Sequence[str]) -> None:
@@ -107,7 +107,7 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    # Head and body in one packet: in two, the second waits 40 ms for the other end's delayed ACK.
+    # Head and body go in one packet. In two, the second would wait 40 ms for the other side's delayed ACK.
     wbufsize = -1
     disable_nagle_algorithm = True
     routes: Mapping[str, Route]
@@ -120,7 +120,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._deadline: threading.Timer | None = None
 
     def handle_one_request(self) -> None:
-        """Serve one request, whose head has a deadline from its first byte on."""
+        """Serve one request. Its head has a deadline from its first byte on."""
         self.connection.settimeout(IDLE_S if self._known else STRANGER_S)
         try:
             self.close_connection = not cast("BufferedReader", self.rfile).peek(1)
@@ -133,7 +133,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._allow(None)
 
     def _allow(self, seconds: float | None) -> None:
-        """Shut the connection after so many seconds, in the place of the deadline before; None: not any more."""
+        """Shut the connection after `seconds`, instead of at the previous deadline; None: never."""
         if self._deadline is not None:
             self._deadline.cancel()
         self._deadline = None if seconds is None else threading.Timer(seconds, shut, (self.connection,))
@@ -172,7 +172,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(*respond(route, data))
 
     def _refuse(self, status: int, why: str, length: int | None) -> None:
-        """Answer once the body was read, of which nothing is kept: a client that still sends may lose the answer."""
+        """Answer after reading and dropping the body, because a client that still sends may miss the answer."""
         self.close_connection = True
         left = min(length or 0, 2 * MAX_BODY)
         while left > 0 and (piece := self.rfile.read(min(left, 2**16))):
@@ -191,4 +191,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
-        """Log nothing: the caller does."""
+        """Log nothing, because the caller logs."""

@@ -1,9 +1,9 @@
-"""Control calls of an engine's API server, led to its cores: ours, and vLLM's own that pause, sleep, wake and reload.
+"""Control calls of an engine's API server to its cores: ours, and vLLM's own that pause, sleep, wake and reload.
 
-Clients of an engine with one core call that core's port (`core_http.py`). Our calls here are for several cores, which
-pause, load and resume together, and for a core whose port is closed or out of reach.
+Clients of an engine with one core call that core's port (`core_http.py`). The calls here are for several cores, which
+pause, load and resume together, and for a core whose port is closed or unreachable.
 
-vLLM (0.26 to 0.33) has no extension point for its own calls: methods of its AsyncLLM are replaced.
+vLLM (0.26 to 0.33) has no extension point for its own calls, so methods of its AsyncLLM are replaced.
 """
 # pyright: basic, reportMissingImports=false
 
@@ -30,10 +30,10 @@ from penstock.weights.manifest import kind_of
 _WEIGHTS = "/penstock/weights/"
 _OK = 200
 _LED = frozenset({"/pause", "/resume", "/sleep", "/wake_up", "/finish_weight_update", "/collective_rpc"})
-"""vLLM's own calls that end in `PauseState`, in the cores."""
+"""vLLM's own calls that end in the cores' `PauseState`."""
 _ABORTS = frozenset({"/abort_requests", "/inference/v1/abort_requests"})
 _release: ContextVar[bool] = ContextVar("penstock_release", default=False)
-"""The pause that this task serves asks for vLLM's own abort."""
+"""Whether the pause call of this task requests vLLM's own abort."""
 
 
 class CoreCalls:
@@ -51,17 +51,17 @@ class CoreCalls:
             ("POST", _WEIGHTS + "loss"): self._loss,
             ("POST", _WEIGHTS + "label"): self._label,
         }
-        """Ours by method and path; each is called with vLLM's AsyncLLM and the body."""
+        """Our calls by method and path. Each is called with vLLM's AsyncLLM and the body."""
 
     # Ours.
 
     async def _forward(self, step: str, engine: Any, data: bytes) -> Any:
-        """Let every core do a step of an update while the engine generates."""
+        """Let every core do a step of an update during generation."""
         self._hooks.install(engine)
         return (await on_cores(engine, _WEIGHTS + step, data))[0]
 
     async def _apply(self, engine: Any, data: bytes) -> dict[str, Any]:
-        """Update every core: all have loaded before one goes on."""
+        """Update every core. All cores load before any of them resumes."""
         began = time.perf_counter()
         async with self._changing:
             cores = await on_cores(engine, _WEIGHTS + "load", data)
@@ -81,7 +81,7 @@ class CoreCalls:
         }
 
     async def _loss(self, engine: Any, data: bytes) -> dict[str, Any] | None:
-        """What an update cost all cores: their tokens, until the last is back."""
+        """Return an update's cost on all cores: their lost tokens until the last core has recovered."""
         losses = [loss for loss in await on_cores(engine, _WEIGHTS + "loss", data) if loss is not None]
         if not losses:
             return None
@@ -89,7 +89,7 @@ class CoreCalls:
         return {**added, "seconds": max(one["seconds"] for one in losses), "back": all(one["back"] for one in losses)}
 
     async def _label(self, engine: Any, data: bytes) -> dict[str, Any]:
-        """Label tokens from here on with this version; the engine must be paused, its weights loaded."""
+        """Label tokens with this version from now on. The engine must be paused, with the weights loaded."""
         version = field(parse_json(data, "the body", WeightsError), "version", int)
         await self._hooks.versions.label(engine, version)
         self.install(engine)
@@ -99,7 +99,7 @@ class CoreCalls:
     # vLLM's own.
 
     async def lead(self, scope: dict[str, Any], receive: Any) -> Any:
-        """Lead the call that this is to the cores, if it is one of those; return the `receive` for vLLM."""
+        """Redirect vLLM's own control call to the cores, if needed. Return the `receive` for vLLM."""
         if scope["method"] != "POST":
             return receive
         if scope["path"] in _ABORTS:
@@ -121,7 +121,7 @@ class CoreCalls:
         core.sleep_async = self._sleep
         core.wake_up_async = functools.partial(core.call_utility_async, "penstock_wake_up")
         engine.collective_rpc = functools.partial(self._collective_rpc, engine.collective_rpc)
-        if compat.labels_weights(engine):  # others have their label later: `/penstock/weights/label`
+        if compat.labels_weights(engine):  # others get their label later, from `/penstock/weights/label`
             engine.finish_weight_update = functools.partial(self._finish, engine.finish_weight_update)
 
     async def _pause(
@@ -131,7 +131,7 @@ class CoreCalls:
         clear_cache: bool = True,
         wait_for_inflight_requests: bool | None = None,
     ) -> None:
-        """`AsyncLLM.pause_generation` without its 20 ms of sleep, "not required for correctness" by its comment."""
+        """Replace `AsyncLLM.pause_generation`, without its 20 ms sleep "not required for correctness" (its comment)."""
         mode = compat.pause_mode(mode, wait_for_inflight_requests)
         await self._core.call_utility_async("penstock_pause", _mode(mode), clear_cache)
 
@@ -150,7 +150,7 @@ class CoreCalls:
         return results
 
     async def _weights_are_in(self) -> None:
-        """Let generation go on unless something else holds it: new weights are in force, and labelled."""
+        """Resume generation unless something else holds it. New weights are in force and labelled."""
         await self._core.call_utility_async("penstock_weights_are_in")
 
 
@@ -159,9 +159,9 @@ def _mode(mode: str) -> str:
 
 
 async def _names_in(receive: Any) -> tuple[frozenset[str] | None, Any]:
-    """Names of the requests in an abort call (None: all), and a `receive` that gives its body again.
+    """Return the request names in an abort call (None: all), and a `receive` that repeats its body.
 
-    A call that vLLM refuses, or whose client leaves too early, names none.
+    The result is empty for a call that vLLM refuses, or whose client leaves too early.
     """
     messages: list[dict[str, Any]] = []
     while not messages or messages[-1].get("more_body"):
@@ -182,7 +182,7 @@ async def _names_in(receive: Any) -> tuple[frozenset[str] | None, Any]:
 
 
 async def on_cores(engine: Any, path: str, data: bytes) -> list[Any]:
-    """Call a route of every core, and return their answers. RefusedError: the worst of those that fail."""
+    """Call a route of every core, and return their answers. RefusedError: some failed; it has the worst."""
     replies = await call_every_core(engine, "penstock_control", path, data)
     status, answer = max(replies, key=lambda reply: reply[0])
     if status != _OK:
@@ -191,7 +191,7 @@ async def on_cores(engine: Any, path: str, data: bytes) -> list[Any]:
 
 
 async def call_every_core(engine: Any, method: str, *args: Any) -> list[Any]:
-    """Call a utility method of every core of vLLM's `engine` (its AsyncLLM), and return their answers in order."""
+    """Call a utility method of every core of vLLM's AsyncLLM `engine`. Return their answers in order."""
     client = engine.engine_core
     if len(cores := getattr(client, "core_engines", ())) < 2:  # noqa: PLR2004
         return [await client.call_utility_async(method, *args)]
@@ -206,9 +206,9 @@ async def _collect_all_dp_replies(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> list[Any]:
-    """`collective_rpc_async` of vLLM's client that returns what every rank answered.
+    """Call `collective_rpc_async` of vLLM's client, and return the answers of all ranks.
 
-    vLLM calls all of them too, and returns what the first data-parallel replica answered (0.26 to 0.33:
+    vLLM also calls all of them, but returns only the answers of the first data-parallel replica (0.26 to 0.33:
     `DPLBAsyncMPClient.call_utility_async`).
     """
     replicas = await call_every_core(engine, "collective_rpc", method, timeout, args, kwargs)
@@ -216,10 +216,10 @@ async def _collect_all_dp_replies(
 
 
 def check_replicas(checksums: Sequence[str], replicas: int) -> None:
-    """Compare a dense model's data-parallel replicas rank by rank; a mixture of experts is spread over them.
+    """Compare a dense model's data-parallel replicas rank by rank. Experts would be spread over them.
 
-    `checksums` are of every rank, replica by replica. WeightsError: a replica has other weights than one before it; the
-    engine must not serve.
+    `checksums` has every rank, replica by replica. WeightsError: a replica has other weights than an earlier one, so
+    the engine must not serve.
     """
     ranks = len(checksums) // replicas
     first: dict[tuple[int, str], tuple[int, str]] = {}

@@ -1,8 +1,8 @@
-"""Updates by plain copies, as fast as the memory, for models whose loading is proved to be copies.
+"""Updates by plain copies at memory speed, for models whose loading is proved to be only copies.
 
-1. `trace` runs the model's own `load_weights` on tensors without memory, and notes every `copy_`.
-2. The first update goes through vLLM's reload, and proves the copies: they would have made the same bits.
-3. Later updates are copied. Without the proof vLLM's reload goes on: right for any model, ten times as slow.
+1. `trace` runs the model's own `load_weights` on tensors without memory, and records every `copy_`.
+2. The first update uses vLLM's reload, and proves the copies: they would have made the same bits.
+3. Later updates use the copies. Without the proof, vLLM's reload stays: right for any model, but ten times as slow.
 """
 # pyright: basic, reportMissingImports=false
 
@@ -31,15 +31,15 @@ from penstock.weights.checksum import DeviceSums, device_sums
 from penstock.weights.manifest import Source, TensorEntry, WeightManifest
 
 logger = logging.getLogger("vllm.penstock")
-"""Below vLLM's own, which alone has a handler in a worker."""
+"""A child of vLLM's logger, the only one with a handler in a worker."""
 
 PLAIN_METHODS = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"})
-"""vLLM's methods that keep nothing else of the weights than the parameters themselves."""
+"""vLLM's methods that keep nothing of the weights except the parameters."""
 KV_SCALES = ("k_scale", "v_scale", "q_scale", "kv_scale")
 
 
 class DirectLoads:
-    """The plan of one worker, kept for versions whose tensors have the same names and shapes."""
+    """The plan of one worker, kept for versions whose tensors have the same names, dtypes and shapes."""
 
     def __init__(self) -> None:
         self.plan: DirectPlan | None = None
@@ -47,7 +47,7 @@ class DirectLoads:
         self._planned: tuple[Any, ...] | None = None
 
     def prepare(self, model: Any, manifest: WeightManifest) -> None:
-        """Make the plan, unless it is made; the weights in force stay as they are."""
+        """Make the plan, unless it exists. The weights in force stay the same."""
         planned = tuple((e.name, e.dtype, e.shape) for e in manifest.tensors)
         if planned != self._planned:
             with without_adapters(model):
@@ -56,25 +56,25 @@ class DirectLoads:
 
     def copy(self, manifest: WeightManifest, source: Source) -> None:
         """Load a version by the proved plan."""
-        assert self.plan is not None  # noqa: S101 - what is proved is a plan
+        assert self.plan is not None  # noqa: S101 - only a plan can be proved
         with torch.no_grad():
             for entry, tensor in source.tensors(manifest, self.plan.place):
                 self.plan.put(entry.name, tensor)
         torch.accelerator.synchronize()
 
     def proof(self) -> Proof | None:
-        """Return what compares a reload with the plan; None: there is no plan."""
+        """Return the comparison of a reload with the plan; None: there is no plan."""
         return None if self.plan is None else Proof(self.plan)
 
     def settle(self, proof: Proof, model: Any) -> None:
-        """Keep the plan if the reload, now ended, has proved it."""
+        """Keep the plan if the finished reload has proved it."""
         with without_adapters(model):
             self.proved = proof.holds(model)
         self.plan = self.plan if self.proved else None
 
 
 class NotDirectError(PenstockError):
-    """This model's loading is more than copies."""
+    """This model's loading does more than copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +85,14 @@ class Piece:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     start: int
-    """Elements from the checkpoint tensor's first."""
+    """Offset in elements from the first element of the checkpoint tensor."""
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.start)
 
 
 class DirectPlan:
-    """The copies of every checkpoint tensor, by its name."""
+    """The copies of every checkpoint tensor, by the tensor's name."""
 
     def __init__(self, pieces: dict[str, list[Piece]]) -> None:
         self.pieces = pieces
@@ -106,7 +106,7 @@ class DirectPlan:
                 return None
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy one whole checkpoint tensor to where it belongs; nothing, if it came there already."""
+        """Copy one whole checkpoint tensor to its places, unless it already lies there."""
         tensor = tensor.contiguous()
         for piece in self.pieces.get(name, ()):
             if piece.target.data_ptr() != tensor.data_ptr():
@@ -114,7 +114,7 @@ class DirectPlan:
 
 
 def make_plan(model: torch.nn.Module, entries: Sequence[TensorEntry]) -> DirectPlan | None:
-    """Find the copies that load such tensors, to be proved; None: there is more to it. Steps may run meanwhile."""
+    """Find the copies that load such tensors, not yet proved; None: copies are not enough. Steps may run."""
 
     def plan() -> DirectPlan:
         _refuse_what_derives(model, entries)
@@ -128,7 +128,7 @@ def make_plan(model: torch.nn.Module, entries: Sequence[TensorEntry]) -> DirectP
 
 
 class Proof:
-    """Compares what a reload put in force with what a plan's copies would have made of the same tensors."""
+    """Compares the result of a reload with the result that a plan's copies of the same tensors would have."""
 
     def __init__(self, plan: DirectPlan) -> None:
         self._plan = plan
@@ -136,7 +136,7 @@ class Proof:
         self._targets: list[tuple[str, torch.Tensor]] = []
 
     def note(self, name: str, tensor: torch.Tensor) -> None:
-        """Note a tensor that is about to be loaded, on the model's device."""
+        """Record a tensor on the model's device that is about to be loaded."""
         pieces = self._plan.pieces.get(name, ())
         tensor = tensor.contiguous()
         if pieces:
@@ -144,11 +144,11 @@ class Proof:
         self._targets += [(name, piece.target) for piece in pieces]
 
     def holds(self, model: torch.nn.Module) -> bool:
-        """Whether updates may be copied from now on, once all of a version is loaded."""
+        """Whether updates may be copied from now on. Call it once all of a version is loaded."""
         try:
             with torch.no_grad():
                 self._check(model)
-        except (NotDirectError, RuntimeError) as error:  # torch's own: no memory, or no such operation on this dtype
+        except (NotDirectError, RuntimeError) as error:  # torch's own: no memory, or no such operation for this dtype
             _say_slow(error)
             return False
         logger.info("updates of %d tensors are copied to their places", len(self._plan.pieces))
@@ -179,11 +179,11 @@ def _say_slow(error: Exception) -> None:
     logger.warning("updates are loaded by vLLM's layerwise reload, which takes longer than copies: %r", error)
 
 
-# --- what the copies are ---------------------------------------------------------------------------------------------
+# --- which copies loading makes --------------------------------------------------------------------------------------
 
 
 def trace(model: torch.nn.Module, entries: Sequence[TensorEntry]) -> dict[str, list[Piece]]:
-    """Find what loading copies of each tensor, and copy nothing. NotDirectError: it does more than copy."""
+    """Find the copies of each tensor that loading makes, without copying. NotDirectError: it does more."""
     tensors = {e.name: torch.empty(e.shape, dtype=dtype_of(e), device="meta") for e in entries}
     sources = {tensor.untyped_storage()._cdata: name for name, tensor in tensors.items()}  # noqa: SLF001
     load_weights: Any = model.load_weights
@@ -193,7 +193,7 @@ def trace(model: torch.nn.Module, entries: Sequence[TensorEntry]) -> dict[str, l
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes copies from tensors of the checkpoint, and refuses whatever else would change live memory."""
+    """Records copies from the checkpoint's tensors, and refuses every other change of live memory."""
 
     def __init__(self, sources: dict[int, str]) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class _NoNewMemory(TorchFunctionMode):
-    """Refuses to give a tensor other memory (`parameter.data = ...`), which is no operator."""
+    """Refuses to replace a tensor's memory (`parameter.data = ...`), which is not an operator."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == vars(torch._C.TensorBase)["data"].__set__:  # noqa: SLF001 - each look-up makes another object
@@ -226,7 +226,7 @@ class _NoNewMemory(TorchFunctionMode):
 
 
 def written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-    """The tensors with memory that a call of an operator writes to."""
+    """Yield the tensors with memory to which a call of an operator writes."""
     for number, name in _arguments_written(func):
         given = args[number] if number < len(args) else kwargs.get(name)
         for tensor in tree_leaves(given):
@@ -241,26 +241,26 @@ def _arguments_written(func: Any) -> list[tuple[int, str]]:
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """The address of the memory of which this is a view."""
+    """Return the address of the memory under a view."""
     return tensor.untyped_storage().data_ptr()
 
 
 def dtype_of(entry: TensorEntry) -> torch.dtype:
-    """Torch's name of it."""
+    """Return torch's dtype of an entry."""
     return getattr(torch, entry.dtype)
 
 
-# --- what is more than copies ----------------------------------------------------------------------------------------
+# --- loading that does more than copy --------------------------------------------------------------------------------
 
 
 def _refuse_what_derives(model: torch.nn.Module, entries: Sequence[TensorEntry]) -> None:
-    """Raise NotDirectError for layers that compute other tensors from loaded weights, as only a reload does."""
+    """Raise NotDirectError for layers that compute other tensors from loaded weights, which only a reload does."""
     if scales := [entry.name for entry in entries if entry.name.endswith(KV_SCALES)]:
         raise NotDirectError(f"{scales[0]} scales a KV cache, which is more than a copy")
     for name, module in model.named_modules():
         kind = type(module).__name__
         after_loading = getattr(type(module), "process_weights_after_loading", None)
-        if after_loading is not None and not isinstance(module, QuantizeMethodBase):  # seen with the layer whose it is
+        if after_loading is not None and not isinstance(module, QuantizeMethodBase):  # seen with its layer
             if not _derives_nothing(module, after_loading):
                 raise NotDirectError(f"{name}, a {kind}, may compute other tensors from weights once they are loaded")
             continue  # its method scales its KV cache (`KV_SCALES`)
@@ -272,13 +272,13 @@ def _refuse_what_derives(model: torch.nn.Module, entries: Sequence[TensorEntry])
 def _derives_nothing(layer: Any, after_loading: Callable[..., None]) -> bool:
     """Whether a layer's own `process_weights_after_loading` (0.26 to 0.33) derives nothing."""
     if after_loading is MMEncoderAttention.process_weights_after_loading:
-        return True  # reads scales of a file
+        return True  # reads scales from a file
     if after_loading is not Attention.process_weights_after_loading:
-        return False  # MLA's, for one, absorbs a projection
+        return False  # for example MLA's, which absorbs a projection
     variants = layer.impl.get_impl_variants() if hasattr(layer.impl, "get_impl_variants") else (layer.impl,)
     return all(
         type(impl).process_weights_after_loading is AttentionImplBase.process_weights_after_loading
-        # FlashInfer and b12x compute with a copy of the attention sinks, unless there are none, or of float32.
+        # FlashInfer and b12x compute with a copy of the attention sinks, unless these are absent or float32.
         or (hasattr(impl, "_sinks_source") and impl.sinks is impl._sinks_source)  # noqa: SLF001
         for impl in variants
     )
@@ -286,7 +286,7 @@ def _derives_nothing(layer: Any, after_loading: Callable[..., None]) -> bool:
 
 @contextmanager
 def _nothing_kept(model: torch.nn.Module) -> Iterator[None]:
-    """Raise NotDirectError if a module, or what computes for it, holds other tensors afterwards, and undo that."""
+    """Raise NotDirectError if a module or its helpers hold other tensors afterwards, and undo that."""
     owners = (
         (module, getattr(module, "impl", None), getattr(module, "quant_method", None)) for module in model.modules()
     )

@@ -1,10 +1,10 @@
 """Follows requests through an engine's API server: the version of every token, progress, and resumed samples.
 
-Three methods are wrapped, since vLLM (0.26 to 0.33) has no extension point there (its issue 54443 asks for versions):
+Three methods are wrapped, because vLLM (0.26 to 0.33) has no extension point (its issue 54443 asks for versions):
 
-- `OutputProcessor.add_request` adds the samples of an HTTP request, and resumes one that was cut;
-- `make_request_output` of each sample's state counts tokens: vLLM calls it with every output;
-- `EngineCoreClient.add_request_async` keeps from the core a sample that had ended before.
+- `OutputProcessor.add_request` adds the samples of an HTTP request, and resumes a sample that was cut.
+- `make_request_output` of each sample's state counts tokens, because vLLM calls it with every output.
+- `EngineCoreClient.add_request_async` keeps samples that have already ended away from the core.
 """
 # pyright: basic, reportMissingImports=false
 
@@ -23,17 +23,17 @@ from penstock.wire import GENERATE, PROGRESS_HEADER, RESUME_ARG, check_part, par
 
 GENERATION = frozenset({GENERATE, "/v1/completions", "/v1/chat/completions"})
 BEAM = re.compile("-[0-9a-f]{16}-beam-[0-9]+$")
-"""vLLM's beam search makes a request of every token of every beam, so neither versions nor progress are reported."""
+"""Ids of vLLM's beam search, which makes a request per token and beam. No versions or progress are reported."""
 
 
 class RequestHooks:
-    """The requests in flight of one API server."""
+    """The requests in flight on one API server."""
 
     def __init__(self) -> None:
         self.versions = TokenVersions()
         self._installed = False
         self.adapters_used: dict[str, float] = {}
-        """When a request for an adapter came last, by `time.monotonic`."""
+        """Time of the last request per adapter, by `time.monotonic`."""
         self._model: Any = None
         self._in_flight: set[RequestProgress] = set()
 
@@ -48,7 +48,7 @@ class RequestHooks:
         self.versions.install(engine)
 
     async def pass_on(self, app: Any, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        """Serve a request of vLLM's own, and report its progress (`progress.py`)."""
+        """Serve a request for vLLM, and report its progress (`progress.py`)."""
         posted = scope["path"] if scope["type"] == "http" and scope["method"] == "POST" else None
         if posted not in GENERATION:
             await app(scope, receive, send)
@@ -66,7 +66,7 @@ class RequestHooks:
             self._in_flight.discard(request)
 
     def note_aborts(self, names: frozenset[str] | None) -> None:
-        """Note that a client asks for the end of these requests; None: of all."""
+        """Note that a client asked to end these requests; None: all requests."""
         for request in self._in_flight:
             request.asked |= names is None or not names.isdisjoint(request.names)
 
@@ -112,12 +112,12 @@ class RequestHooks:
         state = sample.state
         if request.request_id not in in_flight.to_finish:
             await add_request_async(request)
-            chosen = getattr(core, "reqs_in_flight", {}).get(request.request_id)  # of data-parallel replicas
+            chosen = getattr(core, "reqs_in_flight", {}).get(request.request_id)  # for data-parallel replicas
             sample.core = 0 if chosen is None else int.from_bytes(chosen, "little")
         parent = state.parent_req
         if parent is not None and state.request_index < parent.n - 1:
             return
-        # vLLM has all samples of this prompt now, so it does not take one that ends for the last.
+        # vLLM now has all samples of this prompt, so it does not take an ended sample for the last one.
         for request_id, (sample, part) in tuple(in_flight.to_finish.items()):
             if sample.state.parent_req is parent and (parent is not None or sample.state is state):
                 del in_flight.to_finish[request_id]
@@ -127,22 +127,22 @@ class RequestHooks:
 
 # --- Resumed samples -------------------------------------------------------------------------------------------------
 #
-# A sample that another engine, or an abort, left goes on here: the answer is that of one undisturbed request. The core
-# gets prompt and partial as its prompt, and the limits that are left. vLLM's state of the request in the API server
+# A sample that another engine or an abort left continues here, with the answer of one undisturbed request. The core
+# gets prompt and partial as its prompt, and the remaining limits. vLLM's state of the request in the API server
 # (detokenizer, stop strings, logprobs, versions) is fed the partial.
 
 
 def part_of(request: Any, index: int, samples: int, config: Any) -> dict[str, Any] | None:
-    """Take what sample `index` of a prompt's `samples` has already out of an EngineCoreRequest's extra arguments.
+    """Extract the progress of sample `index` of a prompt from an EngineCoreRequest's extra arguments.
 
     Raises:
-        VLLMValidationError: it does not fit itself or this model. vLLM answers 400; its core would die of it.
+        VLLMValidationError: it is inconsistent or does not fit this model. vLLM answers 400; its core would die of it.
     """
     params = request.sampling_params
     extra = getattr(params, "extra_args", None)
     if not extra or RESUME_ARG not in extra:
         return None
-    # A copy, since the samples of one request may share their parameters.
+    # Copied, because the samples of one request may share their parameters.
     request.sampling_params = params = copy.copy(params)
     params.extra_args = {key: value for key, value in extra.items() if key != RESUME_ARG} or None
     try:
@@ -163,7 +163,7 @@ def _checked(text: Any, request: Any, index: int, samples: int, config: Any) -> 
         "vocab_size": config.get_vocab_size(),
         "logprobs": getattr(params, "num_logprobs", params.logprobs) is not None,
     }
-    # The first checks all: samples that vLLM has begun would go on when a later one is refused.
+    # The first sample checks all parts. Otherwise earlier samples would continue after a later one is refused.
     for part in parts if index == 0 else ():
         check_part(part, **fits)
     if index >= len(parts) or not parts[index]["ids"]:
@@ -172,7 +172,7 @@ def _checked(text: Any, request: Any, index: int, samples: int, config: Any) -> 
 
 
 def seed(request: Any, state: Any, part: dict[str, Any]) -> None:
-    """Give the partial to the engine core's request as prompt and to the RequestState as output."""
+    """Give the partial to the engine core's request as prompt, and to the RequestState as output."""
     from vllm.logprobs import Logprob  # noqa: PLC0415 - only inside vLLM
 
     ids = part["ids"]
@@ -192,7 +192,7 @@ def seed(request: Any, state: Any, part: dict[str, Any]) -> None:
 
 
 def emit(state: Any, part: dict[str, Any]) -> None:
-    """Send the partial to the request's reader: at once in a stream, with the rest in an answer of one piece."""
+    """Send the partial to the request's reader: at once in a stream, else as part of the whole answer."""
     from vllm.v1.engine import FINISH_REASON_STRINGS, FinishReason  # noqa: PLC0415 - only inside vLLM
 
     finish = part["finish"]

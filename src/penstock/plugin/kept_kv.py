@@ -1,13 +1,13 @@
-"""Updates after which requests in flight keep their KV, and new requests reuse nothing of older weights.
+"""Updates after which requests in flight keep their KV, and new requests reuse no KV of older weights.
 
-vLLM looks up cached prefixes by tokens, a request's `cache_salt` and, for an adapter, its name and path. It knows no
-versions, so KV outlives the weights that made it. In the engine core, a request's `cache_salt` names the weights that
-were in force when it last looked for cached KV. So whatever an older request computes, before the update or after, lies
-under a salt that no new request has. A request that has no KV, because it waits or was preempted, gets the salt in
-force as it looks; what it has is computed anew.
+vLLM looks up cached prefixes by tokens, by a request's `cache_salt` and, for an adapter, by its name and path. It does
+not know versions, so KV outlives the weights that made it. In the engine core, a request's `cache_salt` names the
+weights that were in force at its last lookup of cached KV. So everything that an older request computes, before or
+after the update, has a salt that no new request has. A request without KV, because it waits or was preempted, gets the
+salt in force at its lookup, and its tokens are recomputed.
 
-The core tells the API server which requests keep KV, and when one computes anew, by marks among its outputs: they are
-in order with the tokens. vLLM (0.26 to 0.33) has no extension point for this; the salt itself is one.
+The core tells the API server by marks among its outputs which requests keep KV, and when one of them is recomputed. The
+marks are in order with the tokens. vLLM (0.26 to 0.33) has no extension point for this, except the salt itself.
 """
 # pyright: basic, reportMissingImports=false
 
@@ -27,35 +27,35 @@ from penstock.plugin.compat import send_mark
 def salt_of(
     caller_salt: str | None, weights_version: int | None, adapter: str | None, adapter_version: int | None
 ) -> str | None:
-    """Return the `cache_salt` of a request: requests with equal ones share cached prefixes.
+    """Return the `cache_salt` of a request. Requests with equal salts share cached prefixes.
 
-    It differs if any argument does. It is the caller's own where no version counts: neither that of the base's
-    weights, nor that of the request's adapter.
+    It differs if any argument differs. It is the caller's own salt if no version counts: neither that of the base
+    weights nor that of the request's adapter.
     """
     if weights_version is None and adapter_version is None:
         return caller_salt
     named = json.dumps([weights_version, adapter, adapter_version, caller_salt])
-    # A digest, since stores of KV outside the engine make keys and paths of it, and adapters have any name.
+    # A digest, because KV stores outside the engine make keys and paths of it, and adapters have arbitrary names.
     return hashlib.sha256(named.encode()).hexdigest()
 
 
 class KeptKV:
-    """Salts and kept requests of one engine core; methods run in its thread, between two steps, unless said.
+    """Salts and kept requests of one engine core. By default, methods run in its thread between two steps.
 
-    `load_of` says which load brought the adapter of a LoRARequest, in any thread.
+    `load_of` returns the load that brought a LoRARequest's adapter, in any thread.
     """
 
     def __init__(self, core: Any, load_of: Callable[[Any], int | None]) -> None:
         self.version: int | None = None
-        """Of the last update that kept KV in flight: the salt in force."""
+        """Version of the last update that kept KV in flight: the salt in force."""
         self._core = core
         self._load_of = load_of
         self._salts = False
         self._kept: set[str] = set()
-        """Requests with KV of older weights, as far as the API server was told."""
+        """Requests with KV of older weights, as last reported to the API server."""
 
     def salt(self) -> None:
-        """Salt every request from now on with the versions in force as it looks for cached KV; again is harmless."""
+        """Salt every request from now on with the versions in force at its KV lookup. A second call is harmless."""
         if not self._salts:
             self._salts = True
             manager, core = self._core.scheduler.kv_cache_manager, self._core
@@ -65,7 +65,7 @@ class KeptKV:
             scheduler.update_from_output = functools.partial(self._before_output, scheduler.update_from_output)
 
     def _salt(self, preprocess: Any, request: Any) -> Any:
-        """Salt a request before its blocks are hashed, in the core's input thread."""
+        """Salt a request before its blocks are hashed. Runs in the core's input thread."""
         own, versions = request.cache_salt, (self.version, self._load_of(request.lora_request))
         request.cache_salt = _salt_for(request, own, versions)
         result = preprocess(request)
@@ -73,7 +73,7 @@ class KeptKV:
         return result
 
     def _look_up(self, get_computed_blocks: Any, request: Any) -> Any:
-        """Look for cached KV of the weights in force; vLLM does so where a request has none."""
+        """Look up cached KV of the weights in force. vLLM calls this for a request without KV."""
         own, had = getattr(request, "penstock_salt", (request.cache_salt, (None, None)))
         if (versions := (self.version, self._load_of(request.lora_request))) != had:
             request.penstock_salt = own, versions
@@ -83,7 +83,7 @@ class KeptKV:
         return get_computed_blocks(request)
 
     def check(self) -> None:
-        """Raise StateError where KV leaves the engine: it would come back under other weights."""
+        """Raise StateError if KV leaves the engine, because it would return under other weights."""
         if (connector := getattr(self._core.scheduler, "connector", None)) is not None:
             raise StateError(
                 f"the KV connector {type(connector).__name__} shares KV outside of the engine, so requests in flight "
@@ -91,14 +91,14 @@ class KeptKV:
             )
 
     def keep_in_flight(self, version: int) -> int:
-        """Let requests that are making tokens keep their KV; return how many. The core is paused, no step under way."""
+        """Let requests that are making tokens keep their KV. Return how many. No step may be under way."""
         self.salt()
         self.version = version
         self._core.reset_encoder_cache()
         return self._keep(self._core.scheduler.requests.values())
 
     def keep_of(self, requests: Iterable[Any]) -> tuple[int, int]:
-        """The same for the requests of an adapter; return how many give up their KV, and how many keep it."""
+        """Do the same for an adapter's requests. Return how many lose their KV, and how many keep it."""
         chosen = list(requests)
         held = sum(bool(request.num_computed_tokens) for request in chosen)
         kept = self._keep(chosen)
@@ -107,7 +107,7 @@ class KeptKV:
     def _keep(self, requests: Iterable[Any]) -> int:
         """Label requests that are making tokens, and return how many.
 
-        The others give up what they have: of a prompt that is half computed nobody could say which weights made what.
+        The others give up their KV: for a half-computed prompt, it is unknown which weights made which part.
         """
         scheduler, chosen = self._core.scheduler, list(requests)
         names = {request.request_id for request in chosen}
@@ -123,9 +123,9 @@ class KeptKV:
         return len(kept)
 
     def _before_output(self, update_from_output: Any, scheduled: Any, *args: Any) -> Any:
-        """Tell of kept requests that this step has begun to compute anew, before its outputs are sent."""
+        """Report kept requests whose recomputation starts in this step, before its outputs are sent."""
         if self._kept:
-            # A resumed request is among the new ones in vLLM's second model runner.
+            # In vLLM's second model runner, a resumed request is among the new ones.
             begun = {*scheduled.scheduled_cached_reqs.resumed_req_ids}
             begun.update(new.req_id for new in scheduled.scheduled_new_reqs)
             if anew := sorted(self._kept & begun):
@@ -140,5 +140,5 @@ def _salt_for(request: Any, own: str | None, versions: tuple[int | None, int | N
 
 
 def _makes_tokens(request: Any) -> bool:
-    """All its tokens have KV but the last one, which this engine made."""
+    """Whether all its tokens have KV except the last one, which this engine made."""
     return request.num_output_tokens > 0 and request.num_computed_tokens >= request.num_tokens - 1

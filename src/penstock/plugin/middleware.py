@@ -1,7 +1,7 @@
-"""An engine's API server, by an ASGI middleware of vLLM (`--middleware`): our routes, and who may call which.
+"""An ASGI middleware for vLLM's API server (`--middleware`): our routes, and the access rules for all routes.
 
-The core does the work of control (`core.py`), and clients call its port; what they call here instead is in `cores.py`.
-Requests pass through `hooks.py`.
+The core does the control work (`core.py`), and clients call its port. `cores.py` handles control calls that come here
+instead. Requests pass through `hooks.py`.
 """
 # pyright: basic, reportMissingImports=false
 
@@ -26,7 +26,7 @@ from penstock.rooms import plugged_as, plugged_in
 from penstock.wire import ADAPTERS, INFO
 
 WEBSOCKET_REFUSED, WEBSOCKET_REASON = 1008, 120
-"""Close code of a policy (RFC 6455, 7.4.1), and bytes of a reason that fit."""
+"""Close code for a policy violation (RFC 6455, 7.4.1), and the bytes that a reason may have."""
 _OK = 200
 
 Scope = dict[str, Any]
@@ -35,11 +35,11 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class PenstockMiddleware:
-    """Answers `/penstock/*` and passes everything else on, adding to answers what `progress.py` says.
+    """Answers `/penstock/*` and passes on everything else. It adds the data of `progress.py` to answers.
 
-    It asks for the API key on every path but `OPEN_PATHS`: vLLM itself does so on some prefixes only, which leaves
-    `/collective_rpc`, `/pause` and every other control call to anyone who reaches the port. Control (every path but
-    `DATA_PATHS`) is refused to web pages, with a key or without.
+    It requires the API key on every path except `OPEN_PATHS`. vLLM itself does so only on some prefixes, which opens
+    `/collective_rpc`, `/pause` and every other control call to anyone who reaches the port. Web pages may not call
+    control (every path except `DATA_PATHS`), with or without a key.
     """
 
     def __init__(self, app: Any) -> None:
@@ -82,7 +82,7 @@ class PenstockMiddleware:
         await _answer(send, status, answer)
 
     def _route(self, scope: Scope) -> Any:
-        """Find what answers a call of ours: it takes vLLM's AsyncLLM and the body. None: nothing does."""
+        """Return the handler of our call, if there is one. It takes vLLM's AsyncLLM and the body."""
         method, path = scope["method"], scope["path"]
         if path == INFO:
             return functools.partial(self._info, _keys(scope)) if method == "GET" else None
@@ -114,7 +114,7 @@ class PenstockMiddleware:
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "transports": plugged_as("source"),
             "logprobs_mode": config.model_config.logprobs_mode,
-            # On CPUs vLLM answers that it sleeps, and frees nothing.
+            # On CPUs vLLM says that it sleeps, but frees no memory.
             "sleep": config.model_config.enable_sleep_mode and config.device_config.device_type != "cpu",
             "weight_transfer": getattr(config.weight_transfer_config, "backend", None) if _has_dev_mode() else None,
             "lora": config.lora_config is not None and takes_adapters(),
@@ -122,14 +122,14 @@ class PenstockMiddleware:
         }
 
     async def _control_port(self, engine: Any, keys: list[str]) -> int | None:
-        """Port of the engine's one core; None for several, and without a key, since it would obey every caller."""
+        """Return the port of the engine's core; None for several, or without a key: it would obey every caller."""
         if not keys or engine.vllm_config.parallel_config.data_parallel_size > 1:
             return None
         return await engine.engine_core.call_utility_async("penstock_control_port", keys)
 
 
 def _refusal(scope: Scope) -> tuple[int, str] | None:
-    """Status and reason if this caller may not call this; nothing was done."""
+    """Return status and reason if this caller may not make this call. No work has begun by then."""
     if scope["path"] not in DATA_PATHS:
         host = getattr(getattr(scope["app"].state, "args", None), "host", None)
         if (why := cross_site(scope["headers"], {host.lower()} if host else ())) is not None:
@@ -142,14 +142,14 @@ def _refusal(scope: Scope) -> tuple[int, str] | None:
 
 
 def _keys(scope: Scope) -> list[str]:
-    """The keys that vLLM takes: those of `--api-key`, else the one of its variable."""
+    """Return the keys that vLLM accepts: those of `--api-key`, else that of its environment variable."""
     options = getattr(scope["app"].state, "args", None)
     keys: list[str] = [key for key in getattr(options, "api_key", None) or [] if key]
     return keys or [key for key in (os.environ.get("VLLM_API_KEY"),) if key]
 
 
 def _has_dev_mode() -> bool:
-    """Whether vLLM has its routes of native weight transfer, read as it does."""
+    """Whether vLLM has its routes of native weight transfer, read in vLLM's way."""
     return bool(int(os.environ.get("VLLM_SERVER_DEV_MODE", "0")))
 
 

@@ -1,4 +1,4 @@
-"""Mends of vLLM, each with what ends it. `install` puts them in place where an engine starts, others come with it."""
+"""Repairs of vLLM, each with the condition that ends it. `install` applies them when an engine starts."""
 # pyright: basic, reportMissingImports=false
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from penstock.errors import PenstockError
 from penstock.rooms import plugged_in
 
 logger = logging.getLogger("vllm.penstock")
-"""Below vLLM's own, which alone has a handler in a worker."""
+"""A child of vLLM's logger, the only one with a handler in a worker."""
 
 
 def install() -> None:
-    """Patch the classes of this process; more than once is harmless."""
+    """Patch the classes of this process. A second call is harmless."""
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor  # noqa: PLC0415 - only inside vLLM
 
     if not hasattr(MultiprocExecutor.collective_rpc, "__wrapped__"):
@@ -28,14 +28,14 @@ def install() -> None:
 
 
 def takes_adapters() -> bool:
-    """Whether vLLM lets adapters come while it runs, read as it does (`vllm.envs`)."""
+    """Whether vLLM allows adapters to be loaded at run time, read in vLLM's way (`vllm.envs`)."""
     return os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0").strip().lower() in {"1", "true"}
 
 
 def attempt(work: Callable[[], Any], what: str) -> tuple[Any, Exception | None]:
-    """Call `work`, and return its result, or its error for a caller in another thread or process.
+    """Call `work`. Return its result, or its error for a caller in another thread or process.
 
-    vLLM passes on no more than the text of an error, or ends the process; one that is not ours is logged here.
+    vLLM passes on only the text of an error, or ends the process. An error that is not ours is logged here.
     """
     try:
         return work(), None
@@ -49,12 +49,12 @@ def attempt(work: Callable[[], Any], what: str) -> tuple[Any, Exception | None]:
 
 
 def drain_worker_replies(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
-    """`MultiprocExecutor.collective_rpc`, which drains every worker's reply before it raises one's error.
+    """Wrap `MultiprocExecutor.collective_rpc` to drain every worker's reply before it raises an error.
 
-    vLLM stops reading at the first error or deadline, and reads a leftover reply as the answer to the next call. Here
-    workers reply what went wrong and do not raise it, and all are waited for: they do nothing else before in any case.
+    vLLM stops reading at the first error or deadline, and then reads a leftover reply as the answer to the next call.
+    Here workers reply with errors instead of raising them, and all replies are awaited. Workers do nothing else anyway.
 
-    vLLM's issue 49972 (0.26 to 0.33); needed until a release has its pull request 57846, or another that ends it.
+    vLLM's issue 49972 (0.26 to 0.33). Needed until a release has its pull request 57846, or another fix.
     """
 
     @functools.wraps(collective_rpc)
@@ -66,7 +66,7 @@ def drain_worker_replies(collective_rpc: Callable[..., Any]) -> Callable[..., An
         kwargs: dict[str, Any] | None = None,
         **how: Any,
     ) -> Any:
-        if how.get("non_block") or how.get("unique_reply_rank") is not None:  # a step: one rank answers
+        if how.get("non_block") or how.get("unique_reply_rank") is not None:  # a step: only one rank answers
             return collective_rpc(executor, method, timeout, args, kwargs, **how)
         replies = collective_rpc(executor, functools.partial(reply, method), None, args, kwargs, **how)
         for result, error in replies:
@@ -80,11 +80,11 @@ def drain_worker_replies(collective_rpc: Callable[..., Any]) -> Callable[..., An
 
 
 def reply(method: Any, worker: Any, *args: Any, **kwargs: Any) -> tuple[bytes | None, str]:
-    """Call a worker's method there, and return the pickled result, or None and the error's text."""
+    """Call a method on a worker. Return the pickled result, or None and the error's text."""
 
     def work() -> bytes:
         bound = getattr(worker, method) if isinstance(method, str) else functools.partial(method, worker)
-        return pickle.dumps(bound(*args, **kwargs), pickle.HIGHEST_PROTOCOL)  # fails here, not where vLLM sends it
+        return pickle.dumps(bound(*args, **kwargs), pickle.HIGHEST_PROTOCOL)  # fails here, not when vLLM sends it
 
     result, error = attempt(work, f"a worker's {method}")
     return result, str(error)

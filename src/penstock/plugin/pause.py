@@ -1,13 +1,13 @@
 """Pauses and sleeps that end no request, wake-ups that do not resume too early, and small steps before an update.
 
 vLLM's pause with `abort`, and its sleep, finish every request in flight. Here both act as `keep`: requests give up
-their KV and wait in the core's queue. At resume they are computed again from prompt and tokens, and their clients see
-a delay. `POST /pause?mode=abort&release=true` is vLLM's own abort, for an engine that will not be resumed: requests of
-our client go on elsewhere.
+their KV and wait in the core's queue. At resume they are recomputed from prompt and tokens, and their clients see a
+delay. `POST /pause?mode=abort&release=true` is vLLM's own abort, for an engine that will not be resumed. Our client's
+requests then continue on other engines.
 
 vLLM's wake-up resumes the scheduler even if a client has paused it, and after a sleep of level 2 before there are
-weights; a step without memory ends the engine. `PauseState`, in the core's process, decides whether tokens are made.
-The API server's routes are led here by `cores.py`.
+weights. A step without memory kills the engine. `PauseState`, in the core's process, decides whether tokens are made.
+`cores.py` redirects the API server's routes to it.
 """
 # pyright: basic, reportMissingImports=false
 
@@ -23,27 +23,27 @@ from penstock.rooms import plugged_in
 
 MEMORY_TAGS = frozenset({"weights", "kv_cache"})
 SCHEDULING = frozenset({"scheduling"})
-"""What vLLM calls that which a sleep of level 0 holds: no memory goes."""
+"""vLLM's name for the part that a sleep of level 0 stops. It frees no memory."""
 DROPS_WEIGHTS = 2
-"""The sleep level whose wake-up brings memory and no weights."""
+"""The sleep level whose wake-up restores memory but not weights."""
 PAUSE, UPDATE, WEIGHTS = "pause", "update", "weights"
-"""What holds a core: a client has called `/pause` and not `/resume`; an update waits for the step under way, and has
-changed nothing yet; weights were dropped, or an update has begun to write them and has not ended."""
+"""Reasons to hold a core. `PAUSE`: a client called `/pause`, not yet `/resume`. `UPDATE`: an update waits for a step,
+and has changed nothing. `WEIGHTS`: weights were dropped, or an update has written only a part of them."""
 CAP_S = 5.0
-"""After a version was prepared; the slowest engine of a fleet may take that long to prepare."""
+"""Seconds of small steps after a version was prepared. A fleet's slowest engine may need as long to prepare."""
 CAP_TOKENS = 1024
-"""Of a step: prompts of so many tokens take an H200 about as long as the next tokens of 256 long contexts."""
+"""Tokens of a small step. An H200 computes so many prompt tokens about as fast as one token for 256 long contexts."""
 
 
 class PauseState:
-    """What holds the generation of one engine core; methods run in the core's thread, between two steps."""
+    """The holds on one engine core's generation. Methods run in the core's thread, between two steps."""
 
     def __init__(self, core: Any) -> None:
         self.asleep: frozenset[str] = frozenset()
         self.holds: set[object] = set()
         """`PAUSE`, `UPDATE`, `WEIGHTS`, and changes of adapters that wait for the step under way."""
         self.meter = plugged_in("token_meter")(time.perf_counter)
-        """Of the core's tokens."""
+        """Meter of the core's tokens."""
         self._core = core
         self._held_s = 0.0
         self._since: float | None = None
@@ -54,16 +54,16 @@ class PauseState:
 
     @property
     def held_s(self) -> float:
-        """Seconds of the core's life in which something held it, from the call on."""
+        """Seconds of the core's life during which something held it, counted from the call."""
         return self._held_s + (0.0 if self._since is None else time.perf_counter() - self._since)
 
     def measure(self, update: Hashable) -> None:
-        """Begin to measure what an update costs, if tokens are being made."""
+        """Start to measure an update's cost, if tokens are being made."""
         if self.makes_tokens:
             self.meter.begin(update, self._core.scheduler.get_request_counts()[0])
 
     def hold(self, reason: object) -> None:
-        """Make no tokens before `let_go`."""
+        """Make no tokens until `let_go`."""
         self._since = time.perf_counter() if self._since is None else self._since
         self.holds.add(reason)
 
@@ -76,7 +76,7 @@ class PauseState:
             self.meter.resume()
 
     def pause(self, mode: str, clear_cache: bool) -> Any:  # noqa: FBT001 - as vLLM has it
-        """`/pause`; a future where steps are under way."""
+        """`/pause`. Return a future if steps are under way."""
         self.meter.close()
         done = self._core.pause_scheduler(mode, clear_cache)
         self.hold(PAUSE)
@@ -87,11 +87,11 @@ class PauseState:
         self.let_go(PAUSE)
 
     def weights_are_in(self) -> None:
-        """Let go: new weights are in force, and labelled."""
+        """Let go, because new weights are in force and labelled."""
         self.let_go(UPDATE, WEIGHTS)
 
     def sleep(self, level: int, mode: str) -> Any:
-        """`/sleep`; a future where steps are under way."""
+        """`/sleep`. Return a future if steps are under way."""
         self.meter.close()
         self._since = time.perf_counter() if self._since is None else self._since
         done = self._core.sleep(level, mode)
@@ -101,8 +101,8 @@ class PauseState:
         return done
 
     def wake_up(self, tags: list[str] | None) -> Any:
-        """`/wake_up`: vLLM's without its resume, which follows only if nothing else holds the core."""
-        # Asked for memory that is there already, vLLM takes back none of the rest.
+        """`/wake_up`: vLLM's without its resume. The core resumes only if nothing else holds it."""
+        # If the request includes memory that is already there, vLLM does not restore the rest.
         missing = None if tags is None else [tag for tag in tags if tag in self.asleep]
         self._core.resume_scheduler = lambda: None
         try:
@@ -117,7 +117,7 @@ class PauseState:
         return awake
 
     def require_awake(self) -> None:
-        """Raise StateError if the weights' memory is away."""
+        """Raise StateError if the memory of the weights is gone."""
         if "weights" in self.asleep:
             raise StateError(
                 "the engine's weights are asleep: wake them (wake_up with the tag weights) before an update"
@@ -125,24 +125,24 @@ class PauseState:
 
 
 class StepCap:
-    """Small steps of one engine core between `prepare` and `apply`, since a pause waits for the steps under way.
+    """Small steps of one engine core between `prepare` and `apply`, because a pause waits for running steps.
 
-    A step of 8,192 prompt tokens takes an 8B model on an H200 0.2 s, four times as long as its weights take to load.
-    No step can be taken back, so `prepare` is answered when the larger ones have ended. Small steps cost tokens/s until
+    A step of 8,192 prompt tokens takes 0.2 s for an 8B model on an H200, four times as long as loading its weights. No
+    step can be taken back, so `prepare` is answered once the larger ones have ended. Small steps cost tokens/s until
     `apply`, or for `CAP_S`. Methods run in the core's thread, between two steps.
     """
 
     def __init__(self, core: Any) -> None:
         self._core = core
         self._usual: int | None = None
-        """Tokens of the core's own steps, while they are small."""
+        """Most tokens of the core's usual steps, while steps are small; else None."""
         self._until = 0.0
         self._large: Any = None
-        """The last step that was launched before steps became small, until it has ended."""
+        """The last step launched before steps became small, until it has ended."""
         self._waiting: list[Future[dict[str, Any]]] = []
 
     def begin(self) -> Future[dict[str, Any]]:
-        """Make small steps until `end`, or for `CAP_S`; the future ends once no larger one is under way."""
+        """Make small steps until `end`, or for `CAP_S`. The future ends once no larger step is under way."""
         core, scheduler = self._core, self._core.scheduler
         if self._usual is None:
             self._large = core.batch_queue[0] if core.batch_queue else None
@@ -155,14 +155,14 @@ class StepCap:
         return done
 
     def end(self) -> None:
-        """Make steps of the usual size; more than once is harmless."""
+        """Make steps of the usual size. A second call is harmless."""
         if self._usual is not None:
             self._core.scheduler.max_num_scheduled_tokens, self._usual = self._usual, None
         self._large = None
         self.after_step()
 
     def after_step(self) -> None:
-        """Answer once the last large step has ended; after `CAP_S` steps are as before."""
+        """Answer once the last large step has ended. After `CAP_S`, return to the usual steps."""
         if self._large is None or not any(step is self._large for step in self._core.batch_queue):
             self._large = None
             waiting, self._waiting = self._waiting, []
@@ -173,10 +173,10 @@ class StepCap:
 
 
 def _small(scheduler: Any) -> int:
-    """Tokens that hold one of every running request and a block of a prompt, or a whole prompt that cannot be cut.
+    """Return a small step's tokens: every running request's next token plus a block, or an uncuttable prompt.
 
-    An image is not cut for a model that needs all of it at once (`disable_chunked_mm_input`): what does not fit in a
-    step would wait, and all new requests behind it.
+    A model may need all of an image at once (`disable_chunked_mm_input`), so the image cannot be cut. If it did not fit
+    in a step, it would wait, and all new requests behind it.
     """
     decoding = scheduler.max_num_running_reqs * (1 + scheduler.num_spec_tokens)
     config = scheduler.scheduler_config
@@ -189,7 +189,7 @@ def clear_kv(core: Any) -> None:
     """Empty the caches of a paused core that depend on its weights.
 
     Raises:
-        EngineError: vLLM could not; the core must not go on.
+        EngineError: vLLM could not empty them. The core must not continue.
     """
     if not core.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
         raise EngineError("vLLM could not empty its KV cache, or its connector's: the engine must be restarted")

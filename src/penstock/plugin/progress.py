@@ -1,14 +1,14 @@
-"""What every request in flight has made, and how its client learns of it.
+"""Counts the tokens of every request in flight, and reports them to its client.
 
-vLLM's answers get the version of each token and, if the client asks, what each sample has so far (`answers.py` adds it
-to answers that stay vLLM's own):
-- Without `PROGRESS_HEADER`, in one piece: the header `SPANS_HEADER`. As a stream: a comment before `[DONE]`. Logprobs
-  of the token endpoint name their tokens.
-- With a number in it, for an answer in one piece: lines of JSON, `{"samples": [...]}` whenever a sample has so many
-  more tokens, and last `{"status", "samples", "versions", "answer"}`, where `answer` is vLLM's own. That of the token
-  endpoint comes without the tokens, which these lines have brought.
-- With `stream`, for a stream: the header `PROGRESS_HEADER`, and a comment with `{"samples": [...]}` before every event
-  that has tokens.
+vLLM's answers get the version of each token and, on request, each sample's progress. `answers.py` adds both to answers
+that stay vLLM's own:
+- Without `PROGRESS_HEADER`, an answer in one piece gets the header `SPANS_HEADER`, and a stream a comment before
+  `[DONE]`. Logprobs of the token endpoint name their tokens.
+- With a number in it, an answer in one piece becomes lines of JSON. `{"samples": [...]}` comes whenever a sample has
+  that many more tokens. `{"status", "samples", "versions", "answer"}` comes last, where `answer` is vLLM's own. The
+  token endpoint's `answer` omits the tokens, which these lines have brought.
+- With `stream`, a stream gets the header `PROGRESS_HEADER`, and a comment with `{"samples": [...]}` before every
+  event that has tokens.
 """
 # pyright: basic, reportMissingImports=false
 
@@ -25,16 +25,16 @@ from penstock.wire import LINES_TYPE, STREAM_PROGRESS, Notes, SampleReport, add_
 
 OK = 200
 FLOOR = -9999.0
-"""Of logprobs, as vLLM's own answers have it."""
+"""Lowest reported logprob, as in vLLM's own answers."""
 CURRENT: ContextVar[RequestProgress | None] = ContextVar("penstock_in_flight", default=None)
 """The HTTP request that this task serves."""
 
 
-# --- What a request has made -----------------------------------------------------------------------------------------
+# --- The progress of a request ---------------------------------------------------------------------------------------
 
 
 class SampleProgress:
-    """One sample in flight; `state` is vLLM's RequestState."""
+    """One sample in flight. `state` is vLLM's RequestState."""
 
     def __init__(self, state: Any, place: int, *, whole_only: bool) -> None:
         self.state = state
@@ -52,7 +52,7 @@ class SampleProgress:
 
     @property
     def unreported(self) -> int:
-        """Tokens not reported yet."""
+        """Number of tokens that are not reported yet."""
         return self._counted - self._reported
 
     @property
@@ -63,7 +63,7 @@ class SampleProgress:
         return self.state.detokenizer.num_output_tokens()
 
     def made(self, start: int, end: int) -> tuple[list[int], str | None]:
-        """Return ids and logprobs (`wire.SampleReport`) of these tokens; NaN and what is lower are `FLOOR`."""
+        """Return ids and logprobs (`wire.SampleReport`) of these tokens. NaN and lower values become `FLOOR`."""
         ids = list(self.state.detokenizer.output_token_ids[start:end])
         if (logprobs := self.state.logprobs_processor.logprobs) is None or start == end:
             return ids, None
@@ -74,12 +74,12 @@ class SampleProgress:
         return ids, orjson.dumps(entries).decode()
 
     def begin(self, versions: list[list[Any]]) -> None:
-        """Start with these tokens of another engine, which the reader has."""
+        """Start with tokens of another engine, which the reader already has."""
         self.versions = [list(part) for part in versions]
         self._counted = self._reported = sum(stretch[1] for stretch in versions)
 
     def count(self, version: int, notes: Notes | None = None) -> None:
-        """Count its new tokens under this version, and what else made them."""
+        """Count new tokens under this version and these notes."""
         if (total := self.total()) == self._counted:
             return
         for parts in (self.versions, self._unreported):
@@ -87,7 +87,7 @@ class SampleProgress:
         self._counted = total
 
     def take_updates(self, *, asked: bool) -> SampleReport:
-        """Take what was not reported yet, as `engine.partial.Partial.add` reads it."""
+        """Take the unreported part, in the form that `engine.partial.Partial.add` reads."""
         ids, logprobs = self.made(self._reported, self._counted)
         self._reported = self._counted
         versions, self._unreported = self._unreported, []
@@ -108,9 +108,9 @@ class RequestProgress:
     """One HTTP request and its samples.
 
     Attributes:
-        asked: a client asked for its abort.
+        asked: whether a client asked for the abort.
         moved: set when a sample has a chunk to report; cleared by its reporter.
-        streamed: the client gets every token by `take_updates`, and needs none in the answer.
+        streamed: whether the client gets every token by `take_updates`, and needs none in the answer.
     """
 
     def __init__(self, chunk_tokens: int = 0, *, streamed: bool = False) -> None:
@@ -118,18 +118,18 @@ class RequestProgress:
         self.moved = asyncio.Event()
         self.streamed = streamed
         self.samples: dict[str, SampleProgress] = {}
-        """By vLLM's internal request id."""
+        """Samples by vLLM's internal request id."""
         self.names: set[str] = set()
-        """Of its prompts, by which others can abort them."""
+        """Names of its prompts, by which other calls can abort them."""
         self.to_finish: dict[str, tuple[SampleProgress, dict[str, Any]]] = {}
-        """Samples that had ended on another engine, and their partials."""
+        """Samples that ended on another engine, with their partials."""
         self._chunk_tokens = chunk_tokens
 
     def add(self, request: Any, state: Any) -> SampleProgress:
         params = request.sampling_params
         samples = state.parent_req.n if state.parent_req is not None else 1
         external = state.parent_req.external_req_id if state.parent_req is not None else state.external_req_id
-        # The engine's grammar, and the logprobs of prompt tokens, begin where the engine's own prompt ends or begins.
+        # A partial becomes a part of the prompt: a grammar would start after it, and prompt logprobs would cover it.
         whole_only = bool(
             getattr(params, "structured_outputs", None)
             or params.prompt_logprobs is not None
@@ -143,7 +143,7 @@ class RequestProgress:
     def count(
         self, sample: SampleProgress, made_by: tuple[int, Notes | None], finish: Any, stop_reason: int | str | None
     ) -> None:
-        """Count a sample's new tokens, made by this version and notes, and its end."""
+        """Count a sample's new tokens under this version and notes, and note its end."""
         sample.count(*made_by)
         if finish is not None:
             sample.finish, sample.stop_reason = str(finish), stop_reason
@@ -151,9 +151,9 @@ class RequestProgress:
             self.moved.set()
 
     def lighten(self, output: Any) -> Any:
-        """Leave the tokens out of vLLM's RequestOutput if the client has them.
+        """Remove the tokens from vLLM's RequestOutput if the client has them.
 
-        vLLM needs 10 ms of its event loop to write 512 tokens. 0.26 has None for samples that it has not added yet; an
+        vLLM's event loop needs 10 ms to write 512 tokens. 0.26 has None for samples that it has not added yet. An
         exception here would end its output handler, and so every request.
         """
         if self.streamed and output is not None:
@@ -163,26 +163,26 @@ class RequestProgress:
         return output
 
     def take_updates(self) -> list[SampleReport]:
-        """Take what was not reported yet, of each sample."""
+        """Take the unreported part of each sample."""
         return [sample.take_updates(asked=self.asked) for sample in self.samples.values() if sample.has_updates]
 
     def spans(self) -> list[list[list[Any]]]:
-        """`[version, start, end]` parts of each sample, prompt by prompt; one without a token has none."""
+        """Return each sample's `[version, start, end]` parts, prompt by prompt; empty without tokens."""
         by_place = {sample.place: spans_of(sample.versions) for sample in self.samples.values()}
         return [by_place.get(place, []) for place in range(1 + max(by_place, default=-1))]
 
 
 def _prompt_number(external_request_id: str) -> int:
-    """Read the number of the prompt, in which vLLM's ids of completions end: `cmpl-NAME-3`."""
+    """Return the prompt's number at the end of vLLM's ids of completions: `cmpl-NAME-3`."""
     number = external_request_id.rpartition("-")[2]
     return int(number) if external_request_id.startswith("cmpl-") and number.isdecimal() else 0
 
 
-# --- How it is reported ----------------------------------------------------------------------------------------------
+# --- The reports -----------------------------------------------------------------------------------------------------
 
 
 async def serve(app: Any, scope: Any, receive: Any, send: Any, request: RequestProgress, wanted: bytes | None) -> None:
-    """Let `app` answer, and add what `wanted` (the value of `PROGRESS_HEADER`) asks for."""
+    """Let `app` answer, and add the reports that `wanted` (the value of `PROGRESS_HEADER`) requests."""
     if wanted is not None and wanted.isdigit():
         await _LineReporter(send, request).serve(app, scope, receive)
         return
@@ -191,7 +191,7 @@ async def serve(app: Any, scope: Any, receive: Any, send: Any, request: RequestP
 
 
 class _LineReporter:
-    """An answer in one piece as lines of JSON."""
+    """Sends an answer in one piece as lines of JSON."""
 
     def __init__(self, send: Any, request: RequestProgress) -> None:
         self._send = send
@@ -226,7 +226,7 @@ class _LineReporter:
             await self._line(orjson.dumps({"samples": self._request.take_updates()}) + b"\n")
 
     def _json(self) -> bytes:
-        """The answer as it is, since vLLM's JSON is one line; anything else, such as an error page, as a string."""
+        """Return a JSON answer unchanged (vLLM's is one line), and any other, such as an error page, as a string."""
         types = [value for name, value in self._start["headers"] if name.lower() == b"content-type"]
         is_json = types and types[0].startswith(b"application/json")
         return bytes(self._answer) if is_json else orjson.dumps(self._answer.decode(errors="replace"))

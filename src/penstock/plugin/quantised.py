@@ -1,7 +1,7 @@
 """Quantises updates, and checkpoints of floats, on their way into an engine that computes in int8 or fp8.
 
-A trainer sends floats. vLLM reloads what a checkpoint of the model holds: integers or fp8 numbers, and their scales.
-Each whole matrix is quantised before ranks take their parts, so engines of any layout get the same numbers.
+A trainer sends floats. vLLM's reload takes the contents of the model's checkpoint: integers or fp8 numbers, and their
+scales. Each whole matrix is quantised before ranks take their parts, so engines of any layout get the same numbers.
 """
 # pyright: reportMissingImports=false
 
@@ -21,14 +21,14 @@ from penstock.plugin import QUANTISING_LOADER
 from penstock.plugin.spec import FLOATS, Entry, schemes_of
 
 _LARGEST = {torch.int8: 127.5, torch.float8_e4m3fn: 448.0}
-"""What the largest magnitude becomes. Of int8 it is half of the range, as llm-compressor has it."""
+"""Value that the largest magnitude maps to. For int8 it is half of the range, as in llm-compressor."""
 _CHUNK = 16 * 2**20
-"""Elements of fp32 that are held at once."""
+"""Number of fp32 elements that are held at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How a matrix is quantised: symmetric, one scale for each tensor, row or block."""
+    """The quantisation of a matrix: symmetric, with one scale per tensor, row or block."""
 
     dtype: torch.dtype
     strategy: Literal["tensor", "channel", "block"]
@@ -36,7 +36,7 @@ class Scheme:
     block: tuple[int, int] = (0, 0)
 
     def quantise(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a matrix `[out, in]` in `dtype`, and its fp32 scales: `[1]`, `[out, 1]` or one a block."""
+        """Return a matrix `[out, in]` in `dtype`, and its fp32 scales: `[1]`, `[out, 1]` or one per block."""
         rows, columns = weight.shape
         if self.strategy == "block":
             tall, wide = self.block
@@ -55,7 +55,7 @@ class Scheme:
         return torch.cat(parts), scale
 
     def name_of_scale(self, name: str) -> str:
-        """Name of the scales of a matrix, which is called `LAYER.weight`."""
+        """Return the name of the scales of a matrix `LAYER.weight`."""
         return name.removesuffix("weight") + self.scale
 
     def _scale(self, largest: torch.Tensor) -> torch.Tensor:
@@ -70,7 +70,7 @@ class Scheme:
 def quantised(
     schemes: Mapping[str, Scheme], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a quantised checkpoint from those of a float one; `schemes` are by matrices' names."""
+    """Yield a quantised checkpoint's tensors from those of a float one. `schemes` go by matrix names."""
     for name, tensor in tensors:
         if (scheme := schemes.get(name)) is None:
             yield name, tensor
@@ -81,7 +81,7 @@ def quantised(
 
 
 def find_schemes(quantisation: Any, entries: Sequence[Entry]) -> dict[str, Scheme]:
-    """Find what an update has to quantise, for a model's `quantization_config` and the tensors of its checkpoint.
+    """Find the matrices that an update must quantise, for a `quantization_config` and a checkpoint's tensors.
 
     WeightsError: the checkpoint has more than matrices and their scales, such as calibrated activations.
     """
@@ -89,7 +89,7 @@ def find_schemes(quantisation: Any, entries: Sequence[Entry]) -> dict[str, Schem
     held = {name: dtype for name, dtype, _ in entries}
     scales = {scheme.name_of_scale(name): name for name in held if name.endswith(".weight")}
     found = {matrix: scheme for name, matrix in scales.items() if name in held}
-    if not found:  # a checkpoint in floats, which the loader below reads
+    if not found:  # a checkpoint of floats, which the loader below reads
         found = {name: scheme for name in held if _is_target(name, targets)}
     if rest := [name for name, dtype in held.items() if _is_more(name, dtype, found, scales)]:
         raise WeightsError(
@@ -136,14 +136,14 @@ def _scheme_of(config: Any) -> tuple[Scheme, Sequence[str]]:
 
 
 def load(schemes: Mapping[str, Scheme], tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, Any]]:
-    """Yield what a reload takes, as `quantised`, with scales that live long enough."""
+    """Yield the tensors for a reload, as `quantised`, with scales that live long enough."""
     _keep_scales()
     return quantised(schemes, tensors)
 
 
 @functools.cache
 def register_loader() -> None:
-    """Give vLLM a loader for a model that is quantised and a checkpoint that is not."""
+    """Give vLLM a loader for a quantised model with a checkpoint of floats."""
     from vllm.model_executor.model_loader import register_model_loader  # noqa: PLC0415 - only inside vLLM
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader  # noqa: PLC0415
 
@@ -159,7 +159,7 @@ def register_loader() -> None:
 
 @functools.cache
 def _keep_scales() -> None:
-    """Let scales live as long as oneDNN's copy of int8 weights, which reads them by address: a reload frees them."""
+    """Keep scales as long as oneDNN's copy of int8 weights, which reads them by address. A reload would free them."""
     ops: Any = import_module("vllm._custom_ops")
     create = ops.create_onednn_scaled_mm
 

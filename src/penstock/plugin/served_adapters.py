@@ -1,4 +1,4 @@
-"""LoRA adapters in the API server: our routes for them, and vLLM's table of those that requests can ask for."""
+"""LoRA adapters in the API server: our routes for them, and vLLM's table of the adapters that requests can name."""
 # pyright: basic, reportMissingImports=false
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from penstock.wire import ADAPTERS
 
 
 class ServedAdapters:
-    """The adapters of one API server: their names in vLLM's table, and calls that every core answers."""
+    """The adapters of one API server: their names in vLLM's table, and the calls to all cores."""
 
     def __init__(self, hooks: RequestHooks) -> None:
         self._hooks = hooks
         self._changing = asyncio.Lock()
 
     def routes(self, state: Any) -> dict[tuple[str, str], Any]:
-        """Calls by method and path, with the state of vLLM's app; each is called with its AsyncLLM and the body."""
+        """Return calls by method and path, bound to vLLM's app state. Each takes its AsyncLLM and the body."""
         return {
             ("GET", ADAPTERS): functools.partial(self.served, state),
             ("POST", ADAPTERS + "/read"): functools.partial(self.forward, "read"),
@@ -38,7 +38,7 @@ class ServedAdapters:
         }
 
     async def served(self, state: Any, engine: Any, _data: bytes) -> dict[str, Any]:
-        """Name every adapter that requests can ask for: its version, its requests, and since when it had none."""
+        """Return for every adapter its version, its number of requests, and the seconds since its last use."""
         known, now = state.openai_serving_models.lora_requests, time.monotonic()
         in_flight = [state.lora_name for state in engine.output_processor.request_states.values()]
         return {
@@ -51,7 +51,7 @@ class ServedAdapters:
         }
 
     async def load(self, state: Any, engine: Any, data: bytes) -> dict[str, Any]:
-        """Put a version of an adapter in force on every core, then let requests ask for it."""
+        """Put a version of an adapter in force on every core. Then let requests name it."""
         body = parse_json(data, "the body", WeightsError)
         name = field(body, "name", str)
         models = state.openai_serving_models
@@ -73,7 +73,7 @@ class ServedAdapters:
         return {**slowest, **{name: sum(answer[name] for answer in answers) for name in ("preempted", "kept")}}
 
     async def unload(self, state: Any, engine: Any, data: bytes) -> dict[str, Any]:
-        """Forget an adapter; harmless if there is none of that name. StateError: it has requests in flight."""
+        """Forget an adapter. Harmless if it does not exist. StateError: it has requests in flight."""
         name = field(parse_json(data, "the body", WeightsError), "name", str)
         models = state.openai_serving_models
         async with self._changing:

