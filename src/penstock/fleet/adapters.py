@@ -1,4 +1,4 @@
-"""LoRA adapters of a fleet: their versions, every engine with the same, and pauses of one of them."""
+"""LoRA adapters of a fleet: the same versions on every engine, and pauses of a single adapter."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ from penstock.weights.adapter_files import AdapterFiles
 T = TypeVar("T")
 
 MARGIN_S = 2.0
-"""Longer than the engine's own deadline, so that its message arrives."""
+"""Seconds beyond the engine's own deadline, so that its message arrives."""
 MOST_NAME = 256
-"""Bytes, as a router's header takes them."""
+"""Most bytes of a name, the limit of a router's header."""
 
 
 @dataclass(slots=True)
 class FleetAdapter:
-    """A name, and what engines have under it."""
+    """The version and files that engines have under one name."""
 
     version: int
     files: AdapterFiles
     pinned: bool = False
-    """It is not evicted."""
+    """Whether eviction skips it."""
     resumed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set unless it is paused."""
+    """Set unless the adapter is paused."""
 
 
 class FleetAdapters:
-    """The adapters of a fleet's engines, by name. What changes engines has its turn among the operations.
+    """The adapters of a fleet's engines, by name. Changes of engines run in the queue of operations.
 
-    `fleet.max_adapters` names are kept; one more evicts the one used least recently. `timeout_s`: of a control call.
+    `fleet.max_adapters` names are kept; one more evicts the least recently used. `timeout_s`: of a control call.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class FleetAdapters:
         self._folder = fleet.weight_folder
         self._timeout_s = timeout_s
         self.known: dict[str, FleetAdapter] = {}
-        """By name."""
+        """The loaded adapters by name."""
         self._highest: dict[str, int] = {}
-        """The last version of every name, the unloaded too: KV of an older one must not be found again."""
+        """Last version of every name, also of unloaded ones: KV of an older version must not be found again."""
         self._order: dict[str, asyncio.Lock] = {}
-        """Versions of one name are in force in the order of their calls, however long each is written and read."""
+        """A lock for each name, so that its versions come into force in the order of their calls."""
         self._saved: dict[str, tuple[str, int]] = {}
-        """For a name that came by its path, the files as they were, and the version they became."""
+        """For a name loaded from a path, the path with the files' stamp, and the version that they became."""
 
     async def update(
         self,
@@ -89,11 +89,11 @@ class FleetAdapters:
         version: int | None = None,
         kv: KV = "recompute",
     ) -> UpdateReport:
-        """Put a version in force on every engine; a new name may evict another. See `Fleet.update_adapter`.
+        """Put a version in force on every engine; see `Fleet.update_adapter`.
 
         Raises:
-            WeightsError: every engine refused it; the version before stays in force.
-            StateError: the bound on names is reached, and no adapter can be evicted.
+            WeightsError: every engine refused it; the previous version stays in force.
+            StateError: `max_adapters` is reached, and no adapter can be evicted for a new name.
             EngineDeadError: no engine is left.
         """
         self._check(name, version)
@@ -106,17 +106,17 @@ class FleetAdapters:
     async def update_from(
         self, name: str, source: Mapping[str, Any], version: int | None = None, kv: KV = "recompute"
     ) -> UpdateReport:
-        """Put a version in force that another process of this user has written; it need not live on."""
+        """Put a version in force that another process of this user wrote and that may end."""
         self._check(name, version)
         check_kv(kv)
         async with self._in_order(name):
             return await self._update(name, AdapterFiles.adopt(source), version, kv, 0.0)
 
     async def load(self, name: str, path: str, timeout_s: float, *, fixed: bool = False) -> UpdateReport | None:
-        """Load what is saved at a path, as a new version if it is not what was loaded last; `fixed`: see `of_folder`.
+        """Load an adapter from a path if it changed; `fixed`: see `of_folder`.
 
         Returns:
-            None if it was; engines that lost it have it again. Never None where this process does not see the files.
+            The report, or None if it is unchanged and visible here; engines that lost it have it again.
         """
         self._check(name, None)
         if not seconds(timeout_s):
@@ -134,23 +134,23 @@ class FleetAdapters:
             return report
 
     async def unload(self, name: str) -> None:
-        """Forget an adapter on every engine. StateError: it has requests in flight somewhere; it stays everywhere."""
+        """Forget an adapter on every engine. StateError: it has requests in flight."""
         await self._turn("unload_adapter", lambda: self._unload(name))
 
     async def pause(self, name: str, *, again: bool = False) -> None:
-        """Stop its requests at a token on every engine; new ones wait too.
+        """Stop the adapter's requests at a token on every engine; new ones wait too.
 
         Raises:
-            StateError: it is paused already, unless that may be so (`again`).
+            StateError: it is already paused, and `again` is False.
         """
         await self._set_paused(name, paused=True, again=again)
 
     async def resume(self, name: str, *, again: bool = False) -> None:
-        """Let its requests go on under the version in force. StateError: it is not paused, and not `again`."""
+        """Continue the adapter's requests. StateError: it is not paused, and not `again`."""
         await self._set_paused(name, paused=False, again=again)
 
     async def wait(self, name: str, timeout_s: float) -> None:
-        """Return when an adapter is not paused. DeadlineError: it still is after `timeout_s` seconds."""
+        """Wait until an adapter is not paused. DeadlineError: `timeout_s` seconds passed."""
         seconds(timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
@@ -159,27 +159,27 @@ class FleetAdapters:
             raise DeadlineError(f"adapter {name!r} is still paused after {timeout_s:g} s", seconds=timeout_s) from None
 
     async def pin(self, name: str, *, pinned: bool) -> None:
-        """Keep an adapter from being evicted, or do so no longer."""
+        """Protect an adapter from eviction, or end that."""
         self._of(name).pinned = pinned
 
     async def statuses(self) -> dict[str, AdapterStatus]:
-        """Name every adapter, with its version and its requests over all engines."""
+        """Return every adapter's version and requests over all engines, by name."""
         served = await self._served()
         return {name: self._status(name, served) for name in self.known}
 
     async def status(self, name: str) -> AdapterStatus:
-        """Return one adapter's version and requests. UserError: there is none of that name."""
+        """Return one adapter's version and requests. UserError: the name is unknown."""
         self._of(name)
         return (await self.statuses())[name]
 
     async def give(self, member: Member) -> None:
-        """Bring an engine that joins to the version of every adapter, before it serves.
+        """Load every adapter's version on a joining engine, before it serves.
 
         Raises:
-            EngineError: it cannot be brought there, so it must not serve.
+            EngineError: it failed, so it must not serve.
         """
         for name, known in self.known.items():
-            # An owner before us may have given it other tensors under the same version.
+            # An earlier owner may have given it other tensors under the same version.
             await self._bring(member, name, known, trusted=False)
 
     def close(self) -> None:
@@ -200,7 +200,7 @@ class FleetAdapters:
                 return
             await command(self._roster, call, what=f"{what} of adapter {name!r}", deadline_s=self._timeout_s)
             if paused:
-                known.resumed.clear()  # engines that join pause it from now on
+                known.resumed.clear()  # joining engines pause it from now on
             else:
                 known.resumed.set()
 
@@ -208,7 +208,7 @@ class FleetAdapters:
         await self._turn(f"{what}_generation(adapter=...)", work, "plugin")
 
     async def _served(self) -> list[Mapping[str, AdapterLoad]]:
-        """Ask every engine which adapters it has; one that fails has none."""
+        """Return each engine's adapters, without engines that fail."""
         asked = await fan_out(self._roster.live(), lambda engine: engine.adapters.served(), deadline_s=self._timeout_s)
         return list(asked.results.values())
 
@@ -241,9 +241,9 @@ class FleetAdapters:
 
     @asynccontextmanager
     async def _read_ahead(self, name: str, files: AdapterFiles, timeout_s: float) -> AsyncGenerator[list[AdapterFiles]]:
-        """Have the engines read a version before its turn, so that neither generation nor other operations wait.
+        """Let engines read a version before its turn, so that no operation waits for it.
 
-        An engine that cannot read it says so when it is to load it. The files are freed if they are left in the list.
+        An engine that cannot read it reports that when it loads it. Files left in the list are freed.
         """
         read = [files]
         try:
@@ -274,7 +274,7 @@ class FleetAdapters:
         published_s: float = 0.0,
         kv: KV = "recompute",
     ) -> UpdateReport:
-        """Put a version in force in this turn; its files are freed when it is superseded, or now if it is refused."""
+        """Put a version in force; free its files when superseded, or now if it is refused."""
         began = time.perf_counter()
         with ExitStack() as undo:
             undo.callback(files.close)
@@ -315,7 +315,7 @@ class FleetAdapters:
         outcome = await fan_out(members, lambda engine: engine.adapters.unload(name), deadline_s=self._timeout_s)
         errors = outcome.failures.values()
         if refused := [e for e in errors if isinstance(e, EngineHTTPError) and e.status == IN_FLIGHT]:
-            for member in members:  # requests came meanwhile
+            for member in members:  # new requests came in between
                 if member.name in outcome.results:
                     await self._bring(member, name, known)
             raise StateError(str(refused[0])) from refused[0]
@@ -335,7 +335,7 @@ class FleetAdapters:
                     f"{len(status)} adapters are loaded, as many as fleet.max_adapters allows, and each is in use, "
                     "pinned or paused; unload one, or allow more"
                 )
-            with suppress(StateError):  # a request came: another one, then
+            with suppress(StateError):  # a request came for it: try another
                 await self._unload(max(idle, key=lambda name: status[name].idle_s))
 
     def _status(self, name: str, served: Iterable[Mapping[str, AdapterLoad]]) -> AdapterStatus:
@@ -351,13 +351,13 @@ class FleetAdapters:
         )
 
     async def _highest_at_engines(self, name: str) -> int:
-        """Return the last version that an earlier owner of these engines gave a name; 0: none."""
+        """Return a name's last version from an earlier owner of these engines; 0: none."""
         return max((loads[name].version or 0 for loads in await self._served() if name in loads), default=0)
 
     def _shared_folder(self) -> Path | None:
-        """Where engines read files that memory of this host cannot bring; WeightsError: they need one, there is none.
+        """Return the folder that all engines see; None if shared memory is enough.
 
-        None: memory can bring them.
+        WeightsError: they need a folder, and none is set.
         """
         far = [m.name for m in self._roster.updatable() if not (is_local(m) and m.info.capabilities.plugin)]
         if not far:
@@ -370,7 +370,7 @@ class FleetAdapters:
         return self._folder / "adapters"
 
     def _check(self, name: str, version: int | None) -> None:
-        """Raise UserError for a name or a version that cannot be."""
+        """Raise UserError for an invalid name or version."""
         if not name or len(name.encode()) > MOST_NAME or not name.isprintable():
             raise UserError(f"an adapter's name is 1 to {MOST_NAME} bytes of text, got {name!r}")
         highest = self._highest.get(name, 0)
@@ -384,9 +384,9 @@ class FleetAdapters:
 
 
 def stamp_of(path: str) -> list[tuple[str, int, int, int]]:
-    """Return name, size, time of change (ns) and inode of each file; empty where they are not to be seen from here."""
+    """Return each file's name, size, mtime (ns) and inode; empty if invisible here."""
     found: list[tuple[str, int, int, int]] = []
-    with suppress(OSError):  # it is being written, or on another host
+    with suppress(OSError):  # the folder is being written, or is on another host
         for file in sorted(Path(path).iterdir()):
             known = file.stat()
             found.append((file.name, known.st_size, known.st_mtime_ns, known.st_ino))

@@ -1,4 +1,4 @@
-"""Servers that someone else started: attached to a fleet, again when they come back, and never ended."""
+"""Servers that others started: a fleet attaches them, attaches them again when they return, and never ends them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 class AttachedServers:
     """Joins servers of others to one fleet.
 
-    `api_key` is what they were started with and the router asks of clients.
+    `api_key` is the servers' key, which the router also asks of clients.
     """
 
     def __init__(self, *, api_key: str | None, control_timeout_s: float) -> None:
@@ -27,14 +27,14 @@ class AttachedServers:
         self._api_key = api_key
         self._control_s = control_timeout_s
         self.joined: Callable[[], None] = lambda: None
-        """Called when one has joined: from then on, engines may be without our plugin."""
+        """Called when a server has joined: from then on, engines may lack our plugin."""
 
     async def join(self, lifecycle: Lifecycle, spec: ServerSpec) -> Member:
-        """Ask a server what it is; it is SYNCING then.
+        """Ask a server for its properties; it is SYNCING afterwards.
 
         Raises:
-            PenstockError: it does not answer, or is no engine; it is DEAD.
-            UserError: it is a router, or has fewer ranks than are to be addressed.
+            PenstockError: it does not answer, or is no engine; it is DEAD afterwards.
+            UserError: it is a router, or has fewer ranks than `dp`.
         """
         async with AsyncExitStack() as owned:
             try:
@@ -60,12 +60,12 @@ class AttachedServers:
         return member
 
     async def close(self) -> None:
-        """Close the connections to them; they run on."""
+        """Close the connections; the servers run on."""
         await self._connections.aclose()
 
 
 def check_beside(member: Member, others: Sequence[Member]) -> None:
-    """Raise UserError if a server is that of another member, or serves another model; warn of another name of it."""
+    """Refuse another member's server or model (UserError); warn of another model name."""
     own = member.info
     for one in others:
         if own.instance and one.info.instance == own.instance:
@@ -95,15 +95,14 @@ def _ranks(member: Member, spec: ServerSpec) -> int:
 
 
 def place_of(url: str) -> str:
-    """The same for two addresses of one server, as far as they show it: as two engines it would be updated twice."""
+    """Normalise a URL, since a server with two addresses would be updated twice."""
     return url.lower().replace("://localhost", "://127.0.0.1", 1)
 
 
 def specs_of(servers: Iterable[str | ServerSpec]) -> tuple[ServerSpec, ...]:
-    """Read what a caller gave: URLs, with `#dp=N` behind them where so many ranks are to be addressed, or specs.
+    """Read servers: URLs, with `#dp=N` to address N ranks one by one, or specs.
 
-    Specs may come as dictionaries too, from another process. Raises ConfigError: one is malformed; UserError: one is
-    named twice.
+    Specs from another process come as dictionaries. ConfigError: a server is malformed; UserError: it is named twice.
     """
     given: Iterable[Any] = (
         servers if isinstance(cast("object", servers), Iterable) else cast("Iterable[Any]", (servers,))

@@ -18,28 +18,28 @@ from penstock.errors import EngineError, PenstockError, UserError, error_from_js
 from penstock.http import HttpTransport
 
 MAX_BODY = 64 * 2**20
-"""The manifest of a model with 100,000 tensors has about 10 MB."""
+"""Most bytes of a body; the manifest of a model with 100,000 tensors has about 10 MB."""
 
 Call = Callable[..., Awaitable[Any]]
 
 
 CALL_S = 24 * 3600.0
-"""Deadline of a call that ends with an operation; each step of that has its own deadline in the other process."""
+"""Deadline of a call that runs an operation; each step has its own deadline in the other process."""
 
 
 class CallServer:
-    """Serves `calls`, which take their arguments by keyword, on a Unix socket."""
+    """Serves `calls` on a Unix socket; each takes its arguments by keyword."""
 
     def __init__(self, prefix: str, calls: Mapping[str, Call]) -> None:
         self._calls = calls
         self.app = web.Application(client_max_size=MAX_BODY)
-        """For further paths, before `start`."""
+        """The application; add further paths before `start`."""
         self.app.router.add_post(prefix + "/{call}", self._answer)
-        # A call that has begun runs to its end, also if its caller is gone.
+        # A call that has begun runs to its end, even if its caller is gone.
         self._runner = web.AppRunner(self.app, handler_cancellation=False, access_log=None, shutdown_timeout=1.0)
 
     async def start(self, listening: socket.socket) -> None:
-        """Serve the connections of a bound socket, which `close` closes."""
+        """Serve the connections of a bound socket; `close` closes it."""
         await self._runner.setup()
         await web.SockSite(self._runner, listening).start()
 
@@ -65,19 +65,19 @@ class CallServer:
 
 
 class CallClient:
-    """Calls to the process that listens at a Unix socket; errors call it `server`."""
+    """Calls the process that listens at a Unix socket; errors name it `server`."""
 
     def __init__(self, path: Path, prefix: str, server: str) -> None:
         self._http = HttpTransport("http://localhost", server=server, unix_socket=path)
         self._prefix = prefix
 
     async def call(self, name: str, /, *, deadline_s: float = CALL_S, **arguments: Any) -> Any:
-        """Make a call; returns its result, as JSON has it.
+        """Make a call, and return its result as JSON values.
 
         Raises:
             UnreachableError: nothing listens there; `EngineDeadError`: the process ended during the call.
             DeadlineError: no answer within `deadline_s` seconds.
-            PenstockError: what the call itself raised there.
+            PenstockError: the error that the call raised there.
         """
         answer: Any = await self._http.post(f"{self._prefix}/{name}", arguments, timeout_s=deadline_s)
         with reading(f"answer to {name}", EngineError):

@@ -1,4 +1,4 @@
-"""Weights sent by broadcast: the group of trainer and engines, and what is done when it breaks."""
+"""Weights sent by broadcast: the group of trainer and engines, and its repair when it breaks."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from penstock.weights.manifest import WeightManifest
 T = TypeVar("T")
 
 ANSWER_S = 5.0
-"""An engine that gives no answer for so long after a transfer was cut hangs; the others wait for it behind the gate."""
+"""Seconds without an answer after a cut transfer until an engine counts as hung; the others wait behind the gate."""
 
 
 SENDINGS = 4
-"""How often one version is sent, at most. Each time but the first an engine has died on the way, or bytes were lost."""
+"""Most times that one version is sent. Each repetition follows an engine's death or lost bytes."""
 
 
 class Delivery(Fetching):
-    """Sends versions to the engines. It keeps one group for as long as the same engines are there."""
+    """Sends versions to the engines, and keeps one group as long as the engines stay the same."""
 
     def __init__(self, sender: BroadcastStore, roster: Roster, deadline_s: float) -> None:
         super().__init__(roster, deadline_s)
@@ -43,14 +43,14 @@ class Delivery(Fetching):
         try:
             return members, await self._prepare(members, manifest)
         except WeightsError:
-            # It may be the group that an engine does not know any more: the next update forms another one.
+            # An engine may have forgotten the group: the next update forms another one.
             self.sender.interrupt("an engine does not prepare what is to be sent over it")
             raise
 
     async def apply(
         self, members: Sequence[Member], manifest: WeightManifest, call: Call[EngineUpdate]
     ) -> Mapping[str, EngineUpdate]:
-        """Send it until no live engine is torn: again, whole, to a group without those that died on the way."""
+        """Send a version, each time whole, to the engines left until none is torn."""
         results: dict[str, EngineUpdate] = {}
         waiting, problem = list(members), "it was sent too often"
         try:
@@ -70,7 +70,7 @@ class Delivery(Fetching):
                 problem = str(cut[waiting[0].name])
         except (PenstockError, RuntimeError, OSError) as error:  # torch's and the system's too: engines are torn by now
             problem = str(error)
-        # Servers of others that another watch has found dead meanwhile are torn as well.
+        # Servers of others that a watch found dead during the transfer are torn as well.
         torn = (m for m in members if m in waiting or (m.name not in results and m.process is None and m.torn is None))
         for member in torn:
             reason = f"apply of weight version {manifest.version} failed: {problem}"
@@ -86,15 +86,15 @@ class Delivery(Fetching):
         return await self.prepare(members, self.sender.addressed(manifest), torn=torn)
 
     def holds(self, members: Sequence[Member]) -> bool:
-        """Whether the group is whole, and of these engines; one that was restarted is another."""
+        """Return whether the group is whole and has exactly these engine instances."""
         return self.sender.formed() and self._joined == tuple(member.control for member in members)
 
     async def gather(self, members: Sequence[Member], *, torn: bool = False) -> list[Member]:
-        """Form the group of these engines while they generate, unless it is there; one that does not join is DEAD.
+        """Form the group of these engines while they generate, and return its engines.
 
-        `torn`: they have half of the version that is sent already. Returns the engines in it.
+        An engine that does not join is DEAD. `torn`: they already hold half of the version.
 
-        WeightsError: an engine refuses to join; or none can reach the trainer.
+        WeightsError: an engine refuses to join, or none can reach the trainer.
         """
         left = updatable(members)
         while left and not self.holds(left):
@@ -105,26 +105,26 @@ class Delivery(Fetching):
         return left
 
     async def send(self, members: Sequence[Member], call: Call[EngineUpdate]) -> FanOut[EngineUpdate]:
-        """Send to the group what was published, while `call` makes every engine take it.
+        """Send the published version to the group while `call` makes engines take it.
 
-        An engine that fails is DEAD. One whose transfer was cut is torn and paused, its outcome a `TransferError`.
+        An engine that fails is DEAD. One whose transfer was cut is torn and paused; its outcome is a `TransferError`.
 
         Raises:
-            WeightsError: the tensors are not those that were published, or do not come; all engines are torn.
+            WeightsError: the tensors differ from the published ones, or do not come; all engines are torn.
         """
 
         async def failed(member: Member, error: PenstockError) -> None:
             if isinstance(error, TransferError):
-                self.sender.interrupt(str(error))  # which names it; the others would wait for it
+                self.sender.interrupt(str(error))  # it names the engine, for which the others would wait
             else:
                 await self.roster.mark_dead(member, f"apply of new weights failed: {error}", torn=True)
 
         async with self._cut_by_a_death(members):
-            # The sender may never return: neither the loop's end nor that of the process waits for its thread.
+            # The sender may never return, so neither the event loop nor the process waits for its thread.
             sending = asyncio.create_task(abandonable(self.sender.send), name="send-weights")
 
             async def too_late() -> None:
-                """Engines have as long as they need while bytes are on their way, and all the time of `fan_out`."""
+                """Return when an answer is late: some time after the end of the sending."""
                 await asyncio.wait((sending,))
                 await asyncio.sleep(self.deadline_s if sending.exception() is None else ANSWER_S)
 
@@ -139,20 +139,20 @@ class Delivery(Fetching):
                 outcome = await fan_out(members, answer, deadline_s=self.deadline_s, on_failure=failed)
                 whole = not outcome.failures
             finally:
-                # If all have all of it, the sending is about to end; else it sends to engines that are gone.
+                # If all engines have everything, the sending is about to end; else it sends to lost engines.
                 await asyncio.wait((sending,), timeout=ANSWER_S if whole else 0.0)
                 if not sending.done():
                     self.sender.interrupt("every engine has answered")
                     await asyncio.wait((sending,), timeout=ANSWER_S)
         if not sending.done() and not whole:
-            # Nothing interrupts the trainer's own code; its thread ends by itself, with the group, if it ever goes on.
+            # The trainer's own code cannot be interrupted; its thread ends by itself once that code goes on.
             raise WeightsError("named_tensors has not given its next tensor before the deadline of sending")
         if sending.done() and isinstance(error := sending.exception(), WeightsError):
             raise error
         return outcome
 
     async def _form(self, members: Sequence[Member], *, torn: bool) -> bool:
-        """Try once; False: an engine has left, or did not join."""
+        """Try once to form the group; False: an engine has left, or did not join."""
         layouts = [member.layout for member in members]
         invited = await in_thread(lambda: self.sender.invite(layouts))
         bodies: Mapping[ControlClient, Mapping[str, Any]] = dict(
@@ -196,7 +196,7 @@ class Delivery(Fetching):
 
     @asynccontextmanager
     async def _cut_by_a_death(self, members: Sequence[Member]) -> AsyncGenerator[None]:
-        """Cut the group as soon as one of the engines is known to be gone, by whatever watch."""
+        """Cut the group as soon as any watch finds one of the engines gone."""
 
         async def watch() -> None:
             await self.roster.until(lambda: len(updatable(members)) < len(members))

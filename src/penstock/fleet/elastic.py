@@ -1,4 +1,4 @@
-"""Engines that come and go while the others serve: add, attach, drain, remove; where requests go, and their load."""
+"""Engines that come and go while the others serve (add, attach, drain, remove), their load, and the policy."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 STATS_S = 10.0
-"""Deadline of reading an engine's metrics, or what an update cost it from the moment that this is known."""
+"""Deadline of reading an engine's metrics, or the tokens that an update lost once that is known."""
 POLL_INTERVAL_S, LONGEST_POLL_INTERVAL_S = 0.05, 1.0
-"""Seconds between the first two questions to the router for an engine's load, and at most. It sends no event, since a
-message for each last request would burden every request for a rare drain."""
+"""Shortest and longest seconds between two questions to the router for an engine's load. The router sends no event,
+since that would burden every request for a rare drain."""
 
 REMOVED = "is being removed; it takes no new request, and leaves when its requests end or their time is over"
 
@@ -45,7 +45,7 @@ REMOVED = "is being removed; it takes no new request, and leaves when its reques
 def _until_closed(
     method: Callable[Concatenate[Elastic, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Elastic, P], Coroutine[Any, Any, T]]:
-    """Let a call be cancelled by its caller, and by `Elastic.close`, which is a StateError."""
+    """Let the caller or `Elastic.close` cancel a call; the latter: StateError."""
 
     @wraps(method)
     async def call(self: Elastic, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -68,9 +68,9 @@ def _until_closed(
 
 
 class Elastic:
-    """Changes the number of engines. No other engine, no request and no update is disturbed by it.
+    """Changes the number of engines without disturbing other engines, requests or updates.
 
-    `engines` starts new ones (None: someone else started these); `attached` joins servers of others.
+    `engines` starts new ones (None: others started these); `attached` joins servers of others.
     """
 
     def __init__(
@@ -92,15 +92,15 @@ class Elastic:
         self._attached = attached
         self._numbers = itertools.count(1 + max((int(member.name[1:]) for member in roster.members), default=-1))
         self._placed: dict[Lifecycle, tuple[str, ...]] = {}
-        """GPUs of those that start and are no members yet."""
+        """GPUs of engines that are starting and are not yet members."""
         self._departures: dict[Member, asyncio.Task[None]] = {}
-        """Engines that are being ended. They have their GPUs until they are gone."""
+        """Engines that are being ended. They keep their GPUs until they are gone."""
         self.calls: set[asyncio.Task[Any]] = set()
-        """Those under way."""
+        """Calls under way."""
         self.closed = False
 
     async def close(self) -> None:
-        """Let nothing further begin, and cancel what is under way; an engine that is being ended is ended."""
+        """Begin no further call, cancel those under way, and finish ending engines."""
         self.closed = True
         for call in self.calls:
             call.cancel()
@@ -108,7 +108,7 @@ class Elastic:
             await asyncio.wait(under_way)
 
     def find(self, engine: str | int) -> Member:
-        """Return an engine by name or index. Raises UserError where there is none."""
+        """Return an engine by name or index. UserError: there is none."""
         members = self._roster.members
         if isinstance(engine, int) and not isinstance(engine, bool) and 0 <= engine < len(members):
             return members[engine]
@@ -133,14 +133,14 @@ class Elastic:
         self._roster.policy = {name: checked[name] for name in wanted}
         try:
             await self._roster.push_membership()
-        except UserError:  # every later message would have it too
+        except UserError:  # every later message would contain it too
             self._roster.policy = before
             raise
 
     # --- what engines are and do ------------------------------------------------------------------------------------
 
     async def statuses(self, *, stats: bool) -> tuple[EngineStatus, ...]:
-        """Return the status of every engine that ever joined; without `stats` none of them is asked."""
+        """Return the status of every engine that ever joined; `stats`: ask them too."""
         roster = self._roster
         asked = await fan_out(roster.live() if stats else (), lambda engine: engine.stats(), deadline_s=STATS_S)
         return tuple(
@@ -149,11 +149,11 @@ class Elastic:
         )
 
     async def stats(self, index: int | None) -> tuple[EngineStats, ...]:
-        """Return the load of engine `index`, or of all that are alive.
+        """Return the load of engine `index`, or of all live engines.
 
         Raises:
-            UserError: there is no engine of that index.
-            EngineDeadError: it does not serve, or none does.
+            UserError: there is no engine with that index.
+            EngineDeadError: it does not serve, or no engine does.
         """
         members = self._roster.live()
         if index is None and not members:
@@ -170,7 +170,7 @@ class Elastic:
     async def losses(
         self, engines: Sequence[str], version: int, adapter: str | None, timeout_s: float
     ) -> dict[str, TokenLoss | None]:
-        """Return what an update cost each of these engines, by name; see `Fleet.recovered`."""
+        """Return the tokens that an update lost, by engine; see `Fleet.recovered`."""
         outcome = await fan_out(
             [member for member in self._roster.live() if member.name in engines],
             lambda engine: engine.token_loss(version, adapter=adapter, timeout_s=timeout_s),
@@ -182,7 +182,7 @@ class Elastic:
 
     @_until_closed
     async def add(self, count: int) -> tuple[str, ...]:
-        """Start engines; see `Fleet.add_engines`. Those that have started join even if this call is cancelled then."""
+        """Start engines; see `Fleet.add_engines`. If cancelled, started ones still join."""
         engines = self._starting()
         room = MOST_ENGINES - sum(member.state is not State.STOPPED for member in self._roster.members)
         whole_number(count, "the number of engines to add", least=1, most=max(1, room))
@@ -207,7 +207,7 @@ class Elastic:
             failed.push_async_callback(self._give_back, engines, life)
             member = await engines.start(life, gpus)
             failed.pop_all()
-        # From here on it joins, and restarts where it dies, as any other, also if the caller gives up.
+        # From here on, it joins and restarts as any other engine, even if the caller gives up.
         member.lifecycle.restarts = True
         self._watch(member)
         limit_s = engines.config.start_timeout_s
@@ -220,7 +220,7 @@ class Elastic:
         return self._joined(member)
 
     async def _give_back(self, engines: LaunchedEngines, life: Lifecycle) -> None:
-        """Let another engine have what was set aside for one that did not start."""
+        """Free the resources of an engine that did not start."""
         try:
             await engines.end(life)
         except PenstockError as error:
@@ -228,13 +228,13 @@ class Elastic:
 
     @_until_closed
     async def attach(self, servers: Iterable[str | ServerSpec]) -> tuple[str, ...]:
-        """Let servers of others serve too; see `Fleet.attach`. Those that have answered join even if cancelled then."""
+        """Attach servers; see `Fleet.attach`. If cancelled, servers that answered join."""
         specs = specs_of(servers)
         here = {place_of(member.url) for member in self._roster.members if member.state is not State.STOPPED}
         if known := [spec.url for spec in specs if place_of(spec.url) in here]:
             raise UserError(f"the server {known[0]} belongs to this fleet already; remove it first")
         joins = [asyncio.create_task(self._attach(spec)) for spec in specs]
-        await asyncio.gather(*joins, return_exceptions=True)  # cancelled, it cancels them
+        await asyncio.gather(*joins, return_exceptions=True)  # its cancellation cancels them
         return tuple(task.result() for task in joins)
 
     async def _attach(self, spec: ServerSpec) -> str:
@@ -264,7 +264,7 @@ class Elastic:
 
     @_until_closed
     async def drain(self, engine: str | int, timeout_s: float | None = None) -> bool:
-        """Send an engine no new session, and wait until it has ended what lives there; see `Fleet.drain`."""
+        """Send an engine no new session, and wait until it is idle; see `Fleet.drain`."""
         member, timeout_s = self.find(engine), seconds(timeout_s)
         if member.state not in SERVABLE:
             raise StateError(f"engine {member.name} does not serve, it is {member.state}: {member.lifecycle.reason}")
@@ -273,10 +273,10 @@ class Elastic:
 
     @_until_closed
     async def remove(self, engine: str | int, timeout_s: float | None = None) -> None:
-        """Send an engine no request at all, and end it; see `Fleet.remove`.
+        """Send an engine no more requests, and end it; see `Fleet.remove`.
 
-        One that is dead or starting is taken out at once; the last one that restarts is not. Once its end has begun,
-        it goes on even if this call is cancelled.
+        A dead or starting engine leaves at once, unless it restarts and too few others would be left. Once its end has
+        begun, it goes on even if this call is cancelled.
         """
         member, timeout_s = self.find(engine), seconds(timeout_s)
         self._check_there(member)
@@ -294,10 +294,10 @@ class Elastic:
             departure = asyncio.create_task(self._depart(member), name=f"end-{member.name}")
             self._departures[member] = departure
             departure.add_done_callback(over)
-        await asyncio.shield(departure)  # half an end would leave an engine that no call can end
+        await asyncio.shield(departure)  # an interrupted end would leave an engine that no call can end
 
     async def _until_idle(self, member: Member, timeout_s: float | None, *, sessions: bool) -> bool:
-        if not await self._busy(member, sessions=sessions):  # asked once also if there is no time
+        if not await self._busy(member, sessions=sessions):  # asked once even if there is no time
             return True
         try:
             async with asyncio.timeout(self._drain_s if timeout_s is None else timeout_s):
@@ -310,7 +310,7 @@ class Elastic:
         return True
 
     async def _busy(self, member: Member, *, sessions: bool) -> bool:
-        """Whether requests are under way on an engine, or sessions live there; not so where it serves no longer."""
+        """Return whether a serving engine has requests, or with `sessions` also sessions."""
         if member.state not in SERVABLE:
             return False
         try:
@@ -318,14 +318,14 @@ class Elastic:
         except (DeadlineError, EngineDeadError):
             if not self._roster.router_returns:
                 raise
-            return True  # unknown before it is back
+            return True  # unknown until the router is back
         own = {entry.name for entry in member.entries()}
         return any(
             load.outstanding > 0 or (sessions and load.sessions > 0) for load in router.engines if load.name in own
         )
 
     async def _depart(self, member: Member) -> None:
-        async with AsyncExitStack() as steps:  # each is taken, whatever became of those before it
+        async with AsyncExitStack() as steps:  # each step runs, even if an earlier one failed
             steps.push_async_callback(member.control.close)
             if self._engines is not None:
                 steps.push_async_callback(self._engines.end, member.lifecycle)
@@ -333,11 +333,11 @@ class Elastic:
             await self._supervisor.release(member)
 
     async def _withdraw(self, member: Member, mode: Substate) -> None:
-        """Let an engine take nothing new: it is DRAINING, if it was not so already; dead, it is not waited for.
+        """Give an engine no new work: a live one is DRAINING, a dead one never returns.
 
         Raises:
-            UserError: fewer than `min_engines` others would be left. For one that restarts others that do count too,
-                since it serves no more than they do.
+            UserError: fewer than `min_engines` others would be left. For a restarting engine, other restarting ones
+                count too, since it serves no more than they do.
         """
 
         async def run() -> None:
@@ -355,7 +355,7 @@ class Elastic:
                     f"without engine {member.name} the fleet would have {len(left)} engine{'s' * (len(left) != 1)}, "
                     f"fewer than fleet.min_engines={self._min_engines}; add one first"
                 )
-            if restarting:  # no request may wait for it any more; `_dismiss` ends it
+            if restarting:  # requests must no longer wait for it; `_dismiss` ends it
                 member.lifecycle.restarts = False
                 self._roster.announce()
                 return
@@ -367,12 +367,12 @@ class Elastic:
         await self._operations.queue.run(run)
 
     async def _dismiss(self, member: Member) -> None:
-        """Take an engine out of the fleet for good: it is STOPPED, and the router does not know it any more."""
+        """Take an engine out of the fleet for good: STOPPED, and unknown to the router."""
 
         async def run() -> None:
             if member.state in {State.LAUNCHING, State.SYNCING}:
                 member.lifecycle.to(State.DEAD, "taken out before it served")
-            elif member.state in {State.SERVING, State.PAUSED}:  # its admission had begun, and so came to its end
+            elif member.state in {State.SERVING, State.PAUSED}:  # its admission had begun, and finished
                 member.lifecycle.to(State.DRAINING, "taken out as it came back")
             member.lifecycle.to(State.STOPPED, "taken out of the fleet")
             member.lifecycle.restarts = False
@@ -391,6 +391,6 @@ class Elastic:
         return self._engines
 
     async def _place(self, engines: LaunchedEngines) -> tuple[str, ...]:
-        ours = (m for m in self._roster.members if m.process is not None)  # others have nothing of what we share out
+        ours = (m for m in self._roster.members if m.process is not None)  # servers of others use none of our GPUs
         there = (m for m in ours if m.state is not State.STOPPED or m in self._departures)
         return await engines.place([*(m.gpus for m in there), *self._placed.values()])

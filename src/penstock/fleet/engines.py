@@ -1,4 +1,4 @@
-"""Engine processes that this fleet starts, and the GPUs of those on this machine."""
+"""Engine processes that this fleet starts, and their GPUs on this machine."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from penstock.settings import EngineConfig, FleetConfig
 
 
 class LaunchedEngines:
-    """Starts engines as children of this process, again where they died, and ends all that it started.
+    """Starts and restarts engines as children of this process, and ends all of them.
 
-    `ray_engines.RayLauncher` starts them elsewhere. What is set aside for an engine (GPUs, a placement group) is kept
-    from its first start to its end, through its deaths. Engines ask for `api_key`, and each appends to a file of its
-    name in `log_dir`. SIGKILL follows SIGTERM after `fleet.stop_timeout_s` seconds.
+    `ray_engines.RayLauncher` starts them elsewhere. An engine keeps its GPUs or placement group from its first start to
+    its end, through its deaths. Engines require `api_key`. Each appends to a file of its name in `log_dir`. SIGKILL
+    follows SIGTERM after `fleet.stop_timeout_s` seconds.
     """
 
     def __init__(
@@ -45,27 +45,27 @@ class LaunchedEngines:
         self._closed = False
 
     async def launch(self, name: str, gpus: Sequence[str]) -> EngineHandle:
-        """Start a server that sees `gpus`, and return when it is ready. Raises PenstockError; nothing is left then."""
+        """Start a server that sees `gpus`; return when it is ready. Raises PenstockError."""
         return await EngineProcess.launch(self.config, name=name, log_dir=self.log_dir, api_key=self.api_key, gpus=gpus)
 
     async def place(self, taken: Sequence[Sequence[str]]) -> tuple[str, ...]:
-        """Choose GPUs for one engine more, where others have `taken`. Raises ConfigError where there is no room."""
+        """Choose GPUs for one more engine beside those `taken`. ConfigError: no room."""
         return place(self.config, visible_gpus(), taken) if resolve_profile(self.config) == "gpu" else ()
 
     async def release(self, name: str) -> None:
-        """Give back what was set aside for an engine that has ended for good: of GPUs here, nothing is noted."""
+        """Free the resources of an engine that has ended for good; GPUs here need nothing."""
 
     async def close(self) -> None:
-        """Leave nothing behind: every engine has ended."""
+        """Free what the launcher itself holds, after every engine has ended."""
 
     async def start(self, lifecycle: Lifecycle, gpus: Sequence[str]) -> Member:
-        """Start the engine of `lifecycle`, which is LAUNCHING; it is SYNCING then.
+        """Start the engine of `lifecycle`, which is LAUNCHING; it is SYNCING afterwards.
 
-        Cancelled, it leaves no process; what is set aside for the engine, `end` gives back.
+        If cancelled, it leaves no process; `end` frees the engine's resources.
 
         Raises:
-            PenstockError: it did not start; it is gone, and DEAD.
-            StateError: all have been ended.
+            PenstockError: it did not start; its process is gone, and it is DEAD.
+            StateError: the fleet has ended all engines.
         """
         self._lives.add(lifecycle)
         async with AsyncExitStack() as failed:
@@ -85,12 +85,12 @@ class LaunchedEngines:
             self._check_open()
             try:
                 process = await self.launch(lifecycle.engine, gpus)
-            except OSError as error:  # no memory, descriptor or room on a disk is left; that may pass
+            except OSError as error:  # no memory, descriptor or disk space is left; that may pass
                 what = f"no process can be started for it: {error}"
                 raise EngineStartError(what, engine=lifecycle.engine) from error
             failed.push_async_callback(process.wait)
             failed.callback(process.kill)
-            self._check_open()  # `end_all` does not know of this one
+            self._check_open()  # `end_all` does not know this process yet
             self._processes[lifecycle] = process
             return await connect_engine(
                 lifecycle,
@@ -102,20 +102,20 @@ class LaunchedEngines:
             )
 
     async def end(self, lifecycle: Lifecycle) -> None:
-        """End an engine, however far it has come. One that served is STOPPED then."""
+        """End an engine at any point of its start; one that served is STOPPED afterwards."""
         if lifecycle.state in SERVABLE - {State.DRAINING}:
             lifecycle.to(State.DRAINING, "the fleet is torn down")
         if (process := self._processes.get(lifecycle)) is not None:
             await process.stop(self._stop_s)
-            self._processes.pop(lifecycle, None)  # not before: `end_all` has to find what did not end
+            self._processes.pop(lifecycle, None)  # only now: `end_all` has to find what did not end
         await self.release(lifecycle.engine)
         if lifecycle.state is State.DRAINING:
             lifecycle.to(State.STOPPED, "its process has ended")
 
     async def end_all(self) -> None:
-        """End every engine, and close the connections to them. None can be started any more."""
+        """End every engine, close the connections to them, and refuse further starts."""
         self._closed = True
-        async with AsyncExitStack() as last:  # each is done, whatever became of those before it
+        async with AsyncExitStack() as last:  # each step runs, even if an earlier one failed
             last.push_async_callback(self.close)
             last.push_async_callback(self._connections.aclose)
             await all_or_first_error(self.end(lifecycle) for lifecycle in tuple(self._processes))
@@ -125,7 +125,7 @@ class LaunchedEngines:
             raise StateError("this fleet was torn down: no engine of it can start any more")
 
     def any_died(self) -> bool:
-        """Whether an engine ever failed: its log is worth keeping."""
+        """Return whether an engine ever failed, so that its log is worth keeping."""
         return any(change.new is State.DEAD for life in self._lives for change in life.history)
 
 
@@ -135,9 +135,9 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """The GPUs that a process started from here may use, by their names in `CUDA_VISIBLE_DEVICES`.
+    """Return the GPUs for processes started here, as named in `CUDA_VISIBLE_DEVICES`.
 
-    Empty where they cannot be listed (WSL has no device files): engines then find theirs by themselves.
+    Empty if they cannot be listed (WSL has no device files): engines then find theirs by themselves.
     """
     given = os.environ.get(VISIBLE)
     if given is not None:
@@ -146,7 +146,7 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def assign(config: EngineConfig, engines: int, gpus: Sequence[str]) -> list[tuple[str, ...]]:
-    """GPUs of each engine, from the last backwards, so that the first ones are left to a trainer; raises as `place`."""
+    """Return each engine's GPUs, from the last, to leave a trainer the first ones."""
     taken: list[tuple[str, ...]] = []
     for _ in range(engines):
         taken.append(place(config, gpus, taken))
@@ -154,10 +154,10 @@ def assign(config: EngineConfig, engines: int, gpus: Sequence[str]) -> list[tupl
 
 
 def place(config: EngineConfig, gpus: Sequence[str], taken: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """GPUs of one engine more: those with the fewest engines on them, the last ones first.
+    """Return one more engine's GPUs: those with the fewest engines, the last first.
 
     Raises:
-        ConfigError: there is no room, as far as `gpu_memory_utilization` lets engines share.
+        ConfigError: there is no room, even with the sharing that `gpu_memory_utilization` allows.
     """
     if not gpus:
         return ()

@@ -1,4 +1,4 @@
-"""Many engines as one: generation through a router, and control of every engine."""
+"""Many engines used as one: generation through a router, and control of every engine."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ T = TypeVar("T")
 
 
 class Fleet(Engine):
-    """N engines behind one router, used as one engine (R1). Get one with `launch` or `connect`.
+    """N engines behind one router, used as one engine (R1). Get a fleet with `launch` or `connect`.
 
-    Generation goes through the router; control goes to every engine directly and waits for every answer. An engine
-    that fails a call that changes its state is dead and out of the router's set before the call returns.
+    Generation goes through the router. Control goes to every engine directly and waits for every answer. An engine that
+    fails a call that changes its state is dead, and out of the router's set before the call returns.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Fleet(Engine):
         self.url = url
         """The router's address: an OpenAI endpoint for all engines together."""
         self.endpoint = endpoint
-        """Its control socket (`service.Endpoint`), for other processes; None where another process owns the fleet."""
+        """Control socket for other processes (`service.Endpoint`); None if another process owns the fleet."""
         self._roster = roster
         self._all_lost = roster.all_lost
         self._operations: Any = operations
@@ -74,24 +74,24 @@ class Fleet(Engine):
         api_key: str | None = None,
         **options: Any,
     ) -> PendingFleet:
-        """Start engines and a router on this machine: `async with Fleet.launch("path", engines=2) as fleet:`.
+        """Start engines and a router: `async with Fleet.launch("path", engines=2) as fleet:`.
 
-        Awaiting the result instead gives a fleet that ends with `teardown`.
+        Await the result instead for a fleet that ends with `teardown`.
 
         Args:
             model: checkpoint path or hub name, or a whole `EngineConfig`.
-            engines: how many; default: `fleet.engines`, 1. 0: only those to attach.
-            attach: further servers of the same model that someone else started: `http://HOST:PORT`, with `#dp=N`
-                behind it to address so many data-parallel ranks one by one. They run on after `teardown`.
+            engines: how many to start; default: `fleet.engines`, 1; 0: only attach servers.
+            attach: running servers of the same model: `http://HOST:PORT`, followed by `#dp=N` to address N
+                data-parallel ranks one by one. They run on after `teardown`.
             fleet: see `FleetConfig`.
             router: see `RouterConfig`.
-            api_key: what the router asks of clients from now on; default: nothing, it listens on 127.0.0.1 only.
-                Engines that are launched have a random key of the fleet's own; servers to attach keep this one.
-            options: fields of `EngineConfig`, `FleetConfig` and `RouterConfig`, which go before those given whole.
+            api_key: the key that the router asks of clients; default: none, and it listens on 127.0.0.1 only. Launched
+                engines have a random key of the fleet; attached servers must have this one.
+            options: fields of `EngineConfig`, `FleetConfig` and `RouterConfig`, which override those of a whole config.
 
         Raises:
-            ConfigError: at once, for an unknown option or a wrong value; nothing was started.
-            EngineStartError: when entered, if an engine or the router does not start; nothing is left running.
+            ConfigError: at once, for an unknown option or a wrong value; no process was started.
+            EngineStartError: when entered, if an engine or the router does not start; no process is left running.
         """
         from penstock.fleet.launch import launch  # noqa: PLC0415 - launch builds a Fleet
 
@@ -110,20 +110,21 @@ class Fleet(Engine):
         request_timeout_s: float = 3600.0,
         **options: Any,
     ) -> PendingFleet:
-        """Use engines that someone else started; they run on after `teardown`.
+        """Use running engines, which run on after `teardown`.
 
         Args:
-            target: the URL of the router of a fleet that another process of yours on this machine owns: it stays the
-                owner, and calls go to it. Or a list of engine URLs, as `attach` of `launch` has them, which this
-                process owns from now on, behind a router that is started.
-            api_key: what the router asks of clients; of engine URLs, what these ask for, and the router from now on.
+            target: the router's URL of a fleet that another process of yours on this machine owns; calls go to that
+                owner. Or a list of engine URLs as for `attach` of `launch`: this process owns them from now on, behind
+                a router that it starts.
+            api_key: the router's key for clients; for engine URLs, the engines' key, which the router then asks for
+                too.
             control_timeout_s: deadline of a control call.
             request_timeout_s: deadline of a generation request.
-            options: fields of `FleetConfig` but those of starting engines, and of `RouterConfig`; of a fleet that
-                another process owns, `stream_chunk_tokens` alone.
+            options: fields of `FleetConfig`, except those of starting engines, and of `RouterConfig`; for a fleet that
+                another process owns, only `stream_chunk_tokens`.
 
         Raises:
-            ConfigError: at once, for an unknown option, a wrong value, or one that the owner has chosen.
+            ConfigError: at once, for an unknown option, a wrong value, or an option that the owner has chosen.
             EngineDeadError: when entered, if no process here owns a fleet there, or an engine does not answer;
                 `StateError`: the engines serve different weight versions.
         """
@@ -142,22 +143,22 @@ class Fleet(Engine):
 
     @property
     def tp_size(self) -> int:
-        """Tensor-parallel ranks of an engine (the largest, where they differ)."""
+        """Tensor-parallel ranks of an engine (the most, if they differ)."""
         return max(m.info.tp for m in self._roster.members)
 
     @property
     def pp_size(self) -> int:
-        """Pipeline-parallel ranks of an engine (the largest, where they differ)."""
+        """Pipeline-parallel ranks of an engine (the most, if they differ)."""
         return max(m.info.pp for m in self._roster.members)
 
     @property
     def dp_size(self) -> int:
-        """Data-parallel ranks of all engines together, the dead too: each engine is at least one."""
+        """Data-parallel ranks of all engines, dead ones included; at least one each."""
         return sum(m.info.dp for m in self._roster.members if m.state is not State.STOPPED)
 
     @property
     def dtype(self) -> str | None:
-        """The dtype in which the engines compute, by torch's name: `bfloat16`; None: none of them says."""
+        """Torch's name of the engines' dtype, such as `bfloat16`; None: unknown."""
         return next((m.info.dtype for m in self._roster.members if m.info.dtype), None)
 
     @property
@@ -172,30 +173,30 @@ class Fleet(Engine):
         prefix_length: int | None = None,
         overload_threshold: float | None = None,
     ) -> None:
-        """Place requests by another policy, or list of them, from now on; sessions stay where they live.
+        """Place requests by other policies from now on; sessions stay where they live.
 
-        See `RouterConfig` for the options, which stay as they are by default. ConfigError: one of them is wrong.
+        See `RouterConfig` for the options; one left out stays as it is. ConfigError: an option is wrong.
         """
         names = policy if isinstance(policy, str) else ",".join(policy)
         given = {"policy": names, "prefix_length": prefix_length, "overload_threshold": overload_threshold}
         await self._elastic.set_policy({name: value for name, value in given.items() if value is not None})
 
     def key_of(self, engine: str) -> str | None:
-        """Return the key for calls to an engine past the router; None: it asks for none. Never show or log it."""
+        """Return the key for direct calls to an engine, or None. Never show or log it."""
         return next((member.api_key for member in self._roster.members if member.name == engine), None)
 
     @property
     def weight_version(self) -> int:
-        """Version that every serving engine has confirmed: 0 as loaded, +1 for each committed update."""
+        """Version that every serving engine has confirmed: 0 as loaded; updates raise it."""
         return self._roster.version
 
     # --- generation --------------------------------------------------------------------------------------------------
 
     async def while_serving(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return what a request of `data` does; raise EngineDeadError as soon as no engine is left for it."""
+        """Return the result of `data`'s request; EngineDeadError: no engine is left."""
         with closing(work):
             self._check_open()
-            # Requests that find no engine wait in the router, which does not know whether one will come.
+            # Requests that find no engine wait in the router, which cannot know whether one will come.
             done = await settled(work, self._all_lost.wait())
         if done.cancelled():
             raise self._roster.lost_error()
@@ -204,13 +205,13 @@ class Fleet(Engine):
         return done.result()
 
     def each_while_serving(self, items: AsyncGenerator[T]) -> AsyncGenerator[T]:
-        """Yield what a stream of `data` does, none of which is None; raise as `while_serving`."""
+        """Yield the items of `data`'s stream, never None; raise as `while_serving`."""
         self._check_open()
         return plugged_in("openai.streams")(self._roster, items)
 
     @property
     def counters(self) -> Counters:
-        """Count what was done so that no request was cut short: requests sent again, tokens requeued and wasted."""
+        """Counters of requests sent again, and of tokens requeued and wasted."""
         return self.data.counters
 
     # --- pause, resume, memory ---------------------------------------------------------------------------------------
@@ -223,20 +224,20 @@ class Fleet(Engine):
         timeout_s: float | None = None,
         adapter: str | None = None,
     ) -> None:
-        """Stop making tokens on every engine; return when none is made (R22, R23). New requests wait in the router.
+        """Stop making tokens on every engine (R22, R23). New requests wait in the router.
 
-        While mode `wait` waits for requests, `abort_generation` ends it soon and `resume_generation` takes it back.
-        Cancelling this call takes a pause of any mode back.
+        While mode `wait` waits for requests, `abort_generation` ends them at once and `resume_generation` undoes the
+        pause. Cancelling this call undoes a pause of any mode.
 
         Args:
-            mode: what happens to requests in flight.
+            mode: the treatment of requests in flight.
             clear_cache: recompute KV at resume, so that no cached block outlives its weights (G5).
-            timeout_s: seconds after which the pause is taken back and generation goes on. Without it, an engine that is
-                late is dead: in mode `wait`, which lasts as long as the longest request in flight, after a request's
-                deadline, else after a control call's.
-            adapter: pause the requests of this LoRA adapter alone (R25). They stop at a token, keep their tokens and
-                are computed again at resume, under the version that is in force then. All other requests go on. `mode`
-                must be `keep`; `clear_cache` and `timeout_s` change nothing.
+            timeout_s: seconds after which the pause is undone and generation goes on. Without it, a late engine is dead
+                after a control call's deadline. Mode `wait` lasts as long as the longest request in flight, so there a
+                request's deadline applies.
+            adapter: pause only the requests of this LoRA adapter (R25). They stop at a token and keep their tokens.
+                Resume recomputes them under the version then in force. All other requests go on. `mode` must be `keep`;
+                `clear_cache` and `timeout_s` have no effect.
 
         Raises:
             StateError: already paused.
@@ -254,32 +255,32 @@ class Fleet(Engine):
         await self._operations.pause(mode, clear_cache=clear_cache, timeout_s=timeout_s)
 
     async def resume_generation(self, *, adapter: str | None = None) -> None:
-        """Resume after `pause_generation` with the same `adapter`, then open the gate. StateError: not paused."""
+        """Resume after `pause_generation` with the same `adapter`. StateError: not paused."""
         await (self._operations.resume() if adapter is None else self._operations.adapters.resume(adapter))
 
     async def wait_until_resumed(self, adapter: str, *, timeout_s: float) -> None:
-        """Return when an adapter is not paused. DeadlineError: it still is after `timeout_s` seconds."""
+        """Wait until an adapter is not paused. DeadlineError: `timeout_s` seconds passed."""
         await self._operations.adapters.wait(adapter, timeout_s)
 
     async def abort_generation(self) -> None:
-        """End every request in flight with the tokens it has and the finish reason `abort`; new ones are served."""
+        """End requests in flight with their tokens and reason `abort`; serve new ones."""
         self.data.expect_aborts()
         await self._operations.abort()
 
     async def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes on every engine; running requests are recomputed."""
+        """Forget cached prefixes on every engine, and recompute running requests."""
         await self._operations.reset_prefix_cache()
 
     async def sleep(self, level: int = 1) -> None:
-        """Free memory for a colocated trainer (R26); new requests wait until `wake_up` has taken all of it back.
+        """Free memory for a colocated trainer (R26); requests wait until `wake_up`.
 
-        Requests in flight go on then from the tokens they have. Level 2 drops the weights: after it, requests wait for
-        the next update as well.
+        Requests wait until all memory is back; those in flight then go on from their tokens. Level 2 drops the weights,
+        so requests also wait for the next update.
         """
         await self._operations.sleep(level)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take memory back on every engine; `tags` restricts it to `weights` or `kv_cache`."""
+        """Take memory back on every engine; `tags`: only `weights` or `kv_cache`."""
         await self._operations.wake_up(tags)
 
     # --- weights -----------------------------------------------------------------------------------------------------
@@ -287,18 +288,18 @@ class Fleet(Engine):
     async def init_weight_update_communicator(self, init_info: Mapping[str, Any]) -> None:
         """Call vLLM's native `/init_weight_transfer_engine` on every engine.
 
-        A `rank_offset` in `init_info` is the first engine's; each later one's has the ranks of those before it added.
+        A `rank_offset` in `init_info` is the first engine's. Each later engine's is greater by the ranks before it.
         """
         await self._operations.native.init(init_info)
 
     async def update_named_weights(self, update_info: Mapping[str, Any], *, version: int) -> None:
         """Run vLLM's native update on every engine.
 
-        No copy of these weights is kept: an engine that joins later waits for the next `update_weights`.
+        The fleet keeps no copy of these weights. An engine that joins later waits for the next `update_weights`.
 
         Raises:
             StateError: generation is not paused.
-            UserError: `version` is not greater than the present one.
+            UserError: `version` is not greater than every earlier one.
         """
         await self._operations.native.update(update_info, version)
 
@@ -307,33 +308,32 @@ class Fleet(Engine):
     ) -> UpdateReport:
         """Put new weights in force on every engine while requests are in flight.
 
-        Once begun, it runs to its end even if this call is cancelled.
+        A started update runs to its end even if this call is cancelled.
 
         Args:
             named_tensors: `(checkpoint name, tensor)` for every tensor of the model, as `model.named_parameters()`
                 gives them; tied weights once. A module, or a function that returns the pairs, is asked again when an
-                engine needs this version and no copy of it was kept (docs/how-to/weights.md).
-            version: label of the new weights, greater than the present one; default: the present one + 1. A resumed
-                run passes the version that it had reached.
-            kv: `recompute`: requests in flight attend to nothing of older weights, at the price of their prefill.
+                engine needs this version and no copy was kept (docs/how-to/weights.md).
+            version: label of the new weights, greater than every earlier one; default: the highest so far + 1. A
+                resumed run passes the version that it had reached.
+            kv: `recompute`: requests in flight attend only to KV of the new weights, at the price of their prefill.
                 `keep`: they go on at once, and cached prefixes stay. Until the next update that recomputes, the spans
-                of new tokens say `kv_kept`, and their logprobs are of no version alone.
-                `keep_in_flight`: those that are making tokens go on at once and say `kv_kept`, until they are preempted
-                or continue on another engine. All others compute under the new weights alone, and new requests reuse
-                nothing of older ones.
+                of new tokens say `kv_kept`, and their logprobs belong to no single version. `keep_in_flight`: requests
+                that are making tokens go on at once and say `kv_kept`, until they are preempted or continue on another
+                engine. All others compute under the new weights alone, and new requests reuse no older KV.
 
         Raises:
-            WeightsError: a missing, extra or misshapen tensor, a wrong dtype, or NaN; nothing was changed.
+            WeightsError: a missing, extra or misshapen tensor, a wrong dtype, or NaN; the weights are unchanged.
             StateError: another update is under way.
-            UpdateError: it did not commit on enough engines; the old version is still served.
+            UpdateError: too few engines committed it; the old version is still served.
         """
         return await self._operations.update(as_named_tensors(named_tensors), version, kv=kv)
 
     async def recovered(self, report: UpdateReport, *, timeout_s: float = 60.0) -> UpdateReport:
-        """Return the report of an update with its `tokens_lost`, as soon as all engines make tokens as before it.
+        """Return an update's report with `tokens_lost` once engines are as fast as before.
 
-        The next update ends the wait too, and so do `timeout_s` seconds; then the loss so far is reported. Engines that
-        died have none.
+        The next update and `timeout_s` seconds also end the wait; the report then has the loss so far. Dead engines
+        have no loss.
         """
         names = [engine.engine for engine in report.engines]
         losses = await self._elastic.losses(names, report.version, report.adapter, timeout_s)
@@ -342,61 +342,61 @@ class Fleet(Engine):
     # --- engines that come and go ------------------------------------------------------------------------------------
 
     async def add_engines(self, count: int = 1) -> tuple[str, ...]:
-        """Start more engines; returns their names when they serve, with the fleet's weights.
+        """Start more engines; return their names once they serve the fleet's weights.
 
         Raises:
-            StateError: this fleet did not launch its engines.
-            ConfigError: no GPU is free.
-            EngineStartError: of the first that did not start; the others serve.
+            StateError: this fleet launched no engines.
+            ConfigError: no GPU has room.
+            EngineStartError: the error of the first that did not start; the others serve.
         """
         self._check_open()
         return await self._elastic.add(count)
 
     async def attach(self, *servers: str | ServerSpec) -> tuple[str, ...]:
-        """Let servers that someone else started serve in this fleet too; returns their names.
+        """Let running servers serve in this fleet too; return their names.
 
-        One that has other weights than the fleet gets them, where it has our plugin and they are here; else it waits
-        for an update, and serves nothing before.
+        A server with other weights gets the fleet's, if it has our plugin and the weights are here. Otherwise it waits
+        for an update, and serves no request before.
 
         Args:
-            servers: `http://HOST:PORT`, with `#dp=N` behind it to address so many data-parallel ranks one by one.
+            servers: `http://HOST:PORT`, followed by `#dp=N` to address N data-parallel ranks one by one.
 
         Raises:
             ConfigError: a malformed address.
-            UserError: one belongs to this fleet already.
-            EngineDeadError, EngineHTTPError: no program answers there, or one that is no engine.
+            UserError: a server belongs to this fleet already.
+            EngineDeadError, EngineHTTPError: no program answers there, or the program is no engine.
         """
         self._check_open()
         return await self._elastic.attach([spec.model_dump() for spec in plugged_in("attach.specs")(servers)])
 
     async def drain(self, engine: str | int, *, timeout_s: float | None = None) -> bool:
-        """Send an engine (by name or index) no new session; returns whether it has ended all it had in time.
+        """Send an engine no new session; return whether it finished the rest in time.
 
-        Later turns of its sessions still go there, until they finish or `router.session_ttl_s` has passed.
-        `timeout_s`: seconds, by default `fleet.drain_timeout_s`.
+        `engine`: its name or index. Later turns of its sessions still go there, until they finish or
+        `router.session_ttl_s` has passed. `timeout_s`: seconds, by default `fleet.drain_timeout_s`.
 
         Raises:
-            UserError: there is none of that name, or fewer than `min_engines` others.
-            StateError: it does not serve.
+            UserError: the engine is unknown, or fewer than `min_engines` others are left.
+            StateError: the engine does not serve.
         """
         self._check_open()
         return await self._elastic.drain(engine, timeout_s)
 
     async def remove(self, engine: str | int, *, timeout_s: float | None = None) -> None:
-        """End an engine when it has ended its requests; raises as `drain`.
+        """End an engine when its requests have finished; raises as `drain`.
 
-        Its sessions, and requests that are left after `timeout_s`, go on elsewhere.
+        Its sessions, and requests left after `timeout_s`, go on elsewhere.
         """
         self._check_open()
         await self._elastic.remove(engine, timeout_s)
 
     async def get_num_unfinished_requests(self, index: int | None = None) -> int:
-        """Count requests running or waiting on engine `index` or on all, without those that the router holds."""
+        """Count requests running or waiting on engine `index` or all, not in the router."""
         self._check_open()
         return sum(stats.running + stats.waiting for stats in await self._elastic.stats(index))
 
     async def get_cache_usage(self, index: int | None = None) -> float:
-        """Fraction of KV blocks in use on engine `index`, or the mean over the engines."""
+        """Return the fraction of KV blocks in use on engine `index`, or the mean over all."""
         self._check_open()
         usages = [stats.kv_cache_usage for stats in await self._elastic.stats(index)]
         return sum(usages) / len(usages)
@@ -404,10 +404,10 @@ class Fleet(Engine):
     async def collective_rpc(
         self, method: str, timeout_s: float = 60.0, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> list[Any]:
-        """Call a worker method on every worker: the engines in their order, in each its ranks in theirs.
+        """Call a worker method on every worker; results are by engine, then by rank.
 
         Raises:
-            FanOutError: it failed on some engines; it holds their errors, and the others' answers. Of one: its own.
+            FanOutError: some engines failed; it holds errors and answers. A single engine: its own error.
         """
         self._check_open()
         return await self._operations.collective_rpc(method, timeout_s, args, kwargs)
@@ -421,49 +421,49 @@ class Fleet(Engine):
         version: int | None = None,
         kv: KV = "recompute",
     ) -> UpdateReport:
-        """Put a version of a LoRA adapter in force while requests are in flight, the first or a new one.
+        """Put a new version of a LoRA adapter in force while requests are in flight.
 
-        Only these tensors travel. The adapter's requests in flight go on under the new version; the spans of their
-        tokens name adapter and version. No new request finds KV of an older version.
+        Only these tensors are sent. The adapter's requests in flight go on under the new version, and the spans of
+        their tokens name adapter and version. New requests find no KV of an older version.
 
         Args:
-            name: what requests ask for as `model`, or as `adapter`.
+            name: name by which requests select it, as `model` or `adapter`.
             tensors: `(PEFT's checkpoint name, torch tensor or numpy array)`.
             config: PEFT's `adapter_config` as a mapping: `r`, `lora_alpha`, `target_modules`, ...
-            version: greater than any that this name has had; default: the last one + 1, first 1.
-            kv: of the adapter's requests in flight: `recompute`, or, as for `update_weights`, `keep_in_flight`; `keep`
-                does the same here.
+            version: greater than any earlier one of this name; default: the last one + 1, at first 1.
+            kv: KV of the adapter's requests in flight: `recompute` or `keep_in_flight`, as for `update_weights`; `keep`
+                equals `keep_in_flight` here.
 
         Raises:
-            WeightsError: it does not fit the model, or holds NaN; what was in force stays.
+            WeightsError: it does not fit the model, or holds NaN; the previous version stays in force.
             MissingCapabilityError: an engine takes no adapters.
-            StateError: no room for another name.
+            StateError: there is no room for another name.
         """
         return await self._operations.adapters.update(name, tensors, config, version, kv)
 
     async def load_adapter(self, name: str, path: str, *, timeout_s: float) -> UpdateReport | None:
-        """Load a LoRA adapter that PEFT has saved, as a new version; None: it is the one that was loaded last."""
+        """Load a LoRA adapter saved by PEFT as a new version; None: it is unchanged."""
         return await self._operations.adapters.load(name, path, timeout_s)
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget a LoRA adapter on every engine. StateError: it has requests in flight; it stays."""
+        """Forget a LoRA adapter on every engine. StateError: it has requests in flight."""
         await self._operations.adapters.unload(name)
 
     async def pin_adapter(self, name: str, *, pinned: bool = True) -> None:
-        """Keep an adapter from being evicted when `fleet.max_adapters` are loaded, or do so no longer."""
+        """Protect an adapter from eviction at `fleet.max_adapters`, or end that."""
         await self._operations.adapters.pin(name, pinned=pinned)
 
     async def adapters(self) -> Mapping[str, AdapterStatus]:
-        """Name every LoRA adapter, with its version and its requests over all engines."""
+        """Return every LoRA adapter's version, and its requests over all engines, by name."""
         return await self._operations.adapters.statuses()
 
     async def engines(self, *, stats: bool = True) -> tuple[EngineStatus, ...]:
-        """Return every engine that ever joined, in order: its state, why, and, with `stats`, its load."""
+        """Return each engine that ever joined: state, reason, and with `stats` its load."""
         self._check_open()
         return await self._elastic.statuses(stats=stats)
 
     async def teardown(self) -> None:
-        """End what this object launched and close its connections; again is harmless. Requests in flight fail."""
+        """End what this object launched; requests in flight fail. Repeating is harmless."""
         if self._ending is None:
             self._roster.end()
             self._ending = asyncio.create_task(self._end(), name="fleet-teardown")

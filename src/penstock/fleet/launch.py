@@ -1,4 +1,4 @@
-"""From options to a fleet: start engines and a router, and put the parts together."""
+"""Starts engines and a router from options, and assembles a fleet from its parts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _HOW = "open it by `async with Fleet.launch(...) as fleet:` or by `fleet = await
 
 
 class PendingFleet:
-    """`async with pending as fleet:`, or `fleet = await pending` with a `teardown` of your own. Once only."""
+    """A fleet to open once: `async with pending as fleet:`, or `fleet = await pending` and `teardown` later."""
 
     def __init__(self, start: Callable[[], Coroutine[Any, Any, Fleet]]) -> None:
         self._start = start
@@ -53,7 +53,7 @@ class PendingFleet:
             await self._fleet.teardown()
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Explain to a caller who forgot to open it why it has no method of a fleet."""
+        """Explain to a caller who forgot to open it why it lacks a fleet's methods."""
         raise AttributeError(f"this fleet is not open yet, so it has no {name!r}; {_HOW}")
 
     async def _open(self) -> Fleet:
@@ -65,11 +65,11 @@ class PendingFleet:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What `launch` and `connect` have in common."""
+    """Options that `launch` and `connect` share."""
 
     fleet: FleetConfig
     api_key: str | None
-    """What the router asks of clients."""
+    """The key that the router asks of clients."""
     control_timeout_s: float
     """Deadline of a control call."""
     request_timeout_s: float
@@ -84,7 +84,7 @@ def launch(
     router: RouterConfig | None,
     api_key: str | None,
 ) -> PendingFleet:
-    """Prepare what `Fleet.launch` describes."""
+    """Prepare the fleet that `Fleet.launch` describes."""
     refuse_unknown(options, EngineConfig, FleetConfig, RouterConfig)
     check_key(api_key)
     if not isinstance(model, (str, Path, EngineConfig)):
@@ -109,7 +109,7 @@ def launch(
 
 
 def _gpus(engine: EngineConfig, fleet: FleetConfig) -> Sequence[tuple[str, ...]]:
-    """GPUs of each engine, none where it takes what it finds; refuses what cannot start."""
+    """Return each engine's GPUs, () if it finds its own; refuse what cannot start."""
     if fleet.launcher == "ray":
         plugged_in("launcher.ray").check_installed()
     elif fleet.engines:
@@ -125,7 +125,7 @@ async def _launched(
     plugged_in("control_socket.refuse_second")(router_config.url)
     shared = len({name for names in gpus for name in names}) < sum(len(names) for names in gpus)
     key = new_key()
-    engine_key = api_key if router_config.kind == "vllm-router" else key  # it sends its callers' key to engines
+    engine_key = api_key if router_config.kind == "vllm-router" else key  # it passes its callers' key to engines
     async with AsyncExitStack() as owned:
         logs = LogFolder(fleet.log_dir, owned)
         router = await open_router(router_config, log_dir=logs.path, api_key=api_key, owned=owned, admin_key=key)
@@ -135,14 +135,14 @@ async def _launched(
             fleet,
             api_key=engine_key,
             log_dir=logs.path,
-            # vLLM measures what its GPU has free while it starts, so those that share one start one after another.
+            # vLLM measures its GPU's free memory as it starts, so engines on one GPU start one after another.
             parallel_starts=1 if shared else max(1, fleet.engines),
         )
         owned.push_async_callback(engines.end_all)
         attached = plugged_in("attach")(api_key=api_key, control_timeout_s=terms.control_timeout_s)
         owned.push_async_callback(attached.close)
         first = fleet.engines
-        # Those of others first: what is wrong with them is known in no time.
+        # Servers of others come first: their errors show at once.
         others = await all_or_first_error(
             attached.join(Lifecycle(f"e{first + i}"), spec) for i, spec in enumerate(fleet.attach)
         )
@@ -153,7 +153,7 @@ async def _launched(
 
 
 class LogFolder:
-    """Where logs go: `path`. A folder of our own is removed at the end, unless an engine died or did not start."""
+    """The folder of logs, `path`. A temporary one is removed at the end, unless an engine died or did not start."""
 
     def __init__(self, given: Path | None, owned: AsyncExitStack) -> None:
         self.engines: LaunchedEngines | None = None
@@ -184,13 +184,13 @@ async def assemble(
     attached: Any,
     engines: LaunchedEngines | None = None,
 ) -> Fleet:
-    """Admit engines that are SYNCING, in the order of their index, send them to the router, and watch them.
+    """Make a fleet of engines that are SYNCING: admit, announce and watch them.
 
-    `attached` joins servers of others. Without `engines`, all were started by others.
+    `members` are in index order. `attached` joins servers of others. Without `engines`, others started all.
 
     Raises:
-        StateError: the engines serve different weight versions, or some are paused and some not.
-        UserError: there are fewer than `min_engines`, one is there twice, or they serve different models.
+        StateError: the engines serve different weight versions, or only some are paused.
+        UserError: there are fewer than `min_engines`, an engine occurs twice, or the models differ.
     """
     fleet = terms.fleet
     if not members or len(members) < fleet.min_engines:
@@ -232,7 +232,7 @@ def _watch(router: OpenRouter, roster: Roster, supervisor: Supervisor, fleet: Fl
 
 
 async def reachable(fleet: Fleet) -> Fleet:
-    """Open the control socket of a fleet that this process owns; where that fails, the fleet ends."""
+    """Open the control socket of a fleet that this process owns; on failure, end it."""
     if fleet.endpoint is not None:
         async with AsyncExitStack() as failed:
             failed.push_async_callback(fleet.teardown)
@@ -242,7 +242,7 @@ async def reachable(fleet: Fleet) -> Fleet:
 
 
 def data_client(url: str, api_key: str | None, roster: Roster, owned: AsyncExitStack, terms: Terms) -> DataClient:
-    """Return a client of the requests that go through the router at `url`; it ends with `owned`."""
+    """Return a client for requests through the router at `url`; it ends with `owned`."""
     data = DataClient(
         url,
         api_key=api_key,
@@ -256,7 +256,7 @@ def data_client(url: str, api_key: str | None, roster: Roster, owned: AsyncExitS
 
 
 async def _roster(router: OpenRouter, members: Sequence[Member]) -> Roster:
-    """The engines as one fleet, in the state that they all are in; the router has them and a gate that fits."""
+    """Make a roster of engines in one state; announce them and the gate to the router."""
     _agree("weight version", {m.name: m.weight_version for m in members})
     _agree("paused", {m.name: m.info.paused for m in members})
     paused = members[0].info.paused

@@ -1,6 +1,6 @@
-"""An engine as the fleet sees it: the one table of states, and calls to one engine or to many at once.
+"""An engine as the fleet sees it: the table of states, and calls to one engine or many.
 
-The table needs no I/O, so it is tested without a process.
+The table does no I/O, so tests need no process.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CONNECT_S = 15.0
-"""Deadline of the first question to an engine: one that hangs is not waited for as long as for an update."""
+"""Deadline of the first question to an engine, so that a hung one does not take an update's time."""
 Call = Callable[[ControlClient], Awaitable[T]]
 RANK = ".dp"
-"""Between the name of a server and the number of one of its data-parallel ranks."""
+"""Separator between a server's name and the number of a data-parallel rank."""
 
 
 class State(StrEnum):
-    """Where an engine stands. Only SERVING, PAUSED and DRAINING engines are known to the router."""
+    """The state of an engine. The router knows only SERVING, PAUSED and DRAINING engines."""
 
     LAUNCHING = "launching"
     """Its process is starting, or its address has not answered yet."""
     SYNCING = "syncing"
-    """It answers. The fleet confirms that it has the fleet's weights."""
+    """It answers, and the fleet is bringing it to the fleet's weights."""
     SERVING = "serving"
     """It takes requests."""
     PAUSED = "paused"
     """It holds its requests and makes no token."""
     DRAINING = "draining"
-    """It is about to stop, and ends the requests it has. It still takes part in pauses and updates."""
+    """It is about to stop and finishes its requests. It still takes part in pauses and updates."""
     STOPPED = "stopped"
     """It left on purpose. Final."""
     DEAD = "dead"
-    """It failed. It serves again only by way of LAUNCHING and SYNCING."""
+    """It failed. It serves again only through LAUNCHING and SYNCING."""
 
 
 class Substate(StrEnum):
-    """What distinguishes engines of one state."""
+    """Distinctions among engines of one state."""
 
     AWAITING_WEIGHTS = "awaiting weights"
     """SYNCING: no process has the fleet's weights any more, so it waits for the next update."""
@@ -75,7 +75,7 @@ TRANSITIONS: Mapping[State, frozenset[State]] = MappingProxyType(
         State.DEAD: frozenset({State.LAUNCHING, State.STOPPED}),
     }
 )
-"""Every edge there is. Into SERVING lead only SYNCING (weights confirmed) and PAUSED."""
+"""Every allowed change. Only SYNCING (weights confirmed) and PAUSED lead to SERVING."""
 
 SUBSTATES: Mapping[State, tuple[Substate | None, ...]] = MappingProxyType(
     {
@@ -84,7 +84,7 @@ SUBSTATES: Mapping[State, tuple[Substate | None, ...]] = MappingProxyType(
         State.DEAD: (Substate.RESTARTING, Substate.FINAL),
     }
 )
-"""The substates of a state, the first by default; those of DEAD follow `Lifecycle.restarts`. Other states have none."""
+"""Substates of a state, the default first; for DEAD, `Lifecycle.restarts` decides. Other states have none."""
 
 SERVABLE = frozenset({State.SERVING, State.PAUSED, State.DRAINING})
 """States in which the engine has confirmed its weights and the router knows it."""
@@ -100,18 +100,18 @@ class Change:
 
 
 class Lifecycle:
-    """The state of one engine and how it came to it."""
+    """The state of one engine, and the history behind it."""
 
     def __init__(self, engine: str) -> None:
         self.engine = engine
         self.history: list[Change] = []
         """Every change so far, oldest first."""
         self.restarts = False
-        """A death is followed by a restart. The supervisor decides this before the engine dies."""
+        """Whether a restart follows a death. The supervisor decides this before the engine dies."""
         self.state = State.LAUNCHING
-        """Where the engine stands now. Read only: `to` changes it."""
+        """The present state. Read only: `to` changes it."""
         self.reason = ""
-        """Why it stands there; empty before the first change. Read only."""
+        """Reason of the last change; empty before the first one. Read only."""
         self._substate: Substate | None = None
 
     @property
@@ -124,7 +124,7 @@ class Lifecycle:
         """Change the state, and log why.
 
         Raises:
-            StateError: the table has no such edge, or the state no such substate; nothing was changed.
+            StateError: the table has no such change, or the state no such substate; both stay as they were.
         """
         old = self.state
         if new not in TRANSITIONS[old]:
@@ -139,7 +139,7 @@ class Lifecycle:
         logger.log(level, "engine %s: %s -> %s: %s", self.engine, old, new, reason)
 
     def stay(self, substate: Substate | None, reason: str = "") -> None:
-        """Change the substate; a new reason takes the place of why it came here.
+        """Change the substate; a new reason replaces that of the state.
 
         Raises:
             StateError: the state has no such substate.
@@ -157,7 +157,7 @@ class Lifecycle:
 
 
 class EngineHandle(Protocol):
-    """The process of an engine that this fleet launched: `engine.launch.EngineProcess`, `ray_engines.RayEngine`."""
+    """The process of a launched engine: `engine.launch.EngineProcess`, `ray_engines.RayEngine`."""
 
     @property
     def url(self) -> str: ...
@@ -168,7 +168,7 @@ class EngineHandle(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One engine: where it is, how to speak to it, what it is, and what it was last known to serve."""
+    """One engine: its address, control client, properties, process, and last confirmed weights."""
 
     name: str
     url: str
@@ -176,26 +176,26 @@ class Member:
     info: EngineInfo
     lifecycle: Lifecycle
     weight_version: int
-    """The version that it has confirmed last."""
+    """The version that it confirmed last."""
     api_key: str | None = field(default=None, repr=False)
-    """The key it asks for: the fleet's own, or the one that a server of others was started with."""
+    """The key it requires: the fleet's own, or the key of a server that others started."""
     process: EngineHandle | None = None
-    """None where someone else started it."""
+    """Its process; `None` if others started it."""
     gpus: tuple[str, ...] = ()
-    """It keeps them through its restarts; none: it takes what it finds."""
+    """Its GPUs, kept through restarts; empty: it finds its own."""
     ranks: int = 1
-    """Its data-parallel ranks that the router addresses one by one; 1: it is one engine."""
+    """Data-parallel ranks that the router addresses one by one; 1: it is one engine."""
     again: Callable[[], Awaitable[Member]] | None = None
-    """Starts it again once it is dead, or joins it again where someone else started it; None: it stays dead."""
+    """Restarts it after its death, or joins it again if others started it; None: it stays dead."""
     torn: str | None = None
-    """An update failed in this instance of it, so its weights may be half of one version and half of another."""
+    """The instance in which an update failed, so that its weights may mix two versions; None: none."""
     foreign: int | None = None
-    """`CoreState.foreign` when nothing was wrong; None: not asked since a call of ours that may change it."""
+    """`CoreState.foreign` when it was last well; None: not asked since a call of ours that may change it."""
     asleep: frozenset[str] = frozenset()
-    """Memory tags that it gave back, and has not reported to have taken again."""
+    """Memory tags that it freed and has not confirmed to have taken back."""
 
     def adopt_process(self, new: Member) -> None:
-        """Take over address, control and process of a new start of the same engine."""
+        """Take over the address, control client and process of a restarted engine."""
         self.ranks = new.ranks if self.process is None else self.ranks
         self.url, self.control, self.info, self.process = new.url, new.control, new.info, new.process
         self.api_key = new.api_key
@@ -204,7 +204,7 @@ class Member:
             self.torn, self.asleep = None, frozenset()  # it has loaded its weights again
 
     def entries(self) -> list[EngineEntry]:
-        """Return what the router has to know of it, one entry for each rank that it addresses."""
+        """Return its entries for the router, one for each rank that the router addresses."""
         ranks = [None] if self.ranks == 1 else range(self.ranks)
         return [
             EngineEntry(
@@ -226,7 +226,7 @@ class Member:
 
     @property
     def drain_mode(self) -> Substate | None:
-        """SESSIONS or ALL while it drains, else None."""
+        """SESSIONS or ALL while it drains; else None."""
         return self.lifecycle.substate if self.state is State.DRAINING else None
 
     @property
@@ -235,22 +235,22 @@ class Member:
 
     @property
     def is_restarting(self) -> bool:
-        """It does not serve, and will without an update: a call that needs an engine may wait for it."""
+        """Whether it will serve without an update, so that a call may wait for it."""
         coming = self.state in {State.DEAD, State.LAUNCHING, State.SYNCING}
         return self.lifecycle.restarts and coming and not self.awaiting_weights
 
     def has(self, version: int) -> bool:
-        """Whether it has confirmed a version, and nothing has torn its weights since."""
+        """Return whether it has confirmed a version and its weights are not torn."""
         return self.weight_version == version and self.torn is None
 
     @property
     def updatable(self) -> bool:
-        """The next update is for it too: it has the fleet's weights, or waits for new ones and can take them."""
+        """Whether the next update includes it: it serves, or waits for weights it can take."""
         return self.state in SERVABLE or (self.awaiting_weights and self.info.capabilities.plugin)
 
     @property
     def layout(self) -> tuple[int, int, int]:
-        """TP, PP and DP ranks. Checksums can be compared among engines of one layout."""
+        """TP, PP and DP ranks. Checksums are comparable only among engines of one layout."""
         return self.info.tp, self.info.pp, self.info.dp
 
 
@@ -264,12 +264,12 @@ async def connect_engine(
     process: EngineHandle | None = None,
     client: Callable[..., ControlClient] = ControlClient,
 ) -> Member:
-    """Ask an engine, whose lifecycle is LAUNCHING, what it is; it is SYNCING then. `owned` closes the connection.
+    """Ask a LAUNCHING engine for its properties; it is SYNCING afterwards.
 
-    EngineError: it does not answer in `CONNECT_S` seconds, or is no engine.
+    `owned` closes the connection. EngineError: it does not answer in `CONNECT_S` seconds, or is no engine.
     """
     control = client(lifecycle.engine, url, api_key=api_key, timeout_s=control_timeout_s)
-    async with AsyncExitStack() as failed:  # a fleet that lives long may be given many that do not answer
+    async with AsyncExitStack() as failed:  # a long-lived fleet may meet many that do not answer
         failed.push_async_callback(control.close)
         try:
             async with asyncio.timeout(CONNECT_S):
@@ -294,13 +294,13 @@ async def connect_engine(
 
 
 def updatable(members: Iterable[Member]) -> list[Member]:
-    """Return those that take part in the next update."""
+    """Return the members that take part in the next update."""
     return [member for member in members if member.updatable]
 
 
 @contextmanager
 def foreign_to(members: Iterable[Member]) -> Generator[None]:
-    """While calls of ours come past our updates: what the engines count of them is read again after it."""
+    """Reset the engines' counts of foreign calls after a block of our own calls."""
     try:
         yield
     finally:
@@ -309,9 +309,9 @@ def foreign_to(members: Iterable[Member]) -> Generator[None]:
 
 
 def why(members: Iterable[Member]) -> str:
-    """Say how and why each stands where it does, but for those that left: `e0, e1 dead: REASON; e2 ...`.
+    """Describe the members' states and reasons: `e0, e1 dead: REASON; e2 ...`.
 
-    Of an engine that starts again, it is the reason of its death.
+    STOPPED members are left out. A restarting engine has the reason of its death.
     """
     names: dict[tuple[State, str], list[str]] = {}
     for member in members:
@@ -332,10 +332,10 @@ class EngineStatus:
     url: str
     state: State
     reason: str
-    """Why it is in this state."""
+    """Reason of its state."""
     weight_version: int
     stats: EngineStats | None
-    """None where the engine does not say, or was not asked."""
+    """Its load; `None` if it did not answer or was not asked."""
 
 
 # --- Calls to engines -------------------------------------------------------------------------------------------------
@@ -346,13 +346,13 @@ OnFailure = Callable[[Member, PenstockError], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class FanOut(Generic[T]):
-    """What each engine of a snapshot answered, by name and in the snapshot's order; each is in one of the two."""
+    """Each engine's outcome by name, in the members' order; each is in one of the two mappings."""
 
     results: Mapping[str, T]
     failures: Mapping[str, PenstockError]
 
     def raise_for(self, what: str) -> None:
-        """Raise `FanOutError` with every failure, if one engine failed; of a single engine, its own error."""
+        """Raise `FanOutError` if one failed; for a fan-out to one engine, its own error."""
         if not self.results and len(self.failures) == 1:
             self.raise_first()
         if self.failures:
@@ -365,13 +365,13 @@ class FanOut(Generic[T]):
             )
 
     def raise_first(self) -> None:
-        """Raise the failure of the first engine that failed, if one did."""
+        """Raise the first engine's failure, if there is one."""
         for error in self.failures.values():
             raise error
 
 
 async def ask(member: Member, call: Call[T], *, deadline_s: float) -> T:
-    """Return what one engine answers to `call`. Whatever goes wrong is a `PenstockError`."""
+    """Return one engine's answer to `call`; every failure is a `PenstockError`."""
     try:
         async with asyncio.timeout(deadline_s):
             return await call(member.control)
@@ -385,7 +385,7 @@ async def ask(member: Member, call: Call[T], *, deadline_s: float) -> T:
 
 
 async def put(engine: ControlClient, manifest: WeightManifest) -> EngineUpdate:
-    """Let an engine take a committed version, outside of an update."""
+    """Let an engine take a committed version outside an update."""
     await engine.prepare_weights(manifest)
     return await engine.apply_weights(manifest.version)
 
@@ -393,10 +393,10 @@ async def put(engine: ControlClient, manifest: WeightManifest) -> EngineUpdate:
 async def fan_out(
     members: Sequence[Member], call: Call[T], *, deadline_s: float, on_failure: OnFailure | None = None
 ) -> FanOut[T]:
-    """Make `call` on every member at once and wait for every outcome; a failure of one does not touch the others.
+    """Make `call` on every member at once, and wait for every result or failure.
 
-    Each has `deadline_s` seconds; then its outcome is a `DeadlineError`. `on_failure` is awaited as soon as an engine
-    has failed, while others may still be at work, unless it has been restarted since it was asked.
+    After `deadline_s` seconds, an engine's outcome is a `DeadlineError`. `on_failure` is awaited as soon as an engine
+    fails, while others may still work, unless the engine was restarted since it was asked.
     """
     results: dict[str, T] = {}
     failures: dict[str, PenstockError] = {}

@@ -1,7 +1,7 @@
-"""VLLM's native weight calls over many engines.
+"""Native weight calls of vLLM over many engines.
 
-One call is for all of them, and an engine that fails what others have done is dead. So what some of them cannot take is
-found out before any is asked.
+One call goes to all engines, and an engine that fails what others did is dead. So the fleet checks that all can take it
+before it asks any.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 INIT, UPDATE = "init_weight_update_communicator", "update_named_weights"
 CALLS = 4
-"""Control calls that one update is."""
+"""Control calls in one update."""
 _ALIKE = (
     "Start all of them with one --weight-transfer-config, such as "
     "extra_args={'weight-transfer-config': '{\"backend\": \"nccl\"}'}; or with Penstock's plugin, and call "
@@ -34,7 +34,7 @@ _ALIKE = (
 
 
 class NativeCalls:
-    """The native calls of one fleet; each control call has `timeout_s` seconds."""
+    """The native calls of one fleet; `timeout_s` is each control call's deadline."""
 
     def __init__(self, operations: AllOperations, roster: Roster, timeout_s: float) -> None:
         self._operations = operations
@@ -44,10 +44,10 @@ class NativeCalls:
         """Engines that joined a trainer's communicator."""
 
     async def init(self, init_info: Mapping[str, Any]) -> None:
-        """Call vLLM's `/init_weight_transfer_engine`; see `Fleet.init_weight_update_communicator`.
+        """Call `/init_weight_transfer_engine`; see `Fleet.init_weight_update_communicator`.
 
         Raises:
-            MissingCapabilityError: one has no native transfer, or they have different ones.
+            MissingCapabilityError: an engine has no native transfer, or the kinds differ.
             UserError: `init_info` cannot be sent.
         """
 
@@ -65,7 +65,7 @@ class NativeCalls:
         await self._operations.queue.run(run)
 
     async def update(self, update_info: Mapping[str, Any], version: int) -> None:
-        """Run vLLM's own start, update and finish on engines that are paused; see `Fleet.update_named_weights`."""
+        """Run vLLM's native update on paused engines; see `Fleet.update_named_weights`."""
         operations, roster = self._operations, self._roster
 
         async def run() -> None:
@@ -76,7 +76,7 @@ class NativeCalls:
             self._check_update(roster.live(), update_info)
             if operations.kv_stays:
                 roster.keep_kv(version)
-            roster.highest_version = version  # an engine that fails on the way may have taken it
+            roster.highest_version = version  # an engine that fails may have taken it
             with foreign_to(roster.live()):
                 await command(
                     roster,
@@ -95,23 +95,23 @@ class NativeCalls:
         await operations.queue.run(run)
 
     def _check_update(self, members: Sequence[Member], update_info: Mapping[str, Any]) -> None:
-        """Refuse what would leave every engine with an update begun and nothing to end it, of which they are dead.
+        """Refuse an update that no engine could finish, since all engines would die of it.
 
         Raises:
-            MissingCapabilityError: one has no native transfer, or they have different ones.
-            StateError: one that was launched here has joined no communicator since its start.
+            MissingCapabilityError: an engine has no native transfer, or the kinds differ.
+            StateError: an engine launched here has joined no communicator since its start.
             UserError: `update_info` cannot be sent.
         """
         _check_backends(members, UPDATE)
         as_json("update_info", update_info)
-        # It is unknown here what a server of others has joined.
+        # The fleet cannot know what a server of others has joined.
         outside = [m.name for m in members if m.process is not None and m.control not in self._joined]
         if outside:
             raise StateError(f"{UPDATE}: {', '.join(outside)} joined no trainer since the start; call {INIT} first")
 
 
 def _by_rank(members: Sequence[Member], init_info: Mapping[str, Any]) -> dict[ControlClient, dict[str, Any]]:
-    """What each is sent of `init_info`: its own `rank_offset`, the ranks of those before it added."""
+    """Return each engine's `init_info`, with the ranks before it in `rank_offset`."""
     infos: dict[ControlClient, dict[str, Any]] = {}
     ranks = 0
     for member in members:

@@ -1,4 +1,4 @@
-"""Operations that change the state of every engine, one at a time: the queue, updates, and engines that join."""
+"""Operations that change every engine's state, one at a time: the queue, updates, and joining engines."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MEMORY_TAGS = frozenset({"weights", "kv_cache"})
-"""What an engine gives back when it sleeps, and takes again by tag."""
+"""Memory that an engine frees when it sleeps, and takes back by tag."""
 
 RECHECK_S = 5.0
-"""Between two questions to an engine without our plugin for the weights that its owner gave it."""
+"""Seconds between two questions for the weight version of an engine without our plugin."""
 
 
 class OperationQueue(Changes):
-    """Runs operations one after another. A begun one runs to its end even where its caller is cancelled."""
+    """Runs operations one after another. A started one runs to its end even if its caller is cancelled."""
 
     def __init__(self, occupation: Occupation) -> None:
         super().__init__()
         self._occupation = occupation
         self.turns: list[object] = []
-        """Of the operations in their order; the first is under way, and keeps its place until it has ended."""
+        """One token for each operation, in order; the first one runs and keeps its place until its end."""
         self._passable = False
         self._passing = 0
         self._running: set[asyncio.Task[Any]] = set()
@@ -68,8 +68,8 @@ class OperationQueue(Changes):
     ) -> T:
         """Run `operation` in its turn.
 
-        An engine may answer nothing else while an operation `occupies` it. An `urgent` one does not wait for one that
-        is `passable`.
+        An operation that `occupies` engines may keep them from answering other calls. An `urgent` one does not wait for
+        a `passable` one.
         """
         begun = False
 
@@ -95,7 +95,7 @@ class OperationQueue(Changes):
 
     @asynccontextmanager
     async def passable(self) -> AsyncGenerator[None]:
-        """Let urgent operations run during this block of the present one, which waits for them at its end."""
+        """Let urgent operations run during this block, which waits for them at its end."""
         self._passable = True
         self.announce()
         try:
@@ -106,7 +106,7 @@ class OperationQueue(Changes):
 
     @asynccontextmanager
     async def _turn(self, *, urgent: bool) -> AsyncGenerator[None]:
-        """Wait for the turn, or for leave to pass the operation that is under way."""
+        """Wait for the turn, or for permission to pass the running operation."""
         turn = object()
         self.turns.append(turn)
         passes = False
@@ -122,10 +122,10 @@ class OperationQueue(Changes):
 
 
 class Operations:
-    """Updates over a roster, engines that join, and what operations leave the fleet in; `fleet/pausing.py` plugs in.
+    """Updates over a roster, joining engines, and the fleet's state; `fleet/pausing.py` extends it.
 
-    A pause that waits for requests has the deadline of one, `request_timeout_s`. Where too few engines are left, an
-    update waits `recovery_timeout_s` for those that restart. `paused`: what the engines are in at first.
+    A pause that waits for requests has a request's deadline, `request_timeout_s`. With too few engines, an update waits
+    `recovery_timeout_s` for restarting ones. `paused`: the engines' initial state.
     """
 
     def __init__(
@@ -140,9 +140,9 @@ class Operations:
         paused: bool = False,
     ) -> None:
         self.paused = paused
-        """Generation is paused by the user."""
+        """Whether the user has paused generation."""
         self.kv_stays = paused
-        """The pause in force left the KV caches as they were, as far as is known."""
+        """Whether the pause in force may have left the KV caches as they were."""
         self.queue = OperationQueue(roster.occupation)
         self._roster = roster
         self._store = store
@@ -153,18 +153,18 @@ class Operations:
         self._updater = Updater(roster, store, self._gate_closed, fleet.min_engines, control_timeout_s)
         self._asleep: frozenset[str] = frozenset()
         self._usable_from = 0
-        """Weights older than this version are gone from memory (sleep level 2)."""
+        """Oldest version that can serve; sleep level 2 dropped older weights from memory."""
         self._updating = False
         self.native = plugged_in("native")(self, roster, control_timeout_s)
         self.adapters = plugged_in("adapters")(roster, self.queue, self.check_weights_awake, fleet, control_timeout_s)
 
     async def admit(self, member: Member) -> None:
-        """Bring an engine that is SYNCING to the fleet's weights and state in its turn, and let it serve.
+        """Bring a SYNCING engine to the fleet's weights and state, and let it serve.
 
-        Where no process has the bytes of the fleet's version, it waits for the next update and takes part in it.
+        If no process has the bytes of the fleet's version, it waits for the next update and takes part in it.
 
         Raises:
-            EngineError: it failed; it is not admitted.
+            EngineError: the engine failed and is not admitted.
         """
         plugin = member.info.capabilities.plugin
         while (version := await self.queue.run(lambda: self._admit(member))) is not None:
@@ -173,20 +173,20 @@ class Operations:
                     lambda: self._roster.version != version, deadline_s=None if plugin else RECHECK_S
                 )
             finally:
-                if member.awaiting_weights:  # else it died
+                if member.awaiting_weights:  # otherwise it died
                     member.lifecycle.stay(None)
 
     async def update(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int | None, *, kv: KV = "recompute"
     ) -> UpdateReport:
-        """Update the weights once; see `Updater.run`. StateError during another update.
+        """Update the weights once; see `Updater.run`. StateError: another update runs.
 
-        Where too few engines are left and some restart, it waits for those first.
+        If too few engines are left and some restart, it waits for those first.
         """
         return await self._update(lambda number: self._store.publish(number, named_tensors), version, kv)
 
     async def update_from(self, manifest: Mapping[str, Any], *, kv: KV = "recompute") -> UpdateReport:
-        """Update to weights that another process of this user has published; it need not live on."""
+        """Update to weights that another process of this user published and that may end."""
         given = WeightManifest.from_json(manifest)
         return await self._update(lambda _: self._store.adopt(given), given.version, kv)
 
@@ -213,7 +213,7 @@ class Operations:
         try:
             await self._roster.until(enough_or_none_to_come, deadline_s=self._recovery_s)
             return await self.queue.run(run)
-        finally:  # where the caller is cancelled, one more update waits for its turn
+        finally:  # after a cancelled caller, one more update may wait for its turn
             self._updating = False
 
     async def close(self) -> None:
@@ -227,15 +227,15 @@ class Operations:
             raise StateError("the engines sleep; wake_up(['weights']) before an update")
 
     def _require(self, needed: Capability, operation: str) -> None:
-        """Refuse what some live engine cannot do, before any is asked to."""
+        """Refuse an operation that some live engine cannot do, before asking any."""
         require(((m.name, m.info.capabilities) for m in self._roster.live()), needed, operation)
 
     @asynccontextmanager
     async def _gate_closed(self) -> AsyncGenerator[None]:
-        """Close the gate; on the way out, however that is, it is where the fleet's state wants it.
+        """Close the gate for this block; then set it as the fleet's state requires.
 
-        What is said to the router on the way out has the engines' versions too. Where that fails, it is said later
-        (`Roster.check_router`): what was done to the engines holds, whatever the router says.
+        The last call also sends the engines' versions. If it fails, `Roster.check_router` sends them later: changes of
+        the engines hold even if the router fails.
         """
         try:
             await self._roster.gate(closed=True)
@@ -253,9 +253,9 @@ class Operations:
     # --- an engine that joins or returns ----------------------------------------------------------------------------
 
     async def _admit(self, member: Member) -> int | None:
-        """None: it serves. Else the version that it has to wait to be over, the fleet's in this turn.
+        """Admit an engine; return None if it serves, or else the version to wait out.
 
-        It is marked as waiting within the turn: the next update may begin right after it, and is to take it along.
+        It is marked as waiting within the turn, since the next update may follow at once and has to include it.
         """
         if self.adapters.known:
             await self.adapters.give(member)
@@ -284,25 +284,25 @@ class Operations:
         return None
 
     async def _wake(self, member: Member) -> None:
-        """Wake an engine that joins, where it sleeps and has to load weights or serve."""
+        """Wake a joining engine that sleeps and has to load weights or serve."""
         raise NotImplementedError
 
     async def _bring_to_state(self, member: Member) -> None:
-        """Have an engine that joins sleep, pause or run, as the fleet does. MissingCapabilityError: it cannot."""
+        """Make a joining engine sleep, pause or run; MissingCapabilityError: it cannot."""
         raise NotImplementedError
 
     async def bring_to_version(self, member: Member) -> bool:
-        """Make an engine that is SYNCING confirm the fleet's version. What it has as loaded is version 0.
+        """Make a SYNCING engine confirm the fleet's version; loaded weights are version 0.
 
         Returns:
-            False where the bytes of that version are nowhere, or it has no plugin to take them: it can join after the
-            next update, or when its owner has given it that version.
+            False if no process has the bytes of that version, or the engine has no plugin to take them. It can join
+            after the next update, or once its owner has given it that version.
 
         Raises:
-            EngineError: it failed, or its weights are not those of its peers.
+            EngineError: it failed, or its weights differ from its peers'.
         """
         plugin, version = member.info.capabilities.plugin, self._roster.version
-        if not plugin:  # its owner may have brought or reloaded its weights
+        if not plugin:  # its owner may have changed its weights
             info = member.info = await ask(member, lambda engine: engine.info(), deadline_s=self._control_s)
             member.weight_version = info.weight_version
             if info.instance and info.instance != member.torn:
@@ -322,11 +322,11 @@ class Operations:
         return True
 
     async def _weights_for(self, member: Member) -> WeightManifest | None:
-        """Where an engine can have the fleet's version from; the trainer may be asked for it."""
+        """Return the source of the fleet's version for an engine; it may be the trainer."""
         version = self._roster.version
         asking = in_thread(lambda: self._store.weights_for(member, version))
-        (found,) = await asyncio.gather(asking, return_exceptions=True)  # cancelled, it waits for the thread
-        if isinstance(found, BaseException):  # of the trainer's own code: anything
+        (found,) = await asyncio.gather(asking, return_exceptions=True)  # if cancelled, it waits for the thread
+        if isinstance(found, BaseException):  # the trainer's own code can raise anything
             logger.warning("weight version %d was not given again: %r", version, found)
             return None
         return found

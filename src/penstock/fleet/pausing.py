@@ -1,4 +1,4 @@
-"""Operations besides updates: pause, resume, sleep, wake and the like; and engines that other processes changed."""
+"""Other operations than updates (pause, resume, sleep, wake), and engines that other processes changed."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DROPS_WEIGHTS = 2
-"""The sleep level that does not keep the weights."""
+"""The sleep level that drops the weights."""
 
 
 class AllOperations(Operations):
-    """Every operation of a fleet, one at a time; the arguments are those of `Operations`."""
+    """Every operation of a fleet, one at a time; it takes the arguments of `Operations`."""
 
     _waiting_pause: _Pause | None = None
 
     async def pause(self, mode: PauseMode | str, *, clear_cache: bool, timeout_s: float | None = None) -> None:
         """Close the gate, then pause every engine.
 
-        While one of mode `wait` waits for requests, `abort` and `resume` need no turn, and `resume` ends it. Cancelling
-        its caller takes a pause of any mode back: all engines go on as before. An engine that is late is dead, after
-        the deadline of a request, for a pause that waits, or of a control call.
+        While mode `wait` waits for requests, `abort` and `resume` need no turn, and `resume` ends the pause. Cancelling
+        the caller undoes a pause of any mode: all engines go on as before. A late engine is dead: in mode `wait` after
+        a request's deadline, otherwise after a control call's.
 
         Raises:
-            DeadlineError: it took longer than `timeout_s`; all go on as before.
-            StateError: generation is paused already, or the pause was ended while it waited.
+            DeadlineError: it took longer than `timeout_s`; all engines go on as before.
+            StateError: generation is already paused, or `resume` ended the pause while it waited.
         """
         mode, timeout_s = PauseMode(mode), seconds(timeout_s)
         if timeout_s == 0:
@@ -55,7 +55,7 @@ class AllOperations(Operations):
         attempt.over.set()
         try:
             async with asyncio.timeout(timeout_s):
-                # Engines that wait go on with their steps.
+                # Engines that wait for requests go on with their steps.
                 await self.queue.run(lambda: self._pause(mode, attempt, clear_cache=clear_cache), occupies=False)
         except (TimeoutError, asyncio.CancelledError) as error:
             attempt.given_up.set()
@@ -90,7 +90,7 @@ class AllOperations(Operations):
             attempt.over.set()
 
     async def resume(self) -> None:
-        """Resume every engine, then open the gate; StateError if not paused."""
+        """Resume every engine, then open the gate. StateError: not paused."""
 
         async def run() -> _Pause | None:
             if (waiting := self._waiting_pause) is not None:
@@ -105,14 +105,14 @@ class AllOperations(Operations):
             return None
 
         while (ended := await self.queue.run(run, urgent=True)) is not None:
-            await ended.over.wait()  # each of its steps has a deadline
-            if not self.paused:  # it may have paused the fleet just before
+            await ended.over.wait()  # each step of the pause has a deadline
+            if not self.paused:  # the pause may have come into force just before
                 return
 
     async def sleep(self, level: int) -> None:
-        """Free memory; the gate stays closed until all of it is back, after level 2 also until the next update.
+        """Free memory; close the gate until it is back and, at level 2, until an update.
 
-        Requests in flight wait in their engines; those without our plugin end them with the finish reason `abort`.
+        Requests in flight wait in their engines. Engines without our plugin end them with the finish reason `abort`.
         """
         if level not in (1, DROPS_WEIGHTS):
             raise UserError(f"sleep level must be 1 or 2, got {level}")
@@ -130,7 +130,7 @@ class AllOperations(Operations):
         await self.queue.run(run)
 
     async def wake_up(self, tags: Sequence[str] | None) -> None:
-        """Take memory back, all of it or that of `tags`; the weights come first, since vLLM fills them as it wakes."""
+        """Take memory back, all or that of `tags`; weights first, since vLLM fills them."""
         if unknown := set(tags or ()) - MEMORY_TAGS:
             raise UserError(f"unknown memory tags {sorted(unknown)}; known: {', '.join(sorted(MEMORY_TAGS))}")
 
@@ -138,7 +138,7 @@ class AllOperations(Operations):
             self._require("sleep", "wake_up")
             if tags and "weights" in self._asleep - set(tags):
                 raise StateError("the weights sleep: wake_up(['weights']) before the KV cache, or both at once")
-            # A vLLM that is asked for memory which is there already takes back none of the rest.
+            # If vLLM is asked for memory that is already there, it takes back none of the rest.
             missing = [tag for tag in tags if tag in self._asleep] if tags and self._asleep else tags
             async with self._gate_closed():
                 if missing or not tags:
@@ -147,13 +147,13 @@ class AllOperations(Operations):
                 for member in self._roster.live():
                     member.asleep = self._asleep
                 if self.paused and not self._asleep:
-                    # Engines with our plugin have stayed paused; vLLM's own wake-up resumes, with nothing in flight.
+                    # Engines with our plugin stayed paused. Plain vLLM's wake-up resumes, with no request in flight.
                     await self._pause_engines(PauseMode.KEEP, clear_cache=False)
 
         await self.queue.run(run)
 
     async def abort(self) -> None:
-        """End every request in flight with what it has; a pause that waits for them ends with it."""
+        """End every request in flight with its tokens, and thereby the wait of a pause."""
         await self.queue.run(lambda: self.refusable(lambda engine: engine.abort(), "abort", needs="abort"), urgent=True)
 
     async def reset_prefix_cache(self) -> None:
@@ -169,12 +169,12 @@ class AllOperations(Operations):
     async def collective_rpc(
         self, method: str, timeout_s: float, args: Sequence[Any], kwargs: Mapping[str, Any] | None
     ) -> list[Any]:
-        """Call a worker method on every engine, outside the queue. What it does is unknown, so a failure kills none.
+        """Call a worker method on every engine, outside the queue; failures kill none.
 
         Raises:
             EngineDeadError: no engine is left.
-            FanOutError: it failed on some engines; of one, its own error.
-            MissingCapabilityError: one of them has no such call.
+            FanOutError: it failed on some engines; of a single engine, its own error.
+            MissingCapabilityError: an engine has no such call.
         """
         self._require("rpc", "collective_rpc")
         seconds(timeout_s)
@@ -184,16 +184,16 @@ class AllOperations(Operations):
             outcome = await fan_out(
                 members,
                 lambda engine: engine.collective_rpc(method, timeout_s, args, kwargs),
-                # Longer than the client's own deadline, so that its message arrives.
+                # Longer than the engine client's own deadline, so that its message arrives.
                 deadline_s=timeout_s + 2.0,
             )
         outcome.raise_for(f"collective_rpc {method!r}")
         return [result for results in outcome.results.values() for result in results]
 
     async def check(self, member: Member, probe: Awaitable[CoreState | None]) -> None:
-        """Await what an engine's core says to `probe`; an engine that another process has changed is DEAD.
+        """Await a `probe` of an engine; if another process has changed it, it is DEAD.
 
-        Nothing can be told while an operation is under way or the fleet sleeps; the next probe sees it again.
+        No conclusion is possible while an operation runs or the fleet sleeps; the next probe repeats the check.
         """
         before, control = self._undisturbed(), member.control
         said = await probe
@@ -210,17 +210,17 @@ class AllOperations(Operations):
         await self._roster.mark_dead(member, wrong or paused, torn=wrong is not None)
 
     def _undisturbed(self) -> tuple[int, int] | None:
-        """Return what stays the same while no call of ours changes an engine; None: one is under way, or all sleep."""
+        """Return a value that our calls change; None: one runs, or the fleet sleeps."""
         occupation, stale = self._roster.occupation, self._roster.version < self._usable_from
         if self.queue.turns or occupation.going or self._asleep or stale:
             return None
         return self.queue.changes, occupation.begun
 
     async def _wake(self, member: Member) -> None:
-        """Wake a server of others that was dead to us while it slept.
+        """Wake a server of others that the fleet took for dead while it slept.
 
-        Where the fleet sleeps as well, and it needs no weights, it sleeps on: others may use that memory now. An engine
-        of which a part sleeps is woken wholly, since vLLM's sleep takes an engine that is all awake.
+        If the fleet sleeps too and the server needs no weights, it sleeps on, since others may use that memory now. A
+        partly sleeping engine is woken wholly, since vLLM can only put a fully awake engine to sleep.
         """
         able = member.info.capabilities
         loads = able.plugin and not member.has(self._roster.version)
@@ -231,7 +231,7 @@ class AllOperations(Operations):
             member.asleep -= {tag}
 
     async def _bring_to_state(self, member: Member) -> None:
-        """Have an engine sleep, pause or run, as the fleet does. MissingCapabilityError: it cannot."""
+        """Make an engine sleep, pause or run; MissingCapabilityError: it cannot."""
 
         async def one(call: Call[None]) -> None:
             await ask(member, call, deadline_s=self._control_s)
@@ -246,13 +246,13 @@ class AllOperations(Operations):
             if back := sorted(MEMORY_TAGS - asleep):
                 await one(lambda engine: engine.wake_up(back))
         elif self.paused:
-            # A server that others started has KV of its own, which must not outlive a native update.
+            # A server of others has KV of its own, which must not outlive a native update.
             await one(lambda engine: engine.pause(PauseMode.KEEP, clear_cache=True))
-        elif member.process is None and able.pause:  # paused by its owner, or by us when it was torn
+        elif member.process is None and able.pause:  # its owner paused it, or we did when it was torn
             await one(lambda engine: engine.resume())
 
     async def _pause_engines(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        # `wait` ends with the longest request in flight, the other modes at once.
+        # Mode `wait` ends with the longest request in flight, the other modes at once.
         deadline_s = self._request_s if mode is PauseMode.WAIT else self._control_s
         await command(
             self._roster,
@@ -265,7 +265,7 @@ class AllOperations(Operations):
         await command(self._roster, lambda engine: engine.resume(), what=what, deadline_s=self._control_s)
 
     async def _wait_for_requests(self, pausing: Coroutine[Any, Any, None], attempt: _Pause) -> None:
-        """Run `pausing` until it ends or is given up; abort and resume may pass it."""
+        """Run `pausing` until it ends or is given up; `abort` and `resume` may pass it."""
         self._waiting_pause = attempt
         try:
             async with self.queue.passable():
@@ -276,14 +276,14 @@ class AllOperations(Operations):
             work.result()
 
     async def refusable(self, call: Call[None], what: str, *, needs: Capability | None = None) -> None:
-        """Have every engine do what all of them may refuse; see `command`."""
+        """Run a command on every engine that all of them may refuse; see `command`."""
         if needs is not None:
             self._require(needs, what)
         await command(self._roster, call, what=what, deadline_s=self._control_s, refusable=True)
 
     def _move_all(self, state: State, reason: str) -> None:
         for member in self._roster.live():
-            if member.state is not State.DRAINING:  # it did what the others did, and stays on its way out
+            if member.state is not State.DRAINING:  # it did the same as the others, and stays on its way out
                 member.lifecycle.to(state, reason)
         self._roster.announce()
 
@@ -291,11 +291,11 @@ class AllOperations(Operations):
 @dataclass(slots=True)
 class _Pause:
     given_up: asyncio.Event = field(default_factory=asyncio.Event)
-    """It is to end, and every engine to go on."""
+    """Set when the pause has to end and every engine has to go on."""
     over: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set but while it is under way."""
+    """Clear while the pause is under way."""
     done: bool = False
-    """It has paused the fleet."""
+    """Whether the pause is in force."""
 
 
 # --- A command to every engine ----------------------------------------------------------------------------------------
@@ -310,20 +310,20 @@ async def command(
     refusable: bool = False,
     tears: bool = False,
 ) -> FanOut[T]:
-    """Make every live engine do something that changes its state; one that fails is dead at once.
+    """Make every live engine change its state; one that fails is dead at once.
 
     Args:
-        roster: of the fleet.
+        roster: the fleet's roster.
         call: the control call.
-        what: names it in reasons, such as `pause`.
+        what: its name in reasons, such as `pause`.
         deadline_s: seconds for each engine.
-        refusable: an engine that answers with an HTTP error has changed nothing. It stays if all others refused
-            too, and then the first refusal is raised.
-        tears: the weights of one that fails may be half written.
+        refusable: an engine that answers with an HTTP error is unchanged. It stays if all others refused too; then the
+            first refusal is raised.
+        tears: a failure may leave weights half written.
 
     Raises:
-        EngineDeadError: none is left, or was there, and none is coming back.
-        EngineHTTPError: all refused, and `refusable`.
+        EngineDeadError: no engine is left, or none was there and none is coming back.
+        EngineHTTPError: all refused, and it is `refusable`.
     """
     members = roster.live()
     asked = {m.name: m.control for m in members}
@@ -333,11 +333,11 @@ async def command(
             await roster.mark_dead(member, f"{what} failed: {error}", torn=tears)
 
     outcome = await fan_out(members, roster.tears(call) if tears else call, deadline_s=deadline_s, on_failure=failed)
-    # Of those that were spared and not restarted meanwhile:
+    # Engines that were spared and not restarted in the call:
     refused = [m for m in members if m.name in outcome.failures and m.state in SERVABLE and m.control is asked[m.name]]
     if refused and not outcome.results:
         raise outcome.failures[refused[0].name]
-    for member in refused:  # the others did it: this engine is in another state than the fleet
+    for member in refused:  # the others did it, so this engine's state differs from the fleet's
         await roster.mark_dead(member, f"{what} failed: {outcome.failures[member.name]}")
     if members and not roster.live():
         raise EngineDeadError(f"{what}: no engine is left ({why(members)})")
@@ -350,7 +350,7 @@ async def command(
 
 
 def wrong_weights(member: Member, state: CoreState) -> str | None:
-    """Say why an engine has other weights than it has confirmed, if so."""
+    """Return why an engine's weights differ from what it confirmed; None: they do not."""
     if state.torn or state.asleep:
         return "its weights were dropped or half written by another process"
     if state.weight_version not in {None, member.weight_version}:

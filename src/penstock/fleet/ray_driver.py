@@ -1,8 +1,8 @@
-"""`python -m penstock.fleet.ray_driver FD`: the Ray driver of one fleet, which serves calls on the socket FD.
+"""`python -m penstock.fleet.ray_driver FD`: the Ray driver of one fleet; it serves calls on the socket FD.
 
-It is a process of its own because Ray ends a driver's process with its node, replaces its signal handlers, and knows
-one cluster in a process. As a child under a lifeline it ends with the launcher, by any signal, and Ray frees what it
-owned: actors and placement groups that are not detached.
+It is a separate process because Ray ends a driver's process with its node, replaces its signal handlers, and knows one
+cluster per process. As a child under a lifeline, it ends with the launcher, by any signal. Ray then frees the driver's
+actors and placement groups that are not detached.
 """
 # pyright: basic
 
@@ -34,27 +34,27 @@ CALLS = ("open", "start", "wait", "stop", "release")
 """Methods of `RayDriver` that a launcher can call."""
 
 OBJECT_STORE_BYTES = 80 * 2**20
-"""About the least that Ray takes. Nothing of ours lies in it."""
+"""About the least that Ray accepts. Penstock stores no objects there."""
 
 ACTOR_ENV = {"RAY_kill_child_processes_on_worker_exit": "0"}
-"""Else the worker of an actor that loses its owner kills the server alone, and its cores outlive it. By its lifeline
-the server ends with the actor and takes them along."""
+"""Without it, the worker of an actor that loses its owner kills the server alone, and the cores outlive it. The
+lifeline ends the server with the actor, and the cores with it."""
 
 PLACE_S = 20.0
-"""So long Ray may take to set bundles aside. It has no room then; a restart is tried again."""
+"""Seconds that Ray may take to reserve bundles. After that it has no room; a restart is tried again."""
 
 ACTOR_S = 5.0
-"""Deadline of an actor's last answer; an actor on a lost node gives none."""
+"""Deadline of an actor's last answer, which an actor on a lost node never gives."""
 
 Bundle = dict[str, float]
 
 
 class EngineActor:
-    """Holds one bundle of an engine on a Ray node. The engine's first actor runs its server, and says when it ends.
+    """Holds one bundle of an engine on a Ray node. The engine's first actor runs its server and reports its end.
 
-    The server holds the read end of a lifeline whose write end is in the actor's process: it ends with the actor, and
-    so with the node's Ray and with the fleet. Answers are plain values: no exception is unpickled elsewhere. `config`
-    is an `EngineConfig` as JSON.
+    The server holds the read end of a lifeline whose write end is in the actor's process. So it ends with the actor,
+    with the node's Ray, and with the fleet. Answers are plain values, so that no process unpickles an exception.
+    `config` is an `EngineConfig` as JSON.
     """
 
     def __init__(self, name: str, config: str, log_dir: str) -> None:
@@ -70,10 +70,10 @@ class EngineActor:
         return ray.util.get_node_ip_address(), list(visible_gpus()) if self._config.profile == "gpu" else []
 
     async def start(self, api_key: str | None, host: str, gpus: list[str]) -> dict[str, Any]:
-        """Start the server: `{"url": ...}` when it is ready, or `{"error": ...}` and it is gone.
+        """Start the server; return `{"url": ...}`, or `{"error": ...}` and it is gone.
 
-        The key comes with this call, from the driver to this process alone: the cluster keeps and shows what an actor
-        is made of.
+        This call brings the key from the driver to this process alone: the cluster keeps and shows an actor's
+        constructor arguments.
         """
         try:
             self._process = await EngineProcess.launch(
@@ -84,29 +84,29 @@ class EngineActor:
         return {"url": self._process.url}
 
     async def wait(self) -> int:
-        """Exit status of the server, once its whole process group is gone."""
+        """Return the server's exit status once its whole process group is gone."""
         return -signal.SIGKILL if self._process is None else await self._process.wait()
 
     async def stop(self, timeout_s: float) -> None:
-        """SIGTERM, and SIGKILL after `timeout_s` seconds; returns when it has ended."""
+        """Send SIGTERM, and SIGKILL after `timeout_s` seconds; return when it has ended."""
         if self._process is not None:
             await self._process.stop(timeout_s)
 
 
 def end_with(parent: int) -> None:
-    """End this process with its node's Ray, whose end alone does not end an actor that waits for its server."""
+    """End this process with its node's Ray, which leaves waiting actors running."""
     with suppress(ProcessLookupError):
         select.select([os.pidfd_open(parent)], [], [])
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def join(address: str, group: str | None = None, **options: Any) -> tuple[Any, Any]:
-    """Join a cluster at `address` (as `ray.init` takes it); returns Ray, and the placement group whose id is `group`.
+    """Join the cluster at `address`; return Ray and the placement group of id `group`.
 
-    Call it in the main thread: the kernel ends what Ray starts together with the thread that started it.
+    `address` is as for `ray.init`. Call it in the main thread: Ray's processes end with the thread that started them.
 
     Raises:
-        ConfigError: none is there.
+        ConfigError: there is no cluster.
     """
     ray: Any = importlib.import_module("ray")
     given = None
@@ -116,7 +116,7 @@ def join(address: str, group: str | None = None, **options: Any) -> tuple[Any, A
             group_id = importlib.import_module("ray._raylet").PlacementGroupID.from_hex(group)
             given = importlib.import_module("ray.util.placement_group").PlacementGroup(group_id)
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        # What Ray says of a token that is missing is in its log alone.
+        # Ray reports a missing token only in its log.
         hint = "where it asks for a token (as one of Ray 2.60's `ray start` does), set RAY_AUTH_MODE=token; or "
         raise ConfigError(
             f"cannot join the Ray cluster at {address}: {_one_line(error)}; "
@@ -127,7 +127,7 @@ def join(address: str, group: str | None = None, **options: Any) -> tuple[Any, A
 
 
 def actors_in(ray: Any, group: Any, first: int, bundles: Sequence[Bundle], actor: type, *arguments: Any) -> list[Any]:
-    """Make an actor in each of these bundles of a placement group, from its bundle `first` on."""
+    """Make an actor in each of these bundles of a placement group, from `first` on."""
     strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
     return [
         ray.remote(actor)
@@ -144,7 +144,7 @@ def actors_in(ray: Any, group: Any, first: int, bundles: Sequence[Bundle], actor
 
 @dataclass(slots=True)
 class _Placed:
-    """An engine's bundles, kept while it is restarted; where its node is lost, Ray places them on another."""
+    """An engine's bundles, kept through restarts; if its node is lost, Ray places them on another."""
 
     group: Any
     bundles: range
@@ -157,9 +157,9 @@ class _Placed:
 
 
 class RayDriver:
-    """What a launcher can call. Ray is imported by `open`, so that the environment decides about it before.
+    """Methods that a launcher can call. `open` imports Ray, so that the environment is read only then.
 
-    An `engine` is named, and its `config` given as JSON.
+    `engine` is a name, and `config` an engine's config as JSON.
     """
 
     def __init__(self) -> None:
@@ -167,16 +167,16 @@ class RayDriver:
         self._ip = ""
         self._fleet = FleetConfig()
         self._profile = ""
-        """What `auto` is on this cluster, whatever the launcher's machine has."""
+        """The profile that `auto` means on this cluster, whatever the launcher's machine has."""
         self._given: Any = None
-        """A placement group that was given."""
+        """The placement group given in the config, or None."""
         self._engines: dict[str, _Placed] = {}
 
     async def open(self, address: str, folder: str, fleet: dict[str, Any], config: dict[str, Any]) -> None:
-        """Join a cluster, or start one of this machine (address `local`) in `folder`, for engines of `config`.
+        """Join a cluster, or start a `local` one in `folder`, for engines of `config`.
 
         Raises:
-            ConfigError: none is there.
+            ConfigError: there is no cluster.
         """
         self._fleet = FleetConfig(**fleet)
         options: dict[str, Any] = {}
@@ -196,11 +196,11 @@ class RayDriver:
         self._profile = "gpu" if any(node.get("GPU") for node in self._nodes()) else "cpu"
 
     async def start(self, engine: str, config: dict[str, Any], log_dir: str, api_key: str | None) -> str:
-        """Start an engine where Ray has room for its bundles; return its URL when it is ready.
+        """Start an engine where Ray has room for its bundles; return its URL once ready.
 
         Raises:
-            EngineStartError: there was no room, or it did not start; its bundles are still set aside.
-            ConfigError: what its node said of its configuration.
+            EngineStartError: there was no room, or it did not start; its bundles stay reserved.
+            ConfigError: its node refuses its configuration.
         """
         resolved, bundles = self._resolved(config)
         placed = self._engines.get(engine) or self._place(engine, bundles)
@@ -231,7 +231,7 @@ class RayDriver:
         return str(answer["url"])
 
     async def wait(self, engine: str) -> int:
-        """Exit status of an engine's process; that of a SIGKILL where its actor or node is lost."""
+        """Return an engine's exit status; that of SIGKILL if its actor or node is lost."""
         status, placed = -signal.SIGKILL, self._engines.get(engine)
         if placed is not None and (actors := placed.actors):
             with suppress(self._ray.exceptions.RayError):
@@ -244,13 +244,13 @@ class RayDriver:
         """End an engine's process: SIGTERM, and SIGKILL after `timeout_s` seconds."""
         placed = self._engines.get(engine)
         if placed is not None and placed.actors:
-            with suppress(TimeoutError, self._ray.exceptions.RayError):  # it is killed in any case
+            with suppress(TimeoutError, self._ray.exceptions.RayError):  # `drop` kills it in any case
                 async with asyncio.timeout(timeout_s + ACTOR_S):
                     await placed.actors[0].stop.remote(timeout_s)
             placed.drop(self._ray)
 
     async def release(self, engine: str) -> None:
-        """Give back an engine's bundles, and end whatever still runs there."""
+        """Free an engine's bundles, and end everything that still runs there."""
         placed = self._engines.pop(engine, None)
         if placed is not None:
             placed.drop(self._ray)
@@ -258,11 +258,11 @@ class RayDriver:
                 self._ray.util.remove_placement_group(placed.group)
 
     def _nodes(self) -> list[dict[str, float]]:
-        """The resources of each node, used or not."""
+        """Return the resources of each living node, used or not."""
         return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
 
     def _resolved(self, config: dict[str, Any]) -> tuple[EngineConfig, list[Bundle]]:
-        """Return an engine's config for this cluster, and what it asks of it."""
+        """Return an engine's config for this cluster, and the bundles that it needs."""
         auto = config["profile"] == "auto"
         resolved = EngineConfig(**{**config, "profile": self._profile} if auto else config)
         bundles = bundles_of(resolved, self._fleet)
@@ -285,14 +285,14 @@ class RayDriver:
         return placed
 
     def _free_bundles(self, count: int) -> range | None:
-        """So many bundles in a row of the given group that no engine has."""
+        """Return `count` adjacent bundles of the given group that no engine has."""
         taken = {index for placed in self._engines.values() for index in placed.bundles}
         runs = (range(i, i + count) for i in range(0, self._given.bundle_count - count + 1, count))
         return next((run for run in runs if not taken & set(run)), None)
 
 
 def host_of(engine: str, node_ip: str, own_ip: str, *, with_key: bool) -> str:
-    """Where a server on a node listens: loopback where the router is on the same node."""
+    """Return the host where a server listens: loopback if the router is on its node."""
     if node_ip == own_ip:
         return "127.0.0.1"
     if not with_key:
@@ -305,7 +305,7 @@ def host_of(engine: str, node_ip: str, own_ip: str, *, with_key: bool) -> str:
 
 
 def bundles_of(config: EngineConfig, fleet: FleetConfig) -> list[Bundle]:
-    """What an engine asks for, on one node: a bundle for each GPU it runs on, or one bundle of CPUs."""
+    """Return an engine's bundles, on one node: one for each GPU, or one of CPUs."""
     ranks = config.tensor_parallel_size * config.pipeline_parallel_size * config.data_parallel_size
     cpus = float(ranks if fleet.ray_cpus is None else fleet.ray_cpus)
     if config.profile != "gpu":
@@ -325,7 +325,7 @@ async def serve(listening: socket.socket) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Serve the socket whose number is the one argument."""
+    """Serve the socket whose number is the only argument."""
     watch_lifeline()
     asyncio.run(serve(socket.socket(fileno=int(argv[0]))))
     return 0

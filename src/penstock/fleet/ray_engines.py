@@ -1,4 +1,4 @@
-"""Engines under Ray actors: on the nodes of a cluster that exists, or on a local one started for them."""
+"""Engines under Ray actors, on an existing cluster or on a local one started for them."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from penstock.settings import EngineConfig, FleetConfig
 logger = logging.getLogger(__name__)
 
 OPEN_S = 90.0
-"""Deadline of joining or starting a cluster; Ray itself tries one that is not there for many minutes."""
+"""Deadline of joining or starting a cluster; Ray itself tries an absent one for many minutes."""
 
 REACH_S = 5.0
 """Deadline of a first connection to a cluster's address."""
 
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""A Ray that may not be part of a larger cluster, as on systems where it has none, listens on loopback only."""
+"""Makes Ray listen on loopback only, as on systems where it supports no clusters."""
 
 MARGIN_S = 30.0
-"""What a call may take besides the engine's own time. An engine that is killed has ended then: its node is lost."""
+"""Seconds that a call may take beyond the engine's own time. A killed engine has ended by then, or its node is lost."""
 
 SHUTDOWN_S = 20.0
-"""What Ray may take to leave a cluster, or to end one of its own."""
+"""Seconds that Ray may take to leave a cluster, or to end its own."""
 
 FOREVER_S = 10 * 365 * 24 * 3600.0
-"""Of a call that is answered when an engine ends, or with the driver's end."""
+"""Deadline of a call that waits for an engine's end; the driver's end also ends the call."""
 
 
 class Driver(CallClient):
@@ -55,7 +55,7 @@ class Driver(CallClient):
 
     @classmethod
     async def start(cls, log: Path, env: Mapping[str, str]) -> Self:
-        """Start the process; its output and Ray's go to `log`. Its folder, which has its socket, goes with it."""
+        """Start the process; its output and Ray's go to `log`. Its folder goes with it."""
         with ExitStack() as undo, socket.socket(socket.AF_UNIX) as listening:
             folder = Path(tempfile.mkdtemp(prefix="ray-"))
             undo.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -68,7 +68,7 @@ class Driver(CallClient):
         return cls(child, folder)
 
     async def ask(self, name: str, /, *, deadline_s: float, **arguments: Any) -> Any:
-        """Call a method of `RayDriver`; raises as it does, or EngineDeadError where the process ended or failed."""
+        """Call a method of `RayDriver`; EngineDeadError: its process ended or failed."""
         try:
             return await self.call(name, deadline_s=deadline_s, **arguments)
         except (EngineDeadError, EngineHTTPError) as error:
@@ -87,17 +87,17 @@ class RayEngine:
         self._killing: asyncio.Task[None] | None = None
 
     async def wait(self) -> int:
-        """Wait until it has ended; returns its exit status, that of a SIGKILL where its node is lost."""
+        """Wait for its end; return its exit status, that of SIGKILL if its node is lost."""
         return await asyncio.shield(self._ended)
 
     async def stop(self, timeout_s: float) -> None:
-        """SIGTERM to its process group, and SIGKILL after `timeout_s` seconds; returns when it has ended."""
+        """End its process group by SIGTERM, and after `timeout_s` seconds by SIGKILL."""
         if not self._ended.done():
             try:
                 await self._driver.ask("stop", deadline_s=timeout_s + MARGIN_S, engine=self.name, timeout_s=timeout_s)
             except EngineError as error:
                 logger.warning("engine %s did not end in good order: %s", self.name, error)
-                self._driver.child.kill()  # it hangs, if it has not ended: engines end with it
+                self._driver.child.kill()  # it has ended or hangs: engines end with it
             await self.wait()
 
     def kill(self) -> None:
@@ -107,15 +107,15 @@ class RayEngine:
     async def _until_ended(self) -> int:
         try:
             return await self._driver.ask("wait", deadline_s=FOREVER_S, engine=self.name)
-        except EngineError:  # the driver has ended, and with it all that it owned
+        except EngineError:  # the driver has ended, and all its engines with it
             return -signal.SIGKILL
 
 
 class RayLauncher(LaunchedEngines):
-    """Places engines by Ray. The cluster is joined by the first `launch`.
+    """Places engines by Ray. The first `launch` joins the cluster.
 
-    Of `fleet` it takes `ray_address`, `ray_cpus`, `ray_gpus`, `ray_placement_group`, and how many engines there will
-    be. Without `api_key`, where vllm-router has none, engines stay on this node.
+    It reads `ray_address`, `ray_cpus`, `ray_gpus`, `ray_placement_group` and the number of engines in `fleet`. Without
+    `api_key` (vllm-router without a key), engines stay on this node.
     """
 
     def __init__(self, config: EngineConfig, fleet: FleetConfig, **options: Any) -> None:
@@ -126,15 +126,15 @@ class RayLauncher(LaunchedEngines):
 
     @staticmethod
     def check_installed() -> None:
-        """Raise ConfigError, with the command that installs it, where Ray is missing."""
+        """Raise ConfigError, with the command that installs Ray, if it is missing."""
         if find_spec("ray") is None:
             raise ConfigError("fleet.launcher is ray, which is not installed; pip install 'penstock[ray]'")
 
     async def launch(self, name: str, gpus: Sequence[str]) -> RayEngine:
-        """Start an engine on a node that has room, and return when it is ready. Ray chooses its GPUs, not `gpus`.
+        """Start an engine on a node with room; return once it is ready. Ray chooses GPUs.
 
         Raises:
-            ConfigError: no cluster, or what its node said of its configuration.
+            ConfigError: there is no cluster, or its node refuses its configuration.
             EngineStartError: there was no room, or it did not start.
         """
         del gpus
@@ -148,24 +148,24 @@ class RayLauncher(LaunchedEngines):
         return RayEngine(name, url, driver)
 
     async def place(self, taken: Sequence[Sequence[str]]) -> tuple[str, ...]:
-        """Choose nothing: Ray does, as the engine starts."""
+        """Return no GPUs, since Ray chooses them as the engine starts."""
         del taken
         return ()
 
     async def release(self, name: str) -> None:
         if self._driver is not None:
-            with suppress(EngineDeadError):  # then Ray has removed them
+            with suppress(EngineDeadError):  # Ray has then freed its bundles
                 await self._driver.ask("release", deadline_s=MARGIN_S, engine=name)
 
     async def close(self) -> None:
-        """Leave the cluster, which frees whatever is left; one of our own ends."""
+        """Leave the cluster, which frees everything left there; a cluster of our own ends."""
         if self._driver is not None:
             await self._driver.child.stop(SHUTDOWN_S)
             await self._driver.close()
             self._driver = None
 
     async def _joined(self) -> Driver:
-        """The driver, which is started first, and again where it has ended."""
+        """Return the driver; start it if there is none or it has ended."""
         async with self._joining:
             if self._driver is not None and self._driver.child.returncode is None:
                 return self._driver
@@ -177,7 +177,7 @@ class RayLauncher(LaunchedEngines):
             return driver
 
     async def _join(self) -> Driver:
-        ray: Any = sys.modules.get("ray")  # a process that has not imported it has joined no cluster
+        ray: Any = sys.modules.get("ray")  # a process that has not imported Ray has joined no cluster
         here = ray.get_runtime_context().gcs_address if ray is not None and ray.is_initialized() else None
         address = self._fleet.ray_address or os.environ.get("RAY_ADDRESS") or here or "local"
         await _reach(address)
@@ -207,7 +207,7 @@ async def _reach(address: str) -> None:
     try:
         async with asyncio.timeout(REACH_S):
             _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-    except (OSError, OverflowError, TimeoutError, ValueError) as error:  # of a port or a name that cannot be
+    except (OSError, OverflowError, TimeoutError, ValueError) as error:  # also for an impossible port or name
         raise _unreachable(address, str(error) or f"no answer within {REACH_S:g} s") from error
     writer.close()
 

@@ -1,4 +1,4 @@
-"""`Fleet.connect`: a fleet that another process owns, through its control API, or one of servers that run already."""
+"""`Fleet.connect`: a fleet of another process, through its control API, or a fleet of running servers."""
 
 from __future__ import annotations
 
@@ -61,20 +61,20 @@ if TYPE_CHECKING:
     import torch
 
 ANSWER_S = 10.0
-"""Deadline of what is answered at once."""
+"""Deadline of calls that the owner answers at once."""
 
 
 class FleetClient(CallClient):
-    """The control API of one fleet; every method raises as `CallClient.call`."""
+    """Client of one fleet's control API; every method raises as `CallClient.call`."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, PREFIX, "the process that owns the fleet")
 
     @classmethod
     def to(cls, url: str | None) -> Self:
-        """Return a client of the fleet behind the router at `url`; None: of the only fleet here.
+        """Return a client of the fleet behind the router at `url`; None: of the only one.
 
-        UserError: it has no socket here; or there are several, since none is guessed.
+        UserError: it has no socket here, or `url` is None and there are several fleets.
         """
         known = present()
         path = socket_of(url) if url is not None else next(iter(known.values()), None)
@@ -89,14 +89,14 @@ class FleetClient(CallClient):
         return cls(path)
 
     async def state(self, seen: int = -1) -> FleetState:
-        """Return the fleet's state, as soon as it is another than that of change `seen`, or after `QUIET_S`."""
+        """Return the state once it differs from that of change `seen`, or after `QUIET_S`."""
         return state_of(await self.call("state", deadline_s=QUIET_S + ANSWER_S, seen=seen))
 
 
 async def adopt(client: FleetClient, url: str, terms: Terms) -> Fleet:
-    """Return a fleet over the one that `client` reaches, and closes; its engines run on after `teardown`.
+    """Return a fleet over the one at `client`; `teardown` closes `client` alone.
 
-    Without `api_key` in its terms, requests have the key that the owner gives.
+    Without `api_key` in `terms`, requests carry the key that the owner gives.
 
     Raises:
         EngineDeadError: the owner is gone, or there is no engine; `DeadlineError`: it does not answer.
@@ -121,18 +121,18 @@ async def adopt(client: FleetClient, url: str, terms: Terms) -> Fleet:
 
 
 class AdoptedRoster(Roster):
-    """The members as the owner last reported them. The owner alone changes them, and updates the router."""
+    """The members as the owner last reported them. Only the owner changes them and updates the router."""
 
     def __init__(self, admin: RouterAdmin, client: FleetClient) -> None:
         super().__init__(admin)
         self._client = client
         self.router_returns = True
         self.lost: str | None = None
-        """Why the owner cannot be reached any more."""
+        """Reason why the owner can no longer be reached; None: it can."""
         self._change = -1
 
     async def take(self, state: FleetState) -> None:
-        """Put a state in force, unless a newer one is."""
+        """Put a state in force, unless a newer one is in force."""
         if state.change < self._change:
             return
         self._change = state.change
@@ -141,14 +141,14 @@ class AdoptedRoster(Roster):
         self.announce()
 
     def check_reachable(self) -> None:
-        """Raise where the fleet was torn down here, or its owner is lost."""
+        """Raise if the fleet was torn down here, or its owner is lost."""
         if self.ended:
             raise StateError("this fleet was torn down")
         if self.lost is not None:
             raise EngineDeadError(self.lost)
 
     async def call(self, name: str, /, **arguments: Any) -> Any:
-        """Have the owner do it, and take the state after it."""
+        """Run a call at the owner, and take over the state after it."""
         self.check_reachable()
         try:
             result = await self._client.call(name, **arguments)
@@ -158,7 +158,7 @@ class AdoptedRoster(Roster):
         return result
 
     async def follow(self, client: FleetClient) -> None:
-        """Take every state that comes, until the owner is gone; calls under way fail then."""
+        """Take over every state until the owner is gone; calls under way then fail."""
         try:
             while True:
                 await self.take(await client.state(self._change))
@@ -173,7 +173,7 @@ class AdoptedRoster(Roster):
 
 
 def _life(engine: str, state: State, reason: str) -> Lifecycle:
-    """Return the life of an engine whose table the owner holds."""
+    """Return a lifecycle in a state that the owner reported."""
     life = Lifecycle(engine)
     life.state, life.reason = state, reason
     life.history.append(Change(state, state, reason))
@@ -183,7 +183,7 @@ def _life(engine: str, state: State, reason: str) -> Lifecycle:
 def _member(reported: MemberState) -> Member:
     life = _life(reported.name, reported.state, reported.reason)
     life.restarts = reported.is_restarting
-    nobody: Any = None  # the owner alone speaks to its engines
+    nobody: Any = None  # only the owner calls its engines
     return Member(
         reported.name, reported.url, nobody, reported.info, life, reported.weight_version,
         api_key=reported.api_key, gpus=reported.gpus,
@@ -196,7 +196,7 @@ def _signature(method: Callable[..., Any]) -> tuple[inspect.Signature, TypeAdapt
 
 
 class Remote:
-    """What the owner of a fleet has of a `kind` in `CALLS`: each method is a call, arguments by name."""
+    """The owner's object of a `kind` in `CALLS`: each method is a call with arguments by name."""
 
     def __init__(self, kind: type, call: Callable[..., Awaitable[Any]]) -> None:
         self._kind = kind
@@ -253,8 +253,8 @@ class RemoteOperations(Remote):
     async def update(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int | None, *, kv: KV = "recompute"
     ) -> UpdateReport:
-        """Publish here, and let the engines map it; the owner keeps the memory. A begun one runs to its end."""
-        self._roster.check_reachable()  # a lost owner may stand still, and its engines read what would be written
+        """Publish for engines to map; the owner keeps the memory. Once begun, it completes."""
+        self._roster.check_reachable()  # a lost owner may only hang, and its engines read this memory
         if self._update is not None and not self._update.done():
             raise StateError("a weight update is under way; await it before the next one")
         number = self._roster.highest_version + 1 if version is None else version
@@ -263,7 +263,7 @@ class RemoteOperations(Remote):
         return await asyncio.shield(self._update)
 
     async def close(self) -> None:
-        """Wait for an update under way: it reads what is ours."""
+        """Wait for an update under way, since it reads our memory."""
         if self._update is not None:
             await asyncio.wait((self._update,))
 
@@ -277,7 +277,7 @@ class RemoteOperations(Remote):
             report: UpdateReport = await self.update_from(manifest.to_json(), kv=kv)
         finally:
             if self._roster.version == version:
-                self._store.commit(manifest)  # these bytes stay until the one after the next
+                self._store.commit(manifest)  # these bytes stay until the update after the next
         longer = {name: published + report.seconds[name] for name in ("publish", "total")}
         return replace(report, seconds={**report.seconds, **longer})
 
@@ -285,11 +285,11 @@ class RemoteOperations(Remote):
 # --- Fleet.connect ---------------------------------------------------------------------------------------------------
 
 OF_A_CLIENT = frozenset({"stream_chunk_tokens"})
-"""Options of `FleetConfig` that each client of a fleet chooses; the others are its owner's."""
+"""Options of `FleetConfig` that each client chooses; the owner chooses the others."""
 OF_STARTS = frozenset({"engines", "attach", "launcher", "stop_timeout_s"}) | {
     name for name in FleetConfig.model_fields if name.startswith("ray_")
 }
-"""Those that only say how engines are started, or which."""
+"""Options that only affect the start of engines."""
 
 
 def connect(
@@ -300,7 +300,7 @@ def connect(
     control_timeout_s: float = 60.0,
     request_timeout_s: float = 3600.0,
 ) -> PendingFleet:
-    """Prepare what `Fleet.connect` describes."""
+    """Prepare the fleet that `Fleet.connect` describes."""
     owned = isinstance(target, str)
     refuse_unknown(options, FleetConfig, *(() if owned else (RouterConfig,)))
     check_key(api_key)
@@ -327,7 +327,7 @@ def connect(
 async def _adopted(url: str, terms: Terms) -> Fleet:
     path = socket_of(url)
     if path is not None and await asyncio.to_thread(path.exists):
-        with suppress(UnreachableError):  # it died without taking its socket away
+        with suppress(UnreachableError):  # the owner died and left its socket behind
             return await adopt(FleetClient(path), url, terms)
     raise EngineDeadError(
         f"no process of yours on this machine owns a fleet at {url}. Give the addresses of its engines as a list, with "
@@ -337,7 +337,7 @@ async def _adopted(url: str, terms: Terms) -> Fleet:
 
 
 async def _of_servers(specs: Sequence[ServerSpec], config: RouterConfig, terms: Terms) -> Fleet:
-    """Make a fleet of the servers that answer. The others are left out, where enough answer."""
+    """Make a fleet of the servers that answer; too few of them are an error."""
     refuse_second(config.url)
     async with AsyncExitStack() as owned:
         logs = LogFolder(terms.fleet.log_dir, owned)

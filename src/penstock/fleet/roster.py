@@ -1,4 +1,4 @@
-"""The engines of a fleet in the order they joined, and what the router has been sent of them."""
+"""The engines of a fleet in the order in which they joined, and their announcements to the router."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ROUTER_BACK_S = 30.0
-"""How long a call waits for a router that restarts, which takes a fraction of a second on an idle machine."""
+"""Seconds that a call waits for a restarting router, which takes a fraction of a second on an idle machine."""
 SILENCING_S = 2.0
-"""Deadline of pausing an engine of someone else that has torn weights."""
+"""Deadline of pausing a server of others that has torn weights."""
 
 
 class Admin(Protocol):
@@ -41,16 +41,16 @@ class Admin(Protocol):
 
 
 TICK_S = 1.0
-"""At most so much of one wait for a timer counts; an event loop that stands still makes one wait long."""
+"""Most seconds that count of one timer wait, since a blocked event loop makes a wait long."""
 
 
 class Occupation(Changes):
-    """Calls of ours under way that may keep engines' cores from answering anything else."""
+    """Calls of ours under way that may keep engines' cores from answering others."""
 
     def __init__(self) -> None:
         super().__init__()
         self.begun = 0
-        """How many there have been."""
+        """Number of calls begun so far."""
         self._calls = 0
 
     @contextmanager
@@ -72,10 +72,10 @@ class Occupation(Changes):
         await self.until(lambda: not self.going)
 
     async def without(self, seconds: float) -> None:
-        """Return when there has been none for so many seconds in all, from now on.
+        """Return when `seconds` without such calls have passed, in total from now on.
 
-        Seconds in which this event loop stood still do not count: a trainer may compute in the thread that runs it, and
-        an answer that came meanwhile has not been read.
+        Seconds in which this event loop was blocked do not count: a trainer may compute in its thread, and answers that
+        arrived in that time have not been read.
         """
         now = asyncio.get_running_loop().time
         while seconds > 0:
@@ -88,7 +88,7 @@ class Occupation(Changes):
 class Roster(Changes):
     """The members, and the router's view of them.
 
-    The router always gets the full set under a growing epoch, so that it converges whatever was lost before.
+    The router always gets the full set under a growing epoch, so that it converges after any lost message.
     """
 
     def __init__(
@@ -101,32 +101,32 @@ class Roster(Changes):
     ) -> None:
         super().__init__()
         self.by_rank = by_rank
-        """The router is ours: it can address data-parallel ranks of one server one by one."""
+        """Whether the router is ours, so that it can address data-parallel ranks of one server one by one."""
         self.members: tuple[Member, ...] = ()
-        """Every engine that ever joined, the dead too: an engine keeps its index."""
+        """Every engine that ever joined, dead ones included: an engine keeps its index."""
         self.version = version
-        """Weight version of the fleet: that of every engine in the router's set."""
+        """Weight version of the fleet and of every engine in the router's set."""
         self.highest_version = version
-        """The highest version under which a token may have been made; an update that did not commit counts too."""
+        """Highest version under which a token may have been made, uncommitted updates included."""
         self.kv_kept_versions: frozenset[int] = frozenset()
-        """Versions that were put in force with the KV cache kept."""
+        """Versions that came into force with the KV cache kept."""
         self.checksums: Mapping[tuple[int, int, int], Collection[str]] = {}
-        """Checksums of the fleet's weights by engine layout; empty where no engine has reported any."""
+        """Checksums of the fleet's weights by engine layout; empty if no engine has reported any."""
         self.router_returns = False
-        """A supervisor restarts the router when it ends, and calls `restore`."""
+        """Whether a supervisor restarts the router when it ends, and calls `restore`."""
         self.occupation = Occupation()
         """Calls under way that may keep engines from answering others."""
         self.admin = admin
         self._tearing: set[ControlClient] = set()
         self._closed = closed
         self.policy: Mapping[str, Any] = {}
-        """What the router is to place requests by, where its own options do not say."""
+        """Policy options that override the router's own."""
         self._epoch = -1
         self.router_uncertain = True
-        """The last call to the router may have come into force or not: it failed, or is under way."""
+        """Whether the last call to the router may or may not be in force: it failed, or is under way."""
         self.ended = False
         self.all_lost = asyncio.Event()
-        """Set while no engine is left and none is coming back, or the fleet ends: requests wait in vain."""
+        """Set while no engine is left or coming back, or the fleet ends, so that requests wait in vain."""
         self._calling = asyncio.Lock()
 
     def announce(self) -> None:
@@ -137,7 +137,7 @@ class Roster(Changes):
         super().announce()
 
     def live(self) -> tuple[Member, ...]:
-        """Return a snapshot of those whose weights are confirmed: SERVING, PAUSED or DRAINING."""
+        """Return the members with confirmed weights: SERVING, PAUSED or DRAINING."""
         return tuple(m for m in self.members if m.state in SERVABLE)
 
     def updatable(self) -> list[Member]:
@@ -147,35 +147,35 @@ class Roster(Changes):
         return [(m.name, m.info.capabilities) for m in self.members if m.state not in {State.DEAD, State.STOPPED}]
 
     def is_lost(self) -> bool:
-        """Whether no engine is left and none is coming back, or the fleet ends."""
+        """Return whether no engine is left or coming back, or the fleet ends."""
         return self.ended or (not self.live() and not any(m.is_restarting for m in self.members))
 
     def raise_if_lost(self) -> None:
-        """Raise `lost_error` where no engine is left and none is coming back, or the fleet ends."""
+        """Raise `lost_error` if no engine is left or coming back, or the fleet ends."""
         if self.is_lost():
             raise self.lost_error()
 
     def lost_error(self) -> PenstockError:
-        """Return the EngineDeadError or, where the fleet ends, the StateError that a request gets."""
+        """Return a request's EngineDeadError or, if the fleet ends, StateError."""
         if self.ended:
             return StateError("this fleet was torn down")
         return EngineDeadError(f"no engine is left, and none is coming back ({why(self.members)})")
 
     def end(self) -> None:
-        """End every wait for an engine: the fleet ends."""
+        """End every wait for an engine, since the fleet ends."""
         self.ended = True
         self.announce()
 
     def keep_kv(self, version: int) -> None:
-        """Note that this version comes into force with the KV caches kept: tokens made under it say so."""
+        """Note that this version keeps the KV caches, so that its tokens are labelled."""
         self.kv_kept_versions |= {version}
-        self.announce()  # clients in other processes label what they get by it, from the first token on
+        self.announce()  # clients in other processes need it to label tokens from the first one on
 
     def admit(self, member: Member) -> None:
-        """Let an engine that is SYNCING serve; the router learns of it with the next `push_membership`.
+        """Let a SYNCING engine serve; the next `push_membership` announces it.
 
         Raises:
-            StateError: its weights are not of the fleet's version.
+            StateError: it has another weight version than the fleet.
             UserError: see `attach.check_beside`.
         """
         if member.weight_version != self.version:
@@ -184,27 +184,27 @@ class Roster(Changes):
             )
         self.add(member)
         member.lifecycle.to(State.SERVING, f"weight version {member.weight_version} confirmed")
-        if member.info.kv_kept:  # by the process that owned it before
+        if member.info.kv_kept:  # by an earlier owner
             self.kv_kept_versions |= {member.info.weight_version}
         self.announce()
 
     def add(self, member: Member) -> None:
-        """Give an engine the next index of the fleet, if it has none yet; raises as `attach.check_beside`."""
+        """Give an engine the fleet's next index if it has none; see `attach.check_beside`."""
         if member.process is None:
             others = [one for one in self.members if one is not member and one.state is not State.STOPPED]
             plugged_in("attach.check")(member, others)
         if member not in self.members:
-            member.ranks = member.ranks if self.by_rank else 1  # another's router sees it as one engine
+            member.ranks = member.ranks if self.by_rank else 1  # a vllm-router sees it as one engine
             self.members = (*self.members, member)
             self.announce()
 
     def check_version(self, version: int) -> None:
-        """Refuse what is no number, or names other weights already, be it on tokens of an update that did not commit.
+        """Refuse an invalid version, or one that may already name other weights.
 
         Raises:
-            UserError: why.
+            UserError: the reason.
         """
-        if type(version) is not int or version >= 2**63:  # engines would fail on it, and be dead
+        if type(version) is not int or version >= 2**63:  # engines would fail on it and be dead
             raise UserError(f"a weight version is an int below 2**63, got {version!r}; give int(...) of it")
         if version <= self.highest_version:
             raise UserError(
@@ -213,7 +213,7 @@ class Roster(Changes):
             )
 
     def commit(self, version: int, checksums: Mapping[tuple[int, int, int], Collection[str]] | None = None) -> None:
-        """Make `version` the fleet's: every live engine has confirmed it."""
+        """Make `version` the fleet's, after every live engine has confirmed it."""
         self.version = version
         self.highest_version = max(self.highest_version, version)
         self.checksums = checksums or {}
@@ -224,9 +224,9 @@ class Roster(Changes):
     # --- the router --------------------------------------------------------------------------------------------------
 
     async def push_membership(self) -> None:
-        """Have the router know the full set, the gate and the policy; in force when this returns.
+        """Put the full set, the gate and the policy in force at the router.
 
-        Where it is gone and comes back, `restore` does it instead.
+        If the router is gone and comes back, `restore` does it instead.
         """
         try:
             await self.restore()
@@ -236,7 +236,7 @@ class Roster(Changes):
                 raise
 
     async def push_or_defer(self, what: str) -> None:
-        """Push; where that fails, `check_router` does it later, since `what` holds all the same."""
+        """Push the membership; on failure log `what`, and `check_router` repeats the push."""
         try:
             await self.push_membership()
         except PenstockError as error:
@@ -248,14 +248,14 @@ class Roster(Changes):
         await self.push_membership()
 
     async def restore(self) -> None:
-        """Bring a router, such as one that was restarted, to the fleet's state."""
+        """Bring a router, such as a restarted one, to the fleet's state."""
         async with self._calling:
             await self._push()
 
     async def check_router(self) -> RouterState:
-        """Ask the router what it has, and restore what differs.
+        """Ask the router for its state, and restore the fleet's if it differs.
 
-        Raises as `Admin.engines`. Where restoring fails, `router_uncertain` stays.
+        Raises as `Admin.engines`. If restoring fails, `router_uncertain` stays set.
         """
         quiet, epoch = not self._calling.locked(), self._epoch
         state = await self.admin.engines()
@@ -270,7 +270,7 @@ class Roster(Changes):
         return state
 
     async def router_back(self) -> bool:
-        """Wait until an unreachable router answers; False: no supervisor restarts it, or that takes too long."""
+        """Wait until an unreachable router answers; False: it does not restart in time."""
         with suppress(TimeoutError):
             async with asyncio.timeout(ROUTER_BACK_S):
                 while self.router_returns:
@@ -283,7 +283,7 @@ class Roster(Changes):
 
     def _membership(self, epoch: int) -> Membership:
         entries = tuple(entry for member in self.live() for entry in member.entries())
-        # A stopped process keeps its connections, and may not be ours to end: the router breaks them off.
+        # A stopped process keeps its connections and may not be ours to end, so the router breaks them.
         left = (m for m in self.members if m.state in {State.DEAD, State.STOPPED})
         cut = tuple(entry.name for member in left for entry in member.entries())
         return Membership(epoch, entries, self._closed, self.policy, cut)
@@ -295,7 +295,7 @@ class Roster(Changes):
         try:
             try:
                 await self.admin.announce(wanted)
-            except StateError:  # another process has sent a newer set; the last word is ours
+            except StateError:  # another process has sent a newer set; this fleet's set must win
                 if known:
                     logger.warning(
                         "another process has sent this fleet's router its engines. Two processes that update the same "
@@ -312,10 +312,10 @@ class Roster(Changes):
     # --- the engines -------------------------------------------------------------------------------------------------
 
     async def mark_dead(self, member: Member, reason: str, *, torn: bool = False) -> None:
-        """Make an engine that failed DEAD: it leaves the router's set, and its process ends. The first reason stays.
+        """Make a failed engine DEAD, take it from the router, and kill its process.
 
-        `torn` weights may be half written; a later caller may be the one to learn this. A process that is not ours to
-        end is paused at least, for clients that do not come by this router.
+        The first reason stays. `torn` weights may be half written; a later caller may be the first to know. A torn
+        server of others is at least paused, for clients that do not use this router.
         """
         torn = torn or member.control in self._tearing
         if torn and member.torn is None:
@@ -325,7 +325,7 @@ class Roster(Changes):
         if member.state not in {State.DEAD, State.LAUNCHING}:  # LAUNCHING: it has died, and is being restarted
             member.lifecycle.to(State.DEAD, reason)
             if member.process is not None:
-                member.process.kill()  # half updated or hung, it must not be reached past the router either
+                member.process.kill()  # half updated or hung, it must not serve direct clients either
             self.announce()
             await self.push_or_defer(f"engine {member.name} died")
         if torn and member.process is None:
@@ -335,7 +335,7 @@ class Roster(Changes):
                 logger.warning("engine %s may make tokens of unconfirmed weights: %s", member.name, error)
 
     def tears(self, call: Call[T]) -> Call[T]:
-        """Wrap a `call` that exchanges an engine's weights: if it dies meanwhile for any reason, they are torn."""
+        """Wrap a `call` that replaces weights: an engine that dies during it is torn."""
 
         async def tearing(engine: ControlClient) -> T:
             self._tearing.add(engine)

@@ -25,7 +25,7 @@ from penstock.settings import ADMIN_KEY_ENV, KEY_ENV, FleetConfig, RouterConfig,
 logger = logging.getLogger(__name__)
 
 START_S = 30.0
-"""Deadline of its start, which takes a fraction of a second on an idle machine."""
+"""Deadline of the router's start, which takes a fraction of a second on an idle machine."""
 
 
 class RouterProcess(ChildProcess):
@@ -35,9 +35,9 @@ class RouterProcess(ChildProcess):
     async def launch(
         cls, config: RouterConfig, *, log_dir: Path, api_key: str | None, admin_key: str | None = None
     ) -> Self:
-        """Start a router and return when it listens; raises as `ChildProcess.serving`, and ConfigError for its options.
+        """Start a router and return when it listens; ConfigError: wrong options.
 
-        Clients must send `api_key` (None: nothing); calls that change the router `admin_key` (None: `api_key`).
+        Raises as `serving`. Clients must send `api_key` (None: no key), admin calls `admin_key` (None: `api_key`).
         """
         options = config.model_dump_json(exclude={"kind", "url"})
         return await cls.serving(
@@ -50,15 +50,15 @@ class RouterProcess(ChildProcess):
 
 
 BACKOFF_S = 0.1
-"""Before the first restart: no request is served without a router, and it starts in a fraction of a second."""
+"""Seconds before the first restart: short, since no request is served without a router."""
 STEADY_S = 60.0
-"""A router that has run for so long is well: should it end, the wait before its restart is short again."""
+"""Seconds of running after which the wait before a restart is short again."""
 
 
 class RouterGuard:
     """Holds a router's process, and restarts it when it ends.
 
-    `relaunch` starts another one on the same address.
+    `relaunch` starts another router on the same address.
     """
 
     def __init__(self, router: RouterProcess, relaunch: Callable[[], Awaitable[RouterProcess]]) -> None:
@@ -67,12 +67,12 @@ class RouterGuard:
         self._watch: asyncio.Task[None] | None = None
 
     def watch(self, roster: Roster, fleet: FleetConfig) -> None:
-        """Watch it from now on; a new router gets the roster's gate and engines. `max_restarts` is of engines only."""
+        """Watch the router; a new one gets gate and engines. `max_restarts` has no effect."""
         roster.router_returns = True
         self._watch = asyncio.create_task(self._guard(roster, fleet), name="guard-router")
 
     async def stop(self) -> None:
-        """End the router. Raises what broke the watch, if something did."""
+        """End the router; raise the error that broke the watch, if one did."""
         try:
             if self._watch is not None:
                 await cancelled(self._watch)
@@ -94,13 +94,13 @@ class RouterGuard:
     async def _until_hung(self, roster: Roster, fleet: FleetConfig) -> None:
         while True:
             await asyncio.sleep(fleet.health_interval_s)
-            # Seconds in which this loop stands still are no silence of the router's.
+            # Seconds in which this event loop is blocked do not count as the router's silence.
             answer = await settled(_answered(roster), Occupation().without(fleet.hang_timeout_s))
             if answer.cancelled():
                 break
             answer.result()
         logger.warning("the router has not answered for %g s: it is ended", fleet.hang_timeout_s)
-        self._router.kill()  # a stopped process would take no other signal
+        self._router.kill()  # a stopped process takes no other signal
 
     async def _restart(self, roster: Roster) -> bool:
         try:
@@ -119,7 +119,7 @@ class RouterGuard:
 
 
 async def _answered(roster: Roster) -> None:
-    """Return when the router answers, be it by an error: if it is gone, its process says so."""
+    """Return when the router answers, also with an error; its process reports its end."""
     while True:
         try:
             await roster.check_router()
@@ -131,7 +131,7 @@ async def _answered(roster: Roster) -> None:
 
 
 def check_router(config: RouterConfig, api_key: str | None) -> None:
-    """Raise ConfigError for what can be known to be wrong before anything starts."""
+    """Raise ConfigError for options that are known to be wrong before a start."""
     if config.url is None and config.kind == "penstock":
         refuse_open_host(config.host, api_key)
     else:
@@ -140,16 +140,16 @@ def check_router(config: RouterConfig, api_key: str | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class OpenRouter:
-    """A router that a fleet runs behind."""
+    """The router of a fleet."""
 
     url: str
     admin: Admin
     guard: Any = None
-    """Watches its process (`RouterGuard`), or what it knows (`running_router.Guard`)."""
+    """The watch of its process (`RouterGuard`) or of its membership (`running_router.Guard`)."""
     key: str | None = field(default=None, repr=False)
-    """What its admin calls need; None: nothing."""
+    """Key of its admin calls; `None` if they need no key."""
     ours: bool = True
-    """It is Penstock's; another's workers are URLs, and it has no gate."""
+    """Whether it is Penstock's; a vllm-router has URLs as workers and no gate."""
 
 
 async def open_router(
@@ -160,9 +160,9 @@ async def open_router(
     owned: AsyncExitStack,
     admin_key: str | None = None,
 ) -> OpenRouter:
-    """A router that ends with `owned`, or the one that runs at `config.url`.
+    """Start a router that ends with `owned`, or return the one at `config.url`.
 
-    A router that is started here takes `api_key` from clients and `admin_key` from its fleet.
+    A started router takes `api_key` from clients and `admin_key` from its fleet.
 
     Raises:
         EngineStartError: it did not start.
@@ -178,10 +178,10 @@ async def open_router(
 
     async def relaunch() -> RouterProcess:
         started = await start(again)
-        admin.forget()  # the old one's ports may be another program's by now
+        admin.forget()  # another program may have the old ports by now
         return started
 
     guard = RouterGuard(router, relaunch)
     owned.push_async_callback(admin.close)
-    owned.push_async_callback(guard.stop)  # before: it asks the router until it ends, and would open it again
+    owned.push_async_callback(guard.stop)  # ends before `admin`, whose connections it would open again
     return OpenRouter(router.url, admin, guard, key)

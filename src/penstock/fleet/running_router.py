@@ -1,4 +1,4 @@
-"""Routers that someone else started: Penstock's own kind, or a vllm-router with the fleet's engines as workers."""
+"""Routers that others started: Penstock's own kind, or a vllm-router with the fleet's engines as workers."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from penstock.settings import FleetConfig, RouterConfig
 logger = logging.getLogger(__name__)
 
 CALL_S = 15.0
-"""Deadline of one of its worker calls: it answers `/add_worker` after the worker's first good health check."""
+"""Deadline of a worker call; vllm-router answers `/add_worker` after the worker's first good health check."""
 
 
 class VllmRouterAdmin:
-    """A vllm-router's workers as the full sets that a roster announces; see `router.admin_client.RouterAdmin`.
+    """Client that announces full sets to a vllm-router as workers; see `router.admin_client.RouterAdmin`.
 
     vllm-router has no gate, so new requests wait inside paused engines. It has no epochs, weight versions or draining.
-    It holds no request, and answers 503 where no engine is up. It drops the caller's key on every path but those that
-    generate, so engines with a key refuse `/tokenize`. It sends on its callers' key, so the engines of its fleet have
-    that one, and none of the fleet's own.
+    It holds no request, and answers 503 if no engine is up. It passes its callers' key on, so the engines of its fleet
+    have that key and none of the fleet's own. It does so only on paths that generate, so engines with a key refuse
+    `/tokenize`.
 
-    Every method raises `EngineDeadError` where the router is gone, `DeadlineError` after `CALL_S` seconds, `UserError`
-    where something else answers, and `EngineHTTPError` for a worker that it does not take.
+    Every method raises `EngineDeadError` if the router is gone, `DeadlineError` after `CALL_S` seconds, `UserError` if
+    another program answers, and `EngineHTTPError` for a worker that the router refuses.
     """
 
     def __init__(self, url: str) -> None:
@@ -41,11 +41,11 @@ class VllmRouterAdmin:
         self._membership = Membership()
 
     async def announce(self, membership: Membership) -> None:
-        """Make its workers those engines that are eligible; others are removed, whoever added them.
+        """Make the eligible engines its workers, and remove all others.
 
-        One that drains is removed too: vllm-router would send it new sessions as well. Its requests in flight go on.
-        It knows no epochs, so an older one is refused here (`StateError`): of this fleet's own messages the newest is
-        in force. Those that may not serve leave before others come. It has no gate, and breaks off nothing.
+        A draining engine is removed too, since vllm-router would send it new sessions; its requests in flight go on.
+        This method refuses an older epoch (`StateError`), so that the fleet's newest message is in force. Engines that
+        may not serve leave before others come. The gate and `cut` have no effect.
         """
         announced = self._membership.replaced_by(membership)
         wanted = {entry.url for entry in announced.engines if entry.eligible and not entry.draining}
@@ -56,7 +56,7 @@ class VllmRouterAdmin:
         self._membership = announced
 
     async def engines(self) -> RouterState:
-        """The set in force. Of its figures it tells each worker's health and requests in flight; the others are 0."""
+        """Return the set in force, with each worker's health and load; other counts are 0."""
         workers = await self._workers()
         loads: list[EngineLoad] = []
         for entry in self._membership.engines:
@@ -79,7 +79,7 @@ class VllmRouterAdmin:
         await self._http.close()
 
     async def _workers(self) -> dict[str, dict[str, Any]]:
-        """Its workers by URL."""
+        """Return its workers by URL."""
         try:
             answer = await self._http.get("/workers", timeout_s=CALL_S)
             return {worker["url"]: worker for worker in answer["workers"]}
@@ -96,7 +96,7 @@ _ADDRESS = {"kind", "url", "host", "port"}
 
 
 def check(config: RouterConfig) -> None:
-    """Raise ConfigError for what can be known to be wrong before anything starts."""
+    """Raise ConfigError for options that are known to be wrong before a start."""
     if config.url is None:
         raise ConfigError(
             "router.kind=vllm-router needs router.url: a fleet starts no vllm-router of its own; start one "
@@ -114,7 +114,7 @@ def check(config: RouterConfig) -> None:
 async def open_running(config: RouterConfig, api_key: str | None, owned: AsyncExitStack) -> OpenRouter:
     """Return the router at `config.url`; raises as `open_router`.
 
-    It runs on, and loses its engines at the end of `owned`, since they are gone by then or not ours to route to.
+    It runs on, and loses its engines at the end of `owned`, since they are then gone or not this fleet's.
     """
     url, ours = str(config.url), config.kind == "penstock"
     admin = RouterAdmin(url, api_key) if ours else VllmRouterAdmin(url)
@@ -126,7 +126,7 @@ async def open_running(config: RouterConfig, api_key: str | None, owned: AsyncEx
 
 
 class Guard:
-    """Sends a router that someone else runs again what it may not have taken."""
+    """Repeats announcements that a router of others may not have taken."""
 
     def __init__(self, admin: Admin) -> None:
         self._admin = admin
@@ -136,7 +136,7 @@ class Guard:
         self._settling = asyncio.create_task(self._settle(roster, fleet.health_interval_s), name="settle-router")
 
     async def stop(self) -> None:
-        """Take the fleet's engines from it. Raises what broke the watch, if something did."""
+        """Remove the fleet's engines; raise the error that broke the watch, if one did."""
         try:
             if self._settling is not None:
                 await cancelled(self._settling)
@@ -147,12 +147,12 @@ class Guard:
         while True:
             await roster.until(lambda: roster.router_uncertain)
             await asyncio.sleep(interval_s)
-            with suppress(PenstockError):  # it is asked again
+            with suppress(PenstockError):  # the loop asks again
                 await roster.check_router()
 
     async def _withdraw(self) -> None:
         try:
             await self._admin.announce(Membership((await self._admin.engines()).epoch + 1))
         except PenstockError as error:
-            # The fleet ends all the same; the router's owner reads this.
+            # The fleet ends all the same; this log line is for the router's owner.
             logger.warning("the router does not know yet that this fleet's engines are gone: %s", error)

@@ -1,7 +1,7 @@
-"""The control API of a fleet: calls (see `calls.py`) that its owner serves on a Unix socket, as `/control/CALL`.
+"""The control API of a fleet: its owner serves calls (`calls.py`) on a Unix socket, as `/control/CALL`.
 
-Only the owner's user can reach the socket, so it asks for no key: it gives that user the keys of router and engines.
-The router's port names it, and it exists as long as the fleet has an owner.
+Only the owner's user can reach the socket, so it needs no key and gives that user the keys of router and engines. The
+router's port names the socket, which exists as long as the fleet has an owner.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from penstock.fleet.skyrl_paths import add_skyrl_paths
 from penstock.settings import without_password
 
 FOLDER_ENV = "PENSTOCK_RUNTIME_DIR"
-"""Names a folder other than /tmp. XDG_RUNTIME_DIR and TMPDIR are not read: a login and a Slurm job of one user differ
-in them, so one would not see the other's fleets, and logind removes the former at logout."""
+"""Variable that names a folder other than /tmp. XDG_RUNTIME_DIR and TMPDIR are not read: they differ between a user's
+login and Slurm job, which then would not see each other's fleets. And logind removes the former at logout."""
 FOLDER_MODE = 0o700
 SOCKET_MODE = 0o600
 LONGEST = 107
-"""Bytes in the name of a Unix socket, on Linux."""
+"""Most bytes in the name of a Unix socket on Linux."""
 PREFIX = "/control"
 QUIET_S = 5.0
-"""`state` is answered after so long without a change; its caller learns from the answer that we live."""
+"""Seconds without a change after which `state` is answered, so that its caller knows the owner is alive."""
 SUCH_AS = "give one such as http://127.0.0.1:8000"
 _ADDRESS = TypeAdapter(HttpUrl)
 
@@ -60,7 +60,7 @@ def folder() -> Path:
     """Return the folder of this user's control sockets; create it if it is missing.
 
     Raises:
-        UserError: other users could write there, its path is too long for a socket's name, or it cannot be made.
+        UserError: other users could write there, its path is too long for a socket's name, or it cannot be created.
     """
     path = Path(os.environ.get(FOLDER_ENV) or "/tmp") / f"penstock-{os.getuid()}"  # noqa: S108 - its owner is checked
     if len(os.fsencode(path / "fleet-65535.sock")) > LONGEST:
@@ -76,7 +76,7 @@ def folder() -> Path:
 
 
 def router_address(url: str) -> str:
-    """Return a router's address without a slash or the `/v1` of OpenAI clients at its end. UserError: it is none."""
+    """Return a router's address without a final slash or `/v1`. UserError: it is none."""
     try:
         given = _ADDRESS.validate_python(url)
     except ValidationError:
@@ -87,13 +87,13 @@ def router_address(url: str) -> str:
 
 
 def socket_of(url: str) -> Path | None:
-    """Return the control socket of a fleet behind the router at `url`; None if that may be another machine."""
+    """Return the control socket for a router at `url`; None: maybe another machine."""
     parts = urlsplit(router_address(url))
     return folder() / f"fleet-{parts.port}.sock" if _is_this_machine(parts.hostname) and parts.port else None
 
 
 def _is_this_machine(host: str | None) -> bool:
-    """Whether an address can only be this machine's; a name but localhost may be any machine's."""
+    """Return whether an address is surely this machine's; only one name is, localhost."""
     try:
         address = ipaddress.ip_address(host or "")
     except ValueError:
@@ -102,7 +102,7 @@ def _is_this_machine(host: str | None) -> bool:
 
 
 def refuse_second(url: str | None) -> None:
-    """Check before anything starts that a fleet can have the control socket of the router at `url`.
+    """Check before a start that the control socket of the router at `url` is free.
 
     Raises:
         UserError: the folder of sockets is not safe.
@@ -117,12 +117,12 @@ def refuse_second(url: str | None) -> None:
 
 
 def present() -> dict[int, Path]:
-    """Return router port to control socket of every live fleet; sockets of killed ones are removed."""
+    """Return live fleets' control sockets by router port; remove those of killed ones."""
     return {int(path.stem.removeprefix("fleet-")): path for path in folder().glob("fleet-*.sock") if alive(path)}
 
 
 def alive(path: Path) -> bool:
-    """Return whether a process listens at a socket; one that was left behind is removed."""
+    """Return whether a process listens at a socket; remove a stale one."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)  # noqa: FBT003 - the module's own signature
         try:
@@ -132,7 +132,7 @@ def alive(path: Path) -> bool:
         except ConnectionRefusedError:
             path.unlink(missing_ok=True)
             return False
-        except OSError:  # its queue is full: a process lives there
+        except OSError:  # its queue is full, so a process lives there
             pass
     return True
 
@@ -142,7 +142,7 @@ def alive(path: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class MemberState:
-    """One engine of a fleet, as another process sees it."""
+    """One engine of a fleet, as other processes see it."""
 
     name: str
     url: str
@@ -150,21 +150,21 @@ class MemberState:
     reason: str
     weight_version: int
     is_restarting: bool
-    """It does not serve, and will."""
+    """Whether it does not serve now but will."""
     gpus: tuple[str, ...]
     info: EngineInfo
     api_key: str | None = field(default=None, repr=False)
-    """What it asks for; never shown."""
+    """Key that it requires; never shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetState:
-    """A fleet, as another process sees it."""
+    """A fleet, as other processes see it."""
 
     url: str
-    """Of its router."""
+    """URL of its router."""
     pid: int
-    """Of its owner."""
+    """Process id of its owner."""
     version: int
     """Weight version."""
     used: int
@@ -173,18 +173,18 @@ class FleetState:
     """Grows with each change."""
     members: tuple[MemberState, ...]
     starting: tuple[str, ...] = ()
-    """Engines that start for the first time, and are no members yet."""
+    """Engines that start for the first time and are not yet members."""
     kept: tuple[int, ...] = ()
     """See `Roster.kv_kept_versions`."""
     admin_key: str | None = field(default=None, repr=False)
-    """Of the router's admin calls, and good for requests too; never shown. None: the router asks for none."""
+    """Key of the router's admin calls and of requests; never shown. It is None if the router needs no key."""
 
 
 _STATE = TypeAdapter(FleetState)
 
 
 def state_of(data: Mapping[str, Any]) -> FleetState:
-    """Read a state from the wire. Raises EngineError, which does not show its keys, if it is something else."""
+    """Read a state from the wire. EngineError, which shows no keys: it is malformed."""
     try:
         return _STATE.validate_python(data)
     except ValidationError as error:
@@ -193,7 +193,7 @@ def state_of(data: Mapping[str, Any]) -> FleetState:
 
 
 def shown(state: FleetState) -> dict[str, Any]:
-    """Return a state as JSON without the keys."""
+    """Return a state as JSON, without keys."""
     hidden = {"admin_key": True, "members": {"__all__": {"api_key"}}}
     return _STATE.dump_python(state, mode="json", exclude=hidden)
 
@@ -210,14 +210,14 @@ CALLS: Mapping[type, tuple[str, tuple[str, ...]]] = {
     FleetAdapters: ("adapter_", ("update_from", "load", "unload", "pause", "resume", "wait", "pin", "statuses")),
     Elastic: ("", ("add", "attach", "drain", "remove", "set_policy", "statuses", "stats", "losses")),
 }
-"""Methods that other processes can call, and the first letters of these calls.
+"""Methods that other processes can call, and the prefix of these calls.
 
-Each takes what JSON has and checks it. What it returns is read by its annotation (`remote.Remote`).
+Each takes and checks JSON values. `remote.Remote` reads results by their annotation.
 """
 
 
 class Endpoint:
-    """The control socket of one fleet. The fleet opens it, and closes it when everything else has ended.
+    """The control socket of one fleet, which opens it, and closes it after everything else has ended.
 
     The port in the router's `url` names the socket.
     """
@@ -228,7 +228,7 @@ class Endpoint:
         self, url: str, roster: Roster, operations: AllOperations, elastic: Elastic, *, admin_key: str | None = None
     ) -> None:
         self.stopping = asyncio.Event()
-        """The fleet was told to end, and does so by itself."""
+        """Set when a call has asked the fleet to end."""
         self._url = url
         self._admin_key = admin_key
         self._roster = roster
@@ -239,7 +239,7 @@ class Endpoint:
         self._opened = AsyncExitStack()
 
     async def open(self, end: Callable[[], Awaitable[None]]) -> None:
-        """Listen, and let the call `stop` do `end`. A router address that may be another machine's has no socket.
+        """Listen, and let the call `stop` run `end`; with a remote router, do nothing.
 
         Raises:
             StateError: another process owns the fleet behind this router.
@@ -268,13 +268,13 @@ class Endpoint:
         await server.start(listening)
 
     async def close(self) -> None:
-        """The fleet has ended: answer `stop` and `state`, and take the socket away."""
+        """Answer `stop` and `state` after the fleet's end, and remove the socket."""
         self._ended.set()
-        self._roster.announce()  # `state` waits for it
+        self._roster.announce()  # wakes `state`
         await self._opened.aclose()
 
     async def during(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return what `work` returns. Raises StateError if the fleet is told to end; `work` is cancelled then."""
+        """Return the result of `work`; if the fleet stops, cancel it and raise StateError."""
         done = await settled(work, self.stopping.wait())
         if self.stopping.is_set():
             raise StateError(self.STOPPED)
@@ -287,7 +287,7 @@ class Endpoint:
         await self._ended.wait()
 
     async def _state(self, seen: int = -1) -> FleetState:
-        """Return the state as soon as it is another than that of change `seen`, or after `QUIET_S`."""
+        """Return the state once it differs from that of change `seen`, or after `QUIET_S`."""
         roster = self._roster
         await roster.until(lambda: roster.changes != seen or self._ended.is_set(), deadline_s=QUIET_S)
         if self._ended.is_set():

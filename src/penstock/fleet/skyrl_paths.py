@@ -1,7 +1,7 @@
-"""SkyRL's HTTP calls that pause one adapter, on the socket of a fleet's owner.
+"""SkyRL's HTTP calls that pause one adapter, served on the control socket of a fleet.
 
-SkyRL aborts an adapter's requests and lets its client send them again. Here they wait in the engines, so `aborted` is
-empty and `count` says how many wait. There is no grace period, and engines hold what arrives later.
+SkyRL aborts an adapter's requests, and its client sends them again. Here they wait in the engines, so `aborted` is
+empty and `count` is the number that wait. There is no grace period; engines hold later requests too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from penstock.errors import DeadlineError, PenstockError, StateError, UserError,
 from penstock.fleet.adapters import FleetAdapters
 
 POLL_S = 30.0
-"""Of a long poll that names no `timeout_s`."""
+"""Seconds of a long poll without `timeout_s`."""
 
 
 async def _abort(adapters: FleetAdapters, name: str, _timeout_s: float) -> dict[str, Any]:
@@ -36,11 +36,11 @@ async def _wait(adapters: FleetAdapters, name: str, timeout_s: float) -> dict[st
 
 
 SKYRL = {"abort_lora_requests": _abort, "resume_lora_requests": _resume, "wait_lora_unpaused": _wait}
-"""By name: what `POST /skyrl/v1/NAME` with `{"lora_name"}` does; to pause or resume twice is harmless."""
+"""Handlers of `POST /skyrl/v1/NAME` with `{"lora_name"}`, by name; pausing or resuming twice is harmless."""
 
 
 def add_skyrl_paths(app: web.Application, adapters: FleetAdapters) -> None:
-    """Let an application answer SkyRL's calls."""
+    """Add SkyRL's calls to an application."""
 
     async def answer(http: web.Request) -> web.Response:
         try:

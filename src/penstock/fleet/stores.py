@@ -1,4 +1,4 @@
-"""Where a fleet's versions lie, and which transport brings one to the engines: named, or chosen by their place."""
+"""The stores of a fleet's weight versions, and the choice of a transport for each version."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SEND_SHARE = 0.5
-"""Of the deadline of a control call, what sending a version may take: an engine that is cut off can still answer."""
+"""Share of a control call's deadline for sending a version, so that an engine that is cut off can still answer."""
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "[::1]", "::1"})
 
 
 class Stores:
-    """One store for each transport that is used, made when it is first used; itself a store."""
+    """One store for each transport, made at its first use. It is itself a store."""
 
     def __init__(self, settings: FleetConfig, members: Callable[[], Sequence[Member]], timeout_s: float) -> None:
         if settings.weight_transport == "delta":
-            plugged_in("store_needs.delta")()  # refused here if it must be: before engines start
+            plugged_in("store_needs.delta")()  # refuses before engines start
         self.settings = settings
         self._members = members
         self._timeout_s = timeout_s
@@ -39,20 +39,20 @@ class Stores:
         self._stores: dict[str, Store] = {"shared_memory": self._copies}
         self._last: Store | None = None
         self._last_is_copy = False
-        """Of what the trainer lent: engines of other hosts cannot have it."""
+        """Whether the last version is a copy of lent weights, which engines on other hosts cannot read."""
         self._ipc_devices: list[str] = []
         self._provider: TensorProvider | None = None
-        """What gave the version that was published last, if it can be asked again."""
+        """Provider of the version published last, if it can be asked again."""
         self._lent: tuple[WeightManifest, TensorProvider] | None = None
-        """The committed version, and what can give it again, where the trainer alone has its bytes."""
+        """The committed version and its provider, if only the trainer has the bytes."""
 
     @property
     def current(self) -> WeightManifest | None:
-        """The last committed version, where its bytes can still be had."""
+        """The last committed version, if its bytes are still available."""
         return self._last.current if self._last is not None else None
 
     def publish(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
-        """Choose the transport and publish by it; raises as that store's `publish` does."""
+        """Choose the transport and publish by it; raises as that store's `publish`."""
         from penstock.weights.pack import checked  # noqa: PLC0415 - the core must import without torch
 
         self._provider = named_tensors if isinstance(named_tensors, TensorProvider) else None
@@ -74,11 +74,11 @@ class Stores:
         return self._by(chosen).publish(version, _Begun(begun, named_tensors) if again else begun)
 
     def adopt(self, manifest: WeightManifest) -> WeightManifest:
-        """Take over what another process published, by the transport that it chose."""
+        """Take over a version that another process published, by the transport it chose."""
         return self.of(manifest.transport).adopt(manifest)
 
     def commit(self, manifest: WeightManifest) -> None:
-        """The version is in force; of one whose bytes the trainer has alone, a copy is kept where that is asked for."""
+        """Note that a version is in force; keep a copy of lent bytes if the config asks."""
         store = self._last = self.of(manifest.transport)
         store.commit(manifest)
         provider, self._provider, self._lent, self._last_is_copy = self._provider, None, None, False
@@ -88,13 +88,13 @@ class Stores:
                 self._copy(manifest, offered)
 
     def weights_for(self, member: Member, version: int) -> WeightManifest | None:
-        """Find where an engine that joins can have a version from; blocking.
+        """Return the source of a version for a joining engine; this blocks.
 
         Returns:
-            None where nothing here can give it that version: it waits for the next update.
+            The manifest, or None if no store here has that version for it: it waits for the next update.
 
         Raises:
-            WeightsError: the trainer was asked again, and its tensors are not those any more; or what its code raises.
+            WeightsError: the trainer was asked again, and its tensors have changed. Its own code may raise any error.
         """
         current = self.current
         if current is not None and current.version == version:
@@ -110,9 +110,9 @@ class Stores:
         return len(members) <= 1 and all(map(is_local, members))
 
     def _copy(self, manifest: WeightManifest, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
-        """Keep a version in shared memory. WeightsError: the tensors are not those that were sent."""
+        """Keep a version in shared memory. WeightsError: the tensors were not those sent."""
         copies = self._copies
-        copies.current = None  # it is not the fleet's any more: one buffer is enough
+        copies.current = None  # the old copy is no longer the fleet's: one buffer is enough
         copy = copies.publish(manifest.version, named_tensors)
         plugged_in("lent.check")(manifest, copy, named_tensors)
         copies.commit(copy)
@@ -124,13 +124,13 @@ class Stores:
             store.close()
 
     def of(self, transport: str) -> Store:
-        """The store of a transport. WeightsError: there is none of that name."""
+        """Return the store of a transport. WeightsError: there is no such transport."""
         if transport not in self._stores:
             self._stores[transport] = self._make(transport)
         return self._stores[transport]
 
     def _by(self, transport: Transport) -> Store:
-        """The store to publish to, for the engines as they are now."""
+        """Return the store to publish to, for the present engines."""
         members, address = self._members(), self.settings.weight_address
         if transport == "broadcast" and address in LOOPBACK and not all(map(is_local, members)):
             others = ", ".join(member.name for member in members if not is_local(member))
@@ -158,7 +158,7 @@ class Stores:
 
 
 class _Begun:
-    """What can be iterated again; its first pass goes on from the look at its first tensor, which began one."""
+    """Tensors that can be iterated again; the first pass continues the one that read the first tensor."""
 
     def __init__(self, begun: Iterable[tuple[str, torch.Tensor]], again: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._begun: Iterable[tuple[str, torch.Tensor]] | None = begun
@@ -171,10 +171,10 @@ class _Begun:
 
 
 def choose(device: torch.device, members: Sequence[Member]) -> Transport:
-    """The transport for tensors on a device of this process, by where the engines are.
+    """Return the transport for tensors on a device of this process to these engines.
 
-    Bytes in host memory are mapped by engines of this host. Tensors on a GPU that an engine uses too are read there by
-    it; NCCL refuses two ranks on one GPU. To engines with GPUs of their own they go over NVLink or the network.
+    Engines of this host map bytes in host memory. An engine reads tensors directly on a GPU that it shares, since NCCL
+    refuses two ranks on one GPU. Engines with GPUs of their own receive them over NVLink or the network.
     """
     local = all(is_local(member) for member in members)
     if device.type != "cuda":
@@ -189,11 +189,11 @@ def choose(device: torch.device, members: Sequence[Member]) -> Transport:
 
 
 def _devices(members: Sequence[Member]) -> list[str]:
-    """GPUs of the engines as this process numbers them; none where they are not known."""
+    """Return the engines' GPUs as this process numbers them, without unknown ones."""
     names = visible_gpus()
     return [f"cuda:{names.index(gpu)}" for gpu in sorted({g for m in members for g in m.gpus}) if gpu in names]
 
 
 def is_local(member: Member) -> bool:
-    """Whether it runs on this host, as far as its address says."""
+    """Return whether an engine runs on this host, according to its address."""
     return (urlsplit(member.url).hostname or "") in LOOPBACK

@@ -1,4 +1,4 @@
-"""Watches processes and restarts those that end: the loop for all, the supervisor of engines, and its probe."""
+"""Watches processes and restarts those that end: the common loop, the engines' supervisor, and its probe."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ Sleep = Callable[[float], Awaitable[None]]
 
 @dataclass(slots=True)
 class RestartBudget:
-    """Restarts of one process: each after twice the wait, and without end unless `max_restarts` is set."""
+    """Restarts of one process: the wait doubles each time, and `max_restarts` can limit them."""
 
     max_restarts: int | None
-    """So many in any `window_s` seconds."""
+    """Most restarts in any `window_s` seconds; `None` for no limit."""
     window_s: float
-    """After so many seconds without a restart the wait is short again."""
+    """Seconds without a restart after which the wait is short again."""
     first_s: float
-    """Wait before the first restart."""
+    """Seconds before the first restart."""
     clock: Clock = time.monotonic
     _spent: deque[float] = field(default_factory=deque[float], init=False)
     _last: float = field(default=-math.inf, init=False)
-    """When the last restart was due, or was over."""
+    """Time at which the last restart was due, or was over."""
     _in_a_row: int = field(default=0, init=False)
 
     def left(self) -> bool:
@@ -53,7 +53,7 @@ class RestartBudget:
         return len(self._spent) < self.max_restarts
 
     def spend(self) -> float | None:
-        """Take one restart; returns the seconds to wait before it, or None where the budget is exhausted."""
+        """Take one restart; return the seconds to wait before it, or None if exhausted."""
         if not self.left():
             return None
         now = self.clock()
@@ -65,7 +65,7 @@ class RestartBudget:
         return wait_s
 
     def restarted(self) -> None:
-        """Note that the process has started: how long it is well counts from now, and a start may take long."""
+        """Note that the process has started: its time of running counts from now."""
         self._last = self.clock()
 
 
@@ -75,9 +75,9 @@ async def keep_running(
     budget: RestartBudget,
     sleep: Sleep = asyncio.sleep,
 ) -> None:
-    """Restart a process each time it ends; returns when its budget is exhausted.
+    """Restart a process each time it ends; return when its budget is exhausted.
 
-    `restart` returns False where it failed; it is tried again after the next wait.
+    If `restart` returns False, it failed and is tried again after the next wait.
     """
     while True:
         await until_ended()
@@ -91,11 +91,11 @@ async def keep_running(
 
 
 class Supervisor:
-    """Watches every member that it is given, until `release` or `stop`.
+    """Watches every member given to `watch`, until `release` or `stop`.
 
-    `admit` brings an engine that is SYNCING to the fleet's weights and lets it serve. `check` awaits what a probe says
-    of an engine, and makes one DEAD that another process has changed. A dead engine is started by its `again`; one that
-    someone else started, as soon as it answers.
+    `admit` brings a SYNCING engine to the fleet's weights and lets it serve. `check` awaits a probe of an engine, and
+    makes an engine DEAD that another process has changed. `Member.again` restarts a dead engine; for a server of
+    others, as soon as it answers.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Supervisor:
         self._stopped = False
 
     def watch(self, member: Member) -> None:
-        """Begin to watch an engine: its process where it is ours, its health in any case. SYNCING, it is admitted.
+        """Watch an engine's health, and its process if it is ours; admit it if SYNCING.
 
         Raises:
             StateError: the supervisor was stopped.
@@ -136,19 +136,19 @@ class Supervisor:
         guard.add_done_callback(over)
 
     async def release(self, member: Member) -> None:
-        """Stop watching an engine: whatever happens to it now is meant."""
+        """Stop watching an engine, since its end is now intended."""
         if (guard := self._guards.pop(member, None)) is not None:
             await cancelled(guard)
 
     async def stop(self) -> None:
-        """Stop watching, for good. Raises what broke a watch, if something did."""
+        """Stop watching for good; raise the error that broke a watch, if one did."""
         self._stopped = True
         guards = tuple(self._guards.values())
         self._guards.clear()
         for guard in guards:
             guard.cancel()
         if guards:
-            await asyncio.wait(guards)  # cancelled once more meanwhile, one would leave its own tasks behind
+            await asyncio.wait(guards)  # a second cancellation would make a guard leave its own tasks behind
         for guard in guards:
             await cancelled(guard)
 
@@ -158,7 +158,7 @@ class Supervisor:
         launched = again is not None and member.process is not None
 
         async def until_dead() -> None:
-            # An engine has to be known as restarting from the moment of its death, or requests would give up.
+            # An engine must count as restarting from the moment of its death, or requests would give up.
             member.lifecycle.restarts = launched and budget.left()
             await self._until_dead(member)
 
@@ -183,7 +183,7 @@ class Supervisor:
     # --- death -------------------------------------------------------------------------------------------------------
 
     async def _until_dead(self, member: Member) -> None:
-        """Return when the engine is DEAD, and gone where its process is ours. A watch that breaks is its death."""
+        """Return when the engine is DEAD and its process gone; a broken watch is its death."""
         watches = [self._until_unwell]
         if member.state is State.SYNCING:
             watches.append(self._admitted)
@@ -212,7 +212,7 @@ class Supervisor:
             await watch(member)
 
     async def _until_unwell(self, member: Member) -> None:
-        """Probe an engine now and then, and at once when its core's connection breaks, until it is DEAD."""
+        """Probe an engine regularly and when its core's connection breaks, until its death."""
         interval_s, hang_s = self._fleet.health_interval_s, self._fleet.hang_timeout_s
         gone = asyncio.create_task(member.control.core_gone(), name=f"core-{member.name}")
         try:
@@ -224,7 +224,7 @@ class Supervisor:
                 try:
                     await self._check(member, probe(member.control, self._roster.occupation, hang_s=hang_s))
                 except CoreSilentError as error:
-                    if member.state in SERVABLE:  # what brings one in that is SYNCING has deadlines of its own
+                    if member.state in SERVABLE:  # the admission of a SYNCING engine has its own deadlines
                         await self._roster.mark_dead(member, str(error))
                 except PenstockError as error:
                     await self._roster.mark_dead(member, f"health check failed: {error}")
@@ -237,7 +237,7 @@ class Supervisor:
         try:
             await self._admit(member)
         except PenstockError as error:
-            if not self._roster.ended:  # else no engine has failed
+            if not self._roster.ended:  # otherwise no engine has failed
                 await self._roster.mark_dead(member, f"could not join: {error}")
 
     async def _until_it_answers(self, member: Member) -> None:
@@ -250,7 +250,7 @@ class Supervisor:
                 return
 
     async def _start_again(self, member: Member, again: Callable[[], Awaitable[Member]]) -> bool:
-        """Start a DEAD engine, or await one of someone else; True: it is SYNCING."""
+        """Restart a DEAD engine, or wait for a server of others; True: it is SYNCING."""
         if member.process is None:
             await self._until_it_answers(member)
         member.lifecycle.to(State.LAUNCHING, "answers again" if member.process is None else "restarted")
@@ -262,7 +262,7 @@ class Supervisor:
                 member.lifecycle.to(State.DEAD, f"did not start: {error}")
             return False
         old = member.control
-        member.adopt_process(new)  # with nothing awaited since it answered: a death now is of this process
+        member.adopt_process(new)  # no await since it answered, so a death now is this process's
         self._roster.announce()
         await old.close()
         return True
@@ -270,35 +270,34 @@ class Supervisor:
 
 # --- The health probe of one engine ----------------------------------------------------------------------------------
 #
-# Is its server well, what does its core say, and how long has it said nothing? The server answers health checks by
-# itself, also when the core has died, was stopped or hangs. So the core is asked too. Its answer waits for the step
-# that it is at, and for nothing else. A core's longest honest silence is therefore one step, a fraction of a second
-# even for a full chunk of prefill, with three exceptions:
+# The server answers health checks by itself, also when the core has died, was stopped or hangs. So the probe asks the
+# core too. Its answer waits only for the present step. A healthy core's longest silence is therefore one step, a
+# fraction of a second even for a full chunk of prefill, with three exceptions:
 #
-# - A call of the fleet keeps it busy: it loads weights, sleeps, or runs a method of `collective_rpc`. That time does
-#   not count, since such a call has its own deadline. Time counted before it stays counted, and a question asked before
-#   it stays open: calls may come more often than a core needs to be found silent.
+# - A call of the fleet keeps it busy: it loads weights, sleeps, or runs a method of `collective_rpc`. The time of the
+#   call does not count, since it has its own deadline. Time counted before it stays counted, and an open question stays
+#   open: calls may come more often than a core needs to be found silent.
 # - It has made no token yet: the first steps compile kernels. `YOUNG` allows for it.
 # - A later step compiles one more kernel. `hang_timeout_s` has to be longer than that.
 
 YOUNG = 10
-"""An engine that has made no token yet may be silent for so many times as long."""
+"""Multiple of `hang_timeout_s` for which an engine that has made no token may be silent."""
 BROKEN = 3
-"""So many connections to a core that break before it answers mean that it is gone."""
+"""Connections to a core that break before an answer until it counts as gone."""
 
 
 class CoreSilentError(DeadlineError):
-    """The server is well, and its core has answered nothing."""
+    """The server is well, but its core has not answered."""
 
 
 async def probe(control: ControlClient, occupation: Occupation, *, hang_s: float) -> CoreState | None:
-    """Ask an engine's server and its core at once; None where the core is alive and says something else.
+    """Probe an engine's server and core; None: the core's answer is unreadable.
 
-    It hangs after `hang_s` seconds without an answer, those of the calls in `occupation` not counted.
+    It hangs after `hang_s` seconds without an answer; the time of calls in `occupation` does not count.
 
     Raises:
-        CoreSilentError: its core hangs; DeadlineError: its server does.
-        PenstockError: it is gone, or says itself that it is not well.
+        CoreSilentError: its core hangs; DeadlineError: its server hangs.
+        PenstockError: it is gone, or reports that it is not well.
     """
     _, said = await all_or_first_error((_server(control, hang_s), _core(control, occupation, hang_s)))
     return said
@@ -323,7 +322,7 @@ async def _core(control: ControlClient, occupation: Occupation, hang_s: float) -
     answer = await settled(_state(control, occupation), too_long())
     if not answer.cancelled():
         return answer.result()
-    await control.health(hang_s)  # else the silence is the server's
+    await control.health(hang_s)  # otherwise the server is silent
     silent_s = missed * hang_s
     why = f"its core has answered nothing for {silent_s:g} s, though its server is well"
     raise CoreSilentError(why, seconds=silent_s)
@@ -343,7 +342,7 @@ async def _state(control: ControlClient, occupation: Occupation) -> CoreState | 
             broken += 1
             if broken == BROKEN:
                 raise
-        except (PenstockError, KeyError, TypeError, ValueError):  # an answer, if not one that can be read
+        except (PenstockError, KeyError, TypeError, ValueError):  # an answer, though unreadable
             return None
 
 

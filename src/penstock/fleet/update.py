@@ -1,6 +1,6 @@
-"""The life of an update of all engines.
+"""An update of all engines.
 
-An update is published, prepared on all, applied on all behind the gate, and committed or not.
+It is published, prepared on all engines, applied on all behind the gate, and committed or rolled back.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ logger = logging.getLogger(__name__)
 
 
 def check_kv(kv: str) -> None:
-    """Raise UserError if it is none of `KV`."""
+    """Raise UserError for a value that is not in `KV`."""
     if kv not in get_args(KV):
         raise UserError(f"kv must be one of {', '.join(get_args(KV))}, got {kv!r}")
 
 
 class Fetching:
-    """Brings a version to engines that fetch it themselves; `fleet/delivery.py` sends one to them instead."""
+    """Brings a version to engines that fetch it themselves; `fleet/delivery.py` sends it to them instead."""
 
     def __init__(self, roster: Roster, deadline_s: float) -> None:
         self.roster = roster
@@ -42,13 +42,13 @@ class Fetching:
     async def ready(
         self, members: Sequence[Member], manifest: WeightManifest
     ) -> tuple[Sequence[Member], Mapping[str, float]]:
-        """Return who takes part, and how many seconds each took to prepare it."""
+        """Return the engines that take part, and the seconds that each took to prepare."""
         return members, await self.prepare(members, manifest)
 
     async def apply(
         self, members: Sequence[Member], manifest: WeightManifest, call: Call[EngineUpdate]
     ) -> Mapping[str, EngineUpdate]:
-        """Have every engine take a version by `call`; one that fails is DEAD."""
+        """Make every engine apply a version by `call`; one that fails is DEAD."""
 
         async def failed(member: Member, error: PenstockError) -> None:
             await self.roster.mark_dead(
@@ -58,12 +58,12 @@ class Fetching:
         return (await fan_out(members, call, deadline_s=self.deadline_s, on_failure=failed)).results
 
     def forget(self) -> None:
-        """Let go of what was published."""
+        """Free the published version."""
 
     async def prepare(
         self, members: Sequence[Member], manifest: WeightManifest, *, torn: bool = False
     ) -> Mapping[str, float]:
-        """Have every engine prepare a version; raises the refusal of one, by any other error that engine is DEAD."""
+        """Make engines prepare a version; raise a refusal; on other errors one is DEAD."""
 
         async def seconds(engine: ControlClient) -> float:
             began = time.monotonic()
@@ -86,9 +86,9 @@ class Fetching:
 class Updater:
     """Brings new weights to every engine of a fleet.
 
-    `async with gate():` closes the router's gate, and on the way out, however that is, puts it where the fleet wants
-    it and says what the engines serve. An update counts as committed if at least `min_engines` made it; each has
-    `deadline_s` seconds for each step.
+    `async with gate():` closes the router's gate. At its end it sets the gate as the fleet requires and announces the
+    engines' versions. An update is committed if at least `min_engines` made it. Each engine has `deadline_s` seconds
+    for each step.
     """
 
     roster: Roster
@@ -97,18 +97,18 @@ class Updater:
     min_engines: int
     deadline_s: float
     _ways: dict[str, Fetching] = field(default_factory=dict[str, "Fetching"], init=False)
-    """By transport; one that sends keeps its group from update to update."""
+    """By transport; a `Delivery` keeps its group from update to update."""
 
     async def run(
         self, publish: Callable[[int], WeightManifest], *, version: int, kv: KV = "recompute"
     ) -> UpdateReport:
-        """Update once; engines that are paused stay paused. Those that wait for weights take part, and join after it.
+        """Update once; paused engines stay paused, and engines that wait for weights join.
 
-        `publish` puts the weights of a version into the store, in a thread.
+        `publish` puts a version's weights into the store, in a thread.
 
         Raises:
-            WeightsError: the tensors cannot be sent, or an engine refuses them; nothing was changed.
-            UpdateError: fewer than `min_engines` made it; those that are left serve the version before it.
+            WeightsError: the tensors cannot be sent, or an engine refuses them; the weights are unchanged.
+            UpdateError: fewer than `min_engines` made it; the engines left serve the previous version.
         """
         began = time.monotonic()
         asked = self.roster.updatable()
@@ -118,7 +118,7 @@ class Updater:
         try:
             return await self._put_in_force(manifest, asked, way, began, kv=kv)
         finally:
-            way.forget()  # also what was refused, or did not commit
+            way.forget()  # also after a refusal or a rollback
 
     def _way(self, transport: str) -> Fetching:
         if transport not in self._ways:
@@ -132,7 +132,7 @@ class Updater:
     async def _put_in_force(
         self, manifest: WeightManifest, asked: Sequence[Member], way: Fetching, began: float, *, kv: KV
     ) -> UpdateReport:
-        """An update from what was published on; see `run`."""
+        """Run the rest of an update after its publication; see `run`."""
         published, version = time.monotonic(), manifest.version
         members, prepared = await way.ready(asked, manifest)
         ready = time.monotonic()
@@ -144,7 +144,7 @@ class Updater:
             await self._commit_or_go_back(committed, applied, manifest)
         opened = ended = time.monotonic()
         if self.roster.version == version:
-            await in_thread(lambda: self._keep(manifest))  # it may copy all of it, or wait for a disk
+            await in_thread(lambda: self._keep(manifest))  # it may copy the whole version, or wait for a disk
             ended = time.monotonic()
         self._need(committed, version, "when it was applied")
         return UpdateReport(
@@ -166,9 +166,9 @@ class Updater:
     async def _commit_or_go_back(
         self, made_it: Sequence[Member], applied: Mapping[str, EngineUpdate], manifest: WeightManifest
     ) -> None:
-        """Behind the gate: the version is the fleet's if enough engines have it, else those that have it give it up."""
+        """Commit the version if enough engines have it, or roll it back on those that do."""
         if len(made_it) < self.min_engines:
-            # An engine that waits for weights serves nothing, and waits on.
+            # An engine that waits for weights does not serve, and waits on.
             await self._roll_back([m for m in made_it if m.state in SERVABLE], manifest.version)
             return
         for member in made_it:
@@ -179,7 +179,7 @@ class Updater:
         self.roster.commit(manifest.version, said)
 
     def _keep(self, manifest: WeightManifest) -> None:
-        """Let the store commit. Engines serve the version already, so the update did not fail where the store does."""
+        """Let the store commit; its failure is only logged, as engines serve the version."""
         try:
             self.store.commit(manifest)
         except (PenstockError, RuntimeError, OSError, MemoryError) as error:
@@ -192,9 +192,9 @@ class Updater:
         self, members: Sequence[Member], manifest: WeightManifest, way: Fetching, *, kv: KV
     ) -> Mapping[str, EngineUpdate]:
         version = manifest.version
-        # An engine that has applied goes on with its requests before the update commits.
+        # An engine that has applied the version continues its requests before the commit.
         self.roster.highest_version = max(self.roster.highest_version, version)
-        if kv == "keep":  # of `keep_in_flight` the engines say which tokens attend to what was kept
+        if kv == "keep":  # for `keep_in_flight`, engines report which tokens attend to kept KV
             self.roster.keep_kv(version)
 
         async def call(engine: ControlClient) -> EngineUpdate:
@@ -209,10 +209,10 @@ class Updater:
         return results
 
     async def _roll_back(self, members: Sequence[Member], version: int) -> None:
-        """Give engines that took an update which did not commit the weights before it; one that fails is DEAD."""
+        """Give engines the weights before an uncommitted update; one that fails is DEAD."""
         before = self.store.current
         if before is None or before.version != self.roster.version:
-            for member in members:  # as loaded from disk, or sent natively: the bytes are not here
+            for member in members:  # loaded from disk, or sent natively: no process here has the bytes
                 await self.roster.mark_dead(
                     member, f"holds weight version {version}, which was not committed", torn=True
                 )
@@ -236,10 +236,10 @@ class Updater:
 
 
 def odd_ones_out(checksums: Mapping[str, str], layouts: Mapping[str, Hashable]) -> dict[str, str]:
-    """Return engines whose checksum of some rank differs from the majority of their layout, with the reason.
+    """Return engines with a rank's checksum unlike the majority's, with the reason.
 
-    Of each rank, like is compared with like (`manifest.kind_of`); one that has no like is believed. Without a strict
-    majority it is unknown which is right, so all are named.
+    The majority is that of the layout. Only checksums of one rank and one kind (`manifest.kind_of`) are compared; one
+    without a peer is believed. Without a strict majority the right one is unknown, so all are named.
     """
     said: defaultdict[tuple[Hashable, int, str], dict[str, str]] = defaultdict(dict)
     for name, layout in layouts.items():
@@ -259,6 +259,6 @@ def odd_ones_out(checksums: Mapping[str, str], layouts: Mapping[str, Hashable]) 
 
 
 def _failures(members: Iterable[Member]) -> dict[str, str]:
-    """Why each is out; it may have been restarted since."""
+    """Return the last death's reason for each engine, which may have restarted since."""
     deaths = {m.name: [c.reason for c in m.lifecycle.history if c.new is State.DEAD] for m in members}
     return {name: reasons[-1] for name, reasons in deaths.items() if reasons}
