@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from char_tokenizer import ALPHABET, SPECIAL_TOKENS, save_char_tokenizer
-from penstock.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +36,3 @@ def test_a_chat_of_one_message_is_the_plain_prompt(tokenizer):
     chat = [{"role": "user", "content": "<3 1 2="}]
     rendered = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     assert rendered == tokenizer.encode("<3 1 2=")
-
-
-def test_an_alphabet_with_a_double_is_refused(tmp_path: Path):
-    with pytest.raises(UserError, match="once"):
-        save_char_tokenizer(tmp_path, max_length=8, alphabet="aa")

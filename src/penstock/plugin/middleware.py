@@ -96,6 +96,9 @@ class PenstockMiddleware:
         if not self._warm:
             await engine.collective_rpc("penstock_warm_up")
             self._warm = True
+        # The answer follows the marks of updates on its channel, so it comes first: 0.26 reads the version from a mark.
+        kept_version = await engine.engine_core.call_utility_async("penstock_kv_kept")
+        await self._hooks.versions.settle(engine)
         version = await self._hooks.versions.in_force(engine)
         return {
             "engine": "vllm",
@@ -103,7 +106,7 @@ class PenstockMiddleware:
             "instance": os.environ.get(INSTANCE_VARIABLE, ""),
             "model": config.model_config.served_model_name,
             "weight_version": version,
-            "kv_kept": version == await engine.engine_core.call_utility_async("penstock_kv_kept"),
+            "kv_kept": version == kept_version,
             "kv_in_flight": config.kv_transfer_config is None,
             "paused": await engine.is_paused(),
             "tp": parallel.tensor_parallel_size,

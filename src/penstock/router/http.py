@@ -224,6 +224,14 @@ def parse_request(head: bytes) -> RequestHead:
     Raises:
         RefusalError: with status 400, 417, 501 or 505.
     """
+    low = head.lower()
+    # Equal heads are parsed once. A secret is not kept, and placement may lower counts of tokens.
+    own = b"auth" in low or b"key" in low or b"cookie" in low or b"tokens" in low or b"?" in low
+    return (_request.__wrapped__ if own or len(head) > _LONGEST_KNOWN else _request)(head)
+
+
+@functools.lru_cache(maxsize=1024)
+def _request(head: bytes) -> RequestHead:
     line = _REQUEST_LINE.match(head)
     if line is None:
         raise _malformed(f"malformed head: the request line is {shown(head.splitlines()[0])}")
