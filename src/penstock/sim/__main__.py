@@ -18,7 +18,7 @@ API_KEY_ENV = "PENSTOCK_API_KEY"
 
 
 def main() -> int:
-    """Parse options and serve. Return the exit status: 2 for bad options, 1 if the start failed."""
+    """Serve, and return the exit status: 2 for bad options, 1 if the start failed."""
     watch_lifeline()
     try:
         # A launcher passes the key in the environment, where other users of the machine cannot see it.

@@ -43,7 +43,7 @@ class Call:
     body: Mapping[str, Any]
 
     def field(self, name: str, kind: type) -> Any:
-        """Return a field of the body. Raises RequestError if it is missing or has another type."""
+        """Return a field of the body. RequestError: it is missing or of another type."""
         value = self.body.get(name)
         if not isinstance(value, kind):
             raise RequestError(f"{name}: Input should be a valid {kind.__name__}, got {value!r}")
@@ -53,7 +53,7 @@ class Call:
         return self.http.query.get(name, str(default)).lower() in ("true", "1")
 
     def model(self) -> tuple[str, str | None]:
-        """Return the model name for the answer, and the LoRA's name if the model is a LoRA.
+        """Return the answer's model name, and the LoRA's name if the model is one.
 
         Raises:
             NotFoundError: the model is neither the served model nor a loaded adapter.
@@ -122,7 +122,7 @@ class Generation(ABC):
 
     @abstractmethod
     def choice(self, place: int, sequence: SimSequence, delta: Delta | None) -> dict[str, Any]:
-        """Return a choice with its new tokens, for an event. Without `delta`: with all tokens, for an answer."""
+        """Return a choice with new tokens for an event, or with all for an answer."""
 
     def answer(self) -> dict[str, Any]:
         """Return the whole answer."""
@@ -171,7 +171,7 @@ class Generation(ABC):
                 engine.drop(request)
 
     def _count(self, first: int, parts: Sequence[Mapping[str, Any]], delta: Delta | None) -> None:
-        """Count tokens at the moment they are made, because the next token may have another version."""
+        """Count tokens when they are made: the next may have another version."""
         if delta is None:
             self._made.put_nowait(None)
             return
@@ -238,7 +238,7 @@ class Generation(ABC):
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
     async def _deltas(self) -> AsyncIterator[tuple[int, Delta]]:
-        """Yield new tokens of all requests as they are made, each with the index of its choice.
+        """Yield new tokens of all requests, each with the index of its choice.
 
         Raises:
             EngineDeadError: the engine died before all requests ended, or a fault sends an error event.
@@ -276,7 +276,7 @@ class _Answer:
         self.response: web.StreamResponse = web.Response()
 
     async def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message of the application. Start and first body are one write, and so are last body and end.
+        """Send a message. Start and first body are one write, last body and end too.
 
         If the end came in a write of its own, a client could leave before it. A router would see a cancelled request.
         """
@@ -311,7 +311,7 @@ class _SimProgress(SampleProgress):
 
 
 def parts_to_resume(extra: Any, params: SamplingParams, engine: SimEngine) -> list[dict[str, Any]]:
-    """Read the samples' earlier tokens from the extra arguments, with one logprob per token.
+    """Read the samples' earlier tokens from `extra`, with one logprob per token.
 
     RequestError: the argument is malformed.
     """

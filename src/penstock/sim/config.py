@@ -271,7 +271,7 @@ class FaultPlan:
         return next((self._spend(armed) for armed in self._armed if self._fits(armed, phase, kinds)), None)
 
     async def at(self, phase: Phase) -> None:
-        """Wait, refuse or die at `phase` if faults demand it. Each fault strikes once per visit.
+        """Wait, refuse or die at `phase` for each fault, once per visit.
 
         Raises:
             RefusedError: the call must be answered with HTTP 500.

@@ -311,7 +311,7 @@ _PLUGIN: Mapping[str, Handler] = {
 
 
 def routes(config: SimConfig) -> dict[str, Handler]:
-    """Return handlers by method and path. As in vLLM, most control endpoints need dev mode."""
+    """Return handlers by method and path. As in vLLM, most need dev mode."""
     found = dict(_ALWAYS)
     if config.dev_mode or not config.plain:
         found.update(_DEV_MODE)
@@ -324,7 +324,7 @@ def routes(config: SimConfig) -> dict[str, Handler]:
 
 
 def metrics_text(ranks: Sequence[SimEngine]) -> str:
-    """Return `GET /metrics`: vLLM's series with true values, one sample per data-parallel rank."""
+    """Return `GET /metrics`: vLLM's series with true values, per data-parallel rank."""
     registry = CollectorRegistry()
     registry.register(_Ranks(ranks))
     return generate_latest(registry).decode()

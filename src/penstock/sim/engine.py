@@ -75,7 +75,7 @@ class SimEngine:
         max_tokens: int | None = None,
         parts: Sequence[Mapping[str, Any]] = (),
     ) -> SimRequest:
-        """Queue a request. The caller waits for its end, and then calls `drop` to forget it.
+        """Queue a request. The caller awaits its end, and then calls `drop`.
 
         `listener` gets the request's new tokens, and None at its end. `max_tokens` replaces the limit of `params`,
         which cannot express 0 or "as many as fit". `parts` holds the tokens that the samples already have.
@@ -97,12 +97,12 @@ class SimEngine:
         return request
 
     def drop(self, request: SimRequest) -> None:
-        """Abort the unfinished sequences of a request, and forget it. Its caller no longer waits."""
+        """Abort the unfinished sequences of a request, and forget the request."""
         self._abort([s for s in request.sequences if s.finish_reason is None])
         self._requests.pop(request.id, None)
 
     def abort(self, request_ids: Iterable[str] | None = None, *, asked: bool = False) -> int:
-        """End requests (None: all) with their tokens and the finish reason `abort`. Return how many.
+        """End requests (None: all) with their tokens, as `abort`. Return how many.
 
         `asked`: a client asked for the abort, so the requests do not continue elsewhere.
         """
@@ -117,7 +117,7 @@ class SimEngine:
     async def pause(
         self, mode: PauseMode = PauseMode.ABORT, *, clear_cache: bool = True, release: bool = False
     ) -> None:
-        """`/pause`: stop making tokens. Returns once none is being made. New requests queue until `resume`.
+        """`/pause`: return once no token is being made. New requests then queue.
 
         A second pause is allowed, as in vLLM; the later mode applies. With `release` (or in plain vLLM) the mode
         `abort` ends requests, so that they continue on another engine. Otherwise they wait on this engine.
@@ -192,14 +192,14 @@ class SimEngine:
     # --- adapters -----------------------------------------------------------------------------------------------------
 
     async def read_adapter(self, source: Mapping[str, Any]) -> None:
-        """Read an adapter while generating, and change nothing in force. UserError: it is unreadable."""
+        """Read an adapter while generating. UserError: it is unreadable."""
         self.check_alive()
         content_of(source)
 
     async def load_adapter(
         self, name: str, version: int, source: Mapping[str, Any], kv: KV = "recompute"
     ) -> dict[str, Any]:
-        """Put a version of an adapter in force. Its running requests are recomputed, or keep their KV.
+        """Put an adapter's version in force. Its requests are recomputed or keep KV.
 
         Raises:
             UserError: there is no room, or the source is unreadable. The engine is unchanged.
@@ -238,7 +238,7 @@ class SimEngine:
         self.kick()
 
     def adapters_served(self) -> dict[str, dict[str, Any]]:
-        """Return for every adapter its version, its number of requests, and the seconds since its last use."""
+        """Return each adapter's version, requests in flight, and idle seconds."""
         return {name: self.adapters.served(name, self._in_flight(name)) for name in self.adapters.loaded}
 
     def _notes_of(self, sequence: SimSequence) -> Notes | None:
@@ -294,7 +294,7 @@ class SimEngine:
         return {"version": version, "seconds": seconds, **requests, "checksum": checksum}
 
     async def token_loss(self, version: int, adapter: str | None, timeout_s: float) -> TokenLoss | None:
-        """Return the cost of an update once it is known, or after `timeout_s` its cost so far."""
+        """Return an update's cost once known, or its cost so far after `timeout_s`."""
         if (loss := self.meter.loss(version if adapter is None else (adapter, version))) is None:
             return None
         known = asyncio.wrap_future(loss)
@@ -324,7 +324,7 @@ class SimEngine:
     # --- weights: vLLM's updates --------------------------------------------------------------------------------------
 
     def start_update(self) -> None:
-        """`/start_weight_update`. While requests run, it kills the engine, as it kills vLLM.
+        """`/start_weight_update`. During requests it kills the engine, as in vLLM.
 
         Raises:
             StateError: the transfer engine is not initialised, or an update is under way.

@@ -161,7 +161,7 @@ class _Chat(_OpenAI):
     whole_name, chunk_name = "chat.completion", "chat.completion.chunk"
 
     def answer(self) -> dict[str, Any]:
-        """Return the answer with one copy of the prompt's ids. Completions have one in each choice."""
+        """Return the answer with one copy of the prompt's ids, not one per choice."""
         prompt_ids = self.requests[0].prompt_ids if self.return_ids else None
         return {**super().answer(), "prompt_logprobs": None, "prompt_token_ids": prompt_ids}
 
@@ -276,7 +276,7 @@ def _prompts(prompt: Any, vocab_size: int) -> list[list[int]]:
 
 
 def _sampling(given: Mapping[str, Any], *, logprobs: bool, detokenize: bool, max_tokens: int) -> SamplingParams:
-    """Read sampling parameters by vLLM's names. Ignore those that the simulated model cannot use.
+    """Read sampling parameters by vLLM's names. Ignore those without a use here.
 
     Raises:
         RequestError: a value of the wrong type or out of range.

@@ -55,7 +55,7 @@ class BlockPool:
         return self._used / self.size
 
     def take_cached(self, keys: Sequence[Key]) -> list[Block]:
-        """Take the longest cached run from the start of `keys`. The caller now uses these blocks too."""
+        """Take the longest cached run from the start of `keys` for the caller."""
         hits: list[Block] = []
         for key in keys:
             block = self._found.get(key)
@@ -69,7 +69,7 @@ class BlockPool:
         return hits
 
     def allocate(self, count: int, version: int) -> list[Block] | None:
-        """Return `count` fresh blocks. Without room for them, change nothing and return None."""
+        """Return `count` fresh blocks; None, without a change, if there is no room."""
         if self._used + count > self.size:
             return None
         self._used += count
@@ -79,7 +79,7 @@ class BlockPool:
         return [Block(version) for _ in range(count)]
 
     def publish(self, block: Block, key: Key) -> None:
-        """Let others share a full block. A key finds only the first block published under it."""
+        """Let others share a full block, unless another has its key."""
         if self._caching and block.key is None and key not in self._found:
             block.key = key
             self._found[key] = block
@@ -94,7 +94,7 @@ class BlockPool:
                     self._idle[block.key] = block
 
     def reset(self) -> bool:
-        """Forget every cached block. While blocks are in use, change nothing and return False."""
+        """Forget all cached blocks. While blocks are in use, return False instead."""
         if self._used:
             return False
         self._found.clear()
@@ -172,14 +172,14 @@ class SimSequence:
 
     @property
     def text(self) -> str:
-        """Decoded output. EOS and a final stop token have no text, and a stop string cuts the text."""
+        """Decoded output, without EOS and a final stop token, cut at a stop string."""
         ids = self.output
         if self.finish_reason == "stop" and isinstance(self.stop_reason, int):
             ids = ids[:-1]
         return decode(ids, self._model.eos_token_id)[: self.text_end]
 
     def advance(self, weights: Weights, label: Any, notes: Notes | None = None) -> None:
-        """Make the next token under `weights`, labelled `label`, and check if it ends the sequence."""
+        """Make the next token under `weights`, labelled `label`. It may be the last."""
         params = self.request.params
         position = len(self.output)
         banned = self._banned if position < params.min_tokens else ()
@@ -352,7 +352,7 @@ class Scheduler:
         return StepPlan(tuple(self.running), prefill) if self.running else None
 
     def preempt(self, sequence: SimSequence) -> None:
-        """Take the KV of a sequence. The sequence returns to the head of the queue and is recomputed."""
+        """Take a sequence's KV, and return it to the queue's head, to be recomputed."""
         self.running.remove(sequence)
         self._release(sequence)
         self.waiting.appendleft(sequence)
@@ -392,7 +392,7 @@ class Scheduler:
         return prefill
 
     def _admit(self, sequence: SimSequence, version: int) -> int | None:
-        """Give blocks to a sequence. Return the tokens left to compute, or None without room."""
+        """Give a sequence blocks. Return the tokens to compute; None without room."""
         salt = self.salt, self._adapter_of(sequence)
         # The last token is always computed, because its output is needed (vLLM: max_cache_hit_length).
         findable = sequence.block_ends[: (sequence.length - 1) // self._config.block_size]

@@ -143,7 +143,7 @@ def _app(config: SimConfig, ranks: tuple[SimEngine, ...]) -> web.Application:
 
 
 async def _on_one(ranks: Sequence[SimEngine], handler: control.Handler, http: web.Request) -> web.StreamResponse:
-    """Serve on the rank that the header names, else on the least loaded rank, as vLLM does."""
+    """Serve on the rank that the header names, else on the least loaded rank."""
     named = http.headers.get(RANK_HEADER, "")
     if not re.fullmatch(r"-?[0-9]+", named):  # vLLM ignores a value that is not a number
         rank = min(ranks, key=lambda rank: len(rank.scheduler.running) + len(rank.scheduler.waiting))
@@ -167,7 +167,7 @@ def _answer(answer: Any) -> web.StreamResponse:
 
 
 async def _body(http: web.Request) -> dict[str, Any]:
-    """Return the body as an object, empty without a body. web.HTTPException: it is too large."""
+    """Return the body, empty without one. web.HTTPException: it is too large."""
     raw = await http.read()
     try:
         data: Any = orjson.loads(raw or b"{}")
@@ -180,7 +180,7 @@ async def _body(http: web.Request) -> dict[str, Any]:
 
 @web.middleware
 async def _errors_as_vllm(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn exceptions into vLLM's error answers, or on the plugin's own paths into the plugin's."""
+    """Turn exceptions into the error answers of vLLM, or of our plugin's paths."""
     try:
         return await handler(request)
     except PenstockError as error:
@@ -202,9 +202,9 @@ def _as_vllm(error: PenstockError) -> web.Response:
 
 
 def _guarded(config: SimConfig) -> Middleware:
-    """Return middleware: 401 without the key, except on `OPEN_PATHS`; 403 for a web page's control call.
+    """Return middleware that refuses calls without a key, and control by web pages.
 
-    The 403 comes from our plugin; plain vLLM does not give it.
+    Without the key the status is 401, except on `OPEN_PATHS`. The 403 for web pages comes from our plugin, not vLLM.
     """
 
     @web.middleware

@@ -95,7 +95,7 @@ def expected_token(
 
 
 def expected_logprob(prefix: Prefix, token_id: int, weights: Weights, *, temperature: float) -> float:
-    """Return the log-probability in [-8, 0) of `token_id` after `prefix` at a temperature.
+    """Return the log-probability in [-8, 0) of a token after `prefix`.
 
     It does not depend on the seed: the same token in the same place always has the same probability.
     Temperature 0 counts as 1, as in vLLM.
@@ -105,7 +105,7 @@ def expected_logprob(prefix: Prefix, token_id: int, weights: Weights, *, tempera
 
 
 def banned_before_min(model: Model, params: SamplingParams) -> frozenset[int]:
-    """Return the ids masked out until `min_tokens` are made (vLLM's MinTokensLogitsProcessor)."""
+    """Return the ids masked until `min_tokens` (vLLM's MinTokensLogitsProcessor)."""
     return frozenset({model.eos_token_id, *params.stop_token_ids})
 
 
@@ -132,7 +132,7 @@ def _scale(temperature: float) -> int:
 
 
 def _mix(value: int) -> int:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): every input bit reaches every output bit."""
+    """Apply splitmix64's finaliser (Steele, Lea, Flood 2014), which mixes all bits."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -164,7 +164,7 @@ def character_of(token_id: int) -> str:
 
 
 def chat_prompt(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Apply the chat template: `<role>content` for each message, then the assistant's opening.
+    """Apply the template: `<role>content` per message, then `<assistant>`.
 
     Raises:
         RequestError: there are no messages, or a message has no role.

@@ -25,7 +25,7 @@ from penstock.wire import INITIAL_VERSION, UNKNOWN_VERSION, Notes, version_of_to
 
 
 def check_manifest(manifest: WeightManifest, specs: Sequence[TensorSpec] | None) -> str:
-    """Check an offered version against the model's `specs`, and its bytes against its checksums.
+    """Check an offered version against `specs`, and its bytes by its checksums.
 
     Without `specs`, any tensors are accepted. The bytes of a broadcast are not there yet. For a delta only its own
     bytes are checked; a real engine also checks the result. Returns the checksum that the weights will have, over the
@@ -54,7 +54,7 @@ def _check_sums(manifest: WeightManifest, read: Callable[[TensorEntry], memoryvi
 
 
 def checksum_of(tensors: Sequence[TensorEntry]) -> str:
-    """Return BLAKE2b over name and CRC-32 of every tensor, in order of name, as 16 hex digits."""
+    """Return BLAKE2b over names and CRC-32s in order of name, as 16 hex digits."""
     digest = hashlib.blake2b(digest_size=8)
     for tensor in sorted(tensors, key=lambda t: t.name):
         digest.update(f"{tensor.name}\0{tensor.checksum}\0".encode())
@@ -115,7 +115,7 @@ class WeightState:
         self.updates, self.unfit = 0, "a weight update was started and not finished"
 
     def started(self, call: str) -> int:
-        """Return the steps done of the current native update. StateError: there is none, so `call` fails."""
+        """Return the steps of the native update. StateError: `call` needs one."""
         if self.updates is None:
             raise StateError(f"start_weight_update must be called before {call}.")
         return self.updates
@@ -125,7 +125,7 @@ class WeightState:
         self.updates = self.started("update_weights") + 1
 
     def finish(self, label: str | None) -> None:
-        """End a native update. The received weights are in force, with a label if one is given."""
+        """Put a native update in force, with a label if one is given."""
         if self.started("finish_weight_update"):
             named = UNKNOWN_VERSION if label is None else version_of_tokens(label)
             self.unfit, self.identity = None, next(self._unlabelled) if named == UNKNOWN_VERSION else named
@@ -172,7 +172,7 @@ class Adapters:
         return {"adapter": name, "adapter_version": known.version}
 
     def served(self, name: str, in_flight: int) -> dict[str, Any]:
-        """Return an adapter's version, its number of requests, and the seconds since its last use."""
+        """Return an adapter's version, requests in flight, and idle seconds."""
         known = self.loaded[name]
         return {"version": known.version, "in_flight": in_flight, "idle_s": time.monotonic() - known.used}
 
@@ -181,7 +181,7 @@ class Adapters:
         self.loaded.pop(name, None)
 
     def load(self, name: str, content: str, *, version: int | None = None) -> None:
-        """Load an adapter. Requests in flight under this name continue with the new weights, as in vLLM.
+        """Load an adapter. Requests of this name continue with it, as in vLLM.
 
         Raises:
             UserError: the name or the content is empty, or there is no room.
@@ -193,13 +193,13 @@ class Adapters:
         self.loaded[name] = _Adapter(content, version, time.monotonic())
 
     def content(self, name: str | None) -> str:
-        """Return the adapter's content. Empty for the base model and an adapter that is no longer loaded."""
+        """Return an adapter's content; empty for the base and for one that is gone."""
         known = self.loaded.get(name or "")
         return "" if known is None else known.content
 
 
 def content_of(source: Mapping[str, Any]) -> str:
-    """Return an adapter's content, which decides its tokens: a digest of its file, or its path without a file.
+    """Return an adapter's content: a digest of its file, or its path without one.
 
     Raises:
         UserError: the file is unreadable.
