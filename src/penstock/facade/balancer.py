@@ -54,9 +54,9 @@ class LoadBalancer:
     def select_actor(
         self, prompt: str | Sequence[int] | None = None, request_context: Mapping[str, Any] | None = None
     ) -> int:
-        """Return an engine's index for a request, as `actor_index` of `generate`. Ignores the context.
+        """Return an engine's index for a request, as `actor_index` of `generate`.
 
-        The router counts the choice, so it affects the next choice: `round-robin` names each engine in turn.
+        The router counts the choice, so `round-robin` names each engine in turn. The context is ignored.
 
         StateError: the request would have to wait, because generation is paused or no engine is up.
         """
@@ -72,7 +72,7 @@ class LoadBalancer:
         return names.index(engine)
 
     def get_stats(self) -> dict[str, Any]:
-        """Return the policies in force, the load of each engine, and the placements of each policy so far."""
+        """Return the policies in force, each engine's load, and the placements so far."""
         state = self._service.ask_router(lambda admin: admin.engines())
         stats = self._service.engine_stats()
         strategies = str(state.policy["policy"]).split(",")

@@ -33,7 +33,7 @@ _REFUSED = {
 
 
 def launch_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of `Fleet.launch`. Options that only vLLM knows go to `extra_args`.
+    """Return options of `Fleet.launch`. Options of vLLM alone go to `extra_args`.
 
     Args:
         given: fields of vLLM's AsyncEngineArgs, and of EngineConfig, FleetConfig and RouterConfig, by name.
@@ -56,7 +56,7 @@ def launch_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changed_fields(engine_args: Any) -> dict[str, Any]:
-    """Return the model, and all other fields of vLLM's `AsyncEngineArgs` that differ from their defaults.
+    """Return the model, and fields of `AsyncEngineArgs` that are not the defaults.
 
     ConfigError: it is not an `AsyncEngineArgs`.
     """
@@ -135,7 +135,7 @@ class Prompt:
 
 
 def prompts_of(prompts: Any, prompt_token_ids: Any) -> tuple[list[Prompt], bool]:
-    """Read the prompts from either argument of `generate`. A flat list of integers is one prompt.
+    """Read the prompts of `generate`. A flat list of integers is one prompt.
 
     Returns:
         At least one prompt, and whether the argument was a list of prompts.
@@ -197,7 +197,7 @@ _OURS = frozenset({
 
 
 def params_of(given: Any, count: int) -> list[Any]:
-    """Return one `vllm.SamplingParams` for each of `count` prompts. Default: vLLM's own."""
+    """Return one `vllm.SamplingParams` per prompt. Default: vLLM's own."""
     if given is None:
         given = _vllm().SamplingParams()
     each = [*given] if isinstance(given, (list, tuple)) else [given] * count

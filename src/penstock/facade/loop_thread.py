@@ -31,7 +31,7 @@ class LoopThread:
         self._thread.start()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start `work`. Cancelling the future cancels `work`, and closing the thread cancels the future."""
+        """Start `work`. Cancelling the future cancels it; closing cancels the future."""
         with self._changing:
             if self._closing:
                 work.close()
@@ -39,7 +39,7 @@ class LoopThread:
             return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `work`, or raise its error. Interrupting the wait (Ctrl-C) cancels `work`.
+        """Return the result of `work`. An interrupt of the wait (Ctrl-C) cancels it.
 
         Raises StateError in this object's own thread, which would wait for itself.
         """
@@ -55,7 +55,7 @@ class LoopThread:
             future.cancel()
 
     def close(self, last: Coroutine[Any, Any, None] | None = None) -> None:
-        """Run `last`, cancel all other work, and end the thread. Waits for the end, except in that thread."""
+        """Run `last`, cancel other work and end the thread. Other threads wait for it."""
         with self._changing:
             ended = self.submit(last if last is not None else asyncio.sleep(0))
             self._closing = True

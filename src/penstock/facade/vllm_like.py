@@ -146,7 +146,7 @@ class AsyncVLLM:
     def launch(
         cls, engine_args: AsyncEngineArgs, num_replicas: int = 1, *, api_key: str | None = None, **options: Any
     ) -> Self:
-        """Start engines with vLLM's own arguments, as far as they differ from its defaults.
+        """Start engines with vLLM's own arguments that differ from its defaults.
 
         `options` are like `kwargs` of `from_pretrained`, and override `engine_args`.
         """
@@ -287,7 +287,7 @@ class AsyncVLLM:
         return name
 
     def tokenized(self, prompt: Prompt) -> Prompt:
-        """Return a prompt with its ids, which the router compares. Without a tokenizer, engines tokenize."""
+        """Return a prompt with its ids for the router, if there is a tokenizer here."""
         if prompt.ids is not None or prompt.text is None or self._tokenizer is None:
             return prompt
         # An empty text may have no ids; the engine's own error is the clearest.
@@ -311,7 +311,7 @@ class AsyncVLLM:
         return self._direct[engine.url].openai
 
     def get_tokenizer(self) -> Any:
-        """Return the model's tokenizer of transformers. ConfigError: simulated engines have none."""
+        """Return transformers' tokenizer. ConfigError: simulated engines have none."""
         if self._tokenizer is None:
             raise ConfigError(f"{self.engine_args.model} has no tokenizer here")
         return self._tokenizer
@@ -319,7 +319,7 @@ class AsyncVLLM:
     # --- stats and control -------------------------------------------------------------------------------------------
 
     def get_num_unfinished_requests(self, actor_index: int | None = None) -> int | list[int]:
-        """Return the number of requests running or waiting on an engine, or on each engine."""
+        """Return the number of unfinished requests on an engine, or on each engine."""
         if actor_index is not None:
             return self.call(self.fleet.get_num_unfinished_requests(actor_index))
         return [requests for requests, _ in self.engine_stats()]
@@ -331,7 +331,7 @@ class AsyncVLLM:
         return [usage for _, usage in self.engine_stats()]
 
     def engine_stats(self) -> list[tuple[int, float]]:
-        """Return unfinished requests and share of used KV blocks per engine; 0 if it does not serve."""
+        """Return each engine's unfinished requests and KV usage; 0 if it is away."""
         stats: list[tuple[int, float]] = []
         for engine in self.call(self.fleet.engines()):
             if engine.stats is not None:
@@ -349,7 +349,7 @@ class AsyncVLLM:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a method on every worker. Return the results by engine, then by rank (no Ray futures)."""
+        """Call a method on every worker. Return results by engine and rank, no futures."""
         return self.call(self.fleet.collective_rpc(method, RPC_S if timeout is None else timeout, args, kwargs))
 
     def reset_prefix_cache(self) -> None:
@@ -357,11 +357,11 @@ class AsyncVLLM:
         self.call(self.fleet.reset_prefix_cache())
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine of `fleet` on its loop and wait: `service.call(service.fleet.drain("e0"))`."""
+        """Run a coroutine on the fleet's loop: `call(service.fleet.drain("e0"))`."""
         return self._loop.run(work)
 
     def create_load_balancer(self, strategy: str | Sequence[str] | None = None, **kwargs: Any) -> LoadBalancer:
-        """Place requests by other policies from now on. The arguments are those of `LoadBalancer`.
+        """Place requests by other policies from now on, with `LoadBalancer`.
 
         Before the first call, `RouterConfig` applies: `bounded-sticky`, or the launch option `policy=...`.
         """
@@ -387,11 +387,11 @@ class AsyncVLLM:
         return self.fleet.tp_size
 
     def get_model_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        """Return the dtypes and shapes, by name, of the tensors that `update_weights` expects."""
+        """Return dtype and shape of the tensors that `update_weights` expects, by name."""
         return model_metadata(self.engine_args, self.fleet.dtype)
 
     def get_master_address(self) -> str:
-        """Return the router's host. TorchRL asks for it, but weights use no process group here."""
+        """Return the router's host, for TorchRL. Weights use no process group here."""
         return urlsplit(self.fleet.url).hostname or ""
 
     def get_master_port(self) -> int:
@@ -402,7 +402,7 @@ class AsyncVLLM:
         """Do nothing, because `update_weights` needs no set-up. TorchRL's callers call it."""
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> UpdateReport:
-        """Put new weights in force on every engine while requests are in flight; see `Fleet.update_weights`."""
+        """Put new weights in force during generation; see `Fleet.update_weights`."""
         return self.call(self.fleet.update_weights(weights))
 
 
@@ -415,7 +415,7 @@ def _text_of(tokenizer: Tokenizer | None, token: int) -> str | None:
 
 
 def _end(loop: LoopThread, fleet: Fleet, direct: Mapping[str, DataClient]) -> None:
-    """End connections, fleet and loop. Garbage collection of the facade calls it too, in any thread."""
+    """End connections, fleet and loop. Garbage collection may call it, too."""
 
     async def end() -> None:
         try:
