@@ -42,7 +42,7 @@ _HOW = {
 
 
 def require_extra(extra: str, *modules: str) -> None:
-    """Raise UserError, with the command that installs `extra`, if one of its modules is missing."""
+    """Raise UserError, with the install command of `extra`, if a module is missing."""
     missing = [module for module in modules if find_spec(module) is None]
     if missing:
         raise UserError(f"not installed: {', '.join(missing)}; {_HOW[extra]}")
@@ -57,7 +57,7 @@ def only_one(**chosen: bool) -> str | None:
 
 
 def run_config(flags: Mapping[str, Any], options: Sequence[str], sections: Sequence[str]) -> RunConfig:
-    """Build a validated config from flags and `key=value` options. Keys outside `sections` are the engine's."""
+    """Build a config from flags and options. Keys outside `sections` are engine keys."""
     from penstock.config import load_config  # noqa: PLC0415
 
     named = tuple(f"{section}." for section in sections)
@@ -67,7 +67,7 @@ def run_config(flags: Mapping[str, Any], options: Sequence[str], sections: Seque
 
 
 def callable_url(url: str) -> tuple[str, bool]:
-    """Return the URL for calls from this machine, and whether the server listens on all addresses."""
+    """Return the URL for local calls, and whether the server listens everywhere."""
     for anywhere, here in (("://0.0.0.0:", "://127.0.0.1:"), ("://[::]:", "://[::1]:")):
         if anywhere in url:
             return url.replace(anywhere, here), True
@@ -75,7 +75,7 @@ def callable_url(url: str) -> tuple[str, bool]:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raise UserError if a server cannot listen on `host` and `port`. Port 0 is any free port."""
+    """Raise UserError if a server cannot listen on `host` and `port`; 0 is any port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # like the server
@@ -88,7 +88,7 @@ def check_port(host: str, port: int) -> None:
 
 
 def check_engine(config: EngineConfig) -> None:
-    """Raise UserError if vLLM, the device or the model is missing. The simulated engine needs none."""
+    """Raise UserError if vLLM, device or model is missing. A simulated engine passes."""
     from penstock.config import check_on_hub  # noqa: PLC0415
     from penstock.engine.launch import resolve_profile, server_command  # noqa: PLC0415
 
@@ -175,7 +175,7 @@ def table_of(columns: Sequence[str], *, right: Collection[str]) -> Table:
 
 @contextmanager
 def waiting(what: str, console: Console) -> Generator[None]:
-    """Show a spinner with a text and the elapsed time while the block runs, but only on a terminal."""
+    """Show a spinner, a text and the elapsed time during the block, on a terminal."""
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn  # noqa: PLC0415
 
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())

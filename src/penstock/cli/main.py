@@ -73,7 +73,7 @@ def show_help(context: typer.Context) -> None:
 
 
 def main() -> NoReturn:
-    """Run the command. Exit status: 0 done, 1 failed, 2 wrong request (nothing started), 130 Ctrl-C."""
+    """Run the command. Exit: 0 done, 1 failed, 2 wrong (not started), 130 Ctrl-C."""
     try:
         status_code = app(standalone_mode=False)
     except UsageError as error:

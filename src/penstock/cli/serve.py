@@ -93,7 +93,7 @@ def serve(
 
 
 def _config(options: list[str], flags: dict[str, Any]) -> RunConfig:
-    """Build the config from flags and options. Refuse keys of sections that a server does not have."""
+    """Build the config from flags and options. Refuse sections of other commands."""
     for option in options:
         section, dot, _ = option.partition("=")[0].partition(".")
         if dot and section not in (*SECTIONS, "extra_args"):
@@ -139,7 +139,7 @@ async def _serve(config: RunConfig, api_key: str | None) -> None:
 
 
 def _usage(url: str, config: RunConfig, *, with_key: bool, ordered: bool) -> str:
-    """Return the next commands for the user. `ordered`: `penstock fleet` can find the fleet."""
+    """Return the user's next commands. `ordered`: `penstock fleet` finds the fleet."""
     body = {"model": config.engine.served_model_name or config.engine.model, "prompt": "Hello", "max_tokens": 16}
     key = ' -H "Authorization: Bearer $PENSTOCK_API_KEY"' if with_key else ""
     status = f"  penstock status {url}\n" if ordered or config.router.kind == "penstock" else ""
