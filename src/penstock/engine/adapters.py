@@ -38,15 +38,15 @@ class AdapterCalls:
         self._control = control
 
     async def read(self, name: str, source: Mapping[str, Any], *, timeout_s: float) -> None:
-        """Let the engine read an adapter while it generates. A `load` of the same source is then quick."""
+        """Let the engine read an adapter while it generates, so that `load` is quick."""
         await self._control.at_core(f"{ADAPTERS}/read", {"name": name, "source": dict(source)}, timeout_s)
 
     async def load(
         self, name: str, version: int, source: Mapping[str, Any], *, timeout_s: float, kv: KV = "recompute"
     ) -> EngineUpdate:
-        """Put a version of an adapter in force between two steps (`weights.adapter_files.AdapterFiles.source`).
+        """Put a version of an adapter in force between two steps.
 
-        AdapterRefusedError: it does not fit. The version in force stays.
+        `source`: see `weights.adapter_files.AdapterFiles.source`. AdapterRefusedError: unfit; the old one stays.
         """
         body = {"name": name, "version": version, "source": dict(source), "kv": kv}
         try:

@@ -106,5 +106,5 @@ def require(engines: Iterable[tuple[str, Capabilities]], needed: Capability, ope
 
 
 def smallest_vocabulary(infos: Iterable[EngineInfo]) -> int | None:
-    """Return the bound below which every engine accepts token ids; None if no engine reports one."""
+    """Return the smallest bound on token ids; None if no engine reports one."""
     return min((info.vocab_size for info in infos if info.vocab_size), default=None)

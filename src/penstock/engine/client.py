@@ -136,11 +136,11 @@ class DataClient:
         return self.unreported
 
     def expect_aborts(self) -> None:
-        """Accept that requests sent so far end early, because the caller is about to abort them."""
+        """Accept that requests sent so far end early: the caller will abort them."""
         self.aborted_at = asyncio.get_running_loop().time()
 
     async def generate_batch(self, batch: GenerateBatch) -> GenerateOutput:
-        """Complete a batch (R2). Answers are in input order, with the samples of a prompt side by side."""
+        """Complete a batch (R2), in input order. A prompt's samples stay together."""
         params = SamplingParams.of(batch.sampling_params)
         sessions: Sequence[SessionId | None] = [None] * len(batch) if batch.session_ids is None else batch.session_ids
         if batch.prompt_token_ids is not None:
@@ -182,7 +182,7 @@ class DataClient:
         return list((await self._asked("/tokenize", body, self._end()))["tokens"])
 
     async def detokenize(self, token_ids: Sequence[int], *, end: float | None = None) -> str:
-        """Return the text of token ids, by `end` on the loop's clock. Default: a request's deadline."""
+        """Return the text of token ids by the loop's time `end`, else by the deadline."""
         end = self._end() if end is None else end
         return str((await self._asked("/detokenize", {"tokens": list(token_ids)}, end))["prompt"])
 
@@ -249,7 +249,7 @@ class DataClient:
         return text[: text.rfind(stop)] if isinstance(stop, str) and stop in text else text
 
     async def _asked(self, path: str, body: Mapping[str, Any], end: float) -> Any:
-        """Return the answer to a call without side effects. Repeat it like a request if its server dies."""
+        """Return the answer to a call without side effects. Repeat it like a request."""
         if (left := end - asyncio.get_running_loop().time()) <= 0:
             raise DeadlineError(f"no time is left for {path}: request_timeout_s is over", seconds=0.0)
         return (await _Question(self, path, body, headers={}, timeout_s=left).answer()).body
@@ -281,7 +281,7 @@ def _group_ids(prompts: Sequence[Sequence[int]]) -> list[str | None]:
 
 
 def _died(error: EngineError) -> bool:
-    """Whether an engine died under a call. An unreachable server received nothing; that is no death."""
+    """Whether an engine died under a call. An unreachable engine got no call."""
     if isinstance(error, EngineHTTPError):
         return error.status in DEAD_STATUS
     return isinstance(error, EngineDeadError) and not isinstance(error, UnreachableError)
@@ -343,7 +343,7 @@ class Continuation:
         return left
 
     def sent(self, headers: Mapping[str, str]) -> Any:
-        """Send the request with its samples' progress. The result is a context manager that yields the reply."""
+        """Send the request with its samples' progress. Returns a context manager."""
         left = self.left_s()
         self.reported = 0
         self.sent_at = asyncio.get_running_loop().time()
@@ -397,7 +397,7 @@ class Continuation:
         await asyncio.sleep(delay)
 
     async def after_abort(self) -> None:
-        """Prepare to send the request again at once. The engine or the router's gate holds it during a pause."""
+        """Prepare to send the request again. An engine or the router may hold it."""
         self.client.counters.continued += 1
         self._idle_aborts = 0 if self.reported else self._idle_aborts + 1
         self._requeue()
@@ -405,7 +405,7 @@ class Continuation:
             await asyncio.sleep(IDLE_ABORT_S)
 
     def _requeue(self) -> None:
-        """Prepare the samples for sending. Raise if a stream that the caller has seen would start over."""
+        """Prepare the samples for sending. Raise if a seen stream would start over."""
         for sample in self.partials:
             if sample.ended:
                 continue

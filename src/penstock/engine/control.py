@@ -41,7 +41,7 @@ GONE_S = 3000.0
 
 
 def engine_stats(text: str, engine: str) -> EngineStats:
-    """Sum the series of /metrics over the engine's data-parallel ranks; average the KV usage.
+    """Sum the series of /metrics over the data-parallel ranks; average KV usage.
 
     Raises:
         MissingCapabilityError: a series is missing. The error names `engine`.
@@ -142,11 +142,11 @@ class ControlClient:
         return info
 
     async def health(self, timeout_s: float) -> None:
-        """Return once the engine says it is healthy, else raise; `DeadlineError` after `timeout_s` seconds."""
+        """Return once the engine says that it is healthy, else raise."""
         await self.http.get_text("/health", timeout_s=timeout_s)
 
     async def stats(self) -> EngineStats:
-        """Read the load from the engine's metrics. MissingCapabilityError: it runs without them."""
+        """Read the load from /metrics. MissingCapabilityError: it has none."""
         return engine_stats(await self.http.get_text("/metrics", timeout_s=self.timeout_s), self.name)
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool = True, timeout_s: float | None = None) -> None:
@@ -162,7 +162,7 @@ class ControlClient:
         await self.at_core("/penstock/resume", {}, otherwise="/resume")
 
     async def release(self) -> None:
-        """Pause for good and cut the requests in flight, so that our clients continue them on other engines.
+        """Pause for good and cut requests, so that clients continue them elsewhere.
 
         The request of another client ends with the finish reason `abort`.
         """
@@ -172,7 +172,7 @@ class ControlClient:
         return bool((await self.http.get("/is_paused", timeout_s=self.timeout_s))["is_paused"])
 
     async def state(self) -> CoreState:
-        """Ask the engine's core between two of its steps. UnreachableError: the core is gone."""
+        """Ask the core between two of its steps. UnreachableError: the core is gone."""
         answer: Any = await self._ask_core("/penstock/core", {}, self.timeout_s)
         if answer is not _NO_CORE:
             return CoreState(**{name: answer[name] for name in _CORE_FIELDS if name in answer})
@@ -180,7 +180,7 @@ class ControlClient:
         return CoreState(paused, (await self.info()).weight_version)
 
     async def core_gone(self) -> None:
-        """Return as soon as the connection to the engine's core breaks. Without one, never return."""
+        """Return once the connection to the core breaks. Without one, never return."""
         while self._core is not None:
             try:
                 await self._core.post("/penstock/core/gone", {}, timeout_s=GONE_S)
@@ -196,7 +196,7 @@ class ControlClient:
         await self.post("/abort_requests", {})
 
     async def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes and recompute running requests. EngineError: the engine did not do so."""
+        """Forget cached prefixes, recompute requests. EngineError: it did not do so."""
         answer = await self.post("/reset_prefix_cache?reset_running_requests=true")
         if answer is not None and answer.get("success") is False:
             raise EngineError("answered that it could not reset its prefix cache", engine=self.name)
@@ -222,23 +222,23 @@ class ControlClient:
     # --- weights -----------------------------------------------------------------------------------------------------
 
     async def join_group(self, group: Mapping[str, Any]) -> None:
-        """Let every worker start to join a group (`weights.group.GroupSpec` as JSON), during generation.
+        """Let every worker start to join a group, during generation.
 
-        WeightsError: they cannot.
+        `group` is `weights.group.GroupSpec` as JSON. WeightsError: they cannot join.
         """
         await self._offer("group", group, refused=(BAD_REQUEST, NOT_FOUND))
 
     async def prepare_weights(self, manifest: WeightManifest) -> None:
-        """Let the engine map and check a version while it generates. Its served weights stay the same.
+        """Let the engine map and check a version while it generates. Changes nothing.
 
         WeightsError: names, shapes, dtypes or checksums do not fit.
         """
         await self._offer("prepare", {"manifest": manifest.to_json()}, refused=(BAD_REQUEST,))
 
     async def apply_weights(self, version: int, *, kv: KV = "recompute") -> EngineUpdate:
-        """Pause (keep), load the prepared version, label it, resume. One call, so it queues only once.
+        """Pause (keep), load the prepared version, label it, resume, in one call.
 
-        After any error except TransferError, the engine must not serve again.
+        One call queues only once. After any error except TransferError, the engine must not serve again.
 
         Raises:
             TransferError: bytes are missing. It stays paused until a whole version is prepared and applied.
@@ -256,9 +256,9 @@ class ControlClient:
         return self.update_of(answer)
 
     async def token_loss(self, version: int, *, adapter: str | None = None, timeout_s: float) -> TokenLoss | None:
-        """Return an update's cost on this engine once its rate has recovered; None: it was not measured.
+        """Return an update's cost on this engine; None: it was not measured.
 
-        After `timeout_s` seconds the measurement ends with the loss so far.
+        Returns once the engine's rate has recovered, or after `timeout_s` seconds with the loss so far.
         """
         body = {"version": version, "adapter": adapter, "timeout_s": timeout_s}
         answer: Any = await self.at_core("/penstock/weights/loss", body, timeout_s + self.timeout_s)
@@ -280,7 +280,7 @@ class ControlClient:
         )
 
     async def _connect_core(self, port: int | None) -> None:
-        """Use the engine's core at `port` from now on, for calls that must not wait behind tokens."""
+        """Use the core at `port` from now on, for calls that must not wait for tokens."""
         url = None if port is None else str(URL(self.url).with_port(port))
         if self._core is not None and self._core.url != url:
             await self._core.close()
@@ -299,7 +299,7 @@ class ControlClient:
     async def at_core(
         self, path: str, body: Mapping[str, Any], timeout_s: float | None = None, *, otherwise: str | None = None
     ) -> Any:
-        """Ask the core. If it is unreachable, ask the API server at the same path or at vLLM's `otherwise`."""
+        """Ask the core, else the API server at the same path or vLLM's `otherwise`."""
         answer = await self._ask_core(path, body, timeout_s or self.timeout_s)
         if answer is not _NO_CORE:
             return answer
@@ -308,9 +308,9 @@ class ControlClient:
         return await self.post(otherwise, timeout_s=timeout_s)
 
     async def _ask_core(self, path: str, body: Mapping[str, Any], timeout_s: float) -> Any:
-        """Ask the core. Return `_NO_CORE` if only the API server is reachable (a proxy, a mapped port).
+        """Ask the core. Return `_NO_CORE` if only the API server is reachable.
 
-        UnreachableError: the core has answered before, so it has died.
+        A proxy or a mapped port may hide the core. UnreachableError: the core has answered before, so it has died.
         """
         if self._core is None:
             return _NO_CORE

@@ -14,7 +14,7 @@ Made = list[tuple[Sample, int | str | None]]
 
 
 def add_experts(made: Made, answer: Any, prompt_tokens: int) -> Made:
-    """Return an answer's samples, with their stops, completed by the experts that the engine reports."""
+    """Return an answer's samples and stops, with the experts that it reports."""
     texts = {choice["index"]: text for choice in answer["choices"] if (text := choice.get("routed_experts"))}
     return [
         (with_experts(sample, texts[i], prompt_tokens) if i in texts else sample, stop)
@@ -23,7 +23,7 @@ def add_experts(made: Made, answer: Any, prompt_tokens: int) -> Made:
 
 
 def with_experts(sample: Sample, text: str, prompt_tokens: int) -> Sample:
-    """Return a sample with its experts. `text` is a base64 `.npy` file with a row per computed token.
+    """Return a sample with its experts: `text` is a base64 `.npy`, a row per token.
 
     With too few rows, none can be matched to tokens, and all are dropped. If an entry names an expert twice, its layer
     has no router, or vLLM knows nothing of the token. The result then has -1, and the learner's own router chooses.

@@ -76,7 +76,7 @@ class Engine:
         *,
         adapter: str | None = None,
     ) -> list[Sample]:
-        """Draw `num_samples` samples of one prompt as token ids, in one n-way request (R3)."""
+        """Draw `num_samples` samples of one prompt as token ids, as one request (R3)."""
         work = self.data.sample(prompt_token_ids, num_samples, sampling_params, session_id, adapter=adapter)
         return await self.while_serving(work)
 
@@ -85,13 +85,13 @@ class Engine:
         return await self.while_serving(self.data.openai.completion(body, session_id))
 
     async def chat_completion(self, body: Body, session_id: SessionId | None = None) -> dict[str, Any]:
-        """Call OpenAI's `/v1/chat/completions` with the API's body, and return the API's answer."""
+        """Call OpenAI's `/v1/chat/completions` with the API's body and answer."""
         return await self.while_serving(self.data.openai.chat_completion(body, session_id))
 
     def completion_stream(self, body: Body, session_id: SessionId | None = None) -> AsyncGenerator[dict[str, Any]]:
-        """Yield the chunks of `/v1/completions`. Each choice's last chunk has its `weight_versions`.
+        """Yield the chunks of `/v1/completions`.
 
-        Through pauses and deaths of engines, the reader sees one stream without gaps or repetitions.
+        Each choice's last chunk has its `weight_versions`. The reader sees no pause or death: no gaps, no repetitions.
         """
         return self.each_while_serving(self.data.openai.completion_stream(body, session_id))
 
@@ -100,7 +100,7 @@ class Engine:
         return self.each_while_serving(self.data.openai.chat_completion_stream(body, session_id))
 
     async def while_serving(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of a request of `data`. Raise EngineDeadError as soon as no engine is left."""
+        """Return the result of `work`. EngineDeadError: no engine is left for it."""
         return await work
 
     def each_while_serving(self, items: AsyncGenerator[T]) -> AsyncGenerator[T]:

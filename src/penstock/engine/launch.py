@@ -39,7 +39,7 @@ class ServerCommand:
 
 
 def resolve_profile(config: EngineConfig) -> Literal["cpu", "gpu", "sim"]:
-    """Return the profile. `auto` becomes `gpu` if there is an NVIDIA device, else `cpu`."""
+    """Return the profile. `auto` is `gpu` if there is an NVIDIA device, else `cpu`."""
     if config.profile != "auto":
         return config.profile
     return "gpu" if Path("/proc/driver/nvidia").exists() or Path("/dev/nvidiactl").exists() else "cpu"
@@ -49,9 +49,9 @@ def server_command(
     config: EngineConfig, *, port: int, api_key: str | None, host: str = "127.0.0.1", gpus: Sequence[str] = (),
     native: str | None = None,
 ) -> ServerCommand:  # fmt: skip
-    """Build the command of one engine server. It sees `gpus`, as in CUDA_VISIBLE_DEVICES (none: all).
+    """Build the command of one engine server that sees `gpus` (none: all).
 
-    `native`: use vLLM's own weight transfer (`nccl`) instead of Penstock's parts, like foreign servers.
+    `gpus` is as in CUDA_VISIBLE_DEVICES. `native`: vLLM's own weight transfer (`nccl`) replaces Penstock's parts.
 
     Raises:
         ConfigError: the model path does not exist, or vLLM cannot run it with this layout or quantisation.
@@ -112,7 +112,7 @@ _SAME_NAME = (
 
 
 def _options(config: EngineConfig, port: int, host: str, native: str | None) -> dict[str, Option]:
-    """Map vLLM's long option names to values. Omit None and False; turn True into a bare flag."""
+    """Map vLLM's option names to values. True: a bare flag; None, False: omitted."""
     given: dict[str, Option] = {name.replace("_", "-"): getattr(config, name) for name in _SAME_NAME}
     return {
         **given,
@@ -218,7 +218,7 @@ class EngineProcess(ChildProcess):
         host: str = "127.0.0.1",
         native: str | None = None,
     ) -> Self:
-        """Start a server on a free port of `host`. Return it once it is ready. It sees `gpus` (none: all).
+        """Start a server that sees `gpus` (none: all) on a free port of `host`, and wait.
 
         Raises:
             ConfigError: the model path is wrong. No process was started.
@@ -244,7 +244,7 @@ class EngineProcess(ChildProcess):
             return engine
 
     async def ready(self, config: EngineConfig, api_key: str | None) -> None:
-        """Return once it answers. EngineStartError: it ended or is too slow; has the relevant log lines."""
+        """Return once it answers. EngineStartError: it ended or is too slow."""
         begin = time.monotonic()
         try:
             async with asyncio.timeout(config.start_timeout_s):
@@ -272,7 +272,7 @@ class EngineProcess(ChildProcess):
 
 @contextmanager
 def reserved_port(host: str = "127.0.0.1") -> Generator[int]:
-    """Reserve a free TCP port of the IP address `host`. Other processes do not get it during the block.
+    """Reserve a free TCP port of the IP address `host` during the block.
 
     A server that sets SO_REUSEADDR, as servers do, can still listen on it, because no socket listens here.
     """

@@ -60,7 +60,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:
-        """Read a parsed config.json. For a multimodal model, read its language model's part."""
+        """Read a parsed config.json; for a multimodal model, its language part."""
         text: Any = config.get("text_config")
         given: Mapping[str, Any] = cast("Mapping[str, Any]", text) if isinstance(text, Mapping) else config
         names = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
@@ -105,7 +105,7 @@ def simulated_options(config: EngineConfig) -> dict[str, Any]:
 
 
 def check(config: EngineConfig, device: Literal["cpu", "gpu"], shape: ModelShape | None = None) -> ModelShape:
-    """Return the shape of an engine's model. For a hub name, check only the rules for every model.
+    """Return a model's shape after all checks. For a hub name, few rules apply.
 
     Raises:
         ConfigError: the engine cannot run on `device`. The message has every reason, the numbers, and remedies.
@@ -129,9 +129,9 @@ def _check_extra_args(config: EngineConfig, refused: Mapping[str, str]) -> None:
 
 
 def _rules(config: EngineConfig, cpu: bool, m: ModelShape) -> tuple[tuple[object, str], ...]:  # noqa: FBT001
-    """Return for each rule whether it is broken, and its message: first those of vLLM's CPU build, then of experts.
+    """Return whether each rule is broken, and its message.
 
-    The CPU rules were observed with vLLM 0.32. Experts are spread over data-parallel replicas too.
+    The first rules are of vLLM's CPU build (seen with 0.32). Experts are spread over data-parallel replicas too.
     """
     tp, pp, dp = config.tensor_parallel_size, config.pipeline_parallel_size, config.data_parallel_size
     ep, spread, dies = config.enable_expert_parallel, tp * dp, "vLLM's CPU build dies of"
@@ -164,7 +164,7 @@ def _rules(config: EngineConfig, cpu: bool, m: ModelShape) -> tuple[tuple[object
 
 
 def quantised_options(config: EngineConfig, device: Literal["cpu", "gpu"], shape: ModelShape) -> dict[str, Any]:
-    """Return vLLM's options for `engine.quantization`, and the model's `quantization_config`.
+    """Return vLLM's options and `quantization_config` for `engine.quantization`.
 
     Raises:
         ConfigError: the model or the device does not support it. The message has the reason and a remedy.

@@ -31,7 +31,7 @@ class OpenAICalls:
         self._client = client
 
     async def completion(self, body: Mapping[str, Any], session_id: SessionId | None = None) -> dict[str, Any]:
-        """Call OpenAI's `/v1/completions`. Each prompt of the body becomes its own request (R7).
+        """Call OpenAI's `/v1/completions`, with one request per prompt (R7).
 
         Each choice has its `weight_versions`, `[{"version", "start", "end"}, ...]`, as in vLLM's token endpoint.
         They are None for vLLM without our plugin.
@@ -45,14 +45,14 @@ class OpenAICalls:
         return join(await all_or_first_error(answers))
 
     async def chat_completion(self, body: Mapping[str, Any], session_id: SessionId | None = None) -> dict[str, Any]:
-        """Call OpenAI's `/v1/chat/completions`. Each choice has its `weight_versions`; see `completion`."""
+        """Call OpenAI's `/v1/chat/completions`; see `completion` for the versions."""
         _refuse_stream(body, "chat_completion_stream")
         return await self._whole(CHAT, body, session_id)
 
     async def completion_stream(
         self, body: Mapping[str, Any], session_id: SessionId | None = None
     ) -> AsyncGenerator[dict[str, Any]]:
-        """Yield the chunks of OpenAI's `/v1/completions` for one prompt. Raises as `completion`.
+        """Yield the chunks of `/v1/completions` for one prompt. Raises as `completion`.
 
         Each choice's last chunk has its `weight_versions`. RequestError: the body has several prompts.
         """
@@ -71,7 +71,7 @@ class OpenAICalls:
             yield chunk
 
     def _headers(self, path: str, body: Mapping[str, Any], session_id: SessionId | None) -> dict[str, str]:
-        """Return the session header, and the headers by which a router can place a completion of token ids."""
+        """Return the headers for a session, and for placing a prompt of token ids."""
         headers = {} if session_id is None else {wire.SESSION_HEADER: str(session_id)}
         ids: Any = body.get("prompt")
         if path != COMPLETIONS or not self._client.routed or isinstance(ids, str) or not ids:
@@ -106,7 +106,7 @@ def _refuse_stream(body: Mapping[str, Any], instead: str) -> None:
 
 
 def split(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return one body per prompt, in order. `n` stays, because the samples of a prompt share its prefill.
+    """Return one body per prompt, in order. `n` stays: samples share the prefill.
 
     Raises:
         RequestError: the prompt has none of the four forms.
@@ -141,7 +141,7 @@ def _is_ids(item: Any) -> bool:
 
 
 def join(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Join the answers to `split` bodies: renumbered choices in order, summed usage, else the first answer."""
+    """Join the answers to `split` bodies: choices are renumbered, usage is summed."""
     if len(answers) == 1:
         return dict(answers[0])
     choices: list[dict[str, Any]] = []
@@ -172,9 +172,9 @@ class Stream(Continuation):
     """One request with a streamed answer."""
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any]]:
-        """Yield the events of an OpenAI body with `stream`, each part once. Raises as `answer`.
+        """Yield the events of an OpenAI body with `stream`, each part once.
 
-        Each choice's last event has its `weight_versions`, in the form of vLLM's token endpoint.
+        Raises as `answer`. Each choice's last event has its `weight_versions`, in the form of vLLM's token endpoint.
         """
         headers = {**self.headers, wire.PROGRESS_HEADER: wire.STREAM_PROGRESS}
         seen = StreamDeduplicator()
@@ -194,7 +194,7 @@ class Stream(Continuation):
             seen.begin_again()
 
     async def events_of(self, reply: Reply) -> AsyncGenerator[dict[str, Any]]:
-        """Yield a stream's events as the engine sends them. Add the comments' reports to `partials`.
+        """Yield a stream's events. Add the reports in its comments to `partials`.
 
         Raises:
             EngineDeadError: the stream broke off.
@@ -227,7 +227,7 @@ class Stream(Continuation):
             yield event
 
     def _ends_cut(self, event: Mapping[str, Any]) -> bool:
-        """Whether an event ends samples that will be resumed. Their text may start a stop string, so it comes again."""
+        """Whether an event only ends cut samples. It may hold a part of a stop string."""
         choices: list[dict[str, Any]] = event.get("choices") or []
         if not choices:
             return self.partials.cut  # the usage
@@ -258,7 +258,7 @@ class StreamDeduplicator:
         self._seen.clear()
 
     def of(self, chunk: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the part of an event that the reader has not seen; None if there is no such part."""
+        """Return the part of an event that the reader has not seen; None if empty."""
         if not self._head:
             self._head = {key: chunk[key] for key in ("id", "created", "model") if key in chunk}
         choices: list[dict[str, Any]] = chunk.get("choices") or []
@@ -291,7 +291,7 @@ class StreamDeduplicator:
         return value
 
     def _advance(self, path: tuple[Any, ...], start: int, length: int) -> int:
-        """Count `length` more after `start`. Return how many of them were passed on before."""
+        """Count `length` more after `start`. Return how many were passed on before."""
         passed = self._passed.get(path, 0)
         self._seen[path] = start + length
         if start + length > passed:
@@ -305,9 +305,9 @@ _ONCE = frozenset({"role", "id", "type", "name", "finish_reason", "stop_reason"}
 
 
 async def each_until_lost(engines: Any, items: AsyncGenerator[T]) -> AsyncGenerator[T]:
-    """Yield a stream's items, never None. Raise a roster's `lost_error` as soon as no engine is left.
+    """Yield a stream's items, never None. Raise `lost_error` if no engine is left.
 
-    Items are read in the caller's own task. A task per item would cost as much as reading the item.
+    `engines` is a roster. Items are read in the caller's own task: a task per item would cost as much as reading it.
     """
     waiting: asyncio.Timeout | None = None
 

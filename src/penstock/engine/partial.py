@@ -35,7 +35,7 @@ class Partial:
 
     @property
     def cut(self) -> bool:
-        """Whether it was cut and must continue. vLLM's `error`, which comes with a 500, is also a cut."""
+        """Whether it was cut off, also by vLLM's `error`, which comes with a 500."""
         return self.finish == "error" or (self.finish == "abort" and not self.asked)
 
     @property
@@ -101,12 +101,12 @@ class Partials:
 
 
 def span_of(version: int, start: int, end: int, notes: Notes | None = None) -> VersionSpan:
-    """Read a span from the wire: `[version, start, end]` or `[version, start, end, notes]`."""
+    """Read a span `[version, start, end]` or `[version, start, end, notes]`."""
     return VersionSpan(version, start, end, **(notes or {}))
 
 
 def sample_of(part: Partial, params: SamplingParams) -> Sample:
-    """Convert a partial sample to an answer's sample. Its finish reason is `abort` before its end.
+    """Convert a partial sample. Before its end, its finish reason is `abort`.
 
     Raises:
         EngineError: its parts do not fit together (one logprob and one version per token).

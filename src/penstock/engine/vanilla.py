@@ -46,7 +46,7 @@ class VanillaControl(ControlClient):
     has_plugin = True
 
     async def state(self) -> CoreState:
-        """Return the core's report. Without our plugin it only says whether the core is paused."""
+        """Return the core's report; without our plugin, only whether it is paused."""
         return await super().state() if self.has_plugin else CoreState(await self.is_paused())
 
     async def _info(self) -> EngineInfo:
@@ -88,7 +88,7 @@ class NativeTransfer:
 
 
 async def identify(http: HttpTransport, *, timeout_s: float) -> EngineInfo:
-    """Find out a vLLM server's identity and capabilities, by calls that change nothing.
+    """Find out a vLLM server's identity and capabilities, changing nothing.
 
     Without dev mode, the server does not report its settings.
 
@@ -140,7 +140,7 @@ async def identify(http: HttpTransport, *, timeout_s: float) -> EngineInfo:
 
 
 def _capabilities(calls: dict[str, bool], config: dict[str, Any], *, tokens: bool, labels: bool) -> Capabilities:
-    """Return the capabilities. `labels`: the server labels weights and tokens with versions."""
+    """Return the capabilities. `labels`: it labels weights and tokens."""
     model, transfer = _section(config, "model_config"), _section(config, "weight_transfer_config")
     found: dict[str, Any] = {
         **calls,
@@ -157,7 +157,7 @@ def _section(config: Any, name: str) -> dict[str, Any]:
 
 
 def _ranks(parallel: dict[str, Any]) -> int:
-    """Return the number of data-parallel ranks that requests to this address can reach."""
+    """Return the number of data-parallel ranks that this address can reach."""
     elsewhere = parallel.get("data_parallel_external_lb") or parallel.get("data_parallel_hybrid_lb")
     return int(parallel.get("data_parallel_size_local" if elsewhere else "data_parallel_size", 1))
 
@@ -192,7 +192,7 @@ async def _has(http: HttpTransport, path: str, timeout_s: float) -> bool:
 
 
 async def _takes_tokens(http: HttpTransport, timeout_s: float) -> bool:
-    """Send an empty request. An open token endpoint rejects the body, a closed one gives 403 (vLLM 0.32)."""
+    """Whether the token endpoint is open: it rejects an empty body, but not with 403."""
     try:
         await http.post(GENERATE, {}, timeout_s=timeout_s)
     except EngineHTTPError as error:
@@ -218,7 +218,7 @@ class VanillaReplies:
         self._engines = engines
 
     def check(self, params: SamplingParams) -> None:
-        """Raise MissingCapabilityError if an engine cannot serve a token request of this kind."""
+        """Raise MissingCapabilityError if an engine cannot serve such a request."""
         require(self._engines(), "tokens", "generate")
         if params.logprobs:
             require(self._engines(), "sampled_logprobs", "generate with logprobs")
@@ -280,7 +280,7 @@ def _refuse_if_begun(request: Stream) -> None:
 
 
 def report_of(choice: Mapping[str, Any], *, asked: bool = False) -> dict[str, Any]:
-    """Convert a choice of vLLM's answer to a `wire.SampleReport`. Unknown `versions` are None.
+    """Convert vLLM's choice to a `wire.SampleReport`; unknown versions are None.
 
     `asked`: the caller asked for the abort.
     """
