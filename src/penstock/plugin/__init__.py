@@ -23,7 +23,7 @@ INSTANCE_VARIABLE = "PENSTOCK_INSTANCE"
 
 
 def register() -> None:
-    """Extend the core. vLLM calls this in every process it starts, possibly more than once."""
+    """Extend the core. vLLM calls this in every process, maybe more than once."""
     from penstock.plugin import core, patches  # noqa: PLC0415 - only inside vLLM
 
     core.install()

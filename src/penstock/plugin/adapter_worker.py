@@ -35,7 +35,7 @@ def load_adapter(worker: Any, order: Mapping[str, Any]) -> None:
     Raises:
         WeightsError: the engine takes no adapters, or vLLM refuses this one. The older version stays.
     """
-    from vllm.lora.request import LoRARequest  # noqa: PLC0415 - slow, and not needed by models without
+    from vllm.lora.request import LoRARequest  # noqa: PLC0415 - slow, and only needed with adapters
 
     manager = getattr(worker.model_runner, "lora_manager", None)
     if manager is None:
@@ -62,7 +62,7 @@ def worker_step(worker: Any, step: str, given: Any) -> Any:
 
 
 def read_ahead(worker: Any, order: Mapping[str, Any]) -> bool:
-    """Start to read an adapter in a thread, for a later `load_adapter`. Reads each source only once.
+    """Start to read an adapter in a thread, once, for a later `load_adapter`.
 
     Returns:
         Whether the end of the read will be written, as one byte, to the pipe `done`. Only workers on the core's host do
@@ -110,7 +110,7 @@ def _sources(manager: Any) -> dict[int, Mapping[str, Any]]:
     request needs it. vLLM has no extension point for reading, so `_load_adapter` is patched (0.26 to 0.33).
     """
     if not hasattr(manager, "penstock_sources"):
-        from vllm.lora.request import LoRARequest  # noqa: PLC0415 - slow, and not needed by models without
+        from vllm.lora.request import LoRARequest  # noqa: PLC0415 - slow, and only needed with adapters
 
         load, sources = manager._load_adapter, {}  # noqa: SLF001
         for known in (manager._lora_model_cls, type(manager._adapter_manager)):  # noqa: SLF001
@@ -147,7 +147,7 @@ def _leave_unpinned(module: Any) -> None:
 
 
 def _pin(adapter: Any) -> None:
-    """Copy an adapter's tensors into one piece of memory that a GPU reads without the processor.
+    """Copy an adapter's tensors into one piece of memory that a GPU reads itself.
 
     vLLM (0.26 to 0.33) pins each of hundreds of tensors by a driver call, which other processes on the GPU delay.
     """
@@ -196,7 +196,7 @@ def mend() -> None:
 
 
 def spare_base_tokens(op: Callable[..., None]) -> Callable[..., None]:
-    """Wrap an operation of vLLM's LoRA on CPUs so that it leaves tokens without an adapter unchanged.
+    """Make an operation of vLLM's CPU LoRA leave tokens without adapters unchanged.
 
     Their index is -1, which selects the last adapter. A request of the base model that shares a step with an adapter's
     request then gets another tenant's adapter. See vLLM's pull requests 48421 and 49656 (0.26 to 0.33). Needed until a

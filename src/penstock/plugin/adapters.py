@@ -98,14 +98,14 @@ class CoreAdapters:
         return {f"{ADAPTERS}/read": read, f"{ADAPTERS}/load": load, **changes}
 
     def load_of(self, lora_request: Any) -> int | None:
-        """Return the load of a request's adapter; None: not loaded by Penstock. Any thread may call this."""
+        """Return which load brought a request's adapter, if Penstock did. Thread-safe."""
         adapter = self.loaded.get(lora_request.lora_name)
         return None if adapter is None else adapter.load
 
     def read(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Check an adapter, and let the workers read it during generation. Runs in the caller's thread.
+        """Check an adapter, and let the workers read it during generation.
 
-        `order` has `name` and `source`. The workers read each source only once before its `load`.
+        Runs in the caller's thread. `order` has `name` and `source`. Workers read a source once before its `load`.
 
         Raises:
             WeightsError: the adapter does not fit the model.
@@ -172,7 +172,7 @@ class CoreAdapters:
         return {"ok": True}
 
     def pause(self, name: str) -> Any:
-        """Stop an adapter's requests after a token. They keep their tokens, and new ones wait too."""
+        """Stop an adapter's requests after a token. They and new ones wait."""
         running = any(_adapter_of(request) == name for request in self._core.scheduler.running)
         # Data-parallel replicas that step together also hold together.
         together = hasattr(self._core, "dp_group")
@@ -188,7 +188,7 @@ class CoreAdapters:
         return {"ok": True}
 
     def _add(self, add_request: Callable[..., None], request: Any, request_wave: int = 0) -> None:
-        """Replace the core's `add_request`, for requests whose adapter may be gone or paused."""
+        """Replace the core's `add_request`, for adapters that are gone or paused."""
         lora = request.lora_request
         if lora is not None and lora.lora_path.startswith(PLACE) and lora.lora_name not in self.loaded:
             # The adapter was unloaded while the request was on its way.
@@ -202,7 +202,7 @@ class CoreAdapters:
         return [request for request in self._core.scheduler.requests.values() if _adapter_of(request) == name]
 
     def _preempt(self, name: str) -> int:
-        """Preempt an adapter's running requests. They lose their KV and wait at the head of the queue."""
+        """Preempt an adapter's requests. They lose their KV and are first in the queue."""
         scheduler = self._core.scheduler
         chosen = [request for request in scheduler.running if _adapter_of(request) == name]
         for request in reversed(chosen):
@@ -235,7 +235,7 @@ def _abort_unknown(core: Any, request: Any) -> None:
 
 
 def _wake_replicas(core: Any) -> None:
-    """Wake data-parallel replicas that step together with a core, as vLLM's `add_request` does."""
+    """Wake data-parallel replicas that step together, like vLLM's `add_request`."""
     from vllm.v1.engine import EngineCoreOutputs  # noqa: PLC0415 - only inside vLLM
 
     if getattr(core, "has_coordinator", False) and not core.engines_running:
@@ -248,7 +248,7 @@ def _adapter_of(request: Any) -> str:
 
 
 def check_adapter(source: Mapping[str, Any], spec: WeightSpec) -> None:
-    """Compare an adapter's tensors with the model's. WeightsError: it belongs to another model.
+    """Compare an adapter's tensors with the model's. WeightsError: they do not fit.
 
     vLLM does not compare shapes before it writes, and skips layers that the model lacks.
     """
@@ -282,7 +282,7 @@ def check_adapter(source: Mapping[str, Any], spec: WeightSpec) -> None:
 
 
 def _rank(source: Mapping[str, Any]) -> int | None:
-    """Return the rank that an adapter's configuration gives all matrices; None if there is no single one."""
+    """Return the rank of all matrices of an adapter; None if there is no single one."""
     config = source.get("config")
     if config is None and (file := Path(source["path"], "adapter_config.json")).is_file():
         config = parse_json(file.read_bytes(), str(file), WeightsError)

@@ -32,7 +32,7 @@ OUTPUTS_PER_TICK = 128
 
 
 def run_server() -> None:
-    """Run vLLM's API server with the token endpoint. 0.26 always has it; newer versions need an option."""
+    """Run vLLM's API server with the token endpoint, an option of newer versions."""
     if importlib.util.find_spec("vllm.entrypoints.launchers") is None:
         if "--enable-return-routed-experts" in sys.argv:  # its second model runner does not report experts
             os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
@@ -51,7 +51,7 @@ def core_label(core: Any) -> int | None:
 
 
 def core_version(core: Any) -> int:
-    """Return the version of a core's weights: its own label, else that of our last update."""
+    """Return the version of a core's weights: its label, or our last update's."""
     if hasattr(core, "get_weight_version"):
         return _version_of(core.get_weight_version())
     return getattr(core, "_penstock_version", 0)
@@ -108,7 +108,7 @@ def labels_weights(engine: Any) -> bool:
     return hasattr(engine, "update_weight_version")
 
 
-def pause_mode(mode: str, wait_for_inflight_requests: bool | None) -> str:  # noqa: FBT001 - as vLLM's
+def pause_mode(mode: str, wait_for_inflight_requests: bool | None) -> str:  # noqa: FBT001 - as in vLLM
     """Return the mode for `AsyncLLM.pause_generation`. The route of 0.26 has an older name for `wait`."""
     return "wait" if wait_for_inflight_requests else mode
 
@@ -141,7 +141,7 @@ class TokenVersions:
         return process_outputs(outputs, *args, **kwargs)
 
     def notes_of(self, state: Any, core: int) -> Notes | None:
-        """Return further notes on the newest tokens of a RequestState that runs in this core."""
+        """Return further notes on a RequestState's newest tokens on this core."""
         notes = Notes(kv_kept=True) if state.request_id in self._kept else Notes()
         if (name := state.lora_name) is not None:
             notes |= self.adapters.get((core, name)) or {"adapter": name}
@@ -175,7 +175,7 @@ class TokenVersions:
 
 
 def seed_versions(state: Any, versions: Sequence[Sequence[int]]) -> None:
-    """Give vLLM's own RequestState the `[version, tokens]` parts of a sample from another engine."""
+    """Give vLLM's RequestState the `[version, tokens]` parts of a resumed sample."""
     if hasattr(state, "weight_version_starts"):
         start = 0
         for version, tokens, *_ in versions:
@@ -198,12 +198,12 @@ def _version_of(label: str) -> int:
 
 @contextmanager
 def without_adapters(model: Any) -> Iterator[None]:
-    """Replace the wrappers of LoRA layers by their inner layers while weights are loaded. No step may run.
+    """Replace LoRA wrappers by their inner layers during a load. No step may run.
 
     In 0.26 the model's own `load_weights` does not find `qkv_proj.weight` as `qkv_proj.base_layer.weight`. In 0.32 the
     wrappers know the names of their inner layers.
     """
-    from vllm.lora.layers import BaseLayerWithLoRA  # noqa: PLC0415 - slow, and not needed by models without
+    from vllm.lora.layers import BaseLayerWithLoRA  # noqa: PLC0415 - slow, and only needed with adapters
 
     wrappers = [
         (module, name, child)

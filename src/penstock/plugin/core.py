@@ -96,7 +96,7 @@ def control_of(core: Any) -> CoreControl:
 
 
 def check_bytes(manifest: WeightManifest) -> WeightManifest:
-    """Check every byte of a version that the host can read. Return the manifest for the workers.
+    """Check the bytes that the host can read. Return the workers' manifest.
 
     Raises:
         WeightsError: bytes are gone, changed, NaN or infinity.
@@ -149,13 +149,13 @@ class CoreControl:
         return plugged_in("kept_kv.core")(self.core, lambda lora: lora and self.adapters.load_of(lora))
 
     def in_core(self, work: Callable[[], Any]) -> Future[Any]:
-        """Let the core's thread call `work` between two steps, and wait for a future that `work` returns."""
+        """Let the core's thread call `work` between steps, and await its future."""
         done: Future[Any] = Future()
         self.core.input_queue.put_nowait((_CALL, lambda: settle(done, work)))
         return done
 
     def known_spec(self) -> WeightSpec:
-        """Return the tensors of the engine's model. The core's own thread must not call this."""
+        """Return the tensors of the engine's model. Not for the core's own thread."""
         # Found between two steps: transformers changes torch's default dtype to build a model without weights.
         return self._spec or self.in_core(self._find_spec).result(SPEC_TIMEOUT_S)
 
@@ -245,7 +245,7 @@ class CoreControl:
         return CoreUpdate(self, field(body, "version", int), kv)
 
     def _loss(self, body: Any) -> Future[Any]:
-        """Answer with the cost of a version once it is known, or after `timeout_s` with its cost so far."""
+        """Answer with a version's cost once known, or its cost so far after `timeout_s`."""
         version, timeout_s = field(body, "version", int), field(body, "timeout_s", int, float)
         update = version if (adapter := body.get("adapter")) is None else (str(adapter), version)
         meter = self.pausing.meter
@@ -296,7 +296,7 @@ class CoreUpdate:
         return self.load()
 
     def load(self) -> Any:
-        """Pause, load the prepared version, and stay held until `commit`. Return a future if a step runs now."""
+        """Pause, load, stay held until `commit`. Return a future if a step runs now."""
         self._began = time.perf_counter()
         self._control.step_cap.end()
         self._pausing.require_awake()
@@ -340,7 +340,7 @@ class CoreUpdate:
         return {"version": self._version, "seconds": seconds, **requests, "checksum": checksum}
 
     def commit(self) -> None:
-        """Label the loaded weights. The core resumes unless a client has paused it or put it to sleep."""
+        """Label the loaded weights. The core resumes unless paused or asleep."""
         compat.label_core(self._core, self._version)
         self._pausing.weights_are_in()
 
@@ -377,7 +377,7 @@ def settle(done: Future[Any], work: Callable[[], Any]) -> None:
 
 
 def field(body: Any, name: str, *kinds: type) -> Any:
-    """Return a field of a request's body. WeightsError: it is missing, or has none of these types."""
+    """Return a field of a body. WeightsError: it is missing or has another type."""
     if not isinstance(body, dict) or name not in body:
         raise WeightsError(f"the body must be a JSON object with {name!r}")
     value = body[name]
@@ -388,7 +388,7 @@ def field(body: Any, name: str, *kinds: type) -> Any:
 
 
 def _raise_failure(ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Raise for a rank that did not load: EngineError for an unforeseen error, else TransferError (resend)."""
+    """Raise EngineError for a rank's unforeseen error, else TransferError (resend)."""
     for key, error in (("fault", EngineError), ("error", TransferError)):
         if problem := next((rank[key] for rank in ranks if key in rank), None):
             raise error(problem)

@@ -28,7 +28,7 @@ MAX_BODY = 64 * 2**20
 IDLE_S = 300.0
 """Seconds without a request after which a connection is closed."""
 REQUEST_S = 60.0
-"""Deadline in seconds for receiving one request, and for sending its answer."""
+"""Deadline in seconds for a request's head, for its body, and for sending its answer."""
 STRANGER_S, STRANGERS = 10.0, 32
 """Seconds that a connection has for its first request, and most connections that have not shown the key."""
 WORK_S = 3600.0
@@ -46,7 +46,7 @@ class RefusedError(EngineError):
 
 
 def respond(route: Route, data: bytes) -> tuple[int, Any]:
-    """Return status and answer of a route for a JSON body, once the route's work has ended."""
+    """Return status and answer of a route for a JSON body, once its work has ended."""
     try:
         asked = route(orjson.loads(data) if data else {})
         error = asked.exception(WORK_S)
@@ -58,7 +58,7 @@ def respond(route: Route, data: bytes) -> tuple[int, Any]:
 
 
 def refusal(error: BaseException) -> tuple[int, dict[str, Any]]:
-    """Return status and answer for an error. 400: nothing changed; 409: wrong state; 500: anything else."""
+    """Return status and answer. 400: no change; 409: wrong state; 500: any other."""
     if isinstance(error, TransferError):
         return 409, {"error": str(error), "torn": True}
     status = 400 if isinstance(error, WeightsError) else 409 if isinstance(error, StateError) else 500
@@ -172,7 +172,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(*respond(route, data))
 
     def _refuse(self, status: int, why: str, length: int | None) -> None:
-        """Answer after reading and dropping the body, because a client that still sends may miss the answer."""
+        """Read and drop the body, then answer, since a sending client may miss answers."""
         self.close_connection = True
         left = min(length or 0, 2 * MAX_BODY)
         while left > 0 and (piece := self.rfile.read(min(left, 2**16))):

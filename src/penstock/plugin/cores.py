@@ -89,7 +89,7 @@ class CoreCalls:
         return {**added, "seconds": max(one["seconds"] for one in losses), "back": all(one["back"] for one in losses)}
 
     async def _label(self, engine: Any, data: bytes) -> dict[str, Any]:
-        """Label tokens with this version from now on. The engine must be paused, with the weights loaded."""
+        """Label tokens with this version. The engine must be paused, weights loaded."""
         version = field(parse_json(data, "the body", WeightsError), "version", int)
         await self._hooks.versions.label(engine, version)
         self.install(engine)
@@ -99,7 +99,7 @@ class CoreCalls:
     # vLLM's own.
 
     async def lead(self, scope: dict[str, Any], receive: Any) -> Any:
-        """Redirect vLLM's own control call to the cores, if needed. Return the `receive` for vLLM."""
+        """Redirect vLLM's own control call to the cores. Return vLLM's `receive`."""
         if scope["method"] != "POST":
             return receive
         if scope["path"] in _ABORTS:
@@ -150,7 +150,7 @@ class CoreCalls:
         return results
 
     async def _weights_are_in(self) -> None:
-        """Resume generation unless something else holds it. New weights are in force and labelled."""
+        """Resume with new, labelled weights, unless something else holds the engine."""
         await self._core.call_utility_async("penstock_weights_are_in")
 
 
@@ -191,7 +191,7 @@ async def on_cores(engine: Any, path: str, data: bytes) -> list[Any]:
 
 
 async def call_every_core(engine: Any, method: str, *args: Any) -> list[Any]:
-    """Call a utility method of every core of vLLM's AsyncLLM `engine`. Return their answers in order."""
+    """Call a utility method of every core, and return the answers in order."""
     client = engine.engine_core
     if len(cores := getattr(client, "core_engines", ())) < 2:  # noqa: PLR2004
         return [await client.call_utility_async(method, *args)]
@@ -202,11 +202,11 @@ async def call_every_core(engine: Any, method: str, *args: Any) -> list[Any]:
 async def _collect_all_dp_replies(
     engine: Any,
     method: Any,
-    timeout: float | None = None,  # noqa: ASYNC109 - as vLLM's
+    timeout: float | None = None,  # noqa: ASYNC109 - as in vLLM
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> list[Any]:
-    """Call `collective_rpc_async` of vLLM's client, and return the answers of all ranks.
+    """Call vLLM's `collective_rpc_async`, and return the answers of all ranks.
 
     vLLM also calls all of them, but returns only the answers of the first data-parallel replica (0.26 to 0.33:
     `DPLBAsyncMPClient.call_utility_async`).

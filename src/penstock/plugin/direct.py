@@ -144,7 +144,7 @@ class Proof:
         self._targets += [(name, piece.target) for piece in pieces]
 
     def holds(self, model: torch.nn.Module) -> bool:
-        """Whether updates may be copied from now on. Call it once all of a version is loaded."""
+        """Whether updates may be copied from now on, once a whole version is loaded."""
         try:
             with torch.no_grad():
                 self._check(model)
@@ -183,7 +183,7 @@ def _say_slow(error: Exception) -> None:
 
 
 def trace(model: torch.nn.Module, entries: Sequence[TensorEntry]) -> dict[str, list[Piece]]:
-    """Find the copies of each tensor that loading makes, without copying. NotDirectError: it does more."""
+    """Find the copies that loading makes. NotDirectError: it does more."""
     tensors = {e.name: torch.empty(e.shape, dtype=dtype_of(e), device="meta") for e in entries}
     sources = {tensor.untyped_storage()._cdata: name for name, tensor in tensors.items()}  # noqa: SLF001
     load_weights: Any = model.load_weights
@@ -254,7 +254,7 @@ def dtype_of(entry: TensorEntry) -> torch.dtype:
 
 
 def _refuse_what_derives(model: torch.nn.Module, entries: Sequence[TensorEntry]) -> None:
-    """Raise NotDirectError for layers that compute other tensors from loaded weights, which only a reload does."""
+    """Raise NotDirectError for layers that compute tensors from loaded weights."""
     if scales := [entry.name for entry in entries if entry.name.endswith(KV_SCALES)]:
         raise NotDirectError(f"{scales[0]} scales a KV cache, which is more than a copy")
     for name, module in model.named_modules():

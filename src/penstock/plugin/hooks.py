@@ -133,7 +133,7 @@ class RequestHooks:
 
 
 def part_of(request: Any, index: int, samples: int, config: Any) -> dict[str, Any] | None:
-    """Extract the progress of sample `index` of a prompt from an EngineCoreRequest's extra arguments.
+    """Extract a sample's earlier progress from an EngineCoreRequest's arguments.
 
     Raises:
         VLLMValidationError: it is inconsistent or does not fit this model. vLLM answers 400; its core would die of it.
@@ -172,7 +172,7 @@ def _checked(text: Any, request: Any, index: int, samples: int, config: Any) -> 
 
 
 def seed(request: Any, state: Any, part: dict[str, Any]) -> None:
-    """Give the partial to the engine core's request as prompt, and to the RequestState as output."""
+    """Give the partial to the core's request as prompt, to the state as output."""
     from vllm.logprobs import Logprob  # noqa: PLC0415 - only inside vLLM
 
     ids = part["ids"]

@@ -27,7 +27,7 @@ from penstock.plugin.compat import send_mark
 def salt_of(
     caller_salt: str | None, weights_version: int | None, adapter: str | None, adapter_version: int | None
 ) -> str | None:
-    """Return the `cache_salt` of a request. Requests with equal salts share cached prefixes.
+    """Return the `cache_salt` of a request. Equal salts share cached prefixes.
 
     It differs if any argument differs. It is the caller's own salt if no version counts: neither that of the base
     weights nor that of the request's adapter.
@@ -73,7 +73,7 @@ class KeptKV:
         return result
 
     def _look_up(self, get_computed_blocks: Any, request: Any) -> Any:
-        """Look up cached KV of the weights in force. vLLM calls this for a request without KV."""
+        """Look up cached KV of the weights in force, for a request without KV."""
         own, had = getattr(request, "penstock_salt", (request.cache_salt, (None, None)))
         if (versions := (self.version, self._load_of(request.lora_request))) != had:
             request.penstock_salt = own, versions
@@ -83,7 +83,7 @@ class KeptKV:
         return get_computed_blocks(request)
 
     def check(self) -> None:
-        """Raise StateError if KV leaves the engine, because it would return under other weights."""
+        """Raise StateError if KV leaves the engine: it would meet other weights later."""
         if (connector := getattr(self._core.scheduler, "connector", None)) is not None:
             raise StateError(
                 f"the KV connector {type(connector).__name__} shares KV outside of the engine, so requests in flight "
@@ -98,7 +98,7 @@ class KeptKV:
         return self._keep(self._core.scheduler.requests.values())
 
     def keep_of(self, requests: Iterable[Any]) -> tuple[int, int]:
-        """Do the same for an adapter's requests. Return how many lose their KV, and how many keep it."""
+        """Do the same for an adapter. Return how many lose and how many keep KV."""
         chosen = list(requests)
         held = sum(bool(request.num_computed_tokens) for request in chosen)
         kept = self._keep(chosen)
@@ -123,7 +123,7 @@ class KeptKV:
         return len(kept)
 
     def _before_output(self, update_from_output: Any, scheduled: Any, *args: Any) -> Any:
-        """Report kept requests whose recomputation starts in this step, before its outputs are sent."""
+        """Report kept requests that this step recomputes, before its outputs."""
         if self._kept:
             # In vLLM's second model runner, a resumed request is among the new ones.
             begun = {*scheduled.scheduled_cached_reqs.resumed_req_ids}

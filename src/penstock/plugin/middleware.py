@@ -82,7 +82,7 @@ class PenstockMiddleware:
         await _answer(send, status, answer)
 
     def _route(self, scope: Scope) -> Any:
-        """Return the handler of our call, if there is one. It takes vLLM's AsyncLLM and the body."""
+        """Return the handler of our call, for vLLM's AsyncLLM and the body, or None."""
         method, path = scope["method"], scope["path"]
         if path == INFO:
             return functools.partial(self._info, _keys(scope)) if method == "GET" else None
@@ -132,7 +132,7 @@ class PenstockMiddleware:
 
 
 def _refusal(scope: Scope) -> tuple[int, str] | None:
-    """Return status and reason if this caller may not make this call. No work has begun by then."""
+    """Return status and reason if this caller may not make this call."""
     if scope["path"] not in DATA_PATHS:
         host = getattr(getattr(scope["app"].state, "args", None), "host", None)
         if (why := cross_site(scope["headers"], {host.lower()} if host else ())) is not None:
@@ -145,7 +145,7 @@ def _refusal(scope: Scope) -> tuple[int, str] | None:
 
 
 def _keys(scope: Scope) -> list[str]:
-    """Return the keys that vLLM accepts: those of `--api-key`, else that of its environment variable."""
+    """Return the keys that vLLM accepts, from `--api-key` or its variable."""
     options = getattr(scope["app"].state, "args", None)
     keys: list[str] = [key for key in getattr(options, "api_key", None) or [] if key]
     return keys or [key for key in (os.environ.get("VLLM_API_KEY"),) if key]

@@ -28,12 +28,12 @@ def install() -> None:
 
 
 def takes_adapters() -> bool:
-    """Whether vLLM allows adapters to be loaded at run time, read in vLLM's way (`vllm.envs`)."""
+    """Whether vLLM allows adapters to come at run time, as in `vllm.envs`."""
     return os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0").strip().lower() in {"1", "true"}
 
 
 def attempt(work: Callable[[], Any], what: str) -> tuple[Any, Exception | None]:
-    """Call `work`. Return its result, or its error for a caller in another thread or process.
+    """Call `work`. Return its result, or its error for another thread or process.
 
     vLLM passes on only the text of an error, or ends the process. An error that is not ours is logged here.
     """
@@ -49,7 +49,7 @@ def attempt(work: Callable[[], Any], what: str) -> tuple[Any, Exception | None]:
 
 
 def drain_worker_replies(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `MultiprocExecutor.collective_rpc` to drain every worker's reply before it raises an error.
+    """Make `MultiprocExecutor.collective_rpc` drain all replies before an error.
 
     vLLM stops reading at the first error or deadline, and then reads a leftover reply as the answer to the next call.
     Here workers reply with errors instead of raising them, and all replies are awaited. Workers do nothing else anyway.
@@ -74,13 +74,13 @@ def drain_worker_replies(collective_rpc: Callable[..., Any]) -> Callable[..., An
                 raise RuntimeError(
                     f"Worker failed with error '{error}', please check the stack trace above for the root cause"
                 )
-        return [pickle.loads(result) for result, _ in replies]  # noqa: S301 - of our own worker, as vLLM reads it too
+        return [pickle.loads(result) for result, _ in replies]  # noqa: S301 - from our own worker, as in vLLM
 
     return call
 
 
 def reply(method: Any, worker: Any, *args: Any, **kwargs: Any) -> tuple[bytes | None, str]:
-    """Call a method on a worker. Return the pickled result, or None and the error's text."""
+    """Call a worker's method. Return the pickled result, or the error's text."""
 
     def work() -> bytes:
         bound = getattr(worker, method) if isinstance(method, str) else functools.partial(method, worker)

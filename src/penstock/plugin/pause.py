@@ -54,7 +54,7 @@ class PauseState:
 
     @property
     def held_s(self) -> float:
-        """Seconds of the core's life during which something held it, counted from the call."""
+        """Seconds of the core's life during which it was held, from the call on."""
         return self._held_s + (0.0 if self._since is None else time.perf_counter() - self._since)
 
     def measure(self, update: Hashable) -> None:
@@ -75,7 +75,7 @@ class PauseState:
             self._held_s, self._since = self.held_s, None
             self.meter.resume()
 
-    def pause(self, mode: str, clear_cache: bool) -> Any:  # noqa: FBT001 - as vLLM has it
+    def pause(self, mode: str, clear_cache: bool) -> Any:  # noqa: FBT001 - as in vLLM
         """`/pause`. Return a future if steps are under way."""
         self.meter.close()
         done = self._core.pause_scheduler(mode, clear_cache)
@@ -162,7 +162,7 @@ class StepCap:
         self.after_step()
 
     def after_step(self) -> None:
-        """Answer once the last large step has ended. After `CAP_S`, return to the usual steps."""
+        """Answer once the last large step has ended. End small steps after `CAP_S`."""
         if self._large is None or not any(step is self._large for step in self._core.batch_queue):
             self._large = None
             waiting, self._waiting = self._waiting, []
@@ -173,10 +173,10 @@ class StepCap:
 
 
 def _small(scheduler: Any) -> int:
-    """Return a small step's tokens: every running request's next token plus a block, or an uncuttable prompt.
+    """Return the tokens of a small step.
 
-    A model may need all of an image at once (`disable_chunked_mm_input`), so the image cannot be cut. If it did not fit
-    in a step, it would wait, and all new requests behind it.
+    It holds every running request's next token and a block, or a whole prompt that cannot be cut. An image that a model
+    needs at once (`disable_chunked_mm_input`) and that did not fit would wait, and all new requests behind it.
     """
     decoding = scheduler.max_num_running_reqs * (1 + scheduler.num_spec_tokens)
     config = scheduler.scheduler_config

@@ -63,7 +63,7 @@ class SampleProgress:
         return self.state.detokenizer.num_output_tokens()
 
     def made(self, start: int, end: int) -> tuple[list[int], str | None]:
-        """Return ids and logprobs (`wire.SampleReport`) of these tokens. NaN and lower values become `FLOOR`."""
+        """Return ids and logprobs of tokens. NaN and lower values become `FLOOR`."""
         ids = list(self.state.detokenizer.output_token_ids[start:end])
         if (logprobs := self.state.logprobs_processor.logprobs) is None or start == end:
             return ids, None
@@ -173,7 +173,7 @@ class RequestProgress:
 
 
 def _prompt_number(external_request_id: str) -> int:
-    """Return the prompt's number at the end of vLLM's ids of completions: `cmpl-NAME-3`."""
+    """Return the prompt's number from vLLM's id of a completion: `cmpl-NAME-3`."""
     number = external_request_id.rpartition("-")[2]
     return int(number) if external_request_id.startswith("cmpl-") and number.isdecimal() else 0
 
@@ -226,7 +226,7 @@ class _LineReporter:
             await self._line(orjson.dumps({"samples": self._request.take_updates()}) + b"\n")
 
     def _json(self) -> bytes:
-        """Return a JSON answer unchanged (vLLM's is one line), and any other, such as an error page, as a string."""
+        """Return a JSON answer, which is one line, as it is, and others as a string."""
         types = [value for name, value in self._start["headers"] if name.lower() == b"content-type"]
         is_json = types and types[0].startswith(b"application/json")
         return bytes(self._answer) if is_json else orjson.dumps(self._answer.decode(errors="replace"))

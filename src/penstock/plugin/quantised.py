@@ -81,7 +81,7 @@ def quantised(
 
 
 def find_schemes(quantisation: Any, entries: Sequence[Entry]) -> dict[str, Scheme]:
-    """Find the matrices that an update must quantise, for a `quantization_config` and a checkpoint's tensors.
+    """Find the matrices of a checkpoint that an update must quantise.
 
     WeightsError: the checkpoint has more than matrices and their scales, such as calibrated activations.
     """
@@ -136,7 +136,7 @@ def _scheme_of(config: Any) -> tuple[Scheme, Sequence[str]]:
 
 
 def load(schemes: Mapping[str, Scheme], tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors for a reload, as `quantised`, with scales that live long enough."""
+    """Yield the tensors for a reload, as `quantised`, with long-lived scales."""
     _keep_scales()
     return quantised(schemes, tensors)
 

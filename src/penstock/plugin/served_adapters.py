@@ -27,7 +27,7 @@ class ServedAdapters:
         self._changing = asyncio.Lock()
 
     def routes(self, state: Any) -> dict[tuple[str, str], Any]:
-        """Return calls by method and path, bound to vLLM's app state. Each takes its AsyncLLM and the body."""
+        """Return calls by method and path. Each takes vLLM's AsyncLLM and the body."""
         return {
             ("GET", ADAPTERS): functools.partial(self.served, state),
             ("POST", ADAPTERS + "/read"): functools.partial(self.forward, "read"),
@@ -38,7 +38,7 @@ class ServedAdapters:
         }
 
     async def served(self, state: Any, engine: Any, _data: bytes) -> dict[str, Any]:
-        """Return for every adapter its version, its number of requests, and the seconds since its last use."""
+        """Return each adapter's version, requests in flight, and idle seconds."""
         known, now = state.openai_serving_models.lora_requests, time.monotonic()
         in_flight = [state.lora_name for state in engine.output_processor.request_states.values()]
         return {
@@ -59,7 +59,7 @@ class ServedAdapters:
             raise WeightsError("the engine takes no adapters; launch it with enable_lora=true")
         if models.is_base_model(name):
             raise WeightsError(f"{name!r} is the name of the base model; give the adapter another")
-        from vllm.lora.request import LoRARequest  # noqa: PLC0415 - slow, and not needed by models without
+        from vllm.lora.request import LoRARequest  # noqa: PLC0415 - slow, and only needed with adapters
 
         self._hooks.install(engine)
         async with self._changing:
@@ -73,7 +73,7 @@ class ServedAdapters:
         return {**slowest, **{name: sum(answer[name] for answer in answers) for name in ("preempted", "kept")}}
 
     async def unload(self, state: Any, engine: Any, data: bytes) -> dict[str, Any]:
-        """Forget an adapter. Harmless if it does not exist. StateError: it has requests in flight."""
+        """Forget an adapter, if there is one. StateError: it has requests in flight."""
         name = field(parse_json(data, "the body", WeightsError), "name", str)
         models = state.openai_serving_models
         async with self._changing:

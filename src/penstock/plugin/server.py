@@ -14,7 +14,7 @@ from penstock.process_group import watch_lifeline
 
 
 def main() -> None:
-    """Tie this process group to the launcher's life. Then run vLLM's server until it stops."""
+    """Tie this process group to the launcher's life, and run vLLM's server."""
     watch_lifeline()
     os.environ[INSTANCE_VARIABLE] = uuid.uuid4().hex  # vLLM's own id is so short that two servers may share it
     compat.run_server()

@@ -22,7 +22,7 @@ Entry = tuple[str, str, tuple[int, ...]]
 
 
 def expected_weights(model_config: Any) -> WeightSpec:
-    """Return the spec of a vLLM ModelConfig, from the checkpoint's headers or its config (dummy weights)."""
+    """Return a ModelConfig's spec, from checkpoint headers or (dummy weights) config."""
     engine_dtype = dtype_name(model_config.dtype)
     entries = _entries(model_config)
     schemes = _schemes(model_config, entries)

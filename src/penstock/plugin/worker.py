@@ -43,12 +43,12 @@ class WorkerExtension:
         return sources[transport]
 
     def penstock_warm_up(self) -> None:
-        """Start to compile the checksum kernel in a thread. Else the first update's `prepare` would hold a step."""
+        """Compile the checksum kernel in a thread, so that no step waits for it."""
         if self.device.type != "cpu":
             threading.Thread(target=warm_up, args=(self.device,), name="penstock-warm-up", daemon=True).start()
 
     def penstock_prepare(self, manifest: dict[str, Any]) -> str | None:
-        """Prepare a version while the engine generates (`Source.prepare`). Return the reason if that fails."""
+        """Prepare a version during generation. Return the reason if that fails."""
 
         def work() -> None:
             version = WeightManifest.from_json(manifest)
@@ -94,7 +94,7 @@ class WorkerExtension:
         return loaded or {"error" if isinstance(error, PenstockError) else "fault": _text_of(error)}
 
     def penstock_load_adapter(self, order: dict[str, Any]) -> str | None:
-        """Load a LoRA adapter (`adapter_worker.load_adapter`). Return the reason if that fails. No step may run."""
+        """Load a LoRA adapter while no step runs. Return the reason if that fails."""
         return _problem(lambda: plugged_in("adapters.load")(self, order), "loading an adapter")
 
     def penstock_adapter(self, step: str, given: Any) -> Any:
@@ -118,7 +118,7 @@ class WorkerExtension:
 
 
 def _forget_adapters(manager: Any) -> None:
-    """Let every LoRA adapter be copied to the device again at its next use, although vLLM considers it active."""
+    """Let LoRA adapters be copied again when used, although vLLM thinks them active."""
     for adapter in [adapter for adapter in manager.lora_index_to_id if adapter is not None]:
         manager.deactivate_adapter(adapter)
     manager._last_mapping = None  # noqa: SLF001 - the device's own table of slots is gone
@@ -130,7 +130,7 @@ def _problem(work: Callable[[], None], what: str) -> str | None:
 
 
 def _text_of(error: Exception | None) -> str:
-    """Return an error's message, with its type if the error is not ours, since its message may say little."""
+    """Return an error's message, with its type if the error is not ours."""
     return str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
 
 
@@ -145,7 +145,7 @@ class Loader:
         """`direct.DirectLoads` on a GPU, else None."""
 
     def prepare(self, manifest: WeightManifest) -> None:
-        """Do the work that is possible before the pause. The weights in force stay the same."""
+        """Do what is possible before the pause. The weights in force stay the same."""
         if self.direct is not None:
             self.direct.prepare(self._model, manifest)
 
@@ -165,7 +165,7 @@ class Loader:
         return False
 
     def _reload(self, manifest: WeightManifest, source: Source) -> None:
-        """Load by vLLM's reload, which proves the copies for later versions or rules them out."""
+        """Load by vLLM's reload, which proves or rules out copies for later versions."""
         proof = None if self.direct is None else self.direct.proof()
 
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
@@ -234,7 +234,7 @@ def _put_back(model: Any) -> None:
 
 
 def _rebuild_experts(model: torch.nn.Module) -> None:
-    """Remove the experts' kernel, because `UnquantizedFusedMoEMethod` packs again only without one."""
+    """Remove the experts' kernel, since vLLM packs again only without one."""
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
