@@ -46,7 +46,7 @@ class AdapterFiles:
 
     @property
     def source(self) -> dict[str, Any]:
-        """`place` with a unique `key` for these files, by which an engine finds its earlier read of them."""
+        """`place` with a unique `key`, by which an engine finds its earlier read."""
         return {**self.place, "key": self._key}
 
     @classmethod
@@ -106,7 +106,7 @@ class AdapterFiles:
 
     @classmethod
     def adopt(cls, source: Mapping[str, Any]) -> AdapterFiles:
-        """Keep the files of another process of this user beyond its end. WeightsError: they are gone."""
+        """Keep another process's files beyond its end. WeightsError: they are gone."""
         file = source.get("file")
         if file is None:
             return cls(dict(source))
@@ -134,7 +134,7 @@ class AdapterFiles:
 
 
 def _opened(path: Path) -> int:
-    """Open a file for reading. Refuse a pipe or a device, from which a read may wait forever."""
+    """Open a file for reading. Refuse a pipe or a device, which may block forever."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)

@@ -65,7 +65,7 @@ class GroupSpec:
 
     @classmethod
     def from_json(cls, data: object) -> Self:
-        """Read the output of `to_json`. Raises WeightsError if a field is missing or invalid."""
+        """Read the output of `to_json`. WeightsError: a field is missing or invalid."""
         fields: Any = data
         kinds: dict[str, Any] = {"port": int, "world_size": int, "rank_offset": int, "timeout_s": float}
         with reading("group", WeightsError):
@@ -80,7 +80,7 @@ class GroupSpec:
 
 
 def rank_offsets(layouts: Sequence[Layout]) -> list[int]:
-    """Return the rank of each engine's first worker, and last the size of the group. The trainer has rank 0.
+    """Return each engine's first rank, and last the size. The trainer has rank 0.
 
     A worker's rank is its engine's offset + `dp_rank * tp * pp` + its rank among the tp * pp workers of its replica.
 
@@ -169,11 +169,11 @@ class BroadcastStore(Store):
         return [replace(spec, rank_offset=offset).to_json() for offset in offsets]
 
     def form(self) -> None:
-        """Form the group with the invited engines. TransferError: this failed; see `absent`."""
+        """Form the group with the invited engines. TransferError: see `absent`."""
         self._present_group().form()
 
     def absent(self, layouts: Sequence[Layout]) -> list[int]:
-        """Return the indices of the invited engines that did not come, if that made `form` fail."""
+        """Return the indices of the invited engines that did not come, or left."""
         ranks = set(self._group.absent) if self._group is not None else set[int]()
         ends = rank_offsets(layouts)
         return [i for i in range(len(layouts)) if ranks & set(range(ends[i], ends[i + 1]))]
@@ -209,7 +209,7 @@ class BroadcastStore(Store):
                 group.end(f"the trainer could not send: {sys.exception()}")
 
     def interrupt(self, why: str) -> None:
-        """Cut the group. `form` and `send` return, and engines that wait for bytes learn the reason."""
+        """Cut the group. `form` and `send` return, and waiting engines get the reason."""
         if self._group is not None:
             self._group.end(why)
 
@@ -233,9 +233,9 @@ class BroadcastSource(Source):
         self._group: Group | None = None
 
     def join(self, body: object, rank: int) -> None:
-        """Start to join a group (`GroupSpec` as JSON) instead of the previous one. WeightsError: it cannot.
+        """Start to join a group instead of the previous one. WeightsError: it cannot.
 
-        `rank` is this worker's rank among the workers of its engine.
+        `body` is `GroupSpec` as JSON, and `rank` this worker's rank among the workers of its engine.
         """
         import torch  # noqa: PLC0415 - the core must import without torch
 
@@ -258,7 +258,7 @@ class BroadcastSource(Source):
         threading.Thread(target=_join, args=(self._group,), name="penstock-join", daemon=True).start()
 
     def prepare(self, manifest: WeightManifest) -> None:
-        """Raise WeightsError unless the worker is in the group that will carry this version."""
+        """Raise WeightsError unless the worker is in this version's group."""
         self._group_of(manifest)
 
     def tensors(self, manifest: WeightManifest, place: Place) -> Iterator[tuple[TensorEntry, torch.Tensor]]:

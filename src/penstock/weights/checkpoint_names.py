@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def checkpoint_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the tensors of a model with the names and shapes that `save_pretrained` would write.
+    """Return a model's tensors as `save_pretrained` would name and shape them.
 
     In memory transformers (5.0 and newer) keeps the experts of a layer in one tensor, `mlp.experts.gate_up_proj` of
     shape `[experts, 2 * width, hidden]`. In checkpoints and in vLLM, each expert has its own tensor. For a dense model
@@ -25,7 +25,7 @@ def checkpoint_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def distinct_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return a model's own live tensors by their names in the model, with tied ones only once."""
+    """Return a model's own live tensors by name, tied ones only once."""
     once: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not is_adapter(name):
@@ -34,14 +34,14 @@ def distinct_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def checkpoint_names_of(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Convert tensors of whole layers to the names and shapes of the model's checkpoint."""
-    from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415 - slow, and not of the core
+    """Convert whole layers to the names and shapes of the model's checkpoint."""
+    from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415 - slow, and not a core dependency
 
     return cast("dict[str, torch.Tensor]", revert_weight_conversion(model, tensors))
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a tensor of a model's `state_dict` belongs to an adapter that PEFT added."""
+    """Whether a tensor of a `state_dict` belongs to an adapter of PEFT."""
     return "lora_" in name
 
 

@@ -75,11 +75,11 @@ class DeviceSums:
         return torch.stack([sums, torch.stack(bad)])
 
     def values(self) -> list[int]:
-        """Return each tensor's sum in [0, 2**64), in the order of `add`: one wait for the device, one copy."""
+        """Return each sum in [0, 2**64), in order: one wait for the device, one copy."""
         return [number for number, _ in self.found()]
 
     def found(self) -> list[tuple[int, bool]]:
-        """Return each tensor's sum, and whether all its elements are finite (if `finite` is set)."""
+        """Return each tensor's sum, and whether it is finite (if that is checked)."""
         if not self._found:
             return []
         sums, bad = torch.cat(self._found, dim=1).tolist()
@@ -94,7 +94,7 @@ def device_sums(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 def warm_up(device: torch.device) -> None:
-    """Compile and load this device's kernel, so that no paused engine waits seconds for it."""
+    """Compile and load this device's kernel, so that no update waits for it."""
     try:
         with _WARMING:  # a second caller waits for the first one's compilation
             device_sums([torch.zeros(1, device=device)])
@@ -104,7 +104,7 @@ def warm_up(device: torch.device) -> None:
 
 @lru_cache(maxsize=64)
 def _kernel(device: torch.device) -> Kernel | None:
-    """Return the kernel for this device, if there is a faster way than torch's operations."""
+    """Return the device's kernel, if it is faster than torch's operations."""
     if device.type != "cuda":
         return None
     try:
@@ -150,7 +150,7 @@ def _rows(flat: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _sums(matrices: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
-    """Return the sum of each matrix, given as upper and lower part; int64 of shape `[matrices]`."""
+    """Return the sum of each matrix (upper and lower part); int64 `[matrices]`."""
     device = matrices[0][0].device
     lengths = [sum(len(part) for part in parts) for parts in matrices]
     numbers = torch.cat([_mixed(length, device) for length in lengths])
@@ -162,7 +162,7 @@ def _sums(matrices: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
 
 
 def _bad(tensor: torch.Tensor) -> torch.Tensor:
-    """Return 1 if an element is NaN or infinity, else 0. Only float8 needs a copy of the tensor."""
+    """Return 1 for NaN or infinity, else 0. Only float8 is copied."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return torch.zeros((), dtype=torch.int64, device=tensor.device)
     if tensor.element_size() == 1:  # torch has no minimum of float8
@@ -177,7 +177,7 @@ def _aligned(flat: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=64)
 def _mixed(count: int, device: torch.device) -> torch.Tensor:
-    """Return `f(x) = x * (_ODD + _EVEN * x)` for 0 to `count`, exclusive, in int64 that wraps around."""
+    """Return `f(x) = x * (_ODD + _EVEN * x)` for x < `count`, in wrapping int64."""
     # f(x) - f(y) = (x - y) * (_ODD + _EVEN * (x + y)): the difference times an odd number, so f maps one to one modulo
     # every power of two (Rivest, Permutation Polynomials Modulo 2^w, 2001). A weight's lowest 11 bits give the column,
     # the others the row. All weights are odd, distinct up to 2**53 rows, and as far apart as twice their places, but

@@ -63,7 +63,7 @@ def handle_of(start: int) -> bytes:
 
 
 def open_handle(handle: bytes) -> int:
-    """Map another process's allocation on the current device. Return its start in this process."""
+    """Map another process's allocation on the current device. Return its start."""
     if len(handle) != HANDLE_BYTES:
         raise WeightsError(f"a CUDA IPC handle has {HANDLE_BYTES} bytes, this one {len(handle)}")
     start = ctypes.c_uint64()
@@ -79,7 +79,7 @@ def open_handle(handle: bytes) -> int:
 
 
 def close_handle(start: int) -> None:
-    """Unmap an allocation of `open_handle`. The device must not be reading it any more."""
+    """Unmap an allocation of `open_handle`. The device must not be reading it."""
     status = _driver().cuIpcCloseMemHandle(ctypes.c_uint64(start))
     if status:
         raise WeightsError(f"cannot unmap device memory at {start:#x}: {_why(status)}")
@@ -193,7 +193,7 @@ class CudaIpcStore(Store):
         self._lease: Lease | None = None
 
     def publish(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
-        """Describe the tensors' location, once the devices have computed them; see `Store.publish`.
+        """Describe the location of the computed tensors; see `Store.publish`.
 
         Raises:
             WeightsError: also without a GPU, and for memory that cannot be shared (expandable segments).
@@ -254,7 +254,7 @@ class CudaIpcStore(Store):
             return torch.empty(source.shape, dtype=source.dtype, device=device)
         except torch.OutOfMemoryError as error:
             copied = sum(tensor.nbytes for tensor in self._copies.values())
-            self._copies.clear()  # frees the trainer's memory
+            self._copies.clear()  # the trainer may need their memory
             raise WeightsError(
                 f"{device} has no room for a copy of the tensor {name!r} ({source.nbytes} bytes, of {source.device}) "
                 f"beside {copied} bytes of others: lower the engines' gpu_memory_utilization, or use the transport "
@@ -286,7 +286,7 @@ def _uuid(device: torch.device) -> str:
 
 
 def _indexed(device: torch.device) -> torch.device:
-    """Add the index to `cuda`, which is the same device as `cuda:0` but compares as different."""
+    """Add the index: `cuda` is the same device as `cuda:0`, but compares unequal."""
     if device.type != "cuda":
         raise WeightsError(f"the transport cuda_ipc shows memory of GPUs, not of {device}")
     return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
@@ -363,7 +363,7 @@ class Mapped:
     """Allocations that another process lends on one device. Hold `lock` while using views: a lease may end."""
 
     def __init__(self, lease: str, blocks: list[tuple[bytes, int]], device: torch.device) -> None:
-        """Map `blocks`, each with handle and bytes. WeightsError: they are not lent, or no longer."""
+        """Map `blocks`, each with handle and bytes. WeightsError: they are not lent."""
         self.lock = threading.Lock()
         self._of = (lease, blocks)
         self._device = device
@@ -394,7 +394,7 @@ class Mapped:
         return torch.as_tensor(memory, device=self._device).view(dtype).view(entry.shape)
 
     def close(self) -> None:
-        """Unmap the allocations once the device has finished reading. A second call is harmless."""
+        """Unmap once the device has finished reading. A second call is harmless."""
         with self.lock:
             if self._closed:
                 return

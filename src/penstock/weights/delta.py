@@ -48,7 +48,7 @@ class DeltaStore(DiskStore):
     transport = TRANSPORT
 
     def publish(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
-        """Write a delta to the whole version, or a new whole version; see `DiskStore.publish`."""
+        """Write a delta or a whole version; see `DiskStore.publish`."""
         from penstock.weights.pack import write  # noqa: PLC0415 - the core must import without torch
 
         zstd()
@@ -88,7 +88,7 @@ class DeltaStore(DiskStore):
 
 
 def read_delta(manifest: WeightManifest) -> memoryview | None:
-    """Read the delta from the whole file to a version; None if the whole file is that version."""
+    """Read a version's delta; None if the whole file is that version."""
     where = manifest.location
     with reading("weight manifest", WeightsError):
         name, nbytes, checksum = where["delta"], int(where["delta_bytes"]), int(where["delta_checksum"])
@@ -104,7 +104,7 @@ def read_delta(manifest: WeightManifest) -> memoryview | None:
 def write_delta(
     file: BinaryIO, old: Callable[[int, int], memoryview], new: memoryview, entries: Sequence[TensorEntry]
 ) -> tuple[int, int]:
-    """Write the differences between two versions whose tensors lie at the same offsets.
+    """Write the differences of two versions with tensors at the same offsets.
 
     `old(offset, nbytes)` reads the base. Returns the bytes of the file, and their CRC-32.
     """
@@ -165,7 +165,7 @@ def apply_delta(data: memoryview, buffer: memoryview, entries: Sequence[TensorEn
 
 def _encode(old: Any, new: Any) -> bytes:
     """Return the frame of a chunk; empty if no element differs."""
-    import numpy as np  # noqa: PLC0415 - not of the core
+    import numpy as np  # noqa: PLC0415 - not a core dependency
 
     differing = old ^ new
     mask = differing != 0
@@ -177,7 +177,7 @@ def _encode(old: Any, new: Any) -> bytes:
 
 def _decode(part: Any, frame: memoryview) -> None:
     """Apply a frame to a chunk in place."""
-    import numpy as np  # noqa: PLC0415 - not of the core
+    import numpy as np  # noqa: PLC0415 - not a core dependency
 
     size, bits = part.itemsize, -(-len(part) // 8)
     data = np.frombuffer(_decompressed(frame, bits + size * len(part)), np.uint8)
@@ -189,7 +189,7 @@ def _decode(part: Any, frame: memoryview) -> None:
 
 
 def _decompressed(frame: memoryview, most: int) -> bytes:
-    """Read one zstd frame. Refuse a frame of more than `most` bytes before memory is taken for it."""
+    """Read one zstd frame. Refuse more than `most` bytes before allocating."""
     decoder = zstd().ZstdDecompressor()
     try:
         nbytes = zstd().get_frame_info(frame).decompressed_size
@@ -202,8 +202,8 @@ def _decompressed(frame: memoryview, most: int) -> bytes:
 
 
 def _chunk(buffer: memoryview, entry: TensorEntry, index: int) -> Any:
-    """Return one chunk of a tensor as unsigned integers, without a copy; shape `[at most CHUNK]`."""
-    import numpy as np  # noqa: PLC0415 - not of the core
+    """Return a chunk of a tensor as unsigned integers, `[at most CHUNK]`, no copy."""
+    import numpy as np  # noqa: PLC0415 - not a core dependency
 
     size = DTYPE_BYTES[entry.dtype]
     count = min(CHUNK, _count(entry) - index * CHUNK)
@@ -237,7 +237,7 @@ class DeltaBase:
         self._lock = threading.Lock()
 
     def bring(self, manifest: WeightManifest) -> WeightManifest:
-        """Turn the image into a version. Return the manifest for workers, of transport `shared_memory`.
+        """Turn the image into a version. Return the manifest for shared memory.
 
         Raises:
             WeightsError: a file is gone or damaged, or a resulting tensor has a wrong checksum or is not finite.
@@ -287,7 +287,7 @@ bring = DeltaBase().bring
 
 @cache
 def zstd() -> Any:
-    """Import zstd: Python's own from 3.14 on, else the same as a package. WeightsError: it is missing."""
+    """Import zstd: Python's from 3.14 on, else a package. WeightsError: missing."""
     try:
         return importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
     except ImportError as error:

@@ -77,7 +77,7 @@ class DiskStore(Store):
         return WeightManifest(version, TRANSPORT, {"folder": str(self.folder), "file": name}, entries)
 
     def adopt(self, manifest: WeightManifest) -> WeightManifest:
-        """Take a version that another process wrote, in this folder or another. No byte is copied.
+        """Take a version of another process, in any folder. No byte is copied.
 
         Raises:
             WeightsError: it has another transport, or one of its files is gone, too short or damaged.
@@ -138,7 +138,7 @@ class DiskStore(Store):
 
     @contextmanager
     def _new_file(self, version: int, suffix: str, nbytes: int) -> Generator[tuple[str, BinaryIO]]:
-        """Yield the name of a new file of `nbytes`, and the file. It gets the name once it is whole and on the disk.
+        """Yield name and file of a new version of `nbytes`, named once it is on disk.
 
         After an error the file is removed.
         """
@@ -200,7 +200,7 @@ class VersionFile:
             raise WeightsError(f"the weights at {self._path} are {self.size} bytes, the manifest needs {nbytes}")
 
     def read_into(self, target: memoryview, offset: int) -> None:
-        """Fill `target` with the bytes from `offset` on. WeightsError: the file has shrunk, or its disk fails."""
+        """Fill `target` from `offset` on. WeightsError: a shrunk file or a failing disk."""
         while len(target):
             try:
                 count = os.preadv(self._fd, [target], offset)
@@ -234,7 +234,7 @@ def open_version(manifest: WeightManifest) -> VersionFile:
 
 
 def check_file(manifest: WeightManifest) -> WeightManifest:
-    """Check every byte in the engine's core. WeightsError: bytes are gone, changed, or not finite."""
+    """Check every byte in the core. WeightsError: gone, changed, or not finite."""
     from penstock.weights.pack import check_tensors  # noqa: PLC0415 - the core must import without torch
 
     with open_version(manifest) as file:
@@ -246,7 +246,7 @@ class DiskSource(Source):
     """A worker's side. It reads the file, whose bytes the core has checked."""
 
     def prepare(self, manifest: WeightManifest) -> None:
-        """Check that the file opens here, because a worker may be on another host than the core."""
+        """Check that the file opens here: the core may be on another host."""
         open_version(manifest).close()
 
     def tensors(self, manifest: WeightManifest, place: Place) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
@@ -277,7 +277,7 @@ def in_order(
 
 
 def header(specs: Sequence[TensorSpec]) -> tuple[bytes, list[int]]:
-    """Return the bytes before the first tensor, and each tensor's offset from the start of the file.
+    """Return the bytes before the first tensor, and each tensor's file offset.
 
     Args:
         specs: in the order of the file, with descending element size, so that each tensor is aligned to its own.

@@ -10,7 +10,7 @@ else. So a stranger can neither join, nor read, nor take the trainer's place. Th
 signed, so the network between hosts must be trusted. NCCL opens its own ports. They accept connections by a number of
 64 random bits from the unique id.
 """
-# ruff: noqa: SLF001 - torch names with an underscore what its own init_process_group makes groups of
+# ruff: noqa: SLF001 - torch's init_process_group makes its groups of names with an underscore
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false, reportPrivateImportUsage=false
 
@@ -165,7 +165,7 @@ class Group:
                 self._backend = backend
 
     def set(self, name: str, value: bytes = b"") -> None:
-        """Send a value to the trainer, or as the trainer to every member. OSError: the connection is broken."""
+        """Send a value to the trainer, or to every member. OSError: broken connection."""
         if self._listener is not None:
             self._note(name, value)
         frame = _head(name, len(value)) + value
@@ -174,7 +174,7 @@ class Group:
                 peer.sendall(frame)
 
     def get(self, name: str, timeout_s: float) -> bytes:
-        """Return a value once it is there. Raises TimeoutError after `timeout_s`, TransferError after a cut."""
+        """Return a value when it comes. TimeoutError: it is late; TransferError: a cut."""
         if self.missing([name], timeout_s):
             raise TimeoutError(f"{name} was not there within {timeout_s:g} s")
         return self._values[name]
@@ -304,7 +304,7 @@ class Group:
                 work()
 
     def synchronize(self) -> None:
-        """Wait until the device has done all of it. Raises TransferError if the group was cut by then."""
+        """Wait until the device has done all of it. TransferError: the group was cut."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         self._check()
@@ -477,7 +477,7 @@ def _abort(backend: Any) -> None:
 
 
 def _start(name: str, work: Callable[[], None]) -> None:
-    """Run long work inside torch in a thread. An ending process waits for it, at most 5 s.
+    """Run long work of torch in a thread. An ending process waits 5 s at most.
 
     If such a thread returns from torch while Python ends, it kills the whole process (`std::terminate`, SIGABRT; Python
     before 3.14). A trainer that has done its work would seem to have crashed.

@@ -50,7 +50,7 @@ def by_rank(checksum: str) -> list[str]:
 
 
 def differ(checksum: str, other: str) -> bool:
-    """Whether two engines of one layout have different weights on any rank with checksums of one kind."""
+    """Whether engines of one layout differ in a rank's checksum of one kind."""
     ranks = zip(by_rank(checksum), by_rank(other), strict=False)
     return any(mine != its and kind_of(mine) == kind_of(its) for mine, its in ranks)
 
@@ -111,7 +111,7 @@ class WeightManifest:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Read the output of `to_json`. Raises WeightsError if a field is missing or malformed."""
+        """Read the output of `to_json`. WeightsError: a field is missing or malformed."""
         with reading("weight manifest", WeightsError):
             return cls(
                 version=whole_number(data["version"], "its version", error=malformed),
@@ -189,16 +189,16 @@ class Store:
         raise NotImplementedError
 
     def adopt(self, manifest: WeightManifest) -> WeightManifest:
-        """Take a version of another process, and return it for `commit`. WeightsError: it is unavailable."""
+        """Take another process's version for `commit`. WeightsError: unavailable."""
         if manifest.transport != self.transport:
             raise WeightsError(f"weights of {manifest.transport!r} cannot be adopted by a store of {self.transport!r}")
         return manifest
 
     def commit(self, manifest: WeightManifest) -> None:
-        """Make a published version the current one, if the store owns its bytes, not the trainer."""
+        """Make a published version the current one, if the store owns its bytes."""
 
     def offered(self) -> Iterable[tuple[str, torch.Tensor]] | None:
-        """Return the last published tensors if the trainer owns the bytes; None if the store has a copy."""
+        """Return the last published tensors, unless the store has a copy (None)."""
 
     def close(self) -> None:
         """Free everything that is held here. A second call is harmless."""

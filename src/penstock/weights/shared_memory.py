@@ -46,7 +46,7 @@ class SharedMemoryStore(Store):
         lives, for example in the traceback of a kept exception. It ends with its last view."""
 
     def publish(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
-        """Copy the tensors into the buffer that is not current, and describe them; see `Store.publish`."""
+        """Copy and describe the tensors in the other buffer; see `Store.publish`."""
         from penstock.weights.pack import described, layout, write  # noqa: PLC0415 - the core must import without torch
 
         tensors, specs = described(named_tensors)
@@ -109,7 +109,7 @@ class SharedMemoryStore(Store):
 
 
 def check_mapped(manifest: WeightManifest) -> WeightManifest:
-    """Check every byte in the engine's core. WeightsError: bytes are gone, changed, or not finite."""
+    """Check every byte in the core. WeightsError: gone, changed, or not finite."""
     from penstock.weights.pack import check_tensors  # noqa: PLC0415 - the core must import without torch
 
     buffer = memoryview(open_mapping(manifest.location.get("path", ""), manifest.extent))
@@ -129,7 +129,7 @@ class SharedMemorySource(Source):
 
 
 def sealed_memory(name: str, size: int) -> tuple[int, mmap.mmap]:
-    """Create a memfd of `size` bytes that cannot shrink or grow, and a writable mapping of it.
+    """Create a sealed memfd of `size` bytes, and a writable mapping of it.
 
     SIGBUS kills a reader of a mapped file that shrinks, so `open_mapping` maps only sealed files.
     """

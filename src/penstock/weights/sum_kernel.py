@@ -21,7 +21,7 @@ on the embedding, because programs without a row end at once."""
 
 
 def compiled(device: torch.device, mixing: tuple[int, int, int]) -> Callable[..., torch.Tensor]:
-    """Return `launch` after a first run on the device. RuntimeError and others: Triton fails."""
+    """Return `launch` after a first run. RuntimeError and others: Triton fails."""
     try:
         launch([torch.zeros(1, dtype=torch.int64, device=device)], [(0, 0)], mixing)
     except TritonError as error:

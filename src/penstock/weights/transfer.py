@@ -46,7 +46,7 @@ class Bucket:
 
 
 def cut(sizes: Sequence[int], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
-    """Cut consecutive tensors of these sizes in bytes into buckets. Every rank gets the same result.
+    """Cut tensors of these sizes in bytes into buckets, the same on every rank.
 
     A tensor that is larger than a bucket gets its own bucket.
     """
@@ -68,7 +68,7 @@ def cut(sizes: Sequence[int], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
 
 
 def describe(named_tensors: NamedTensors) -> tuple[tuple[TensorEntry, ...], torch.device]:
-    """Check the tensors and sum their bits on their device, in one pass and without a copy.
+    """Check the tensors and sum their bits on their device, without a copy.
 
     Returns:
         One entry per tensor, with its sum (`checksum.py`), and the device from which they are sent.
@@ -123,7 +123,7 @@ def check_same_bits(sent: WeightManifest, copy: WeightManifest, named_tensors: N
 
 
 def send(group: Group, entries: Sequence[TensorEntry], named_tensors: NamedTensors, *, bucket_bytes: int) -> None:
-    """Broadcast the tensors of `describe`, in the same order. Returns when all have left.
+    """Broadcast the tensors of `describe`, in order. Returns when all have left.
 
     Raises:
         TransferError: the group was cut, or did not receive all of them within its deadline.
@@ -146,7 +146,7 @@ def send(group: Group, entries: Sequence[TensorEntry], named_tensors: NamedTenso
 def receive(
     group: Group, entries: Sequence[TensorEntry], *, bucket_bytes: int, place: Place
 ) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-    """Yield every tensor in order, each valid until the next; at the end, compare all with their sums.
+    """Yield every tensor, valid until the next; at the end, compare the sums.
 
     Args:
         group: every rank runs this while the trainer runs `send`.
@@ -179,7 +179,7 @@ def receive(
 
 
 def _begin(group: Group, bucket: Bucket, entries: Sequence[TensorEntry], place: Place) -> InFlight:
-    """Start to receive a bucket. Return the works to wait for, and its tensors in order."""
+    """Start to receive a bucket. Return the works, and its tensors in order."""
     packed = torch.empty(bucket.packed_bytes, dtype=torch.uint8, device=group.device)
     tensors: list[torch.Tensor] = []
     incoming: list[torch.Tensor] = []
@@ -195,7 +195,7 @@ def _begin(group: Group, bucket: Bucket, entries: Sequence[TensorEntry], place: 
 
 
 def _outgoing(bucket: Bucket, tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Return the tensors to send for a bucket, in the order in which `_begin` receives them."""
+    """Return a bucket's tensors to send, in the order in which they are received."""
     packed = torch.empty(bucket.packed_bytes, dtype=torch.uint8, device=device)
     sources = [_bytes(tensor.detach().to(device).contiguous()) for tensor in tensors]
     pairs = list(zip(sources, bucket.offsets, strict=True))
