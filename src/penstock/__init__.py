@@ -35,7 +35,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Clients of a fleet on first use: this package is also imported inside engines, which need none."""
+    """Import clients of a fleet at first use: engines import this package without them."""
     if name == "Fleet":
         from penstock.fleet.fleet import Fleet  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""Run coroutines together, work in a thread, and waits for changes; cancel tasks without losing what they raised."""
+"""Coroutines run together, work in threads, waits for changes, and cancellation that keeps a task's error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 async def all_or_first_error(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results in order, or raise the first failure; nothing is left running either way."""
+    """Return the results in order, or raise the first failure after all have ended."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in coroutines]
@@ -24,7 +24,7 @@ async def all_or_first_error(coroutines: Iterable[Coroutine[Any, Any, T]]) -> li
 
 
 async def in_thread(work: Callable[[], T]) -> T:
-    """Run `work` in a thread. A cancellation takes effect when the thread has ended: until then it uses our data."""
+    """Run `work` in a thread; a cancellation waits for its end, as it uses our data."""
     thread = asyncio.ensure_future(asyncio.to_thread(work))
     try:
         return await asyncio.shield(thread)
@@ -34,12 +34,12 @@ async def in_thread(work: Callable[[], T]) -> T:
 
 
 async def abandonable(work: Callable[[], T]) -> T:
-    """Run `work` in a thread of its own. A cancellation leaves it behind, and the process ends without it.
+    """Run `work` in its own thread, which a cancellation or the process's end leaves.
 
-    For work that changes nothing and may take for ever, such as a user's code.
+    It is for work without side effects that may take for ever, such as a user's code.
     """
     done: Future[T] = Future()
-    done.set_running_or_notify_cancel()  # a cancellation is the caller's alone
+    done.set_running_or_notify_cancel()  # a cancellation affects only the caller
 
     def run() -> None:
         with _Outcome(done):
@@ -50,7 +50,7 @@ async def abandonable(work: Callable[[], T]) -> T:
 
 
 class _Outcome(Generic[T]):
-    """Hands an error of the block to a future, whatever its type, as an executor does."""
+    """Hands any error of its block to a future, as an executor does."""
 
     def __init__(self, done: Future[T]) -> None:
         self._done = done
@@ -64,9 +64,9 @@ class _Outcome(Generic[T]):
 
 
 async def settled(work: Awaitable[T], event: Coroutine[Any, Any, object]) -> asyncio.Future[T]:
-    """Run `work` to its end, or until `event` returns; returns its future, which is cancelled in the latter case.
+    """Run `work` until it or `event` ends; return its future, cancelled by `event`.
 
-    What `event` raises in that time ends `work` too, and is raised.
+    An error of `event` also ends `work`, and is raised.
     """
     working, watching = asyncio.ensure_future(work), asyncio.create_task(event)
     tasks = (working, watching)
@@ -82,7 +82,7 @@ async def settled(work: Awaitable[T], event: Coroutine[Any, Any, object]) -> asy
 
 
 async def cancelled(task: asyncio.Task[Any]) -> None:
-    """Cancel a task, wait for its end, and raise what broke it before that, if something did."""
+    """Cancel a task, wait for its end, and raise an error that had broken it."""
     task.cancel()
     await asyncio.wait((task,))
     if not task.cancelled() and (error := task.exception()) is not None:
@@ -90,11 +90,11 @@ async def cancelled(task: asyncio.Task[Any]) -> None:
 
 
 class Changes:
-    """Wakes each wait for a condition whenever the state behind it changes."""
+    """Wakes the waits for a condition whenever the state behind it changes."""
 
     def __init__(self) -> None:
         self.changes = 0
-        """How many there have been."""
+        """Number of changes announced so far."""
         self._changed = asyncio.Event()
 
     def announce(self) -> None:
@@ -104,7 +104,7 @@ class Changes:
         self._changed = asyncio.Event()
 
     async def until(self, reached: Callable[[], bool], *, deadline_s: float | None = None) -> bool:
-        """Wait until `reached()`, evaluated after each change. False: it was not within the deadline."""
+        """Wait until `reached()`, evaluated after each change; False: the deadline passed."""
         try:
             async with asyncio.timeout(deadline_s):
                 while not reached():

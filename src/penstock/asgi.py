@@ -1,4 +1,4 @@
-"""Serve an ASGI application within a running event loop. Needs uvicorn and starlette."""
+"""A server of ASGI applications within a running event loop. It needs uvicorn and starlette."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.process import most_connections
 
 STOP_S = 5
-"""Time for answers under way when the server ends."""
+"""Seconds for answers under way when the server ends."""
 HEAD_S = 15.0
 """Deadline of a request's head, from the connection or its first byte."""
 IDLE_S = 75
-"""Time for which a connection is kept for its next request."""
+"""Seconds for which a connection is kept for its next request."""
 BODY_S = 120.0
 """Deadline of a request's body."""
 MOST_CONNECTIONS = 16_384
@@ -32,7 +32,7 @@ _BACKLOG = 2048
 
 
 class _Connections:
-    """Connections of one server: at most `most`. The one without a request for longest is closed for the next."""
+    """Connections of one server, at most `most`. A further one closes the one idle for longest."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -40,7 +40,7 @@ class _Connections:
 
 
 class _Gathering:
-    """A transport that sends what is written within one step of the loop at once: an answer's head with its body."""
+    """A transport that joins all writes of one loop step, so that an answer's head goes out with its body."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport = transport
@@ -66,7 +66,7 @@ class _Gathering:
 
 
 class _Protocol(HttpToolsProtocol):
-    """uvicorn's HTTP with a deadline for each head and a bound on connections, neither of which it has."""
+    """uvicorn's HTTP protocol plus a deadline for each head and a bound on connections."""
 
     def __init__(self, counted: _Connections, **given: Any) -> None:
         super().__init__(**given)
@@ -109,7 +109,7 @@ class _Protocol(HttpToolsProtocol):
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals to its process, and says when it serves."""
+    """A server that leaves signals to its process, and sets `ready` when it serves."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -125,9 +125,9 @@ class _Server(uvicorn.Server):
 
 
 def listening(host: str, port: int, what: str) -> socket.socket:
-    """Bind a TCP socket; port 0 is any free one. ConfigError: the address cannot be listened on."""
+    """Bind a TCP socket; port 0 is any free one. ConfigError: the address is unusable."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sets TCP_NODELAY on connections of sockets that name their protocol. Else an answer whose body follows its
+    # asyncio sets TCP_NODELAY on connections of sockets that name their protocol. Without it, a body that follows its
     # head waits 40 ms for the client's delayed acknowledgement.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -140,7 +140,7 @@ def listening(host: str, port: int, what: str) -> socket.socket:
 
 
 def listening_at(path: Path, what: str) -> socket.socket:
-    """Bind a Unix socket that this user alone can reach; one that is left over is replaced."""
+    """Bind a Unix socket that only this user can reach, in place of a leftover one."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o177)
     try:
@@ -163,11 +163,11 @@ async def serving_app(
     *,
     max_connections: int | None = None,
 ) -> AsyncGenerator[None]:
-    """Serve an application on a bound socket while the block runs; it is closed at the end.
+    """Serve an application on a bound socket while the block runs, then close both.
 
-    `what` it is, messages say. `close` is awaited before the server ends, so that no answer under way waits for ever.
-    `max_connections` of clients at once are by default half the files that this process may open, since each request
-    under way has one of its own.
+    `what` names the application in messages. `close` is awaited before the server ends, so that no answer under way
+    waits for ever. `max_connections` is by default half the files that this process may open, since each request under
+    way has a connection of its own.
     """
     counted = _Connections(max_connections or min(MOST_CONNECTIONS, most_connections()))
     config = uvicorn.Config(
@@ -208,10 +208,10 @@ async def read_body(
     refused: Callable[[int, str], PenstockError],
     take: Callable[[int], object] = bool,
 ) -> bytes:
-    """Return the whole body of a request, of at most `most` bytes.
+    """Return the whole body of a request, at most `most` bytes.
 
-    `refused` makes the error of an HTTP status and a message: 413, 408 after `BODY_S` seconds, or 499. `take` is told
-    the size of each piece before it is kept, and raises where there is no room for it.
+    `refused` makes an error from an HTTP status and a message: 413, 408 after `BODY_S` seconds, or 499. `take` gets the
+    size of each piece before it is kept, and raises if there is no room.
     """
     data = bytearray()
     try:

@@ -1,4 +1,4 @@
-"""The configuration tree of a run: YAML files and `key=value` overrides, validated as a whole before anything starts.
+"""The configuration tree of a run: YAML files and `key=value` overrides, validated as a whole before a start.
 
 Each section is a frozen pydantic model. An unknown key, a wrong type or a value out of range is a `ConfigError` of one
 line, which names the key and, for a typo, the nearest known key.
@@ -39,7 +39,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class EnvironmentConfig(Section):
-    """What the policy is trained on."""
+    """The environment that the policy is trained on."""
 
     name: str = "reasoning_gym"
     """`reasoning_gym`, `skyrl-gym:ID`, `verifiers:ID`, or `module:Class` of your own environment."""
@@ -50,20 +50,20 @@ class AgentConfig(Section):
     """An agent that plays each episode over chat, Responses or Anthropic messages (docs/how-to/agents.md)."""
 
     command: tuple[str, ...] = ()
-    """Words of a command; `{prompt}`, `{model}` and `{base_url}` are filled in."""
+    """Words of a command, in which `{prompt}`, `{model}` and `{base_url}` are filled in."""
     callable: str | None = None
     """Instead of a command: `module:name` of an `async def` that takes an Episode and returns its reward, or None."""
     concurrency: Positive = 64
     """Most episodes at once."""
     timeout_s: Seconds = 600.0
-    """Of an episode; one that takes longer has the reward 0."""
+    """Most seconds of an episode; a longer one has the reward 0."""
     policy: Literal["extend", "faithful"] = "extend"
     force_calls: bool = False
-    """Sample under a grammar where a harness's `tool_choice` forces a call; such turns cannot be trained on."""
+    """Sample under a grammar if a harness's `tool_choice` forces a call; such turns cannot be trained on."""
     tool_parser: str | None = None
-    """Name of vLLM's parser of tool calls, for families without `<tool_call>`; null: our own."""
+    """Name of vLLM's tool-call parser, for model families without `<tool_call>`; null: our own."""
     reasoning_parser: str | None = None
-    """Name of vLLM's parser of reasoning; null: none, or our own if `tool_parser` is null too."""
+    """Name of vLLM's reasoning parser; null: none, or our own if `tool_parser` is null too."""
     keep_output: Annotated[int, Field(ge=0)] = 1000
     """Most commands whose output is kept, in `logs/agents` of the run folder."""
 
@@ -72,7 +72,7 @@ class RolloutConfig(Section):
     """How episodes are made."""
 
     generator: Literal["environment", "agent"] = "environment"
-    """`environment`: the environment's own turns; `agent`: an agent plays its tasks through a gateway."""
+    """`environment`: the environment's own turns; `agent`: an agent plays the tasks through a gateway."""
     agent: AgentConfig | None = None
 
     groups_per_batch: Positive = 64
@@ -83,9 +83,9 @@ class RolloutConfig(Section):
     concurrency: Positive = 1024
     """Most samples in flight."""
     max_turns: Positive = 8
-    """Most responses of an episode, of an agent or an environment with `step`; `max_tokens` is that of one of them."""
+    """Most responses in an episode of an agent, or of an environment with `step`; `max_tokens` limits each one."""
     max_episode_tokens: Positive = 4096
-    """Most tokens of such an episode after its prompt; of an agent's, those that are sampled."""
+    """Most tokens of such an episode after its prompt; for an agent, only sampled tokens count."""
 
     @field_validator("top_p")
     @classmethod
@@ -105,26 +105,26 @@ class RolloutConfig(Section):
 
 
 class LoraConfig(Section):
-    """One low-rank adapter that is trained in place of the weights."""
+    """One low-rank adapter, trained instead of the weights."""
 
     name: Name = "policy"
-    """At the engines."""
+    """Adapter name at the engines."""
     rank: Positive = 16
     alpha: Annotated[float, Field(gt=0)] | None = None
-    """The adapter's product counts alpha / rank times; default: once."""
+    """The adapter's product is scaled by alpha / rank; default: by 1."""
     train_attn: bool = True
     train_mlp: bool = True
-    """A model of experts needs false."""
+    """It must be false for a mixture of experts."""
     train_unembed: bool = False
     merge: bool = False
-    """Send engines the merged weights, all of them, and no adapter."""
+    """Send engines all weights, merged, and no adapter."""
 
 
 class TrainConfig(Section):
     """The learner and its schedule."""
 
     model: str | None = None
-    """Checkpoint of the learner, in floats; default: `engine.model`. For engines that serve a quantised one."""
+    """Floating-point checkpoint of the learner, for engines that serve a quantised one; default: `engine.model`."""
     steps: Positive = 80
     schedule: Literal["async", "one_step_off", "sync", "colocated"] = "async"
     """`colocated`: learner and engines share GPUs in turn; see `penstock.train.schedules` for each."""
@@ -137,47 +137,48 @@ class TrainConfig(Section):
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
     clip_high: Annotated[float, Field(gt=0)] = 0.28
     correction: Literal["tis", "mis", "icepop", "dppo", "sequence_mask", "none"] = "tis"
-    """Of tokens that older weights made; see `penstock.train.losses`. `none` needs a schedule without such tokens."""
+    """Correction for tokens of older weights; see `penstock.train.losses`. `none` needs a schedule without such
+    tokens."""
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
-    """Of the KL divergence from the model that the run starts from, added to the loss; without `lora` that takes a
-    second copy of the model."""
+    """Coefficient of the KL divergence from the run's first model, added to the loss. Without `lora`, it needs a second
+    copy of the model."""
     entropy_coefficient: Annotated[float, Field(ge=0)] = 0.0
-    """Of the policy's entropy, taken from the loss."""
+    """Coefficient of the policy's entropy, subtracted from the loss."""
     importance_cap: Annotated[float, Field(gt=0, le=1000)] = 2.0
-    """Truncation of the trainer/engine importance weight, under every correction but `none`, and in the KL part."""
+    """Upper bound of the trainer/engine importance weight, in the KL part and under every correction but `none`."""
     ratio_band: tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(ge=1)]] = (0.5, 5.0)
-    """`mis` and `icepop`: least and largest importance weight kept."""
+    """`mis` and `icepop`: smallest and largest importance weight kept."""
     probability_gap: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """`dppo`: difference of probabilities from which a token is dropped."""
+    """`dppo`: difference of probabilities above which a token is dropped."""
     sequence_gap: Annotated[float, Field(gt=0)] = 0.2
-    """`sequence_mask`: mean logprob gap, in nats, from which a sequence of negative advantage is dropped."""
+    """`sequence_mask`: mean logprob gap, in nats, above which a sequence of negative advantage is dropped."""
     advantage: Literal["group_norm", "group_mean", "leave_one_out"] = "group_norm"
     max_staleness: Annotated[int, Field(ge=0)] = 2
-    """`async`: largest trainer version minus the version that made a token, at the time of training on it."""
+    """`async`: largest difference of the trainer's version and a token's version when the token is trained on."""
     kv: KV = "keep_in_flight"
-    """Of requests in flight when weights change; see `Fleet.update_weights`."""
+    """KV cache of requests in flight when weights change; see `Fleet.update_weights`."""
     micro_batch_tokens: Positive | None = None
     """Tokens in one forward and backward pass; default: 16,384 on CUDA, 2,048 on CPUs."""
     checkpoint_every: Positive = 20
     ranks: Positive = 1
-    """Processes that share the model (FSDP2): each with a GPU of its own, or on CPUs."""
+    """Processes that share the model (FSDP2), each with its own GPU, or on CPUs."""
     ray_address: Annotated[str, Field(min_length=1)] | None = None
-    """Ray cluster, as `ray.init` takes it, whose actors the ranks but the first are; default: processes here."""
+    """Ray cluster, as for `ray.init`, on which all ranks but the first are actors; default: processes here."""
     threads: Positive | None = None
     """Torch threads of the learner; default: torch's."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """In which matrices are multiplied; weights and optimiser are in fp32. `auto`: bfloat16 on CUDA, else float32."""
+    """Type of matrix products; weights and optimiser are in fp32. `auto`: bfloat16 on CUDA, else float32."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """What the backward pass computes anew of each layer, to save memory: nothing, all but attention, or all."""
+    """Part of each layer that the backward pass recomputes to save memory: nothing, all but attention, or all."""
     offload_activations: bool = False
     """Keep the inputs of recomputed layers in the host's memory."""
     lora: LoraConfig | None = None
     """Train one adapter; default: all weights."""
     compile: bool = False
-    """Compile each decoder layer: minutes at the first step, faster from then on."""
+    """Compile each decoder layer, which takes minutes at the first step and is faster afterwards."""
 
     logprob_alarm: Annotated[float, Field(gt=0)] = 0.1
-    """Mean |trainer logprob - engine logprob| over tokens of equal weights, in nats, from which a step warns."""
+    """Mean |trainer logprob - engine logprob| over tokens of equal weights, in nats, above which a step warns."""
 
     @property
     def staleness(self) -> int:
@@ -201,7 +202,7 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _offloadable(self) -> Self:
-        # Other saved tensors are the layers' weights too, which would be copied with each layer.
+        # Otherwise the saved tensors include the layers' weights, which would be copied with each layer.
         if self.offload_activations and (self.recompute == "none" or (self.recompute == "selective" and self.compile)):
             raise ValueError(
                 "offload_activations keeps the inputs of recomputed layers: choose recompute: full, or selective "
@@ -215,14 +216,14 @@ class EvalConfig(Section):
 
     size: Positive = 512
     every: Annotated[int, Field(ge=0)] = 0
-    """Steps between evaluations in the middle; 0: none."""
+    """Steps between evaluations during the run; 0: none."""
 
 
 class RunConfig(Section):
-    """A whole training run: what `penstock train` reads."""
+    """A whole training run, as `penstock train` reads it."""
 
     name: Name = "run"
-    """Also the run folder's name, so it is no path."""
+    """Name of the run and of its folder, so it is no path."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
     run_dir: Path = Path("runs")
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
@@ -241,7 +242,7 @@ class RunConfig(Section):
 
     @property
     def engines_may_differ(self) -> bool:
-        """Whether engines may be loaded with other weights than those that the learner starts from."""
+        """Whether engines may have loaded other weights than the learner starts from."""
         return self.learner_model != self.engine.model or bool(self.fleet.attach)
 
     @model_validator(mode="after")
@@ -262,7 +263,7 @@ class RunConfig(Section):
         return self
 
     def refused_ranks(self, count: int) -> str | None:
-        """Say why a learner of `count` ranks cannot run this; None: it can."""
+        """Return why a learner of `count` ranks cannot run this; None: it can."""
         if count == 1:
             return None
         if self.train.kl_coefficient and self.train.lora is None:
@@ -279,13 +280,13 @@ class RunConfig(Section):
 
 
 def read_yaml(text: str) -> object:
-    """Read a YAML text. ConfigError: a key is given twice in one mapping; yaml.YAMLError: it is no YAML."""
+    """Read a YAML text. ConfigError: a key occurs twice; yaml.YAMLError: not YAML."""
     return yaml.load(text, Loader=_Once)  # noqa: S506 - it is a safe loader
 
 
 class _Once(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        # The mapping as written. Later, the keys of a merge stand in it before the keys that override them.
+        # Here the mapping is as written. Later, it holds the keys of a merge before the keys that override them.
         node = super().compose_mapping_node(anchor)
         seen: set[tuple[str, str]] = set()
         for key, _ in node.value:
@@ -298,10 +299,9 @@ class _Once(yaml.SafeLoader):
 
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a YAML file, apply `section.key=value` overrides (values are YAML), and validate the whole.
+    """Read a YAML file, apply `section.key=value` overrides, and validate the whole.
 
-    Raises:
-        ConfigError: one line that names the key.
+    The values of overrides are YAML. ConfigError: one line that names the key.
     """
     tree: dict[str, Any] = {}
     if path is not None:
@@ -323,7 +323,7 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunCo
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Set one `section.key=value` in a tree of sections; the value is YAML. ConfigError: it has another form."""
+    """Set one `section.key=value`, a YAML value, in a tree. ConfigError: another form."""
     key, eq, text = override.partition("=")
     if not eq or not key:
         raise ConfigError(f"override {override!r} is not of the form section.key=value")
@@ -345,11 +345,11 @@ def read_keys(file: Path, option: str) -> dict[str, Any]:
     """Read a YAML file that maps tenants' names to their keys and limits.
 
     Args:
-        file: of mode 0600.
-        option: that names it on the command line, for messages.
+        file: a file of mode 0600.
+        option: its command line option, for messages.
 
     Raises:
-        ConfigError: it cannot be read, other users can read it, or it maps nothing.
+        ConfigError: it cannot be read, other users can read it, or it is empty.
     """
     try:
         if file.stat().st_mode & 0o077:
@@ -363,19 +363,19 @@ def read_keys(file: Path, option: str) -> dict[str, Any]:
 
 
 HUB_S = 10.0
-"""Of one short question to the Hugging Face hub. Its own libraries try an unreachable hub again for a minute."""
+"""Deadline of one short question to the Hugging Face hub; its own libraries retry for a minute."""
 
 
 def check_on_hub(name: str, kind: Literal["model", "dataset"], file: str = "config.json") -> None:
-    """Refuse a name that neither this machine's cache nor the hub has.
+    """Refuse a name that is neither in this machine's cache nor on the hub.
 
     Args:
         name: such as Qwen/Qwen3-0.6B.
-        kind: of the repository.
-        file: that the cache holds if it was downloaded.
+        kind: the kind of repository.
+        file: a file that the cache holds if the repository was downloaded.
 
     Raises:
-        UserError: why it cannot be had, and what to do.
+        UserError: the reason, and what to do.
     """
     # huggingface_hub ships partial types.
     from huggingface_hub import (  # noqa: PLC0415
@@ -392,9 +392,9 @@ def check_on_hub(name: str, kind: Literal["model", "dataset"], file: str = "conf
     try:
         if not isinstance(try_to_load_from_cache(name, file, repo_type=kind), str):
             get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind), timeout=HUB_S)
-    except EntryNotFoundError:  # the repository is there
+    except EntryNotFoundError:  # the repository exists
         return
-    except (HFValidationError, HTTPError, OSError) as error:  # errors of an answer among them
+    except (HFValidationError, HTTPError, OSError) as error:  # errors of an answer included
         why = str(error).strip().partition("\n")[0]
         raise UserError(
             f"no {kind} {name!r}: there is no such folder, and the Hugging Face hub gives none ({why}); check the "

@@ -1,7 +1,7 @@
-"""The error family, every error that Penstock raises on purpose; and checked data, all that is wrong with it one error.
+"""The errors that Penstock raises on purpose, and checks that turn malformed data into one of them.
 
-The message says what was wrong, with which value, and what to do. The command line turns any of them into one line and
-exit status 2 (`UserError`) or 1.
+A message says what was wrong, with which value, and what to do. The command line prints it in one line and exits with
+status 2 (`UserError`) or 1.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import orjson
 
 
 class PenstockError(Exception):
-    """Base of everything Penstock raises on purpose."""
+    """Base of all errors that Penstock raises on purpose."""
 
 
 class UserError(PenstockError, ValueError):
-    """What the caller asked for cannot be done; nothing was changed."""
+    """The caller's request cannot be met; the state is unchanged."""
 
 
 class ConfigError(UserError):
@@ -31,15 +31,15 @@ class RequestError(UserError):
 
 
 class WeightsError(UserError):
-    """Weights do not fit the engine (missing, extra or misshapen tensor, wrong dtype, NaN); refused before a change."""
+    """Weights do not fit the engine (missing, extra or misshapen tensor, wrong dtype, NaN) and were not loaded."""
 
 
 class TransferError(PenstockError):
-    """The bytes of a weight version did not all arrive; the engine is torn until it has loaded a whole version."""
+    """Some bytes of a weight version did not arrive; the engine is torn until it has loaded a whole version."""
 
 
 class MissingCapabilityError(UserError):
-    """An engine cannot do it; the message names the engine, what it lacks and how to start one that has it."""
+    """An engine lacks a capability; the message names both and the way to start an engine that has it."""
 
 
 class StateError(PenstockError):
@@ -55,11 +55,11 @@ class EngineError(PenstockError):
 
 
 class EngineStartError(EngineError):
-    """An engine process did not become ready; the message holds the telling lines of its log."""
+    """An engine process did not become ready; the message holds the relevant lines of its log."""
 
 
 class EngineHTTPError(EngineError):
-    """An engine answered with an HTTP error: its status, OpenAI error type and message are kept (R7, R8)."""
+    """An engine answered with an HTTP error; its status, OpenAI error type and message are kept (R7, R8)."""
 
     def __init__(self, message: str, *, status: int, error_type: str = "", engine: str | None = None) -> None:
         super().__init__(message, engine=engine)
@@ -80,7 +80,7 @@ class DeadlineError(EngineError):
 
 
 class FanOutError(EngineError):
-    """A call failed on some engines of many. `failures` holds each one's error, `results` what the others answered."""
+    """A call failed on some engines of many. `failures` holds their errors, `results` the others' answers."""
 
     def __init__(self, message: str, *, failures: Mapping[str, PenstockError], results: Mapping[str, Any]) -> None:
         super().__init__(message)
@@ -89,7 +89,7 @@ class FanOutError(EngineError):
 
 
 class UpdateError(PenstockError):
-    """A weight update did not commit on enough engines; the fleet still serves the version before it."""
+    """Too few engines committed a weight update; the fleet still serves the previous version."""
 
 
 class LearnerError(PenstockError):
@@ -97,11 +97,11 @@ class LearnerError(PenstockError):
 
 
 class CheckpointError(PenstockError):
-    """A checkpoint is missing, truncated or of another run."""
+    """A checkpoint is missing or truncated, or belongs to another run."""
 
 
 def error_to_json(error: PenstockError) -> dict[str, Any]:
-    """Return what another process needs to raise the same error."""
+    """Return the error as JSON, for another process that raises the same error."""
     more = {name: getattr(error, name) for name in ("status", "error_type", "seconds") if hasattr(error, name)}
     if isinstance(error, FanOutError):
         failures = {engine: error_to_json(failure) for engine, failure in error.failures.items()}
@@ -110,7 +110,7 @@ def error_to_json(error: PenstockError) -> dict[str, Any]:
 
 
 def error_from_json(data: Mapping[str, Any]) -> PenstockError:
-    """Return the error that `error_to_json` described, of its own class."""
+    """Return the error described by `error_to_json`, in its own class."""
     kind, message = globals().get(str(data["type"])), str(data["message"])
     if kind is EngineHTTPError:
         return EngineHTTPError(message, status=int(data["status"]), error_type=str(data["error_type"]))
@@ -127,19 +127,19 @@ def error_from_json(data: Mapping[str, Any]) -> PenstockError:
 # --- Data of files and sockets ---------------------------------------------------------------------------------------
 
 Refusal = Callable[[str], PenstockError]
-"""Makes the error of a message: a class of the family, or a function."""
+"""Makes an error from a message: an error class, or a function."""
 
 LARGEST = 2**63 - 1
-"""What every number of ours fits into."""
+"""Upper bound of every number that Penstock accepts."""
 _SHOWN = 200
 
 
 def parse_json(
     data: bytes | memoryview | str, what: str, error: Refusal = UserError, *, loads: Callable[[Any], Any] = orjson.loads
 ) -> Any:
-    """Parse a JSON text; `what` it is stands in the error, if it is no JSON, or nested too deeply.
+    """Parse a JSON text; on bad or too deep JSON, raise `error` that names `what`.
 
-    `loads` is `json.loads` where NaN and numbers of more than 64 bits may be in it.
+    `loads` is `json.loads` for texts that may hold NaN or numbers of more than 64 bits.
     """
     try:
         return loads(data)
@@ -149,7 +149,7 @@ def parse_json(
 
 @contextmanager
 def reading(what: str, error: Refusal = UserError) -> Generator[None]:
-    """Turn what unexpected data raises while it is taken apart into one error that names `what`."""
+    """Turn the errors of reading unexpected data into one error that names `what`."""
     try:
         yield
     except PenstockError:
@@ -162,21 +162,21 @@ def reading(what: str, error: Refusal = UserError) -> Generator[None]:
 
 
 def whole_number(value: Any, what: str, *, least: int = 0, most: int = LARGEST, error: Refusal = UserError) -> int:
-    """Return `value` if it is an int, no bool, from `least` to `most`; else raise `error`."""
+    """Return `value` if it is an int, no bool, from `least` to `most`; or raise `error`."""
     if type(value) is not int or not least <= value <= most:
         raise error(f"{what} is a whole number from {least} to {most}, got {repr(value)[:_SHOWN]}")
     return value
 
 
 def seconds(given: Any) -> float | None:
-    """A `timeout_s` that a caller gave, checked before anything is done by it. Raises UserError where it is none."""
+    """Return a caller's `timeout_s`, checked. UserError: it is no number of seconds."""
     if given is not None and not (isinstance(given, (int, float)) and 0 <= given <= LARGEST):
         raise UserError(f"timeout_s is a number of seconds, 0 or more, got {given!r}; leave it out for the default")
     return given
 
 
 def did_you_mean(name: str, known: Iterable[str], all_of: str = "known", else_near: Sequence[str] = ()) -> str:
-    """Return the known name that is nearest to a wrong one, as a hint; if none is near, all of them."""
+    """Return a hint: the known name nearest to a wrong one, or else all known names."""
     names = list(known)
     near = difflib.get_close_matches(name, names, n=1) or else_near
     return f"did you mean {near[0]!r}?" if near else f"{all_of}: {', '.join(names) or 'none'}"

@@ -1,7 +1,7 @@
-"""Refuse control calls without the key, from web pages, and under a foreign host name.
+"""Checks that refuse control calls without the key, from web pages, or under a foreign host name.
 
 A browser sends a page's plain POST to 127.0.0.1 without asking. If an attacker rebinds the page's name to 127.0.0.1
-(DNS rebinding), the page even reads the answer. Browsers set `Origin` and `Host` themselves, so these two headers tell.
+(DNS rebinding), the page even reads the answer. Browsers set `Origin` and `Host` themselves, so both are reliable.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import threading
 from collections.abc import Collection, Iterable
 
 HOSTS_ENV = "PENSTOCK_HOSTS"
-"""Further names of a server, with commas between them, beside IP addresses and its machine's names."""
+"""Variable for a server's names beyond IP addresses and its machine's names, separated by commas."""
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version"})
-"""Paths of an engine that need no key, for probes and scrapers; they change nothing and show no request."""
+"""Paths of an engine that need no key, for probes and scrapers; they change no state and show no request."""
 
 _DATA = """
     /v1/completions /v1/chat/completions /v1/chat/completions/batch /v1/responses /v1/messages
@@ -40,13 +40,13 @@ CONTROL_PATHS = frozenset(
     b"/finish_weight_update /update_weight_version /weight_checker /start_profile /stop_profile /scale_elastic_ep "
     b"/is_scaling_elastic_ep /fault_tolerance/apply /v1/load_lora_adapter /v1/unload_lora_adapter /adapters".split()
 )
-"""These change the state of the one engine that gets them and leave the others as they are."""
+"""Paths that change the state of the one engine that gets them."""
 PRIVATE_PATHS = frozenset(
     b"/server_info /weight_info /is_paused /is_sleeping /get_world_size /load /kv_event_sources "
     b"/fault_tolerance/status /metrics /invocations /v1/realtime /docs /docs/oauth2-redirect /redoc "
     b"/openapi.json".split()
 )
-"""These tell of the one engine that answers, keep a state there or need another protocol; so do stored responses."""
+"""Paths whose answer or state belongs to one engine, or that need another protocol; stored responses too."""
 _CONTROL_PREFIXES = (b"/penstock/", b"/sim/", b"/adapters/")
 _PRIVATE_PREFIXES = (b"/v1/responses/",)
 _CANONICAL = re.compile(rb"/(?:[0-9A-Za-z._~-]+/)*(?:[0-9A-Za-z._~-]+)?")
@@ -54,12 +54,12 @@ _DOTS = re.compile(rb"/\.\.?(?:/|$)")
 
 
 def is_canonical(path: bytes) -> bool:
-    """Whether every server reads the same path: no escapes, no empty or dot segments, no special characters."""
+    """Return whether all servers read a path alike: no escapes, empty or dot segments, special characters."""
     return _CANONICAL.fullmatch(path) is not None and _DOTS.search(path) is None
 
 
 def kind_of_path(path: bytes) -> str:
-    """Say why a path is no data path of every engine: `ambiguous`, `control` or `private`; else `other`."""
+    """Return a path's kind: `ambiguous`, `control`, `private` (of one engine) or `other`."""
     if not is_canonical(path):
         return "ambiguous"
     bare = path.rstrip(b"/")
@@ -68,7 +68,7 @@ def kind_of_path(path: bytes) -> str:
     return "private" if bare in PRIVATE_PATHS or path.startswith(_PRIVATE_PREFIXES) else "other"
 
 
-_address = functools.lru_cache(maxsize=64)(ipaddress.ip_address)  # to read one takes 15 us
+_address = functools.lru_cache(maxsize=64)(ipaddress.ip_address)  # parsing one takes 15 us
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^:\[\]@/]+))(?::[0-9]*)?")
 
 
@@ -78,7 +78,7 @@ def new_key() -> str:
 
 
 def has_key(given: bytes, keys: Iterable[str]) -> bool:
-    """Return whether the `Authorization` field `given` carries one of `keys`, in constant time."""
+    """Return whether `Authorization: given` has one of `keys`, in constant time."""
     found = [hmac.compare_digest(given, b"Bearer " + key.encode()) for key in keys]
     return any(found)
 
@@ -86,10 +86,10 @@ def has_key(given: bytes, keys: Iterable[str]) -> bool:
 def cross_site(
     headers: Iterable[tuple[bytes, bytes]], known: Collection[str] = (), *, setting: str = f"{HOSTS_ENV} of its process"
 ) -> str | None:
-    """Return why a control call with these headers is refused as a web page's; None: it is not.
+    """Return why a control call is refused as a web page's; None: it is not.
 
-    `known` are names of this server besides IP addresses, localhost, the machine's name and those of `HOSTS_ENV`;
-    `setting` is where its operator names more.
+    `known`: names of this server beyond IP addresses, localhost, the machine's name and those of `HOSTS_ENV`.
+    `setting`: the setting for more names.
     """
     for name, value in headers:
         if name == b"origin":
@@ -114,9 +114,9 @@ def _is_ours(host: str, known: Collection[str]) -> bool:
 
 
 class Strangers:
-    """Connections that have not shown the key: at most `most`; the oldest is closed for the next.
+    """Connections that have not shown the key, at most `most`; a further one closes the oldest.
 
-    Without a bound, strangers could take all threads and descriptors; refusing new ones would keep the fleet out.
+    Without a bound, strangers could take all threads and descriptors. To refuse new ones would shut out the fleet.
     """
 
     def __init__(self, most: int) -> None:
@@ -134,13 +134,13 @@ class Strangers:
             shut(oldest)
 
     def remove(self, connection: socket.socket) -> None:
-        """Stop counting it: it has shown the key, or is closed."""
+        """Stop counting a connection that has shown the key or is closed."""
         with self._lock:
             self._sockets.pop(connection, None)
 
 
 def shut(connection: socket.socket) -> None:
-    """End a connection; a thread that reads from it or writes to it sees its end."""
+    """End a connection; threads that read or write it see its end."""
     try:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError:  # it has ended already

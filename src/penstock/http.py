@@ -1,4 +1,4 @@
-"""HTTP with JSON bodies, a deadline for every call, bounded answers, and our errors instead of the library's."""
+"""An HTTP client for JSON bodies, with a deadline for every call, bounded answers, and Penstock's errors."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ from penstock.errors import (
 from penstock.process import raise_file_limit
 
 IDLE_CONNECTION_S = 4.0
-"""vLLM's server closes idle connections after 5 s; a pool that keeps them longer posts on dead ones."""
+"""Seconds that an idle connection is kept; vLLM's server closes it after 5 s, and posts on dead ones fail."""
 
 CONNECT_S = 10.0
-"""Deadline of the TCP connection alone: on one host or one network a live server accepts at once."""
+"""Deadline of the TCP connection alone; a live server on the host or network accepts at once."""
 
 MOST_CONTROL, MOST_DATA = 64 << 20, 1 << 30
-"""Largest answer in bytes: to a control call, and with generated tokens."""
+"""Largest answer in bytes to a control call, and with generated tokens."""
 
 ROUTER_ERROR, HELD_TOO_LONG = "X-Penstock-Error", "held_too_long"
-"""Header and value of our router's 503 where no engine came in time; no engine has seen the request."""
+"""Header and value of our router's 503 if no engine came in time; no engine has seen the request."""
 
 TORN = "torn"
-"""Error type of an engine whose weights are half of one version and half of another."""
+"""Error type of an engine whose weights mix two versions."""
 
 REDIRECT, ERROR = 300, 400
 """First status of a redirect, and of an error."""
 
 
 class UnreachableError(EngineDeadError):
-    """Nobody listens there: nothing was sent."""
+    """No server listens at the address; the request was not sent."""
 
 
 def as_json(what: str, body: Mapping[str, Any]) -> bytes:
-    """Encode `body`. Raises UserError, which names `what`, where it holds something that JSON has not."""
+    """Encode `body` as JSON. UserError, which names `what`: JSON cannot hold a value."""
     try:
         return orjson.dumps(body)
     except TypeError as error:
@@ -57,7 +57,7 @@ def as_json(what: str, body: Mapping[str, Any]) -> bytes:
 
 
 class Reply:
-    """A 2xx answer while it arrives; EngineError where it, or one line of it, is longer than the client's `most`."""
+    """A 2xx answer while it arrives. EngineError: the answer, or one line, is longer than the client's `most`."""
 
     def __init__(self, response: aiohttp.ClientResponse, too_long: Callable[[], EngineError], most: int) -> None:
         self.headers: Mapping[str, str] = response.headers
@@ -75,7 +75,7 @@ class Reply:
         return bytes(body)
 
     async def lines(self) -> AsyncGenerator[bytes]:
-        """Yield lines as they come, without their ends. A last line without an end was cut and is left out."""
+        """Yield lines as they come, without line ends; drop a last line that was cut."""
         rest = bytearray()
         async for piece in self._response.content.iter_any():
             seen = len(rest)
@@ -90,19 +90,19 @@ class Reply:
 
 
 class HttpTransport:
-    """Client of one server. The connections are made at the first call, in the loop that makes it.
+    """Client of one server. The first call opens the connections, in its event loop.
 
     Args:
         url: base URL, such as `http://127.0.0.1:8000`.
         api_key: sent as a bearer token with every call.
         name: names the engine in errors; default: the URL.
-        server: for servers that are no engines: what errors call it, instead of "engine NAME".
-        most: largest answer in bytes; EngineError for more.
+        server: for servers that are no engines: the name in errors, instead of "engine NAME".
+        most: largest answer in bytes; a longer one is an EngineError.
         unix_socket: path of a socket to connect to, instead of the host in `url`.
 
     Attributes:
-        back: waits until an unreachable server has been restarted; False: it will not be. The transport then sends the
-            request again. It also asks a router again that gave up waiting for an engine: engines start slowly.
+        back: waits until an unreachable server is back, and the request is sent again; False: it will not come back.
+            The same happens when a router gave up waiting for an engine, since engines start slowly.
     """
 
     def __init__(
@@ -142,18 +142,18 @@ class HttpTransport:
             DeadlineError: no complete answer within `timeout_s` seconds.
             EngineDeadError: the connection was refused or broke.
             EngineHTTPError: an error status, with the server's message, type and status.
-            EngineError: the answer is not JSON, or too long; most likely another kind of server.
-            UserError: `body` cannot be written as JSON; nothing was sent.
+            EngineError: the answer is not JSON, or too long; the server is most likely of another kind.
+            UserError: `body` cannot be written as JSON; no request was sent.
         """
         data = b"" if body is None else as_json(f"POST {path}", body)
         return self.decode(await self.call("POST", path, data, timeout_s=timeout_s, headers=headers))
 
     async def get(self, path: str, *, timeout_s: float) -> Any:
-        """GET and decode JSON; raises as `post` does."""
+        """GET and decode JSON; raises as `post`."""
         return self.decode(await self.call("GET", path, None, timeout_s=timeout_s))
 
     async def get_text(self, path: str, *, timeout_s: float) -> str:
-        """GET plain text; raises as `post` does."""
+        """GET plain text; raises as `post`."""
         return (await self.call("GET", path, None, timeout_s=timeout_s)).decode(errors="replace")
 
     async def call(
@@ -165,7 +165,7 @@ class HttpTransport:
         timeout_s: float,
         headers: Mapping[str, str] | None = None,
     ) -> bytes:
-        """Return the body of a 2xx answer; raises as `post` does."""
+        """Return the body of a 2xx answer; raises as `post`."""
         async with self.stream(method, path, data, timeout_s=timeout_s, headers=headers) as reply:
             return await reply.read()
 
@@ -179,7 +179,7 @@ class HttpTransport:
         timeout_s: float,
         headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[Reply]:
-        """Give a 2xx answer to read while it arrives, all within `timeout_s` seconds; raises as `post` does."""
+        """Yield a 2xx answer as it arrives, within `timeout_s` seconds; raises as `post`."""
         sent = {**self._headers, **(headers or {})}
         if data is not None:
             sent["Content-Type"] = "application/json"
@@ -193,13 +193,13 @@ class HttpTransport:
                 yield Reply(response, self._too_long(self._most), self._most)
 
     async def _refusal(self, response: aiohttp.ClientResponse) -> bytes:
-        """Return the body. A redirect is not followed: key and request are not meant for that address."""
+        """Return an error's body. Redirects are not followed, as they must not get the key."""
         if (location := response.headers.get("Location")) and response.status < ERROR:
             return f"redirects to {location[:200]!r}, which is not followed; give the server's own address".encode()
         return await Reply(response, self._too_long(MOST_CONTROL), MOST_CONTROL).read()
 
     async def _request(self, method: str, url: str, *, timeout: aiohttp.ClientTimeout, **options: Any) -> Any:  # noqa: ASYNC109 - aiohttp's own
-        """Return the answer's head. An unreachable server received nothing, so it gets the same when it is back."""
+        """Return the answer's head; ask an unreachable server again when it is back."""
         async with asyncio.timeout(timeout.total):
             while True:
                 try:
@@ -227,7 +227,7 @@ class HttpTransport:
         except (aiohttp.ClientError, OSError) as error:
             why, kind = str(error) or type(error).__name__, EngineDeadError
             if isinstance(error, aiohttp.ClientConnectorError):
-                number = error.os_error.errno  # negative: of getaddrinfo, which has its own names
+                number = error.os_error.errno  # negative numbers come from getaddrinfo, which has its own names
                 why = os.strerror(number) if number is not None and number > 0 else error.strerror
                 why, kind = f"nothing answers at {self._unix_socket or self.url} ({why})", UnreachableError
             why = f"{subject} is gone ({call}): {why}" if subject else f"{call}: {why}"
@@ -241,7 +241,7 @@ class HttpTransport:
         return message if self._server is None else f"{self._server}: {message}"
 
     def decode(self, answer: bytes) -> Any:
-        """Decode JSON, or return None for an empty body; raises EngineError for anything else."""
+        """Decode JSON; return None for an empty body. EngineError: it is not JSON."""
         try:
             return orjson.loads(answer) if answer else None
         except orjson.JSONDecodeError as error:
@@ -254,7 +254,7 @@ class HttpTransport:
             await session.close()
 
     async def end(self) -> None:
-        """Close the connections for good: a later call, such as a repeated one, raises StateError."""
+        """Close the connections for good; later calls and repetitions raise StateError."""
         self._ended = True
         await self.close()
 
@@ -263,7 +263,7 @@ class HttpTransport:
             raise StateError(f"the connections to {self.name} were closed for good; make another client")
         if self._session is None or self._session.closed:
             raise_file_limit()
-            # No limit: the caller bounds what is in flight, and a queue hidden here would look like engine latency.
+            # No limit: the caller bounds requests in flight, and a queue hidden here would look like engine latency.
             if self._unix_socket is not None:
                 connector = aiohttp.UnixConnector(str(self._unix_socket), limit=0)
             else:

@@ -1,10 +1,9 @@
-"""Hashes of a prompt's beginnings, by which a router finds engines whose KV cache has them.
+"""Hashes of a prompt's prefixes, by which a router finds engines whose KV cache holds them.
 
-The header, `wire.PREFIX_HASHES_HEADER`, is `STRIDE:h1,h2,...`: chained hashes over blocks of 64 tokens,
-h_i = H(h_(i-1) || ids of block i). Equal hashes mean equal beginnings. At most 32 are sent, one every STRIDE blocks,
-the least power of two that is enough. So the boundaries of a long prompt are among those of a shorter one, and what two
-prompts share is found to within the greater stride. H is blake2b of 8 bytes over little-endian 32-bit ids: the same on
-every machine.
+The header, `wire.PREFIX_HASHES_HEADER`, is `STRIDE:h1,h2,...`: chained hashes over blocks of 64 tokens, h_i = H(h_(i-1)
+|| ids of block i). Equal hashes mean equal prefixes. At most 32 are sent, one every STRIDE blocks, the smallest power
+of two that is enough. So the boundaries of a long prompt are also boundaries of a shorter one, and a shared prefix is
+found to within the larger stride. H is blake2b of 8 bytes over little-endian 32-bit ids, the same on every machine.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 BLOCK = 64
-"""Tokens."""
+"""Tokens in a block."""
 MOST = 32
-"""Hashes in one header."""
+"""Most hashes in one header."""
 _BLOCK_BYTES = 4 * BLOCK
 _DIGITS = 16
 _MOST_STRIDE = 1 << 20
@@ -25,7 +24,7 @@ _ID_BITS = (1 << 32) - 1
 
 
 def prefix_hashes(token_ids: Sequence[int]) -> str | None:
-    """Make the header of a prompt; None for a prompt without a whole block."""
+    """Return the header of a prompt; None if it has no whole block."""
     blocks = len(token_ids) // BLOCK
     if not blocks:
         return None
@@ -41,14 +40,14 @@ def prefix_hashes(token_ids: Sequence[int]) -> str | None:
 
 
 def stride_of(blocks: int) -> int:
-    """Return the blocks between two hashes of a prompt of so many blocks."""
+    """Return the number of blocks between two hashes of a prompt of `blocks` blocks."""
     return 1 << max(0, (-(-blocks // MOST) - 1).bit_length())
 
 
 def parse_prefix_hashes(header: bytes) -> list[tuple[int, bytes]]:
-    """Read the boundaries of a prompt, shortest first: (tokens up to there, hash); none of a malformed header.
+    """Read a prompt's boundaries, shortest first: (tokens, hash); none if malformed.
 
-    A wrong header makes a placement worse, no more: hashes are compared, never trusted.
+    A wrong header only makes a placement worse: hashes are compared, never trusted.
     """
     stride_text, _, text = header.partition(b":")
     if not stride_text.isdigit() or len(stride_text) > len(str(_MOST_STRIDE)):
@@ -66,7 +65,7 @@ def parse_prefix_hashes(header: bytes) -> list[tuple[int, bytes]]:
 def _words(token_ids: Sequence[int]) -> bytes:
     try:
         words = array("I", token_ids)
-    except OverflowError:  # no such token exists, but the engine's error is the clearer
+    except OverflowError:  # no such token exists, but the engine's error is clearer
         words = array("I", [token & _ID_BITS for token in token_ids])
     if sys.byteorder == "big":
         words.byteswap()

@@ -1,6 +1,6 @@
-"""Run a child process in a group of its own. It ends with its launcher and leaves no shared memory behind.
+"""Child processes in their own groups, which end with their launcher and leave no shared memory behind.
 
-The child watches its lifeline (`process_group.py`). Its output is in a log file.
+A child watches its lifeline (`process_group.py`). Its output goes to a log file.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from penstock.process_group import (
 logger = logging.getLogger(__name__)
 
 GONE_S = 10.0
-"""Wait for a group's end after its SIGKILL; a device's driver may hold a process for seconds."""
+"""Most seconds until a group has ended after SIGKILL; a device's driver may hold a process for seconds."""
 
 STOP_S = 10.0
-"""Between SIGTERM and SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL."""
 
 OPEN_FILES = 1 << 20
-"""More than any router or client here has at once."""
+"""Open files that any router or client here stays below."""
 
 
 def raise_file_limit() -> None:
-    """Let this process open as many files as it may, up to `OPEN_FILES`.
+    """Raise this process's limit of open files as far as allowed, up to `OPEN_FILES`.
 
-    Each request in flight is a socket, in a router two; the soft limit of most systems is 1024.
+    Each request in flight takes a socket, in a router two. The soft limit of most systems is 1024.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
@@ -52,48 +52,48 @@ def raise_file_limit() -> None:
 
 
 _OWN_FILES = 64
-"""Descriptors that a server needs besides those of its connections."""
+"""Descriptors that a server needs in addition to its connections."""
 
 
 def most_connections() -> int:
-    """Return how many clients a server can have, each with one more connection to another server."""
+    """Return the most clients of a server that opens one more connection for each."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (OPEN_FILES if limit == resource.RLIM_INFINITY else max(limit - _OWN_FILES, 16)) // 2
 
 
 def backoff_s(failures: int, base_s: float = 0.05, cap_s: float = 120.0) -> float:
-    """Seconds to wait before another try after `failures` in a row: doubles from `base_s` up to `cap_s`."""
+    """Return the seconds before a retry: `base_s`, doubled per failure, up to `cap_s`."""
     return min(base_s * 2.0 ** min(failures, 64), cap_s)
 
 
 def full_disk(log: Path) -> str:
-    """Return a line that says so if the disk of `log` is full: a process may then have written nothing."""
+    """Return a warning if the disk of `log` is full, since the log may then be empty."""
     free = os.statvfs(log.parent)
     return "" if free.f_bavail and free.f_favail != 0 else f"the disk is full: {log.parent}\n"
 
 
 TELLING = re.compile(r"(^[\w.]*(Error|Exception)\b: .)|\berror: |^Value error, |out of memory|No space left|Killed")
-"""An error's own line, not the traceback above it; of a config that vLLM's pydantic refuses, the line that says why."""
+"""Matches an error's own line and not its traceback; for a config that vLLM's pydantic refuses, the reason's line."""
 
 LOG_PREFIX = re.compile(r"^(\([\w-]+ pid=\d+\) )?(ERROR|WARNING|INFO) \S+ \S+ \[[^]]*\] ")
-"""What vLLM puts before each line of a traceback that it logs."""
+"""Prefix that vLLM puts before each line of a traceback that it logs."""
 
 
 MOST_LINES = 6
 
 
 def telling_lines(log: str) -> str:
-    """Return the lines of a log that say what went wrong: the last that name an error, else the last."""
+    """Return the last lines of a log that name an error, or else its last lines."""
     lines = [LOG_PREFIX.sub("", line).strip() for line in log.splitlines() if line.strip()]
     errors = [line for line in lines if TELLING.search(line)]
     return "\n".join(dict.fromkeys((errors or lines)[-MOST_LINES:]))
 
 
 class ChildProcess:
-    """A running child. Build it with `start` or `serving`; `stop` it, or let the lifeline end it with us."""
+    """A running child process. Make it with `start` or `serving`. End it by `stop`; its lifeline ends it with us."""
 
     url = ""
-    """Where it serves, if it does."""
+    """The URL where it serves, if it does."""
 
     def __init__(
         self,
@@ -109,9 +109,9 @@ class ChildProcess:
         self._process = process
         self._scratch = scratch
         self._shared: set[Path] = set()
-        """Named shared memory that it had."""
+        """Named shared memory that it has used."""
         self.earlier = earlier
-        """Bytes of its log that were there before it."""
+        """Bytes that its log file held before it started."""
         self._lifeline_fd = lifeline_fd
         self._reaper = asyncio.create_task(self._reap(), name=f"reap-{name}")
 
@@ -126,10 +126,10 @@ class ChildProcess:
         pass_fds: Sequence[int] = (),
         scratch: Path | None = None,
     ) -> Self:
-        """Start `argv`, which must call `watch_lifeline()` first. Its output is appended to `log`.
+        """Start `argv`, which calls `watch_lifeline()` first; append its output to `log`.
 
-        `env` is added to our environment; `pass_fds` are open in the child under their numbers; the folder `scratch` is
-        removed when the child has ended.
+        `env` is added to our environment. `pass_fds` stay open in the child under their numbers. The folder `scratch`
+        is removed when the child has ended.
         """
         added = {**(env or {}), **({SCRATCH_ENV: str(scratch)} if scratch is not None else {})}
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -161,12 +161,12 @@ class ChildProcess:
         start_s: float,
         env: Mapping[str, str] | None = None,
     ) -> Self:
-        """Start a child and return when it serves: it reports `url` on a pipe, whose number `argv` is given.
+        """Start a child; return when it reports its `url` on the pipe given to `argv`.
 
         Raises:
-            PenstockError: what it reported.
+            PenstockError: the error that it reported.
             EngineStartError: it ended, was not ready in `start_s` seconds, or cannot be started. It is gone, and the
-                message holds the telling lines of its log.
+                message holds the relevant lines of its log.
         """
         async with AsyncExitStack() as failed:
             try:
@@ -176,7 +176,7 @@ class ChildProcess:
                     child = await cls.start(argv(write_fd), name=name, log=log, env=env, pass_fds=(write_fd,))
                 finally:
                     os.close(write_fd)
-            except OSError as error:  # no memory, descriptor or room on a disk is left, or its log's folder is gone
+            except OSError as error:  # no memory, descriptor or disk space is left, or the log's folder is gone
                 raise EngineStartError(f"the {name} cannot be started: {error}") from error
             failed.pop_all()  # the pipe is closed by the function that reads it
             failed.push_async_callback(child.wait)
@@ -203,11 +203,11 @@ class ChildProcess:
         return self._process.returncode
 
     async def wait(self) -> int:
-        """Wait until its group is gone; return its exit status. Cancelling the wait leaves the child alone."""
+        """Wait until its group is gone; return the exit status. Cancelling does not end it."""
         return await asyncio.shield(self._reaper)
 
     async def stop(self, timeout_s: float = STOP_S) -> None:
-        """End the group: SIGTERM, then SIGKILL after `timeout_s` seconds; return when it has ended."""
+        """End its group: SIGTERM, then SIGKILL after `timeout_s`; return when it is gone."""
         if not self._reaper.done():
             with suppress(ProcessLookupError):  # it ended on its own in between
                 os.killpg(self.pid, signal.SIGTERM)
@@ -225,23 +225,23 @@ class ChildProcess:
         try:
             self.remember()
             kill_group(self.pid)
-        except OSError as error:  # without a file descriptor left, the group cannot be listed
+        except OSError as error:  # without a free file descriptor, the group cannot be listed
             logger.warning("%s: its whole group is killed, unlisted: %s", self.name, error)
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     def remember(self) -> None:
-        """Record the named shared memory of its group, to unlink it even if all of the group is killed at once."""
+        """Record its group's named shared memory, to unlink it even after a sudden death."""
         self._shared |= shared_memory_of(group_members(self.pid))
 
     def said(self, most: int = 1 << 62) -> str:
-        """Return what it has written to its log, without what was there before; of that the last `most` bytes."""
+        """Return at most the last `most` bytes that it has written to its log."""
         with self.log.open("rb") as log:
             log.seek(max(self.earlier, log.seek(0, os.SEEK_END) - most))
             return log.read().decode(errors="replace")
 
     def says(self) -> str:
-        """Quote what its log tells of its end."""
+        """Quote the lines of its log about its end."""
         try:
             said = full_disk(self.log) + telling_lines(self.said())
         except OSError as error:  # its folder may be gone
@@ -250,7 +250,7 @@ class ChildProcess:
 
     async def _reap(self) -> int:
         status = await self._process.wait()
-        self._kill_group()  # usually it is empty
+        self._kill_group()  # the group is usually empty
         try:
             async with asyncio.timeout(GONE_S):
                 for pid in group_members(self.pid):
@@ -265,7 +265,7 @@ class ChildProcess:
 
 
 async def _ended(pid: int) -> None:
-    """Return when a process has ended, also if it is not our child."""
+    """Wait for the end of a process, which need not be our child."""
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -281,13 +281,13 @@ async def _ended(pid: int) -> None:
 
 
 class StartReport:
-    """What a child says once, on the pipe that `ChildProcess.serving` reads: its `url`, or the `error` that ends it."""
+    """A child's single report to `ChildProcess.serving`, its `url` or `error`, on a pipe, which no full disk stops."""
 
     def __init__(self, fd: int | None) -> None:
         self._fd = fd
 
     def give(self, message: Mapping[str, Any]) -> None:
-        """Write it and close the pipe; later calls do nothing. A pipe, since no full disk stops it."""
+        """Write the report and close the pipe; later calls have no effect."""
         fd, self._fd = self._fd, None
         if fd is not None:
             with suppress(OSError):  # its launcher is gone
@@ -296,10 +296,10 @@ class StartReport:
 
 
 async def read_report(fd: int, deadline_s: float) -> dict[str, Any]:
-    """Read the line of JSON that a child writes on a pipe once it has started; empty if it closed the pipe first.
+    """Read a child's start report, a line of JSON on a pipe; empty if the pipe closes.
 
     Raises:
-        EngineStartError: neither within `deadline_s` seconds, or another line; says what the child did.
+        EngineStartError: neither happened within `deadline_s` seconds, or the line is malformed.
     """
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
@@ -312,7 +312,7 @@ async def read_report(fd: int, deadline_s: float) -> dict[str, Any]:
         report: Any = orjson.loads(line or b"{}")
     except TimeoutError:
         raise EngineStartError(f"was not ready within {deadline_s:g} s") from None
-    except ValueError:  # no JSON, or no end of the line: it has died inside it
+    except ValueError:  # not JSON, or an incomplete line: it died while writing
         report = None
     finally:
         transport.close()

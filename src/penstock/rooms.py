@@ -1,7 +1,7 @@
-"""The places of the spine at which side rooms plug in; a room is imported when a setting or a call asks for it.
+"""The places of the spine where side rooms plug in; a setting or a call imports a room when it needs it.
 
-The spine is what one generate, one update and one death need on engines launched here (ARCHITECTURE.md). It imports no
-side room, so a reader of it need not know any, and an engine or a router loads only what it uses.
+The spine is the code that one generate, one update and one death need on engines launched here (ARCHITECTURE.md). It
+imports no side room. So its readers need not know any, and an engine or a router loads only the rooms it uses.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ PLACES = {
     "router.workers": "penstock.router.workers:router_of_worker",
     "sums.kernel": "penstock.weights.sum_kernel:compiled",
     "token_meter": "penstock.token_meter:TokenMeter",
-    # Of a transport: the trainer's store, an engine core's check of the bytes, and a worker's source.
+    # For each transport: the trainer's store, an engine core's check of the bytes, and a worker's source.
     "store.broadcast": "penstock.weights.broadcast:BroadcastStore",
     "store.cuda_ipc": "penstock.weights.cuda_ipc:CudaIpcStore",
     "store.delta": "penstock.weights.delta:DeltaStore",
@@ -74,19 +74,19 @@ PLACES = {
     "check.shared_memory": "penstock.weights.shared_memory:check_mapped",
     "source.broadcast": "penstock.weights.broadcast:BroadcastSource",
     "source.cuda_ipc": "penstock.weights.cuda_ipc:IpcSource",
-    "source.delta": "penstock.weights.shared_memory:SharedMemorySource",  # workers map what the check makes
+    "source.delta": "penstock.weights.shared_memory:SharedMemorySource",  # workers map the file that the check makes
     "source.disk": "penstock.weights.disk:DiskSource",
     "source.shared_memory": "penstock.weights.shared_memory:SharedMemorySource",
 }
-"""By place: `module:name`."""
+"""Maps a place to `module:name`."""
 
 
 def plugged_as(kind: str) -> list[str]:
-    """Return what can be chosen of a kind: the names behind its dot, in order."""
+    """Return the choices of a kind, sorted: the names after its dot."""
     return sorted(name for known, dot, name in (place.partition(".") for place in PLACES) if dot and known == kind)
 
 
 def plugged_in(place: str) -> Any:
-    """Return the class or function at a place. KeyError: there is no such place."""
+    """Import and return the class or function at a place. KeyError: no such place."""
     module, _, name = PLACES[place].partition(":")
     return getattr(import_module(module), name)

@@ -1,4 +1,4 @@
-"""Settings of engines, router and fleet; the base of every section of the configuration, and what is wrong in one line.
+"""Settings of engines, router and fleet, and the base and checks of every configuration section.
 
 Each section is a frozen pydantic model. An unknown key, a wrong type or a value out of range is a `ConfigError` of one
 line, which names the key and, for a typo, the nearest known key.
@@ -42,7 +42,7 @@ class Section(BaseModel):
 
 
 def validate(section: type[T], values: Mapping[str, Any]) -> T:
-    """Build one section, or a dataclass of pydantic; its errors become one `ConfigError` line."""
+    """Build one section or pydantic dataclass; its errors become a `ConfigError` line."""
     try:
         return TypeAdapter(section).validate_python(values)
     except ValidationError as error:
@@ -52,7 +52,7 @@ def validate(section: type[T], values: Mapping[str, Any]) -> T:
 def _explain(section: type[Any], error: Mapping[str, Any]) -> str:
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] in {"extra_forbidden", "unexpected_keyword_argument"}:
-        *above, name = (part for part in error["loc"] if isinstance(part, str))  # the others are places in lists
+        *above, name = (part for part in error["loc"] if isinstance(part, str))  # the others are list indices
         keys = [(key.split("."), key) for key in _keys(section)]
         here = [path[-1] for path, _ in keys if path[:-1] == above]
         elsewhere = [] if above else [key for path, key in keys if path[-1] == name]
@@ -61,7 +61,7 @@ def _explain(section: type[Any], error: Mapping[str, Any]) -> str:
         return f"config key {key!r} is required"
     named = f"config key {key!r}: " if key else ""
     given: object = error["input"]
-    # A check across keys names the ones it means; its input is a whole section, perhaps with keys that are secret.
+    # A check across keys names those keys itself. Its input is a whole section, which may hold secret keys.
     message = str(error["msg"]).removeprefix("Value error, ")
     whole = error["type"] == "value_error" and isinstance(given, (Mapping, Section))
     shown = repr(cast("object", given))
@@ -75,7 +75,7 @@ def without_password(text: str) -> str:
 
 
 def _keys(section: type[Any], prefix: str = "") -> Iterator[str]:
-    """Yield every key of a tree, with its section before it."""
+    """Yield every key of a tree, prefixed with its section."""
     for name, field in section.__pydantic_fields__.items():
         yield prefix + name
         for kind in (field.annotation, *get_args(field.annotation)):
@@ -84,15 +84,15 @@ def _keys(section: type[Any], prefix: str = "") -> Iterator[str]:
 
 
 class EngineConfig(Section):
-    """One vLLM engine (R4). Names follow vLLM's options; `extra_args` passes anything else through."""
+    """One vLLM engine (R4). Names follow vLLM's options; `extra_args` passes further options through."""
 
     model: str
     """Path or hub name of the checkpoint."""
     tokenizer: str | None = None
     served_model_name: str | None = None
     profile: Literal["auto", "cpu", "gpu", "sim"] = "auto"
-    """`cpu`: vLLM's CPU build, fast start, fp32; `gpu`: vLLM's defaults; `auto`: `gpu` where an NVIDIA
-    device is; `sim`: the simulated engine (no model is loaded)."""
+    """`cpu`: vLLM's CPU build, fast start, fp32; `gpu`: vLLM's defaults; `auto`: `gpu` if there is an NVIDIA device;
+    `sim`: the simulated engine (no model is loaded)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     tensor_parallel_size: Positive = 1
     pipeline_parallel_size: Positive = 1
@@ -106,21 +106,21 @@ class EngineConfig(Section):
     """Compute logits in fp32 under a bf16 model."""
     enable_lora: bool = False
     max_loras: Positive = 1
-    """Adapters in one batch."""
+    """Most adapters in one batch."""
     max_lora_rank: Positive = 16
     enable_return_routed_experts: bool = False
-    """Samples of a mixture of experts say which experts each token had, and the learner replays them; on GPUs only."""
+    """Report each token's experts of a mixture of experts, which the learner replays; on GPUs only."""
     enable_sleep_mode: bool = False
-    """`sleep` frees device memory; on GPUs only."""
+    """Let `sleep` free device memory; on GPUs only."""
     quantization: str | None = None
-    """`int8` or `fp8`: matrices are quantised by row as they are read, and so is every update (docs/how-to/weights.md).
-    Other names are vLLM's own. A checkpoint that is quantised needs none."""
+    """`int8` or `fp8`: quantise matrices by row at load and at every update (docs/how-to/weights.md). Other names are
+    vLLM's own. A quantised checkpoint needs none."""
     load_format: str = "auto"
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     kv_cache_memory_bytes: Positive | None = None
     seed: int = 0
     extra_args: Mapping[str, str | int | float | bool | tuple[str, ...] | None] = Field(default_factory=dict[str, Any])
-    """More vLLM options by their long name: `{"block-size": 64}`; true is a bare flag, a list several values."""
+    """Further vLLM options by their long name: `{"block-size": 64}`; true: a bare flag; a list: several values."""
     start_timeout_s: Seconds = 600.0
     control_timeout_s: Seconds = 60.0
     """Deadline of one control call (pause, resume, update, ...)."""
@@ -132,7 +132,7 @@ PolicyName = Literal["bounded-sticky", "prefix-aware", "kv-cache", "requests", "
 
 
 def _names(given: object) -> str:
-    """Read texts, in a list or with commas between them, as a text with commas."""
+    """Read texts, in a list or separated by commas, as a text with commas."""
     names = given.split(",") if isinstance(given, str) else given
     if not isinstance(names, (list, tuple)):
         raise ValueError("must be a list, or texts with commas between them")  # noqa: TRY004 - pydantic's
@@ -152,7 +152,7 @@ def _policy_names(given: str) -> str:
 
 
 def _data_paths(names: str) -> str:
-    """Refuse a path that would reach one engine only, or that servers read in different ways."""
+    """Refuse a path for one engine only, or one that servers read in different ways."""
     for name in filter(None, names.split(",")):
         if (kind := kind_of_path(name.encode())) != "other":
             raise ValueError(f"cannot have {name!r}: that is {kind}, and not a call that any engine may answer")
@@ -163,14 +163,14 @@ class RouterConfig(Section):
     """The data plane in front of a fleet."""
 
     kind: Literal["penstock", "vllm-router"] = "penstock"
-    """`vllm-router`: the one that runs at `url` instead of ours, with what it can do (docs/how-to/other-servers.md)."""
+    """`vllm-router`: the router at `url` instead of ours, with its own features (docs/how-to/other-servers.md)."""
     url: Annotated[str, Field(pattern=r"^http://[^/\s]+$")] | None = None
-    """Address of a running router of this kind, which gets this fleet's engines; default: a new router is started."""
+    """Address of a running router of this kind, which gets this fleet's engines; default: start a new router."""
     host: str = "127.0.0.1"
     port: Port = 0
     """0: any free port."""
     policy: Annotated[str, BeforeValidator(_names), AfterValidator(_policy_names)] = "bounded-sticky"
-    """A `PolicyName`, or several: a policy without a preference leaves the choice to the next."""
+    """One or more `PolicyName`; a policy without a preference passes to the next."""
     prefix_length: Annotated[Positive, Field(le=LARGEST)] = 2048
     """Shortest shared prefix, in tokens, for which an engine is preferred."""
     overload_threshold: Annotated[float, Field(ge=1)] = 1.5
@@ -179,42 +179,42 @@ class RouterConfig(Section):
     """`bounded-sticky` places up to this multiple of the mean of resident tokens, plus `slack_tokens`."""
     slack_tokens: Annotated[int, Field(ge=0)] = 8192
     kv_admission: Annotated[float, Field(gt=0)] = 0.92
-    """`bounded-sticky`: new sessions wait while resident and expected context exceed this share of every KV cache."""
+    """`bounded-sticky`: new sessions wait while resident and expected tokens exceed this share of every KV cache."""
     session_ttl_s: Seconds = 1800.0
-    """A session is forgotten after so long without a request."""
+    """Seconds without a request after which a session is forgotten."""
     engine_metrics_interval_s: Annotated[float, Field(ge=0)] = 1.0
-    """Between two reads of an engine's KV usage; 0: never."""
+    """Seconds between two reads of an engine's KV usage; 0: never."""
     workers: Positive = 1
     """Processes that share the port."""
     max_hold_s: Seconds = 300.0
-    """A request waits so long while no engine can serve it; then 503 with Retry-After."""
+    """Most seconds that a request waits for an engine that can serve it; then 503 with Retry-After."""
     max_held: Positive = 100_000
     """Most requests that wait for a gate, an engine, or room on one."""
     max_held_bytes: Positive = 4 * 2**30
     """Most bytes kept of requests that wait or come in pieces, until their answers begin; then 503. They take up to 1.2
-    times that of memory, since a body that comes in pieces grows ahead."""
+    times as much memory, since buffers of bodies in pieces grow ahead."""
     max_header_bytes: Positive = 65_536
     max_body_bytes: Positive = 256 * 2**20
     header_timeout_s: Seconds = 20.0
     body_timeout_s: Seconds = 600.0
-    """Deadline of a request's whole body; time in which the router does not read it does not count."""
+    """Deadline of a request's whole body, without the time in which the router does not read it."""
     data_paths: Annotated[
         str, BeforeValidator(_names), Field(pattern=r"^(/[0-9A-Za-z._~/-]+(,|$))*$"), AfterValidator(_data_paths)
     ] = ""
-    """Further paths that go to engines, exactly as written, in a list or with commas."""
+    """Further paths, exactly as written, that go to engines; a list or separated by commas."""
     allowed_hosts: Annotated[str, BeforeValidator(_names)] = ""
-    """Further names of this router that `Host` may have in calls to `/router/*`, in a list or with commas."""
+    """Further names of this router for `Host` in calls to `/router/*`; a list or separated by commas."""
     access_log: bool = False
-    """One JSON line a request in the router's log."""
+    """Write one JSON line per request to the router's log."""
 
 
 KEY_ENV, ADMIN_KEY_ENV = "PENSTOCK_API_KEY", "PENSTOCK_ROUTER_ADMIN_KEY"
-"""Variables of a router's process: what clients send, and what calls that change it need. On the command line every
+"""Environment variables for a router's key of clients, and its key of calls that change it. On the command line, every
 user of the machine could read them."""
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server on `host`; a name other than localhost, or none, may mean more."""
+    """Return whether only this machine reaches a server on `host`; unknown: False."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -222,7 +222,7 @@ def is_loopback(host: str) -> bool:
 
 
 def refuse_open_host(host: str, api_key: str | bytes | None) -> None:
-    """Raise ConfigError if a router would listen for other machines on `host` without a key."""
+    """Raise ConfigError if a router would listen to other machines without a key."""
     if not api_key and not is_loopback(host):
         raise ConfigError(
             f"router.host {host!r} opens the router to other machines and there is no API key; set one (of penstock "
@@ -237,12 +237,12 @@ def _address(url: str) -> str:
 
 
 class ServerSpec(Section):
-    """A server that another process started; written as its URL, or `URL#dp=2` where `dp` is 2."""
+    """A server that another process started, written as its URL, or as `URL#dp=2` if `dp` is 2."""
 
     url: Annotated[str, AfterValidator(_address)]
     dp: Positive | None = None
-    """Data-parallel ranks that the router addresses one by one, each as an engine; default: all. 1: the server places
-    requests on its ranks itself."""
+    """Data-parallel ranks that the router addresses one by one, each as an engine; default: all; 1: the server
+    distributes requests among its ranks itself."""
 
     @model_validator(mode="before")
     @classmethod
@@ -256,50 +256,50 @@ class ServerSpec(Section):
 
 
 Transport = Literal["shared_memory", "broadcast", "cuda_ipc", "disk", "delta"]
-"""Way of a weight version's bytes to the engines."""
+"""Transport of a weight version's bytes to the engines."""
 
 
 MOST_ENGINES = 4096
-"""Of one fleet; a greater number is a typing error."""
+"""Most engines of one fleet; a greater number is a typing error."""
 
 
 class FleetConfig(Section):
     """The engines that serve one base model."""
 
     engines: Annotated[int, Field(ge=0, le=MOST_ENGINES)] = 1
-    """Engines to launch; may be 0 where there are servers to `attach`."""
+    """Engines to launch; may be 0 if there are servers to `attach`."""
     attach: tuple[ServerSpec, ...] = ()
-    """Running servers of the same model that join the fleet. The fleet never ends or restarts them; one that dies is
-    out, and joins again when it answers with confirmed weights."""
+    """Running servers of the same model that join the fleet. The fleet never ends or restarts them. A server that dies
+    joins again when it answers with confirmed weights."""
     min_engines: Positive = 1
-    """An update counts as committed if at least this many engines made it."""
+    """Engines that must complete an update for it to be committed."""
     stream_chunk_tokens: Annotated[int, Field(ge=0)] = 64
-    """Tokens in a chunk of a sample, the most that an engine's death costs it. 0: all tokens come at the end."""
+    """Tokens in a chunk of a sample, and so the most that an engine's death costs it; 0: all tokens come at the end."""
     health_interval_s: Seconds = 1.0
     hang_timeout_s: Seconds = 15.0
-    """An engine that answers nothing for so long is ended."""
+    """Seconds without an answer after which an engine is ended."""
     max_restarts: Annotated[int, Field(ge=0)] | None = None
     """Restarts of one engine within `restart_window_s`; after its next death it stays dead. Default: no limit."""
     restart_window_s: Seconds = 600.0
     restart_backoff_s: Seconds = 1.0
-    """Wait before the first restart; it doubles for each further one, up to two minutes, until an engine has lived for
+    """Seconds before the first restart, doubled for each further one up to two minutes, until an engine has lived for
     `restart_window_s`."""
     drain_timeout_s: Seconds = 600.0
-    """Time for an engine that leaves to finish its requests."""
+    """Seconds for a leaving engine to finish its requests."""
     stop_timeout_s: Seconds = 10.0
     weight_transport: Literal["auto", Transport] = "auto"
-    """`auto`: chosen by where the trainer's tensors and the engines are (docs/how-to/weights.md)."""
+    """`auto`: chosen by the places of the trainer's tensors and the engines (docs/how-to/weights.md)."""
     weight_folder: Annotated[Path | None, Field(validate_default=True)] = None
-    """For the transports `disk` and `delta`; trainer and engines see it under the same path."""
+    """Folder for the transports `disk` and `delta`, which trainer and engines see under the same path."""
     max_adapters: Positive = 256
-    """LoRA adapters that are kept; one more evicts the one used least recently, never one in flight or pinned."""
+    """Most LoRA adapters kept; one more evicts the least recently used that is neither in flight nor pinned."""
     weight_address: str = "127.0.0.1"
-    """For the transport `broadcast`: address at which the trainer listens for engines."""
+    """Address at which the trainer listens for engines, for the transport `broadcast`."""
     weight_host_copy: bool | None = None
     """For the transports `broadcast` and `cuda_ipc`: keep a copy in host memory, for engines of this host that join or
-    return between updates. Default: while the fleet has one engine."""
+    return between updates; default: while the fleet has one engine."""
     log_dir: Path | None = None
-    """Folder of engine and router logs; default: a temporary folder, kept when something failed."""
+    """Folder of engine and router logs; default: a temporary folder, kept after a failure."""
 
     @field_validator("weight_folder")
     @classmethod
@@ -312,27 +312,27 @@ class FleetConfig(Section):
     launcher: Literal["local", "ray"] = "local"
     """`local`: engines are processes of this machine; `ray`: each has an actor and a placement group of Ray."""
     ray_address: Annotated[str, Field(min_length=1)] | None = None
-    """Ray cluster, as `ray.init` takes it; default: RAY_ADDRESS, else the cluster of this process, else a new one on
-    this machine, which ends with the fleet."""
+    """Ray cluster, as for `ray.init`; default: RAY_ADDRESS, else the cluster of this process, else a new one on this
+    machine, which ends with the fleet."""
     ray_cpus: Annotated[float, Field(ge=0)] | None = None
-    """CPUs that Ray sets aside for each engine; default: one for each of its ranks."""
+    """CPUs that Ray reserves for each engine; default: one for each of its ranks."""
     ray_gpus: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Share that Ray sets aside of each GPU of an engine, so that a trainer's actor can have the rest; default: 1."""
+    """Share of each GPU that Ray reserves for an engine, so that a trainer's actor can have the rest; default: 1."""
     ray_placement_group: Annotated[str, Field(pattern="^[0-9a-f]+$")] | None = None
-    """Id (`group.id.hex()`) of a placement group, whose bundles the engines take in their order, one for each GPU;
-    default: each engine has a group of its own."""
+    """Id (`group.id.hex()`) of a placement group, whose bundles the engines take in order, one for each GPU; default:
+    each engine has its own group."""
 
     @field_validator("ray_address", "ray_cpus", "ray_gpus", "ray_placement_group")
     @classmethod
     def _of_ray(cls, given: str | float | None, info: ValidationInfo) -> str | float | None:
-        default = cls.model_fields[str(info.field_name)].default  # a config that is written out holds it
+        default = cls.model_fields[str(info.field_name)].default  # a config written to a file holds it
         if given != default and info.data.get("launcher") == "local":
             raise ValueError("has an effect with the launcher 'ray' only")
         return given
 
 
 def section(kind: type[S], given: S | None, options: Mapping[str, Any]) -> S:
-    """A section from what was given whole, with the options that are fields of it put over it.
+    """Return a section: the one given, with the options that are its fields on top.
 
     Raises:
         ConfigError: a value of the wrong type or out of range, or a required one missing.
@@ -344,7 +344,7 @@ def section(kind: type[S], given: S | None, options: Mapping[str, Any]) -> S:
 
 
 def refuse_unknown(options: Mapping[str, Any], *kinds: type[Section]) -> None:
-    """Raise ConfigError for the first option that is a field of no section, with the nearest one that is."""
+    """Raise ConfigError for an option that is no field, with the nearest field."""
     known = sorted({name for kind in kinds for name in kind.model_fields})
     for name in options:
         if name not in known:
@@ -352,7 +352,7 @@ def refuse_unknown(options: Mapping[str, Any], *kinds: type[Section]) -> None:
 
 
 def check_key(api_key: object) -> None:
-    """Raise ConfigError for an API key that no request can carry, without saying what it is."""
+    """Raise ConfigError for an API key that no request can carry, without showing it."""
     if api_key is not None and not isinstance(api_key, str):
         raise ConfigError(f"api_key must be a string, not of type {type(api_key).__name__}")
     if api_key and any(ord(letter) < ord(" ") or letter == "\x7f" for letter in api_key):

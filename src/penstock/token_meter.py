@@ -1,4 +1,4 @@
-"""Measures the tokens that a weight update costs one engine; plugin and simulated engine share it."""
+"""Measurement of the tokens that a weight update costs one engine, for plugin and simulated engine."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from penstock.types import TokenLoss
 
 STEADY_S = 2.0
-"""The steady rate is that of so many seconds before an update, or of all since requests came or generation resumed."""
+"""Seconds before an update that give the steady rate; fewer if requests came or generation resumed since."""
 BACK, BACK_S = 0.8, 1.0
-"""The rate is back where it was at least this share of the steady one for so many seconds."""
+"""The rate is back once it was at least share `BACK` of the steady one for `BACK_S` seconds."""
 KEPT_LOSSES = 8
-"""Updates whose loss is remembered."""
+"""Most updates whose loss is remembered."""
 
 
 @dataclass(slots=True)
 class _Mark:
-    """A moment: what was made, and what would have been made at the steady rate, since the update began."""
+    """A moment: tokens made since the update began, and tokens expected at the steady rate."""
 
     time: float
     made: float
@@ -37,16 +37,16 @@ class _Update:
     now: _Mark
     in_flight: int
     marks: deque[_Mark] = field(default_factory=deque[_Mark])
-    """Of the last `BACK_S` seconds; empty until generation goes on."""
+    """Marks of the last `BACK_S` seconds; empty until generation goes on."""
 
 
 class TokenMeter:
-    """Counts tokens by step, and measures what each update costs. The clock is in seconds.
+    """Counts tokens by step, and measures the tokens that each update costs. The clock is in seconds.
 
-    Tokens lost are the steady rate times the time from the update's beginning until the rate is back, minus the tokens
-    made in that time. With fewer requests in flight than were running at the update, less is expected in proportion.
-    The rate is back at the beginning of the first `BACK_S` seconds that have `BACK` of what is expected. A measurement
-    also ends with the next update, with a pause, and with the last request in flight; the loss so far counts.
+    The loss is the steady rate times the time from the update's begin until the rate is back, minus the tokens made in
+    that time. With fewer requests in flight than at the update, proportionally fewer tokens are expected. The rate is
+    back at the start of the first `BACK_S` seconds with share `BACK` of the expected tokens. A measurement also ends
+    with the next update, a pause, and the last request in flight; the loss so far counts.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -54,12 +54,12 @@ class TokenMeter:
         self._tokens = 0
         self._in_flight = 0
         self._window: deque[tuple[float, int]] = deque()
-        """Time and tokens so far, of the steps of the last `STEADY_S` seconds."""
+        """Time and total tokens of each step in the last `STEADY_S` seconds."""
         self._open: _Update | None = None
         self._losses: dict[Hashable, Future[TokenLoss]] = {}
 
     def step(self, tokens: int, in_flight: int) -> None:
-        """Count a step's tokens; `in_flight` requests are left, running or waiting."""
+        """Count a step's tokens; `in_flight`: requests left, running or waiting."""
         now = self._clock()
         self._tokens += tokens
         if not self._in_flight:
@@ -75,10 +75,10 @@ class TokenMeter:
                 self._look(update)
 
     def begin(self, name: Hashable, running: int) -> None:
-        """Begin to measure an update of any name: of an engine that is making tokens, by `running` requests."""
+        """Begin to measure the update `name`, with `running` requests making tokens."""
         now, rate, before = self._clock(), 0.0, self._open
         if before is not None:
-            if before.name == name:  # it is sent again
+            if before.name == name:  # the same update is sent again
                 return
             rate, running = before.rate, before.running
             self.close()
@@ -92,7 +92,7 @@ class TokenMeter:
             self._end(self._open.now, back=True)
 
     def resume(self) -> None:
-        """Generation goes on, after an update or a pause."""
+        """Note that generation goes on after an update or a pause."""
         now = self._clock()
         if (update := self._open) is None:
             self._window.clear()
@@ -101,13 +101,13 @@ class TokenMeter:
         update.marks = deque((update.now,))
 
     def close(self) -> None:
-        """End a measurement now, if one is under way, with the loss so far."""
+        """End a measurement under way now, with the loss so far."""
         if (update := self._open) is not None:
             self._advance(update, self._clock(), 0)
             self._end(update.now, back=False)
 
     def loss(self, name: Hashable) -> Future[TokenLoss] | None:
-        """Return what an update costs, which may not be known yet; None: it was not measured."""
+        """Return an update's loss, which may not be known yet; None: it was not measured."""
         return self._losses.get(name)
 
     def _advance(self, update: _Update, now: float, tokens: int) -> None:

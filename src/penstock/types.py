@@ -19,31 +19,31 @@ Message = Mapping[str, Any]
 """One chat message in OpenAI's form: `{"role": ..., "content": ...}`."""
 
 SessionId = int | str
-"""Names a conversation; equal ids go to the same engine."""
+"""Id of a conversation; equal ids go to the same engine."""
 
 FinishReason = Literal["stop", "length", "abort"]
 
 KV = Literal["recompute", "keep", "keep_in_flight"]
-"""The KV cache in a weight update: computed again under the new weights, kept as it is, or kept by those requests alone
-that are making tokens, so that new requests reuse nothing of older weights."""
+"""KV cache in a weight update: recomputed under the new weights, kept as it is, or kept only by requests that are
+making tokens, so that new requests reuse no KV of older weights."""
 
 
 NamedTensors: TypeAlias = (
     "Iterable[tuple[str, torch.Tensor]] | Callable[[], Iterable[tuple[str, torch.Tensor]]] | torch.nn.Module"
 )
-"""What `update_weights` takes: pairs of a checkpoint name and a tensor, or a function or module that gives them."""
+"""Argument of `update_weights`: pairs of a checkpoint name and a tensor, or a function or module that gives them."""
 
 
 class PauseMode(StrEnum):
-    """What happens to requests in flight when generation is paused (R23)."""
+    """Treatment of requests in flight when generation is paused (R23)."""
 
     KEEP = "keep"
-    """Frozen in the scheduler, they go on after `resume`."""
+    """Requests are frozen in the scheduler, and go on after `resume`."""
     WAIT = "wait"
-    """The pause returns when they have finished."""
+    """The pause returns when the requests have finished."""
     ABORT = "abort"
-    """They give up their KV at once and are computed again from their tokens after `resume`: `KEEP` with `clear_cache`.
-    vLLM without our plugin ends them, and our client sends them again with their tokens."""
+    """Requests give up their KV at once and are recomputed from their tokens after `resume`, as with `KEEP` and
+    `clear_cache`. vLLM without our plugin ends them, and our client sends them again with their tokens."""
 
     @classmethod
     def _missing_(cls, value: object) -> Self:
@@ -58,20 +58,20 @@ class VersionSpan:
     start: int
     end: int
     kv_kept: bool = False
-    """These tokens attend, or may attend, to KV that older weights computed (`Fleet.update_weights`, `kv`)."""
+    """Whether these tokens may attend to KV that older weights computed (`Fleet.update_weights`, `kv`)."""
     adapter: str | None = None
     """Name of the LoRA adapter that made them, on top of `version`."""
     adapter_version: int | None = None
-    """The adapter's own version; None: no adapter, or one that came past the fleet."""
+    """The adapter's own version; None: no adapter, or one not loaded by the fleet."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample; names and defaults are vLLM's, except that `max_tokens` has no hidden default of 16.
+    """Sampling parameters. Names and defaults are vLLM's, except the defaults of `max_tokens` and `logprobs`.
 
-    `logprobs` asks for the logprob of each sampled token; `GenerateOutput.response_logprobs` says which one it is.
-    `seed` with `n > 1` gives sample `i` the seed `seed + i`.
-    `skip_special_tokens` leaves the token that ends a text out of it (vLLM's detokenizer shows any other).
+    `logprobs` asks for the logprob of each sampled token, as `GenerateOutput.response_logprobs` defines it. `seed` with
+    `n > 1` gives sample `i` the seed `seed + i`. `skip_special_tokens` leaves the token that ends a text out of the
+    text (vLLM's detokenizer shows any other).
     """
 
     max_tokens: int = 256
@@ -91,12 +91,12 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: bool = True
     detokenize: bool = True
-    """Whether the answer carries text; token-space callers turn it off and save a call."""
+    """Whether the answer carries text; callers that need only tokens turn it off and save a call."""
     structured_outputs: Mapping[str, Any] | None = field(default=None, hash=False)
-    """Grammar of the output, as vLLM's parameter of that name; logprobs are then those under the grammar."""
+    """Grammar of the output, as in vLLM's parameter of that name; logprobs are then those under the grammar."""
 
     def __post_init__(self) -> None:
-        # An engine's answer to a wrong type names fields of its own; NaN would reach it as null.
+        # An engine's error for a wrong type names the engine's own fields; NaN would reach it as null.
         for names, what, convert in _SAMPLING_TYPES:
             for name in names.split():
                 value = getattr(self, name)
@@ -180,7 +180,7 @@ def _flag(value: Any) -> bool:
 
 
 def _logprobs(value: Any) -> bool:
-    """Read a flag or vLLM's number: None is none, 0 and 1 the sampled token's. An answer has no place for more."""
+    """Read a flag, or vLLM's None, 0 or 1; an answer has no place for more logprobs."""
     if value is None or isinstance(value, bool):
         return bool(value)
     if operator.index(value) not in {0, 1}:
@@ -208,7 +208,7 @@ _SAMPLING_TYPES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One completion. `logprobs` is None when not asked for; else one float a token. Spans cover the tokens exactly."""
+    """One completion. `logprobs`: one float per token, or None if not asked for. Spans cover the tokens exactly."""
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
@@ -216,16 +216,16 @@ class Sample:
     spans: tuple[VersionSpan, ...]
     text: str = ""
     routed_experts: Any = field(default=None, compare=False, repr=False)
-    """Experts of each token that had a forward pass, an integer array `[prompt + tokens - 1, layers, experts a token]`.
-    None: the engine reports none (`engine.enable_return_routed_experts`)."""
+    """Experts of each token that had a forward pass, an integer array `[prompt + tokens - 1, layers, experts a token]`,
+    or None if the engine reports none (`engine.enable_return_routed_experts`)."""
 
     def versions(self) -> tuple[int, ...]:
-        """Version of the policy of each token, shape `[len(token_ids)]`: an adapter's own where one made it."""
+        """Return each token's policy version, or its adapter's own, `[len(token_ids)]`."""
         made = [(s.version if s.adapter_version is None else s.adapter_version, s.end - s.start) for s in self.spans]
         return tuple(version for version, tokens in made for _ in range(tokens))
 
     def kv_kept(self) -> tuple[bool, ...]:
-        """Whether each token attends, or may attend, to KV of older weights, shape `[len(token_ids)]`."""
+        """Return whether each token may attend to KV of older weights, `[len(token_ids)]`."""
         return tuple(span.kv_kept for span in self.spans for _ in range(span.start, span.end))
 
 
@@ -251,7 +251,7 @@ class GenerateBatch:
                 f"session_ids has {len(self.session_ids)} entries for {len(self)} prompts; give one for each"
             )
         for name in ("prompts", "prompt_token_ids"):
-            if isinstance(given := getattr(self, name), (str, Mapping)):  # iterable too, by character or key
+            if isinstance(given := getattr(self, name), (str, Mapping)):  # also iterable, by character or key
                 raise RequestError(f"{name} is of type {type(cast('object', given)).__name__}; give a list of prompts")
         for i, prompt in enumerate(() if self.prompts is None else self.prompts):
             _check_prompt(prompt, f"prompts[{i}]")
@@ -266,7 +266,7 @@ class GenerateBatch:
         """Read an instance, or a mapping of the fields.
 
         Raises:
-            RequestError: for an unknown key (with the nearest known one), or what no batch may hold.
+            RequestError: for an unknown key (with the nearest known one), or an invalid value.
         """
         if isinstance(value, cls):
             return value
@@ -297,14 +297,14 @@ class GenerateOutput:
     """Output of `generate` (R2), all lists in input order, `n` samples of a prompt one after another.
 
     Attributes:
-        responses: decoded text, `""` where `detokenize` is off.
+        responses: decoded text, `""` if `detokenize` is off.
         response_ids: token ids, ragged `[B * n][T_i]`.
         stop_reasons: `stop`, `length` or `abort`.
-        response_logprobs: ragged as `response_ids`, or None when not asked for. Each is the logprob under the
-            distribution that its token was drawn from. Engines apply penalties, temperature, `min_p`, `top_k` and
-            `top_p` to the logits, in this order, and take the log-softmax over the tokens that are left. Without
-            penalties and cuts it is log-softmax(logits / temperature) over the vocabulary. At temperature 0 it is
-            that of temperature 1, without cuts.
+        response_logprobs: ragged as `response_ids`, or None if not asked for. Each is the logprob under the
+            distribution from which its token was drawn. Engines apply penalties, temperature, `min_p`, `top_k` and
+            `top_p` to the logits, in this order, and take the log-softmax over the tokens left. Without penalties and
+            cuts it is log-softmax(logits / temperature) over the vocabulary. At temperature 0 it is the logprob at
+            temperature 1, without cuts.
         response_spans: weight versions of the tokens (G1).
     """
 
@@ -322,7 +322,7 @@ class GenerateOutput:
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> Self:
-        """Join samples, in order."""
+        """Make an output of samples, in order."""
         logprobs = [s.logprobs for s in samples if s.logprobs is not None]
         return cls(
             responses=[s.text for s in samples],
@@ -347,35 +347,35 @@ class TokenLoss:
     """Tokens that one update cost one engine, as `token_meter.TokenMeter` measures them."""
 
     tokens: float
-    """Steady rate minus tokens made, from the update until the rate was back."""
+    """Tokens expected at the steady rate minus tokens made, from the update until the rate was back."""
     seconds: float
-    """How long that was."""
+    """Seconds of that time."""
     rate: float
-    """The steady rate before the update, tokens/s."""
+    """Steady rate before the update, tokens/s."""
     back: bool
-    """False: the measurement ended before, by the next update, a pause or a deadline."""
+    """Whether the rate came back; False: the next update, a pause or a deadline ended the measurement."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineUpdate:
-    """What one engine reports of one weight update; times in seconds."""
+    """One engine's report of one weight update; times in seconds."""
 
     engine: str
     seconds: Mapping[str, float]
-    """Seconds of each phase: `prepare` or `read` (before the pause), `pause`, `load`, `resume`; `bubble`: those 3."""
+    """Seconds of each phase: `prepare` or `read` (before the pause), `pause`, `load`, `resume`; `bubble`: these 3."""
     preempted: int
-    """Requests in flight that have their KV computed again, those that waited included."""
+    """Requests in flight that recompute their KV, waiting ones included."""
     checksum: str
-    """Of the weights now in force, over every parameter of every worker; equal for engines of one layout."""
+    """Checksum of the present weights, over every parameter of every worker; equal for engines of one layout."""
     kept: int = 0
     """Requests in flight that kept their KV."""
     loss: TokenLoss | None = None
-    """None: not known yet (`Fleet.recovered`), or not measured: the engine was paused."""
+    """Tokens lost; `None` if not known yet (`Fleet.recovered`), or not measured since the engine was paused."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """What one weight update did."""
+    """The outcome of one weight update."""
 
     version: int
     bytes: int
@@ -385,18 +385,18 @@ class UpdateReport:
     failures: Mapping[str, str] = field(default_factory=dict[str, str])
     """Engines that left the fleet during the update, with the reason."""
     adapter: str | None = None
-    """The LoRA adapter that `version` is of; None: the engines' own weights."""
+    """LoRA adapter to which `version` belongs; None: the engines' own weights."""
 
     @property
     def bubble(self) -> float:
-        """Longest time in seconds in which an engine made no token because of this update."""
+        """Longest time in seconds that an engine made no token because of this update."""
         return max((e.seconds["bubble"] for e in self.engines), default=0.0)
 
     @property
     def tokens_lost(self) -> float | None:
-        """Tokens that the update cost: each engine's steady rate minus tokens made, until its rate was back.
+        """Tokens that the update cost, summed over the engines' `TokenLoss`.
 
-        None until `Fleet.recovered` has returned the report with it, and where no engine measured it.
+        It is None until `Fleet.recovered` has returned the report with it, and if no engine measured it.
         """
         losses = [engine.loss.tokens for engine in self.engines if engine.loss is not None]
         return sum(losses) if losses else None
@@ -407,18 +407,18 @@ class AdapterStatus:
     """A LoRA adapter of a fleet."""
 
     version: int
-    """Its own: 1, 2, ..."""
+    """Its own version: 1, 2, ..."""
     nbytes: int
-    """Of its tensors; 0: not known."""
+    """Bytes of its tensors; 0: unknown."""
     in_flight: int
-    """Its requests in engines."""
+    """Its requests now in engines."""
     idle_s: float
-    """Seconds since the last one came."""
+    """Seconds since its last request came."""
     pinned: bool
-    """It is not evicted."""
+    """Whether eviction skips it."""
     paused: bool
     engines: int
-    """How many have it."""
+    """Engines that have it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,14 @@
-"""Shapes that client, plugin, router and simulated engine share: headers, requests, progress reports, versions, info.
+"""Formats that client, plugin, router and simulated engine share: headers, requests, progress reports, versions.
 
-An engine with our plugin adds to the answers of the generation endpoints which version made each token and, where the
-client asks with `PROGRESS_HEADER`, what each sample has so far:
+An engine with our plugin adds to generation answers the version that made each token. If the client asks with
+`PROGRESS_HEADER`, it also reports each sample's tokens so far:
 
-- Without the header: of an answer in one piece, `SPANS_HEADER`; of a stream, a comment before `[DONE]`.
-- With a number N: the answer is lines of JSON. `{"samples": [SampleReport, ...]}` comes whenever a sample has N tokens
-  more (0: never); the last line is `{"status", "samples", "versions", "answer"}`.
-- With `stream`: the header comes back, and a comment `{"samples": [...]}` stands before each event that has tokens.
+- Without the header: an answer in one piece has `SPANS_HEADER`; a stream has a comment before `[DONE]`.
+- With a number N: the answer is lines of JSON. `{"samples": [SampleReport, ...]}` comes whenever a sample has N more
+  tokens (0: never). The last line is `{"status", "samples", "versions", "answer"}`.
+- With `stream`: the header comes back, and a comment `{"samples": [...]}` precedes each event that has tokens.
 
-A client that lost its engine sends what its samples have as `RESUME_ARG`, and the next engine continues them.
+A client that lost its engine sends its samples' tokens as `RESUME_ARG`, and the next engine continues them.
 """
 
 from __future__ import annotations
@@ -28,73 +28,73 @@ from penstock.types import FinishReason, SamplingParams, SessionId
 GENERATE = "/inference/v1/generate"
 """Token endpoint of vLLM."""
 INFO = "/penstock/info"
-"""Route of our plugin, which says what the engine is (`engine.capabilities.EngineInfo`)."""
+"""Route of our plugin that describes the engine (`engine.capabilities.EngineInfo`)."""
 ADAPTERS = "/penstock/adapters"
-"""Route of our plugin: GET answers the adapters by name; calls: `/read`, `/load`, `/unload`, `/pause`, `/resume`."""
+"""Route of our plugin: GET returns the adapters by name; calls: `/read`, `/load`, `/unload`, `/pause`, `/resume`."""
 SESSION_HEADER = "X-Session-ID"
 PROMPT_TOKENS_HEADER = "X-Prompt-Tokens"
 EXPECTED_TOKENS_HEADER = "X-Expected-Tokens"
 GROUP_HEADER = "X-Group-ID"
 PREFIX_HASHES_HEADER = "X-Prefix-Hashes"
 SPANS_HEADER = "X-Penstock-Weight-Versions"
-"""For each choice `[[version, start, end], ...]`. A stream's header goes out before its tokens exist."""
+"""Value: `[[version, start, end], ...]` for each choice. A stream's head is sent before its tokens exist."""
 MAX_SPANS_HEADER = 8000
-"""Bytes; clients refuse longer header lines (aiohttp: 8190)."""
+"""Most bytes of its value; clients refuse longer header lines (aiohttp: 8190)."""
 PROGRESS_HEADER = "X-Penstock-Progress"
 STREAM_PROGRESS = "stream"
 LINES_TYPE = "application/x-ndjson"
 COMMENT = b": penstock "
-"""Begins our comments in an event stream; other clients skip comments."""
+"""Beginning of our comments in an event stream; other clients skip comments."""
 RESUME_ARG = "penstock_resume"
-"""Among vLLM's extra arguments of a request, as JSON: for each sample what it has already."""
+"""Name of an extra argument of vLLM's requests: the tokens of each sample so far, as JSON."""
 
 FINAL_ONLY = 2
-"""vLLM's `RequestOutputKind`. 0.26 does not set it on the token endpoint, and then answers an n-way request with those
-samples alone that ended in its last step; 0.32 sets it itself."""
+"""Value of vLLM's `RequestOutputKind`. vLLM 0.26 does not set it on the token endpoint, and then answers an n-way
+request only with the samples that ended in its last step. 0.32 sets it itself."""
 
 INITIAL_VERSION = "default"
-"""vLLM's label before the first update; our version 0."""
+"""Weight label of vLLM before the first update: our version 0."""
 
 UNKNOWN_VERSION = -1
-"""Version of tokens whose weights have a label that is no version: another process labelled them, and may have loaded
-other weights too."""
+"""Version of tokens whose weight label is no version number: another process set the label, and may have loaded other
+weights too."""
 
 
 class Notes(TypedDict, total=False):
-    """What else made a stretch of tokens."""
+    """Further facts about a stretch of tokens."""
 
     adapter: str
     """Name of the LoRA adapter."""
     adapter_version: int
-    """Its own version; not given: it came past the fleet."""
+    """The adapter's own version; absent: the fleet did not load it."""
     kv_kept: bool
-    """True: the tokens attend to KV of older weights. Not given otherwise."""
+    """True if the tokens attend to KV of older weights; absent otherwise."""
 
 
 class SampleReport(TypedDict):
-    """What a sample has since its last report."""
+    """The additions to a sample since its last report."""
 
     index: int
     ids: list[int]
     logprobs: str | None
-    """JSON, for each token `[[token id, logprob, rank, text], ...]`, the sampled token first; None: not asked for."""
+    """JSON: for each token `[[token id, logprob, rank, text], ...]`, the sampled token first; None: not asked for."""
     versions: list[list[Any]]
-    """`[version, tokens]` of each stretch of one version, or `[version, tokens, Notes]`."""
+    """`[version, tokens]` or `[version, tokens, Notes]` for each stretch of one version."""
     finish: str | None
     stop_reason: int | str | None
     asked: bool
-    """It was aborted because the caller asked for that, so it does not go on."""
+    """Whether the caller asked for its abort, so that it does not go on."""
     whole_only: bool
-    """It cannot be resumed: its grammar or its prompt logprobs begin where the engine's prompt does."""
+    """Whether it cannot be resumed, since its grammar or prompt logprobs begin with the engine's prompt."""
 
 
 def comment(content: Mapping[str, Any]) -> bytes:
-    """Make the comment of an event stream that holds `content`."""
+    """Return an event-stream comment that holds `content`."""
     return COMMENT + orjson.dumps(content) + b"\n\n"
 
 
 def spans_of(versions: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Turn `[version, tokens]` of each stretch into `[version, start, end]`; notes stay at the end."""
+    """Turn each stretch `[version, tokens]` into `[version, start, end]`, plus notes."""
     start, spans = 0, list[list[Any]]()
     for version, tokens, *notes in versions:
         spans.append([version, start, start + tokens, *notes])
@@ -103,7 +103,7 @@ def spans_of(versions: Sequence[Sequence[Any]]) -> list[list[Any]]:
 
 
 def add_stretch(versions: list[list[Any]], version: int | str, tokens: int, notes: Notes | None = None) -> None:
-    """Add tokens to the stretches of a sample: to the last one where version and notes are the same."""
+    """Add tokens to a sample's stretches: to the last one if version and notes match."""
     made_by = [version, *([notes] if notes else [])]
     if versions and [versions[-1][0], *versions[-1][2:]] == made_by:
         versions[-1][1] += tokens
@@ -112,7 +112,7 @@ def add_stretch(versions: list[list[Any]], version: int | str, tokens: int, note
 
 
 def as_weight_versions(versions: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
-    """Turn `[version, tokens]` of each stretch into the form of vLLM's token endpoint."""
+    """Turn each stretch `[version, tokens]` into the form of vLLM's token endpoint."""
     return [
         {"version": str(version), "start": start, "end": end, **(notes[0] if notes else {})}
         for version, start, end, *notes in spans_of(versions)
@@ -120,12 +120,12 @@ def as_weight_versions(versions: Sequence[Sequence[Any]]) -> list[dict[str, Any]
 
 
 def padded(spans: Sequence[Any], choices: int) -> list[Any]:
-    """Return the spans of each choice; choices at the end without a token have none."""
+    """Return the spans of each choice; choices at the end without tokens have none."""
     return [*spans, *([] for _ in range(choices - len(spans)))]
 
 
 def version_number(label: str) -> int:
-    """Read vLLM's label of weights as our version. ValueError: it is none; anyone can label an engine's weights."""
+    """Read vLLM's weight label as our version. ValueError: the label is no version."""
     if label == INITIAL_VERSION:
         return 0
     if not (label.isascii() and label.isdecimal()):
@@ -134,7 +134,7 @@ def version_number(label: str) -> int:
 
 
 def version_of_tokens(label: str) -> int:
-    """Return the version that made tokens, by their label; `UNKNOWN_VERSION` where that is none."""
+    """Return the version of a weight label; `UNKNOWN_VERSION` if it is no version."""
     try:
         return version_number(label)
     except ValueError:
@@ -142,7 +142,7 @@ def version_of_tokens(label: str) -> int:
 
 
 def finish_of(reason: Any) -> FinishReason:
-    """Check vLLM's finish reason; EngineError where it is none of ours."""
+    """Return vLLM's finish reason, checked. EngineError: it is unknown."""
     if reason not in ("stop", "length", "abort"):
         raise EngineError(f"the answer ended with the unknown finish reason {reason!r}")
     return reason
@@ -159,9 +159,9 @@ def request_headers(
     group_id: str | None = None,
     prefix_hashes: str | None = None,
 ) -> dict[str, str]:
-    """Make the headers by which a router places a request without parsing its body (docs/protocol.md).
+    """Return headers for placement without parsing the body (docs/protocol.md).
 
-    Equal session ids go to one engine; `group_id` is of samples of one prompt that are sent one by one.
+    Equal session ids go to one engine. `group_id` groups samples of one prompt that are sent one by one.
     """
     headers = {EXPECTED_TOKENS_HEADER: str(params.max_tokens * params.n)}
     optional = {
@@ -177,13 +177,13 @@ _SAMPLING = (
     "max_tokens", "n", "temperature", "top_p", "top_k", "min_p", "min_tokens", "ignore_eos", "presence_penalty",
     "frequency_penalty", "repetition_penalty",
 )  # fmt: skip
-"""Sampling parameters whose name and value are vLLM's."""
+"""Sampling parameters with vLLM's names and values."""
 
 
 def generate_body(token_ids: Sequence[int], params: SamplingParams, *, adapter: str | None = None) -> dict[str, Any]:
-    """Make a request of the token endpoint: token ids, sampling parameters under vLLM's names, and an adapter."""
+    """Return a request for the token endpoint, under vLLM's names."""
     sampling: dict[str, Any] = {name: getattr(params, name) for name in _SAMPLING}
-    # Stop strings are found in text, so they need it; otherwise the engine can leave it out.
+    # Stop strings need text; otherwise the engine can leave it out.
     sampling |= {"output_kind": FINAL_ONLY, "detokenize": bool(params.stop)}
     if params.logprobs:
         sampling["logprobs"] = 0
@@ -196,18 +196,18 @@ def generate_body(token_ids: Sequence[int], params: SamplingParams, *, adapter: 
     model: dict[str, Any] = {} if adapter is None else {"model": adapter}
     if params.structured_outputs is not None:
         sampling["structured_outputs"] = dict(params.structured_outputs)
-        model["reasoning_ended"] = True  # the grammar holds from the first token, whatever parser the engine has
+        model["reasoning_ended"] = True  # the grammar applies from the first token, with any parser of the engine
     return {**model, "token_ids": list(token_ids), "sampling_params": sampling}
 
 
 _TOKEN_ID = re.compile(rb'"token_id":([0-9]+)')
-"""Of a logprob; within a JSON string its quotes would be escaped."""
+"""Token id of a logprob; within a JSON string, its quotes would be escaped."""
 
 
 def name_tokens(answer: bytes) -> bytes:
-    """Add `"token": "token_id:N"` to the logprobs of a token endpoint's answer, which vLLM 0.32 leaves out.
+    """Add `"token": "token_id:N"` to an answer's logprobs, which vLLM 0.32 leaves out.
 
-    Training clients of others (verifiers, prime-rl) hold the sampled ids against these names.
+    Training clients of others (verifiers, prime-rl) compare the sampled ids with these names.
     """
     return _TOKEN_ID.sub(rb'"token":"token_id:\1","token_id":\1', answer)
 
@@ -232,7 +232,7 @@ _Stretch = Annotated[tuple[_Version, PositiveInt], _Lax] | Annotated[tuple[_Vers
 
 
 class _Part(BaseModel):
-    """One sample of `RESUME_ARG`, as `engine.partial.Partial.as_json` makes it; after vLLM's `error` it goes on."""
+    """One sample of `RESUME_ARG`, as `engine.partial.Partial.as_json` makes it; it goes on after vLLM's `error`."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
     ids: list[int]
@@ -243,14 +243,14 @@ class _Part(BaseModel):
 
 
 def parts_of(text: Any, samples: int) -> list[Any]:
-    """Read the value of `RESUME_ARG`; each part is yet to be checked (`check_part`).
+    """Read the value of `RESUME_ARG`; `check_part` has to check each part.
 
     Raises:
-        RequestError: it is no JSON list of at most `samples` parts; anyone can send it.
+        RequestError: it is no JSON list of at most `samples` parts; any client can send it.
     """
     try:
         parts: Any = orjson.loads(text)
-    except orjson.JSONDecodeError as error:  # too deep a nesting, and what is no text, too
+    except orjson.JSONDecodeError as error:  # also raised for too deep nesting and for values other than text
         raise RequestError(f"{RESUME_ARG}: {reprlib.repr(text)} is no JSON: {error}") from error
     _require(isinstance(parts, list), f"{reprlib.repr(text)} is no list")
     _require(len(parts) <= samples, f"{len(parts)} samples where the request asks for {samples}")
@@ -258,12 +258,12 @@ def parts_of(text: Any, samples: int) -> list[Any]:
 
 
 def check_part(part: Any, *, room: int, vocab_size: int, logprobs: bool) -> list[Any]:
-    """Check one sample of `RESUME_ARG` wholly, since vLLM's core checks nothing of it and would die.
+    """Check one sample of `RESUME_ARG` fully, since a bad one would kill vLLM's core.
 
-    `room` are the most tokens that it may have. Where `logprobs` are asked for, each token needs one.
+    `room` is the most tokens that it may have. If `logprobs` are asked for, each token needs one.
 
     Returns:
-        Its logprobs, for each token `[(token id, logprob, rank, text), ...]`; empty where it has none.
+        Its logprobs, for each token `[(token id, logprob, rank, text), ...]`; empty if it has none.
 
     Raises:
         RequestError: it does not fit.
