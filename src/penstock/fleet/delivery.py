@@ -38,7 +38,7 @@ class Delivery(Fetching):
     async def ready(
         self, members: Sequence[Member], manifest: WeightManifest
     ) -> tuple[Sequence[Member], Mapping[str, float]]:
-        """Form the group and prepare; see `Fetching.ready`. Raises as `gather` does."""
+        """Form the group and prepare; see `Fetching.ready`. Raises as `gather`."""
         members = await self.gather(members)
         try:
             return members, await self._prepare(members, manifest)

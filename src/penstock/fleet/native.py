@@ -41,7 +41,7 @@ class NativeCalls:
         self._roster = roster
         self._timeout_s = timeout_s
         self._joined: frozenset[ControlClient] = frozenset()
-        """Engines that joined a trainer's communicator."""
+        """Engines that have joined a trainer's communicator."""
 
     async def init(self, init_info: Mapping[str, Any]) -> None:
         """Call `/init_weight_transfer_engine`; see `Fleet.init_weight_update_communicator`.

@@ -123,7 +123,7 @@ async def _answered(roster: Roster) -> None:
     while True:
         try:
             await roster.check_router()
-        except DeadlineError:  # the call's own
+        except DeadlineError:  # the call's own deadline, not that of hanging
             continue
         except PenstockError:
             pass

@@ -239,7 +239,7 @@ class Endpoint:
         self._opened = AsyncExitStack()
 
     async def open(self, end: Callable[[], Awaitable[None]]) -> None:
-        """Listen, and let the call `stop` run `end`; with a remote router, do nothing.
+        """Listen, and let the call `stop` run `end`; with a remote router, only warn.
 
         Raises:
             StateError: another process owns the fleet behind this router.

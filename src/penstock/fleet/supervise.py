@@ -334,7 +334,7 @@ async def _state(control: ControlClient, occupation: Occupation) -> CoreState | 
         await occupation.over()
         try:
             return await control.state()
-        except DeadlineError:  # the call's own
+        except DeadlineError:  # the call's own deadline, not the probe's
             continue
         except UnreachableError:
             raise
