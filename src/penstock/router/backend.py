@@ -99,7 +99,7 @@ class Backend(Engine):
     """One engine with its pool of connections and its counts."""
 
     openings = 0
-    """How often the breaker opened."""
+    """Times that the breaker opened."""
     dead_answers = 0
     """Answers that reported a dead engine core."""
     failure = ""

@@ -108,7 +108,7 @@ class ClientConnection(asyncio.Protocol):
         self.deadline = _NEVER
         """`time.monotonic()` at which `expire` is due; the router checks it periodically."""
         self._ready = True
-        """The next byte is the first of a request."""
+        """Whether the next byte is the first of a request."""
         self._head: bytes = b""
         """An incomplete head."""
         self._request: RequestHead | None = None

@@ -69,7 +69,7 @@ class Membership:
     closed: bool = False
     """Whether the gate is closed: requests wait until a later epoch opens it."""
     policy: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Fields of `RouterConfig` that differ from those that the router was started with."""
+    """Fields of `RouterConfig` that override those with which the router was started."""
     cut: tuple[str, ...] = ()
     """Engines that have left and whose requests in flight are broken off, to go on elsewhere. Requests on other engines
     that have left may finish."""

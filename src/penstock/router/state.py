@@ -51,12 +51,12 @@ class RouterState:
     """State of one process, or of several (`workers.merged`)."""
 
     epoch: int
-    """-1 before the first membership."""
+    """Epoch of the membership in force; -1 before the first one."""
     gate_closed: bool
     held: int
     """Requests waiting for the gate, for an engine or for room on one."""
     sessions: int
-    """Sessions that have a home."""
+    """Sessions known to the router."""
     requests: int
     """Requests taken in since `counted_since`, without admin calls."""
     engines: tuple[EngineLoad, ...]
