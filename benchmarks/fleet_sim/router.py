@@ -69,7 +69,7 @@ class FleetRequest(Hints):
 class FleetRouter(Protocol):
     """What `penstock.router.placement.Placement` does, with names for engines."""
 
-    def set_engines(self, entries: Sequence[EngineEntry]) -> None:
+    def set_engines(self, entries: Sequence[EngineEntry]) -> object:
         """The full set of engines from now on."""
         ...
 
