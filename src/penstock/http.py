@@ -103,6 +103,7 @@ class HttpTransport:
     Attributes:
         back: waits until an unreachable server is back, and the request is sent again; False: it will not come back.
             The same happens when a router gave up waiting for an engine, since engines start slowly.
+        suspect: called after an engine has died under a request; returns when no request goes there any more.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class HttpTransport:
         self.url = url.rstrip("/")
         self.name = name or self.url
         self.back: Callable[[], Awaitable[bool]] | None = None
+        self.suspect: Callable[[], Awaitable[None]] | None = None
         self._engine = self.name if server is None else None
         self._server = server
         self._most = most

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -123,15 +124,19 @@ async def test_an_engine_that_dies_costs_no_request_and_returns(mortal: Fleet, d
     await check_serves(fleet, engines=3)
 
 
+@pytest.mark.parametrize("through", ["holder", "adopted"])
 async def test_one_death_of_a_core_costs_a_request_one_try_and_the_engine_one_restart(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    through: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its server lives on for 0.3 s, and answers everything at once with an error."""
     caplog.set_level("INFO", "penstock.fleet.supervise")
+    monkeypatch.setattr("penstock.fleet.supervise.PROBE_ALL_S", WAIT_S)
     options = {"max_restarts": 1, "restart_backoff_s": 0.05, "log_dir": tmp_path}
-    async with Fleet.launch("sim-model", engines=2, **SIM, **options) as fleet:
-        member = fleet._roster.members[1]
-        async with slowed(fleet):
+    async with AsyncExitStack() as stack:
+        holder = await stack.enter_async_context(Fleet.launch("sim-model", engines=2, **SIM, **options))
+        fleet = holder if through == "holder" else await stack.enter_async_context(Fleet.connect(holder.url))
+        member = holder._roster.members[1]
+        async with slowed(holder):
             running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
             await in_flight(fleet, lambda requests: requests == len(PROMPTS))
         before = len(member.lifecycle.history)
@@ -139,7 +144,7 @@ async def test_one_death_of_a_core_costs_a_request_one_try_and_the_engine_one_re
         check(PROMPTS, await asyncio.wait_for(running, WAIT_S), PARAMS)
         # The router sends on what has had no byte yet; of the others each counts once.
         assert fleet.counters.deaths <= len(PROMPTS) // 2
-        await returned(fleet, member, before)
+        await returned(holder, member, before)
         assert caplog.text.count("engine e1 is restarted in 0.05 s") == 1
 
 

@@ -394,6 +394,8 @@ class Continuation:
         self._deaths += 1
         self.client.counters.deaths += 1
         self._requeue()
+        if self.client.http.suspect is not None:
+            await self.client.http.suspect()
         await asyncio.sleep(delay)
 
     async def after_abort(self) -> None:

@@ -218,6 +218,7 @@ async def assemble(
     supervisor = Supervisor(roster, admit=operations.admit, check=operations.check, fleet=fleet)
     owned.push_async_callback(supervisor.stop)
     _watch(router, roster, supervisor, fleet)
+    data.http.suspect = supervisor.probe_all
     elastic = plugged_in("elastic")(roster, operations, supervisor, fleet, engines=engines, attached=attached)
     owned.push_async_callback(elastic.close)
     endpoint = plugged_in("control_socket")(router.url, roster, operations, elastic, admin_key=router.key)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from penstock.aio import all_or_first_error, cancelled, settled
 from penstock.engine.control import ControlClient, CoreState
 from penstock.errors import DeadlineError, EngineDeadError, PenstockError, StateError
-from penstock.fleet.member import SERVABLE, Member, State
+from penstock.fleet.member import SERVABLE, Member, State, fan_out
 from penstock.fleet.roster import Occupation, Roster
 from penstock.http import UnreachableError
 from penstock.process import backoff_s
@@ -22,6 +22,8 @@ from penstock.settings import FleetConfig
 
 logger = logging.getLogger(__name__)
 
+PROBE_ALL_S = 0.5
+"""Seconds for an engine's answer after a death. The usual probe judges an engine that is late."""
 WATCHED = SERVABLE | {State.SYNCING}
 
 Clock = Callable[[], float]
@@ -115,6 +117,7 @@ class Supervisor:
         self._clock = clock
         self._sleep = sleep
         self._guards: dict[Member, asyncio.Task[None]] = {}
+        self._probing: asyncio.Task[None] | None = None
         self._stopped = False
 
     def watch(self, member: Member) -> None:
@@ -140,9 +143,23 @@ class Supervisor:
         if (guard := self._guards.pop(member, None)) is not None:
             await cancelled(guard)
 
+    async def probe_all(self) -> None:
+        """Probe every engine, after a request has seen one die. Return when the dead ones are marked.
+
+        A vLLM whose core has died answers with errors at once, for up to a second. The router would see the least busy
+        engine of all there, and each request would meet it several times. So the core is probed too.
+        """
+        if self._stopped:
+            return
+        if self._probing is None or self._probing.done():
+            self._probing = asyncio.create_task(self._probe_all(), name="probe-engines")
+        await asyncio.shield(self._probing)
+
     async def stop(self) -> None:
         """Stop watching for good; raise the error that broke a watch, if one did."""
         self._stopped = True
+        if self._probing is not None:
+            await cancelled(self._probing)
         guards = tuple(self._guards.values())
         self._guards.clear()
         for guard in guards:
@@ -230,6 +247,18 @@ class Supervisor:
                     await self._roster.mark_dead(member, f"health check failed: {error}")
         finally:
             await cancelled(gone)
+
+    async def _probe_all(self) -> None:
+        async def failed(member: Member, error: PenstockError) -> None:
+            if not isinstance(error, DeadlineError):
+                await self._roster.mark_dead(member, f"health check failed: {error}")
+
+        await fan_out(
+            self._roster.live(),
+            lambda engine: probe(engine, self._roster.occupation, hang_s=self._fleet.hang_timeout_s),
+            deadline_s=PROBE_ALL_S,
+            on_failure=failed,
+        )
 
     # --- return ------------------------------------------------------------------------------------------------------
 
