@@ -377,6 +377,22 @@ def test_a_core_that_hangs_before_its_first_token_costs_no_request(goes_on: bool
     machine.teardown()
 
 
+def test_deaths_of_cores_in_a_row_cost_no_request() -> None:
+    """Fails where a request goes on before the fleet knows of the death that it has seen."""
+    machine = FleetMachine()
+    machine.start(engines=2, least=2, chunk=64)
+    for which, ms in ((4, 150), (5, 700), (3, 150)):
+        machine.die(which=which, how="core", ms=ms)
+    machine.die(which=3, how="hang", ms=3)
+    for what, which, ms in (("drain", 1, 700), ("remove", 4, 1), ("remove", 0, 150)):
+        machine.leave(which=which, what=what, ms=ms)
+    machine.die(which=3, how="core", ms=1)
+    machine.die(which=1, how="hang", ms=3000)
+    machine.die(which=3, how="core", ms=3)
+    machine.leave(which=4, what="drain", ms=10)
+    machine.teardown()
+
+
 def test_histories() -> None:
     histories(100, 12, shrink=False)
 
