@@ -117,7 +117,7 @@ class Backend(Engine):
         self._idle: list[BackendConnection] = []
         """Idle connections, the oldest first. A request takes the youngest, so that the surplus of a burst ages and is
         closed. A lost connection stays in the list until `take` finds it."""
-        self._connecting: set[asyncio.Task[None]] = set()
+        self._connecting: dict[asyncio.Task[None], ConnectionUser] = {}
         self._may_connect = asyncio.Semaphore(MAX_CONNECTING)
 
     def announce(self, entry: EngineEntry) -> None:
@@ -140,8 +140,8 @@ class Backend(Engine):
     def connect(self, user: ConnectionUser) -> None:
         """Open a connection for `user`."""
         task = asyncio.get_running_loop().create_task(self._connect(user))
-        self._connecting.add(task)
-        task.add_done_callback(self._connecting.discard)
+        self._connecting[task] = user
+        task.add_done_callback(self._connecting.pop)
 
     async def _connect(self, user: ConnectionUser) -> None:
         loop = asyncio.get_running_loop()
@@ -153,6 +153,8 @@ class Backend(Engine):
                 raise ConnectionResetError("the engine has left the fleet, or closed the connection as it was opened")
         except OSError as error:  # TimeoutError is one
             user.not_connected(error)
+            if error.errno not in OWN_SHORTAGES:  # otherwise each would wait for its own deadline
+                self.give_up_connecting(error)
         else:
             if not user.connected(connection):
                 self.release(connection, reusable=True)
@@ -171,6 +173,13 @@ class Backend(Engine):
         """Close connections that were idle for too long; `now` is `time.monotonic()`."""
         while self._idle and self._idle[0].idle_since <= now - IDLE_S:
             self._idle.pop(0).transport.abort()
+
+    def give_up_connecting(self, error: OSError) -> None:
+        """Let every request that waits for a connection go elsewhere."""
+        for task, user in list(self._connecting.items()):
+            if not task.done() and task is not asyncio.current_task():
+                task.cancel()
+                user.not_connected(error)
 
     def cut(self) -> None:
         """Break every connection, as if the engine had closed it; requests are retried."""

@@ -267,6 +267,7 @@ class Dispatcher:
     def _set_engines(self, announced: Membership) -> None:
         for backend in cast("list[Backend]", self.placement.set_engines(announced.engines)):
             backend.close_idle(float("inf"))
+            backend.give_up_connecting(ConnectionAbortedError("the engine has left the fleet"))
             self._leaving.add(backend)
         for backend in self._leaving:
             if backend.name in announced.cut:
