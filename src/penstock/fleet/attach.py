@@ -68,7 +68,8 @@ def check_beside(member: Member, others: Sequence[Member]) -> None:
     """Refuse another member's server or model (UserError); warn of another model name."""
     own = member.info
     for one in others:
-        if own.instance and one.info.instance == own.instance:
+        same = place_of(member.url) == place_of(one.url)  # a plain vLLM names no instance
+        if same or (own.instance and one.info.instance == own.instance):
             raise UserError(
                 f"{member.url} is the server of engine {one.name}, which belongs to this fleet already as {one.url}; "
                 "give each server once"
