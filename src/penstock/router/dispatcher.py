@@ -25,8 +25,9 @@ from penstock.settings import RouterConfig, validate
 
 _EXPIRE_S = 0.75
 """Seconds between two searches for idle and expired sessions."""
-_DOWN_S = 0.5
-"""Seconds without requests for an engine that refused a connection or reported a dead core."""
+_DOWN_S, _DEAD_S = 0.5, 3.0
+"""Seconds without requests for an engine that refused a connection, and for one that reported a dead core: that one
+does not serve again before the fleet, which probes it each second, has taken it out and restarted it."""
 _MOST_LOST = 2
 """Engines that may fail under one request before the router gives it up. The request may be the cause."""
 _SLICE = 64
@@ -325,14 +326,14 @@ class Dispatcher:
         waiter.placed(found)
         return None
 
-    def backend_refused(self, backend: Backend) -> None:
+    def backend_refused(self, backend: Backend, *, dead: bool = False) -> None:
         """Open the breaker of an engine that refused a connection or is dead."""
         if backend.left or backend.down:
             return
         backend.openings += 1
         self.placement.mark(backend, down=True)
         self.gate.room()
-        asyncio.get_running_loop().call_later(_DOWN_S, self._close_breaker, backend)
+        asyncio.get_running_loop().call_later(_DEAD_S if dead else _DOWN_S, self._close_breaker, backend)
 
     def _close_breaker(self, backend: Backend) -> None:
         self.placement.mark(backend, down=False)

@@ -203,7 +203,7 @@ class Exchange(Call, Waiter, ConnectionUser):
         if backend is not None:
             backend.dead_answers += 1
             backend.failure = cause
-            self._dispatcher.backend_refused(backend)
+            self._dispatcher.backend_refused(backend, dead=True)
             self._lose(backend, "dead")
 
     def _lose(self, backend: Backend, reason: str) -> None:
