@@ -81,16 +81,16 @@ class Waiter:
 class Gate:
     """Lets requests through in order of arrival, or holds them, without polling.
 
-    No request fails because of a pause, however long: `max_hold_s` starts again when the gate opens. A request does not
-    fail either while the engines are full, since load will fall. `place` sends a request to an engine, or returns the
-    event that it must wait for.
+    No request fails because of a pause, however long: `max_hold_s` does not count it. A request does not fail either
+    while the engines are full, since load will fall. `place` sends a request to an engine, or returns the event that it
+    must wait for.
     """
 
     def __init__(self, config: RouterConfig, place: Callable[[Waiter], Wait | None]) -> None:
         self._config = config
         self._place = place
         self.closed = False
-        self._opened_at = 0.0
+        self._closed_at = 0.0
         self.held_bytes = 0
         """Upper bound of the bytes kept of requests that had to wait or came in pieces, until their answers begin."""
         self._queues: dict[Wait, OrderedDict[Waiter, None]] = {wait: OrderedDict() for wait in Wait}
@@ -141,8 +141,14 @@ class Gate:
         return RefusalError(503, "queue_full", f"{what}; retry later, or raise max_held or max_held_bytes")
 
     def set(self, *, closed: bool) -> None:
-        if self.closed and not closed:
-            self._opened_at = time.monotonic()
+        now = time.monotonic()
+        if closed and not self.closed:
+            self._closed_at = now
+        elif self.closed and not closed:
+            for queue in self._queues.values():
+                for request in queue:
+                    if request.nowhere_since:
+                        request.nowhere_since += now - max(self._closed_at, request.nowhere_since)
         self.closed = closed
         if not closed:
             self.recheck()
@@ -167,7 +173,7 @@ class Gate:
     def expire(self, now: float) -> None:
         """Refuse requests that had no engine for too long; `now` is `time.monotonic()`."""
         longest_s = self._config.max_hold_s
-        if self.closed or now - self._opened_at < longest_s:
+        if self.closed:
             return
         late = [one for one in self._queues[Wait.NOWHERE] if one.nowhere_since <= now - longest_s]
         for request in late:
