@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from penstock.aio import settled
 from penstock.engine.capabilities import Capability, require
-from penstock.engine.control import CoreState
+from penstock.engine.control import ControlClient, CoreState
 from penstock.errors import (
     DeadlineError,
     EngineDeadError,
@@ -191,9 +191,10 @@ class AllOperations(Operations):
         return [result for results in outcome.results.values() for result in results]
 
     async def check(self, member: Member, probe: Awaitable[CoreState | None]) -> None:
-        """Await a `probe` of an engine; if another process has changed it, it is DEAD.
+        """Await a `probe` of an engine; undo a pause or resume of another process.
 
-        No conclusion is possible while an operation runs or the fleet sleeps; the next probe repeats the check.
+        If that process has changed its weights, it is DEAD. No conclusion is possible while an operation runs or the
+        fleet sleeps; the next probe repeats the check.
         """
         before, control = self._undisturbed(), member.control
         said = await probe
@@ -201,13 +202,33 @@ class AllOperations(Operations):
             return
         if member.state not in SERVABLE or not member.info.capabilities.plugin:
             return
-        wrong = wrong_weights(member, said)
-        if wrong is None and said.paused == self.paused:
-            member.foreign = said.foreign
+        if (wrong := wrong_weights(member, said)) is not None:
+            member.asleep = MEMORY_TAGS if said.asleep else member.asleep
+            await self._roster.mark_dead(member, wrong, torn=True)
             return
-        member.asleep = MEMORY_TAGS if said.asleep else member.asleep
-        paused = f"another process {'paused' if said.paused else 'resumed'} it"
-        await self._roster.mark_dead(member, wrong or paused, torn=wrong is not None)
+        member.foreign = said.foreign
+        if said.paused != self.paused:
+            was = "paused" if said.paused else "resumed"
+            logger.warning("another process %s engine %s, which is brought back to the fleet's state", was, member.name)
+            try:
+                await self.queue.run(lambda: self._bring_back(member, control), occupies=False)
+            except StateError:
+                if not self.queue.closed:
+                    raise
+
+    async def _bring_back(self, member: Member, control: ControlClient) -> None:
+        """Pause or resume an engine as the fleet is now; one that fails is DEAD."""
+        if member.state not in SERVABLE or member.control is not control or self._asleep:
+            return
+
+        async def call(engine: ControlClient) -> None:
+            await (engine.pause(PauseMode.KEEP, clear_cache=False) if self.paused else engine.resume())
+
+        try:
+            await ask(member, call, deadline_s=self._control_s)
+        except PenstockError as error:
+            if member.control is control:
+                await self._roster.mark_dead(member, f"it cannot be brought back to the fleet's state: {error}")
 
     def _undisturbed(self) -> tuple[int, int] | None:
         """Return a value that our calls change; None: one runs, or the fleet sleeps."""
