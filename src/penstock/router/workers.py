@@ -83,7 +83,13 @@ def _forked(count: int) -> int:
     try:
         while True:
             while missing:
-                if not (pid := os.fork()):
+                try:
+                    pid = os.fork()
+                except OSError as error:  # no process is left; that may pass, and the other workers serve
+                    logger.warning("router worker %d cannot be started yet: %s", missing[0], error)
+                    time.sleep(_RESTART_S)
+                    continue
+                if not pid:
                     _end_with(parent)
                     return missing[0]
                 workers[pid] = missing.pop(0)
