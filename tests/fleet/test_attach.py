@@ -342,6 +342,18 @@ async def test_servers_are_attached_to_a_fleet_that_serves() -> None:
             assert again.weight_version == 1, "nobody has ended them"
 
 
+async def test_a_server_that_two_calls_attach_at_once_joins_once() -> None:
+    """Without dev mode it names no instance by which it is known again."""
+    async with server() as first, server(plain=True, dev_mode=False) as bare, plain_fleet(first) as fleet:
+        joined, refused = sorted(
+            await asyncio.gather(fleet.attach(bare.url), fleet.attach(bare.url), return_exceptions=True),
+            key=lambda answer: isinstance(answer, UserError),
+        )
+        assert not isinstance(joined, BaseException)
+        assert isinstance(refused, UserError)
+        await fleet.remove("e1")
+
+
 async def test_what_cannot_be_attached() -> None:
     async with server(data_parallel_size=2) as two:
         with pytest.raises(UserError, match="has 2 data-parallel ranks, not dp=3"):

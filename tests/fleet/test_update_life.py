@@ -190,6 +190,8 @@ async def test_a_cancelled_caller_leaves_no_update_half_done() -> None:
     caller.cancel()
     with pytest.raises(asyncio.CancelledError):
         await caller
+    with pytest.raises(StateError, match="a weight update is under way"):
+        await bench.operations.update([], None)
     bench.engine["a"].busy.set()
     await bench.operations.pause(PauseMode.KEEP, clear_cache=True)  # in its turn, so after the update
     assert bench.roster.version == 1

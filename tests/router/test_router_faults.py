@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import Counter
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 import pytest
 from router_rig import Backend, RawClient, Seen, answer_name, eventually, reply, request, rig
+
+from patience import WAIT_S
+from penstock.router.memory import EngineEntry
 
 both_loops = pytest.mark.parametrize("process", [False, True], ids=["asyncio", "uvloop"])
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
@@ -216,3 +221,28 @@ async def test_closing_the_router_breaks_what_is_under_way() -> None:
         assert await client.rest() == b"3\r\nabc\r\n"
         with pytest.raises(ConnectionRefusedError):
             await RawClient.connect(r.url)
+
+
+async def test_requests_do_not_wait_for_connections_to_an_engine_that_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its machine has vanished: connections to it neither open nor fail."""
+    monkeypatch.setattr("penstock.router.backend.CONNECT_TIMEOUT_S", 3600.0)
+    with socket.socket() as hole, ExitStack() as stack:
+        hole.bind(("127.0.0.1", 0))
+        hole.listen(0)
+        for _ in range(4):  # its queue is full, so that the next ones hang
+            filler = stack.enter_context(socket.socket())
+            filler.settimeout(0)
+            with suppress(BlockingIOError):
+                filler.connect(hole.getsockname())
+        async with rig(answer_name) as r:
+            await r.announce([EngineEntry("hole", f"http://127.0.0.1:{hole.getsockname()[1]}")])
+            clients = [await r.client() for _ in range(300)]
+            asked = [asyncio.create_task(client.ask()) for client in clients]
+
+            async def all_came() -> bool:
+                return (await r.admin.engines()).requests == len(asked)
+
+            await eventually(all_came)
+            await r.announce([r.backends[0].entry()])
+            answers = await asyncio.wait_for(asyncio.gather(*asked), WAIT_S)
+            assert {answer.status for answer in answers} == {200}

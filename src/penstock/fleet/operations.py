@@ -197,24 +197,30 @@ class Operations:
             raise StateError("a weight update is under way; await it before the next one")
 
         async def run() -> UpdateReport:
-            self.check_weights_awake()
-            self._require("plugin", "update_weights")
-            number = self._roster.highest_version + 1 if version is None else version
-            self._roster.check_version(number)
-            if kv == "keep_in_flight":
-                self._require("kv_in_flight", f"update_weights with kv={kv!r}")
-            return await self._updater.run(publish, version=number, kv=kv)
+            nonlocal begun
+            begun = True
+            try:
+                self.check_weights_awake()
+                self._require("plugin", "update_weights")
+                number = self._roster.highest_version + 1 if version is None else version
+                self._roster.check_version(number)
+                if kv == "keep_in_flight":
+                    self._require("kv_in_flight", f"update_weights with kv={kv!r}")
+                return await self._updater.run(publish, version=number, kv=kv)
+            finally:
+                self._updating = False
 
         def enough_or_none_to_come() -> bool:
             members = self._roster.members
             return len(self._roster.live()) >= self._min_engines or not any(m.is_restarting for m in members)
 
-        self._updating = True
+        self._updating, begun = True, False
         try:
             await self._roster.until(enough_or_none_to_come, deadline_s=self._recovery_s)
             return await self.queue.run(run)
-        finally:  # after a cancelled caller, one more update may wait for its turn
-            self._updating = False
+        finally:  # an update that has begun goes on without its cancelled caller
+            if not begun:
+                self._updating = False
 
     async def close(self) -> None:
         """Let no further operation begin, and cancel the one that runs."""
