@@ -23,6 +23,7 @@ from penstock.errors import (
     DeadlineError,
     EngineDeadError,
     EngineError,
+    EngineHTTPError,
     RequestError,
     UserError,
 )
@@ -56,6 +57,7 @@ RPC_S = 60.0
 """Default deadline of `collective_rpc` in seconds."""
 LOAD_S = 120.0
 """Deadline in seconds for one adapter on one engine: a few hundred megabytes from a slow disk."""
+NOT_FOUND = 404
 _NO_COMPILATION = '{"mode": 0}'
 _AWAY = frozenset({State.DEAD, State.LAUNCHING, State.SYNCING, State.STOPPED})
 """States in which an engine holds no request and no cache."""
@@ -249,7 +251,7 @@ class AsyncVLLM:
                     {**base, "prompt": p.text or "" if p.ids is None else list(p.ids), **sampling[id(one)]}
                     for p, one in zip(items, params, strict=True)
                 )
-                answers = await all_or_first_error(target.completion(body) for body in bodies)
+                answers = await all_or_first_error(self._completion(target, body, lora) for body in bodies)
         except TimeoutError as error:
             seconds = limit or 0.0
             raise GenerationTimeoutError(
@@ -258,6 +260,15 @@ class AsyncVLLM:
             ) from error
         outputs = [request_output(*each, lora, self._decode) for each in zip(answers, items, params, strict=True)]
         return outputs if batch else outputs[0]
+
+    async def _completion(self, target: Any, body: Mapping[str, Any], lora: Any) -> dict[str, Any]:
+        try:
+            return await target.completion(body)
+        except EngineHTTPError as error:
+            if lora is None or error.status != NOT_FOUND:
+                raise
+            self._adapters.pop(lora.lora_name, None)  # evicted or unloaded since
+            return await target.completion({**body, "model": await self._load(lora)})
 
     async def _load(self, lora: Any) -> str:
         """Load a `vllm.lora.request.LoRARequest` if its files changed.
