@@ -181,8 +181,19 @@ class Models:
             UserError: it has no optimiser state, or belongs to another adapter; nothing was changed.
             CheckpointError: it cannot be read.
         """
-        spec = self._spec_of(folder)
-        if optimizer and not (folder / STATE).is_dir():
+        held = self.folder / f"{_PART}loading"  # linked, because its folder may be deleted or replaced meanwhile
+        shutil.rmtree(held, ignore_errors=True)  # left over from a kill
+        try:
+            shutil.copytree(folder, held, copy_function=_link)
+            self._load_held(name, folder, held, optimizer=optimizer)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {folder}: {error}") from error
+        finally:
+            shutil.rmtree(held, ignore_errors=True)
+
+    def _load_held(self, name: str, folder: Path, held: Path, *, optimizer: bool) -> None:
+        spec = self._spec_of(held)
+        if optimizer and not (held / STATE).is_dir():
             raise UserError("the checkpoint holds weights without an optimiser state; load it without the optimiser")
         created = name not in self.live
         if created:
@@ -194,11 +205,11 @@ class Models:
         with ExitStack() as failed:
             if created:
                 failed.callback(self.drop, name)
-            self._load(name, folder, optimizer=optimizer)
+            self._load(name, held, optimizer=optimizer)
             failed.pop_all()
         model = self.live[name]
         model.saved, model.saved_steps, model.void = str(folder), model.steps, ""
-        self._keep(name, folder, with_state=optimizer)
+        self._keep(name, held, with_state=optimizer)
 
     def status(self) -> dict[str, dict[str, Any]]:
         """Return each model's steps, and the folder and the steps of its last save."""
