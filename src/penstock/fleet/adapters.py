@@ -124,8 +124,8 @@ class FleetAdapters:
         async with self._in_order(name):
             stamp = stamp_of(path)
             known, saved = self.known.get(name), f"{path}\n{stamp}"
-            if stamp and known is not None and self._saved.get(name) == (saved, known.version):
-                await self._turn("load_adapter", lambda: self._bring_to_all(name, known))
+            same = stamp and known is not None and self._saved.get(name) == (saved, known.version)
+            if same and await self._turn("load_adapter", lambda: self._bring_to_all(name, known)):
                 return None
             files = await in_thread(lambda: AdapterFiles.of_folder(path, fixed=fixed))
             async with self._read_ahead(name, files, timeout_s) as read:
@@ -212,10 +212,13 @@ class FleetAdapters:
         asked = await fan_out(self._roster.live(), lambda engine: engine.adapters.served(), deadline_s=self._timeout_s)
         return list(asked.results.values())
 
-    async def _bring_to_all(self, name: str, known: FleetAdapter) -> None:
-        if self.known.get(name) is known:
-            for member in self._roster.live():
-                await self._bring(member, name, known)
+    async def _bring_to_all(self, name: str, known: FleetAdapter | None) -> bool:
+        """Return False if it was unloaded or evicted before this turn."""
+        if known is None or self.known.get(name) is not known:
+            return False
+        for member in self._roster.live():
+            await self._bring(member, name, known)
+        return True
 
     async def _bring(self, member: Member, name: str, known: FleetAdapter, *, trusted: bool = True) -> None:
         async def load(engine: ControlClient) -> None:
