@@ -241,11 +241,11 @@ class Futures:
         if (running := self._running.get(request_id)) is not None:
             running.cancel = cancel
 
-    async def finish(self, operation: Operation, outcome: Outcome) -> None:
-        """Store an outcome, and answer the polls that wait for it."""
-        await self._finish(operation.id, operation.tenant, len(operation.body), outcome)
+    async def finish(self, operation: Operation, outcome: Outcome) -> bool:
+        """Store an outcome, and answer the polls that wait for it. Return whether it is stored."""
+        return await self._finish(operation.id, operation.tenant, len(operation.body), outcome)
 
-    async def _finish(self, request_id: str, tenant: str, size: int, outcome: Outcome) -> None:
+    async def _finish(self, request_id: str, tenant: str, size: int, outcome: Outcome) -> bool:
         result = None if outcome.error is not None else outcome.data
         values = {
             "of": request_id, "state": DONE if outcome.error is None else FAILED, "result": result,
@@ -263,6 +263,9 @@ class Futures:
             await self._database.run(work)
         except StateError as error:  # the future stays pending, and runs again after a restart
             logger.error("the outcome of %s cannot be kept: %s", request_id, error)  # noqa: TRY400 - for people
+            return False
+        else:
+            return True
         finally:
             running = self._running.pop(request_id, None)
             if running is not None and not running.done.done():

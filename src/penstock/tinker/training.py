@@ -106,9 +106,9 @@ class Training:
     async def _finish(self, operation: Operation, outcome: Outcome) -> None:
         if outcome.error is not None and operation.id == f"{operation.scope}:create":
             outcome = replace(outcome, also=_forgotten(operation.scope))
-        await self.futures.finish(operation, outcome)
+        recorded = await self.futures.finish(operation, outcome)
         self._creating.get(operation.tenant, set()).discard(operation.scope)
-        if (folder := self._replaced.pop(operation.id, None)) is not None:
+        if (folder := self._replaced.pop(operation.id, None)) is not None and recorded:
             await delete_folder(folder)
 
     async def _outcome(self, operation: Operation) -> Outcome:
@@ -214,13 +214,14 @@ class Training:
         folder = str(self._checkpoints.folder(path, operation.number))
 
         async def recorded() -> Also:
-            if (old := await self._checkpoints.row(path)) is not None and old.folder != folder:
-                self._replaced[operation.id] = old.folder
+            old = await self._checkpoints.row(path)
             values = {
                 "tenant": row.tenant, "folder": folder, "base_model": row.base_model, "lora": row.lora,
                 "expires": None if given.ttl_seconds is None else time.time() + given.ttl_seconds,
                 "size": await asyncio.to_thread(size_of, Path(folder)), "user_metadata": given.user_metadata,
             }  # fmt: skip
+            if old is not None and old.folder != folder:
+                self._replaced[operation.id] = old.folder
             return lambda connection: record(connection, path, values)
 
         result = {"type": operation.kind, "path": str(path)}
