@@ -59,7 +59,7 @@ def _run_here(
 ) -> Path:
     """Train after the checks that need no slow imports. Return the run folder."""
     from penstock.config import load_config  # noqa: PLC0415
-    from penstock.observe.run_folder import RunFolder  # noqa: PLC0415
+    from penstock.observe.run_folder import CONFIG, RunFolder  # noqa: PLC0415
 
     only_one(resume=resume, fresh=fresh)
     settings = load_config(config, overrides)
@@ -73,7 +73,8 @@ def _run_here(
         _train(settings, launched, resume=resume, fresh=fresh)
     except Interrupted:
         command = shlex.join(["penstock", "train", str(config), *overrides, "--resume"])
-        typer.echo(f"interrupted; {folder} goes on from its last checkpoint with: {command}", err=True)
+        goes_on = f"; {folder} goes on from its last checkpoint with: {command}" if (folder / CONFIG).exists() else ""
+        typer.echo(f"interrupted{goes_on or ' before the run began'}", err=True)
         raise
     return folder
 
