@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 import pickle
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,8 @@ def install() -> None:
 
     if not hasattr(MultiprocExecutor.collective_rpc, "__wrapped__"):
         MultiprocExecutor.collective_rpc = drain_worker_replies(MultiprocExecutor.collective_rpc)
-    if takes_adapters():
+    # An engine may also have fixed adapters. Its cores and workers inherit its arguments.
+    if takes_adapters() or any(option.replace("_", "-").startswith("--enable-lora") for option in sys.argv):
         plugged_in("adapters.mends")()
 
 
