@@ -26,6 +26,7 @@ class LoopThread:
         self._loop = asyncio.new_event_loop()
         self._changing = threading.RLock()
         self._closing = False
+        self._open: set[Future[Any]] = set()
         self._end = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -36,7 +37,10 @@ class LoopThread:
             if self._closing:
                 work.close()
                 raise StateError("it was shut down; make a new one")
-            return asyncio.run_coroutine_threadsafe(work, self._loop)
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            self._open.add(future)
+        future.add_done_callback(self._open.discard)
+        return future
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of `work`. An interrupt of the wait (Ctrl-C) cancels it.
@@ -65,6 +69,8 @@ class LoopThread:
                 ended.result()
             finally:
                 self._thread.join(STOP_S)
+                for future in tuple(self._open):  # a task that cannot be cancelled must not hold its caller
+                    future.cancel()
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # at its end it cancels all remaining work
