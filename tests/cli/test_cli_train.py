@@ -9,8 +9,11 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
 from run_cli import END_S, PENSTOCK, environment, penstock
 
+from penstock.cli import train
+from penstock.cli.common import Interrupted
 from penstock.observe.run_folder import RunFolder
 
 START_S = 120.0
@@ -49,6 +52,20 @@ def test_after_ctrl_c_it_says_the_command_that_goes_on(tmp_path: Path) -> None:
     told, _, command = log.read_text().splitlines()[-1].partition(" with: ")
     assert told == "interrupted; runs/short goes on from its last checkpoint"
     assert shlex.split(command) == ["penstock", "train", "my run.yaml", "seed=3", "--resume"]
+
+
+def test_before_the_run_began_it_names_no_command_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise Interrupted(signal.SIGINT)
+
+    (tmp_path / "run.yaml").write_text(FILE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "_train", interrupted)
+    with pytest.raises(Interrupted):
+        train._run_here(Path("run.yaml"), [], {}, resume=False, fresh=False)
+    assert capsys.readouterr().err == "interrupted before the run began\n"
 
 
 def test_a_run_that_is_going_on_is_refused_and_its_process_named(tmp_path: Path) -> None:

@@ -160,6 +160,14 @@ def test_an_adapter_is_loaded_once_and_asked_for_by_name(service):
         service.generate("a", params, lora_request="style")
 
 
+@pytest.mark.parametrize("actor_index", [None, 0])
+def test_an_adapter_that_the_fleet_evicted_is_loaded_again(service, actor_index):
+    lora = LoRARequest("tone", 2, "/adapters/tone")
+    service.generate("a", SHORT, lora_request=lora)
+    service.call(service.fleet.unload_adapter("tone"))  # as an eviction does
+    assert service.generate("a", SHORT, lora_request=lora, actor_index=actor_index).finished
+
+
 def test_an_adapter_that_was_saved_again_is_a_new_version(service, tmp_path):
     lora = LoRARequest("saved", 4, str(tmp_path))
     (tmp_path / "adapter_config.json").write_text('{"r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}')

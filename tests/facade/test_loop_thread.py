@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from penstock.errors import StateError
+from penstock.facade import loop_thread
 from penstock.facade.loop_thread import LoopThread
 
 FOREVER_S = 600.0
@@ -60,3 +61,18 @@ def test_a_call_that_comes_while_it_closes_is_refused() -> None:
         closing.result(ANSWER_S)
         with pytest.raises(StateError, match="shut down"):
             first.result(ANSWER_S)
+
+
+def test_a_call_that_cannot_be_cancelled_does_not_hold_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_thread, "STOP_S", 0.0)
+    loop = LoopThread("test")
+    begun, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+    with ThreadPoolExecutor() as pool:
+        call = pool.submit(loop.run, takes_its_cancellation(begun, may_end, ended))
+        try:
+            assert begun.wait(ANSWER_S)
+            loop.close()
+            with pytest.raises(StateError, match="shut down"):
+                call.result(ANSWER_S)
+        finally:
+            may_end.set()

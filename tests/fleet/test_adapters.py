@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fleet_fakes import Bench
+from fleet_fakes import Bench, until
 from safetensors.torch import load, save_file
 from supervise_rig import dies_and_returns, restarting
 
@@ -148,6 +148,22 @@ async def test_the_one_used_least_recently_gives_way_and_never_one_in_flight_pin
     with pytest.raises(StateError, match=r"4 adapters are loaded, as many as fleet\.max_adapters allows"):
         await adapters.update("newer", tensors(1.0), CONFIG)
     await adapters.update("new", tensors(2.0), CONFIG)
+
+
+@virtual
+async def test_an_adapter_that_was_evicted_while_its_load_waited_is_loaded_anew(tmp_path: Path) -> None:
+    bench = await bench_with(_most=1)
+    adapters, queue, go = bench.operations.adapters, bench.operations.queue, asyncio.Event()
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**CONFIG, "target_modules": ["q_proj"]}))
+    save_file({NAME: torch.ones(2, 4)}, tmp_path / "adapter_model.safetensors")
+    await adapters.load("x", str(tmp_path), 5.0)
+    waiting = [asyncio.create_task(queue.run(go.wait))]
+    for number, work in enumerate((adapters.update("y", tensors(1.0), CONFIG), adapters.load("x", str(tmp_path), 5.0))):
+        waiting.append(asyncio.create_task(work))  # pyright: ignore[reportArgumentType]
+        await until(lambda count=number + 2: len(queue.turns) == count)
+    go.set()
+    await asyncio.gather(*waiting)
+    assert [list(engine.lora) for engine in bench.engine.values()] == [["x"]] * 2
 
 
 @virtual

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tinker_rig import OTHER_KEY, Rig, rig, until
 
-from penstock.errors import UserError
-from penstock.tinker import futures, sessions
+from penstock.errors import StateError, UserError
+from penstock.tinker import futures, sessions, training
 from penstock.tinker.checkpoints import TinkerPath
 from penstock.tinker.database import Database, checkpoints
 from penstock.tinker.futures import Futures
@@ -62,6 +62,34 @@ async def test_checkpoints_are_listed_loaded_replaced_and_deleted(tmp_path: Path
         assert not folder.exists()
         load |= {"model_seq_id": 1}
         assert "no checkpoint" in (await service.result(await service.post("load_weights", load)))["error"]
+
+
+@pytest.mark.parametrize(
+    ("step", "error"), [("size_of", OSError("no descriptor")), ("record", StateError("disk full"))]
+)
+async def test_a_replaced_checkpoint_stays_until_its_successor_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, error: Exception
+) -> None:
+    failed = []
+
+    def fails(*_: object) -> None:
+        failed.append(step)
+        raise error
+
+    async with rig(tmp_path) as service:
+        model = await service.model()
+        path = (await saved(service, model, 1, path="a"))["path"]
+        (old,) = (tmp_path / "checkpoints").glob("*/weights/*")
+        monkeypatch.setattr(training, step, fails)
+        body = {"model_id": model, "seq_id": 2, "path": "a", "overwrite": True}
+        future = await service.post("save_weights", body)
+        if step == "size_of":
+            assert "no descriptor" in (await service.result(future))["error"]
+        await until(lambda: failed)
+        await service.result(await service.step(model, 3))  # begins after the end of the save
+        assert old.is_dir()
+        load = {"path": path, "optimizer": True, "model_id": model, "seq_id": 4}
+        assert "error" not in await service.result(await service.post("load_weights", load))
 
 
 async def test_others_read_what_is_published_and_nothing_else(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -293,9 +294,28 @@ def step(models: Models, seed: int) -> None:
     models.step("m", AdamSpec(learning_rate=1e-2))
 
 
-def test_a_model_comes_back_as_it_was_last_saved_even_if_that_was_deleted(base: str, tmp_path: Path):
-    import shutil
+@pytest.mark.parametrize("optimizer", [True, False])
+def test_a_checkpoint_that_is_deleted_while_it_is_loaded_is_loaded_whole(
+    base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, optimizer: bool
+):
+    models, method = trained(base, tmp_path), "load" if optimizer else "set_adapter"
+    models.save("m", tmp_path / "a")
+    saved, load = dict(models.learner.weights("m")), getattr(models.learner, method)
+    models.create("other", spec_of({"rank": 4}))
 
+    def deleted_meanwhile(*given: Any) -> None:
+        load(*given)
+        shutil.rmtree(tmp_path / "a")
+
+    monkeypatch.setattr(models.learner, method, deleted_meanwhile)
+    models.load("other", tmp_path / "a", optimizer=optimizer)
+    again = models_of(base, tmp_path)
+    again.restore()
+    for each in (models, again):
+        torch.testing.assert_close(dict(each.learner.weights("other")), saved, rtol=0, atol=0)
+
+
+def test_a_model_comes_back_as_it_was_last_saved_even_if_that_was_deleted(base: str, tmp_path: Path):
     models = trained(base, tmp_path)
     models.create("other", spec_of({"rank": 2, "seed": 2, "train_unembed": False}))
     models.save("m", tmp_path / "a")
