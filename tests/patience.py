@@ -1,7 +1,22 @@
-"""How long tests wait for what must happen."""
+"""How long tests wait for what must happen, and how."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
 
 WAIT_S = 120.0
 """A test that passes never waits it out, so it is long: the machine may be busy with other things."""
 
 HANG_S = 30.0
 """`hang_timeout_s` where a hang must be noticed: within `WAIT_S`, and longer than a busy machine stands still."""
+
+
+async def eventually(holds: Callable[[], bool | Awaitable[bool]], seconds: float = WAIT_S) -> None:
+    """Wait for what another process, or a socket, will bring about without an event of its own."""
+    async with asyncio.timeout(seconds):
+        while True:
+            now = holds()
+            if now if isinstance(now, bool) else await now:
+                return
+            await asyncio.sleep(0.005)

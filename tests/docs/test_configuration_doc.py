@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from penstock.config import RunConfig
-from penstock.settings import EngineConfig, Section
+from penstock.settings import Section
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "configuration.md"
 
@@ -57,8 +57,3 @@ def test_every_choice_is_named() -> None:
         if typing.get_origin(annotation) is typing.Literal:
             for choice in typing.get_args(annotation):
                 assert f"`{choice}`" in meanings[key][1] or choice == meanings[key][0], f"{key}: {choice}"
-
-
-def test_required_keys_are_called_so() -> None:
-    required = [key for key, (default, _) in documented().items() if default == "required"]
-    assert required == [f"engine.{name}" for name, field in EngineConfig.model_fields.items() if field.is_required()]

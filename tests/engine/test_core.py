@@ -198,14 +198,6 @@ def test_a_round_that_waited_for_a_step_gives_the_core_an_input_so_that_it_does_
     core.step()
 
 
-def test_a_version_that_is_not_prepared_changes_nothing():
-    core = Core(step_under_way=False)
-    done = ask(core, version=5)
-    core.step()
-    assert isinstance(done.exception(0), StateError)
-    assert core.done == ["penstock_prepared"]
-
-
 def test_a_core_says_how_long_it_was_held_whatever_held_it(monkeypatch: pytest.MonkeyPatch):
     clock = SimpleNamespace(perf_counter=lambda: clock.now, now=100.0)
     monkeypatch.setattr(pause, "time", clock)
@@ -309,23 +301,6 @@ def test_a_version_is_checked_beside_the_core_and_prepared_between_two_of_its_st
     assert done.result(0) == {"ok": True}
     assert core.done == ["penstock_prepare"], "nothing was paused"
     assert core.given == body["manifest"]
-
-
-@pytest.mark.parametrize(
-    ("tensor", "message"),
-    [
-        (torch.ones(3), r"shape \(3,\), the engine's has \(2, 3\)"),
-        (torch.ones(2, 3, dtype=torch.float64), "cast before sending"),
-        (torch.full((2, 3), torch.nan), "NaN"),
-        (None, "must be a JSON object with 'manifest'"),
-    ],
-)
-def test_what_does_not_fit_never_comes_to_the_core(store, tensor, message):
-    core = Core(step_under_way=False)
-    control_of(core)._spec = SPEC
-    with pytest.raises(WeightsError, match=message):
-        prepare(core, {} if tensor is None else offer(store, tensor)).result(0)
-    assert core.input_queue.empty()
 
 
 def test_workers_that_sleep_or_refuse_prepare_nothing(store):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from types import SimpleNamespace
 
 import orjson
@@ -245,11 +244,3 @@ async def test_a_report_that_is_none_is_named(text):
     request = Stream(DataClient("http://h:1"), "/v1/completions", {}, headers={}, timeout_s=60)
     with pytest.raises(EngineError, match="malformed report of the engine"):
         [event async for event in request.events_of(SimpleNamespace(lines=lines))]
-
-
-async def stream(*chunks, error=None):
-    for one in chunks:
-        await asyncio.sleep(0)
-        yield one
-    if error is not None:
-        raise error

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import penstock
 from http_engine import HTTPEngine
 from patience import WAIT_S
 from penstock import Fleet
@@ -185,14 +183,3 @@ async def test_one_started_without_statistics_serves_and_says_what_it_lacks(monk
             with pytest.raises(MissingCapabilityError, match=lacks):
                 await fleet.get_num_unfinished_requests()
             assert len((await fleet.sample(PROMPT, 2, LONG))[1].token_ids) == LONG.max_tokens
-
-
-def test_it_plugs_in_where_servers_of_others_join_and_nowhere_else() -> None:
-    source = Path(penstock.__file__).parent
-    room = source / "engine" / "vanilla.py"
-    users = {
-        file.relative_to(source).as_posix()
-        for file in source.rglob("*.py")
-        if file != room and "penstock.engine.vanilla" in file.read_text()
-    }
-    assert users == {"fleet/attach.py", "rooms.py"}

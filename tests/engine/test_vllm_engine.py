@@ -33,6 +33,7 @@ async def test_sizes_and_info(live):
     assert len(info.instance) == 32
     assert info.capabilities.sampled_logprobs
     assert not info.capabilities.lora  # it was launched without
+    assert not info.capabilities.sleep  # it would free nothing
 
 
 async def test_generate_keeps_order_and_gives_exact_logprobs_after_temperature(live):

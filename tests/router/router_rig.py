@@ -13,12 +13,16 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from patience import eventually
 from penstock.router.admin_client import RouterAdmin, RouterState
 from penstock.router.memory import EngineEntry, Membership
 from penstock.router.server import Router
+from penstock.router.state import EngineLoad
 from penstock.settings import KEY_ENV, RouterConfig
 
 Headers = list[tuple[str, str]]
+Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
+both_loops = pytest.mark.parametrize("process", [False, True], ids=["asyncio", "uvloop"])
 DATA_PATHS = (
     "/v1/x,/v1/echo,/a,/b,/c,/d,/e,/f,/bad,/0,/1,/2,/3,/4,/204,/304,/head,/options,/plain,/chunked,/warm-up,/digest,"
     "/text,/stream,/slow,/fail-400,/broken,/broken-stream,/endless,/smuggled"
@@ -26,7 +30,7 @@ DATA_PATHS = (
 """What tests ask for, besides the data calls of vLLM."""
 
 
-async def read_head(reader: asyncio.StreamReader) -> tuple[str, Headers]:
+async def read_head(reader: Reader) -> tuple[str, Headers]:
     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
     first, *lines = head[:-4].split("\r\n")
     return first, [(n, v.strip()) for n, _, v in (line.partition(":") for line in lines)]
@@ -36,7 +40,7 @@ def value(headers: Headers, name: str) -> str | None:
     return next((v for n, v in headers if n.lower() == name), None)
 
 
-async def read_chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+async def read_chunks(reader: Reader) -> AsyncIterator[bytes]:
     while True:
         size = int((await reader.readuntil(b"\r\n")).split(b";")[0], 16)
         if size:
@@ -47,7 +51,7 @@ async def read_chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
             return
 
 
-async def read_body(reader: asyncio.StreamReader, headers: Headers) -> bytes:
+async def read_body(reader: Reader, headers: Headers) -> bytes:
     if (value(headers, "transfer-encoding") or "").lower() == "chunked":
         return b"".join([chunk async for chunk in read_chunks(reader)])
     return await reader.readexactly(int(value(headers, "content-length") or 0))
@@ -69,11 +73,45 @@ def reply(body: bytes = b"ok", status: str = "200 OK", headers: str = "") -> byt
     return f"HTTP/1.1 {status}\r\n{headers}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
-Answer = Callable[["Backend", Seen, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+Answer = Callable[["Backend", Seen, Reader, Writer], Awaitable[None]]
 
 
-async def answer_name(backend: Backend, seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:  # noqa: ARG001
+async def answer_name(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
     writer.write(reply(backend.name.encode()))
+
+
+async def hang_up(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
+    writer.close()
+
+
+def says(*pieces: bytes, then: Answer | None = None) -> Answer:
+    """An engine that sends these, one after another, and then does as `then`."""
+
+    async def answer(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0.001 if len(pieces) > 1 else 0)
+        if then is not None:
+            await then(backend, seen, reader, writer)
+
+    return answer
+
+
+async def stays(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
+    """Say no more; only the router's disconnect ends it."""
+    await reader.readexactly(1)
+
+
+def held(then: Answer = answer_name) -> tuple[asyncio.Event, Answer]:
+    """An event, and an engine that answers once it is set."""
+    release = asyncio.Event()
+
+    async def answer(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:
+        await release.wait()
+        await then(backend, seen, reader, writer)
+
+    return release, answer
 
 
 @dataclass
@@ -93,7 +131,7 @@ class Backend:
     metrics: bytes = b""
     """What it answers to `GET /metrics`."""
     _server: asyncio.Server | None = None
-    _writers: set[asyncio.StreamWriter] = field(default_factory=set)
+    _writers: set[Writer] = field(default_factory=set)
 
     async def start(self) -> Self:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, backlog=1024)
@@ -121,7 +159,7 @@ class Backend:
     def entry(self, **more: Any) -> EngineEntry:
         return EngineEntry(self.name, f"http://127.0.0.1:{self.port}", **more)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, reader: Reader, writer: Writer) -> None:
         asked = False
         self._writers.add(writer)
         try:
@@ -162,7 +200,7 @@ class Answered:
 class RawClient:
     """One connection to the router."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, reader: Reader, writer: Writer) -> None:
         self.reader = reader
         self.writer = writer
 
@@ -209,16 +247,6 @@ def request(target: str = "/v1/x", body: bytes = b"", headers: str = "", method:
     return f"{method} {target} HTTP/1.1\r\nHost: test\r\n{headers}{length}\r\n".encode("latin-1") + body
 
 
-async def eventually(holds: Callable[[], bool | Awaitable[bool]], seconds: float = 60) -> None:
-    """Wait for what another process, or a socket, will bring about."""
-    async with asyncio.timeout(seconds):
-        while True:
-            now = holds()
-            if now if isinstance(now, bool) else await now:
-                return
-            await asyncio.sleep(0.005)
-
-
 @dataclass
 class Rig:
     """A router, its backends and an admin client."""
@@ -257,27 +285,31 @@ class Rig:
         self.policy = {**self.policy, "policy": policy, **options}
         await self.again()
 
-    async def settled(self) -> RouterState:
-        """State once nothing is outstanding."""
+    async def load(self, name: str) -> EngineLoad:
+        return next(engine for engine in (await self.admin.engines()).engines if engine.name == name)
 
-        state = await self.admin.engines()
+    async def until(self, holds: Callable[[RouterState], bool]) -> RouterState:
+        """State once `holds` of it."""
+        state: RouterState | None = None
 
-        async def idle() -> bool:
+        async def so() -> bool:
             nonlocal state
             state = await self.admin.engines()
-            return not state.held and not any(e.outstanding for e in state.engines)
+            return holds(state)
 
         try:
-            await eventually(idle)
+            await eventually(so)
         except TimeoutError:
-            pytest.fail(f"the router did not come to rest: {state}")
+            pytest.fail(f"the router did not get there: {state}")
+        assert state is not None
         return state
 
-    async def until_held(self, held: int) -> None:
-        async def so_many() -> bool:
-            return (await self.admin.engines()).held == held
+    async def settled(self) -> RouterState:
+        """State once nothing is outstanding."""
+        return await self.until(lambda state: not state.held and not any(e.outstanding for e in state.engines))
 
-        await eventually(so_many)
+    async def until_held(self, held: int) -> None:
+        await self.until(lambda state: state.held == held)
 
 
 @asynccontextmanager

@@ -6,15 +6,15 @@ import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
 
-from router_rig import Backend, RawClient, Seen, eventually, read_body, reply, request
+from router_rig import Backend, RawClient, Reader, Seen, Writer, read_body, reply, request
 
+from patience import eventually
 from penstock.router.backend import Backend as RouterBackend
 from penstock.router.dispatcher import Waiter
 from penstock.router.memory import EngineEntry, Membership
 from penstock.router.server import Router
 from penstock.settings import RouterConfig
 
-Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
 NAMES = ("e0", "e1", "e2")
 
 

@@ -6,8 +6,9 @@ import json
 import logging
 
 import pytest
-from router_rig import Backend, RawClient, answer_name, eventually, request
+from router_rig import Backend, RawClient, answer_name, request
 
+from patience import eventually
 from penstock.router.memory import Membership
 from penstock.router.server import Router
 from penstock.settings import RouterConfig

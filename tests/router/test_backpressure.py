@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from asyncio import StreamReader as Reader
-from asyncio import StreamWriter as Writer
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from router_rig import Backend, RawClient, Rig, Seen, reply, request, rig
+from router_rig import Backend, RawClient, Reader, Rig, Seen, Writer, reply, request, rig
 
 from patience import WAIT_S
 

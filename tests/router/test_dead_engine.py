@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from asyncio import StreamReader as Reader
-from asyncio import StreamWriter as Writer
 
 import aiohttp
 import pytest
-from router_rig import Answer, Backend, Seen, answer_name, eventually, read_chunks, reply, request, rig
+from router_rig import Answer, Backend, Reader, Seen, Writer, answer_name, both_loops, read_chunks, reply, request, rig
 
-from patience import WAIT_S
+from patience import WAIT_S, eventually
 from penstock.router.memory import EngineEntry
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
@@ -20,7 +18,6 @@ MESSAGE = "EngineCore encountered an issue. See stack trace (above) for the root
 ERROR = {"error": {"message": MESSAGE, "type": "InternalServerError", "param": None, "code": 500}}
 JSON = "Content-Type: application/json\r\n"
 STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
-both_loops = pytest.mark.parametrize("process", [False, True], ids=["asyncio", "uvloop"])
 
 
 def chunk(data: bytes) -> bytes:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 
 import orjson
-from router_rig import Backend, Seen, reply, rig
+from router_rig import Backend, Reader, Seen, Writer, reply, rig
 
 from penstock.engine.client import DataClient
 from penstock.prefix_hash import prefix_hashes
@@ -18,7 +17,7 @@ LAST = {"status": 200, "samples": [SAMPLE], "versions": [[[0, 0, 1]]], "answer":
 PARAMS = {"max_tokens": 16, "detokenize": False}
 
 
-async def one_token(backend: Backend, seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:  # noqa: ARG001
+async def one_token(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
     writer.write(reply(orjson.dumps(LAST) + b"\n", headers="Content-Type: application/x-ndjson\r\n"))
 
 
@@ -67,7 +66,7 @@ async def test_a_router_spreads_a_group_and_finds_a_beginning() -> None:
         assert sorted(len(backend.seen) - 4 for backend in r.backends) == [0, 0, 0, 7]
 
 
-async def events(backend: Backend, seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:  # noqa: ARG001
+async def events(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
     writer.write(
         reply(b"data: [DONE]\n\n", headers="Content-Type: text/event-stream\r\nX-Penstock-Progress: stream\r\n")
     )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from router_rig import Backend, Seen, answer_name, eventually, reply, request, rig
+from router_rig import Backend, Reader, Seen, Writer, answer_name, reply, request, rig
 
-from patience import WAIT_S
+from patience import WAIT_S, eventually
 from penstock.router.memory import EngineEntry
 from penstock.router.placement import MOST_TOKENS, Placement
 
@@ -48,7 +48,7 @@ async def test_two_slow_bodies_with_huge_claims_stop_no_new_session() -> None:
 async def test_a_claim_counts_as_what_one_sequence_can_have(entry: dict[str, int], metrics: bytes, most: int) -> None:
     release = asyncio.Event()
 
-    async def answer(backend: Backend, seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:  # noqa: ARG001
+    async def answer(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
         await release.wait()
         writer.write(reply())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from router_rig import Backend, Seen, reply, rig
+from router_rig import Backend, Reader, Seen, Writer, reply, rig
 
 from patience import WAIT_S
 from penstock import http
@@ -16,7 +16,7 @@ from penstock.router.memory import Membership
 from penstock.sim.server import KEEP_ALIVE_S
 
 
-async def json_object(backend: Backend, seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:  # noqa: ARG001
+async def json_object(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
     writer.write(reply(b"{}"))
 
 

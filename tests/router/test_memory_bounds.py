@@ -7,8 +7,9 @@ import tracemalloc
 
 import pytest
 import uvloop
-from router_rig import Backend, Seen, answer_name, eventually, reply, request, rig
+from router_rig import Backend, Reader, Seen, Writer, answer_name, reply, request, rig
 
+from patience import eventually
 from penstock import process
 
 MB = 1 << 20
@@ -109,7 +110,7 @@ def test_a_long_body_is_kept_once() -> None:
     size, piece = 32 * MB, b"x" * MB
     reads = asyncio.Event()
 
-    async def deaf(backend: Backend, seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:  # noqa: ARG001
+    async def deaf(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
         await reads.wait()
         left = size
         while left:

@@ -8,7 +8,7 @@ import socket
 import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from router_rig import answer_name, request, rig
+from router_rig import Writer, answer_name, request, rig
 
 from penstock.errors import ConfigError, EngineHTTPError, StateError, UserError
 from penstock.router.admin_client import RouterAdmin
@@ -148,7 +148,7 @@ async def test_epochs() -> None:
 async def test_an_engine_that_stays_keeps_its_connections_and_one_that_leaves_ends_its_work() -> None:
     go = asyncio.Event()
 
-    async def slow(backend: object, seen: object, reader: object, writer: asyncio.StreamWriter) -> None:  # noqa: ARG001
+    async def slow(backend: object, seen: object, reader: object, writer: Writer) -> None:  # noqa: ARG001
         await go.wait()
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
 

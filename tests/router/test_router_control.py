@@ -8,15 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from router_rig import Backend, RawClient, Rig, Seen, answer_name, eventually, reply, request, rig
+from router_rig import Backend, RawClient, Reader, Rig, Seen, Writer, answer_name, reply, request, rig
 
-from patience import WAIT_S
+from patience import WAIT_S, eventually
 from penstock.router.kv import KVStats, parse_kv_stats
 from penstock.router.memory import EngineEntry
 from penstock.router.state import EngineLoad
 from penstock.sim import SimConfig, SimServer
-
-Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
 
 
 def session(name: object, more: str = "") -> str:

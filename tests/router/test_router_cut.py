@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from router_rig import Backend, RawClient, Rig, Seen, eventually, reply, request, rig
+from router_rig import Backend, RawClient, Reader, Rig, Seen, Writer, reply, request, rig
 
+from patience import eventually
 from penstock.router.admin_client import RouterAdmin
 from penstock.router.memory import Membership
 
@@ -17,7 +18,7 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nbegun\r\n"
 def opening(first: Callable[[], bytes]) -> Callable:
     """An engine that answers its first request with so much, and no more, ever."""
 
-    async def answer(backend: Backend, _: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def answer(backend: Backend, _: Seen, reader: Reader, writer: Writer) -> None:
         writer.write(first() if backend.name == "e0" else reply(b"of e1"))
         if backend.name == "e0":
             await reader.read()  # until the router goes
@@ -62,7 +63,7 @@ async def test_an_answer_that_has_begun_is_seen_to_break() -> None:
 async def test_what_is_in_flight_where_nobody_said_so_comes_to_its_end() -> None:
     release = asyncio.Event()
 
-    async def answer(backend: Backend, _: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:  # noqa: ARG001
+    async def answer(backend: Backend, _: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
         await release.wait()
         writer.write(reply(b"whole"))
 

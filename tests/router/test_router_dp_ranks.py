@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from router_rig import Backend, Rig, answer_name, eventually, rig
+from router_rig import Backend, Rig, answer_name, rig
 
+from patience import eventually
 from penstock.errors import UserError
 from penstock.router.kv import KVStats, parse_kv_stats
 from penstock.router.memory import EngineEntry

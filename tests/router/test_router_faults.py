@@ -9,13 +9,10 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 import pytest
-from router_rig import Backend, RawClient, Seen, answer_name, eventually, reply, request, rig
+from router_rig import Backend, RawClient, Reader, Seen, Writer, answer_name, both_loops, reply, request, rig
 
-from patience import WAIT_S
+from patience import WAIT_S, eventually
 from penstock.router.memory import EngineEntry
-
-both_loops = pytest.mark.parametrize("process", [False, True], ids=["asyncio", "uvloop"])
-Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
 
 
 async def never(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001

@@ -6,14 +6,11 @@ import asyncio
 import time
 
 import pytest
-from router_rig import Backend, RawClient, Seen, answer_name, reply, request, rig
+from router_rig import Backend, RawClient, Reader, Seen, Writer, answer_name, both_loops, reply, request, rig
 
 from patience import WAIT_S
 from penstock.router.backend import Backend as RouterBackend
 from penstock.router.exchange import Exchange
-
-Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
-both_loops = pytest.mark.parametrize("process", [False, True], ids=["asyncio", "uvloop"])
 
 
 @both_loops

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
-from router_rig import eventually
 
+from patience import eventually
 from penstock.router.dispatcher import Gate, Wait, Waiter
 from penstock.router.http import RefusalError, RequestHead
 from penstock.settings import RouterConfig

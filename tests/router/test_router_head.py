@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import re
 import time
 
 import pytest
 
 from penstock.router.http import CHUNKED, RefusalError, parse_request, parse_response
 
-BAD_HEADS = {
+BAD_HEADS = {  # see test_router_hostile.py
     "length and chunked": b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
     "chunked and length": b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n",
     "two lengths": b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n",
@@ -68,14 +67,6 @@ BAD_HEADS = {
     "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
     "unknown expectation": b"POST / HTTP/1.1\r\nHost: a\r\nExpect: a-pony\r\n\r\n",
 }
-
-
-@pytest.mark.parametrize("head", BAD_HEADS.values(), ids=BAD_HEADS)
-def test_hostile_heads_are_refused(head: bytes) -> None:
-    with pytest.raises(RefusalError) as caught:
-        parse_request(head)
-    assert caught.value.status in {400, 417, 501, 505}
-    assert not re.search(r"\bb['\"]", str(caught.value)), "what was sent is shown as text"
 
 
 @pytest.mark.parametrize("line", [b"X: " + b" " * 30_000 + b"\x01", b"X" * 30_000, b"X:" + b"\t " * 15_000 + b"\n"])

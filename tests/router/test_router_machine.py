@@ -20,10 +20,9 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from router_rig import eventually
 from router_world import NAMES, World
 
-from patience import WAIT_S
+from patience import WAIT_S, eventually
 from penstock.router.backend import Backend
 from penstock.router.dispatcher import Dispatcher, Wait, Waiter
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import aiohttp
 import pytest
-from router_rig import Backend, Seen, answer_name, eventually, read_chunks, reply, request, rig
+from router_rig import Backend, Reader, Seen, Writer, answer_name, both_loops, read_chunks, reply, request, rig
 
-both_loops = pytest.mark.parametrize("process", [False, True], ids=["asyncio", "uvloop"])
-Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
+from patience import eventually
 
 
 async def echo(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
-from router_rig import Backend, Seen, answer_name, reply, rig
-
-Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
+from router_rig import Backend, Reader, Seen, Writer, answer_name, reply, rig
 
 
 def session(name: object) -> str:

@@ -10,10 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from router_rig import eventually
 from worker_rig import running
 
-from patience import WAIT_S
+from patience import WAIT_S, eventually
 from penstock.errors import EngineStartError
 from penstock.fleet.router_process import RouterProcess
 from penstock.process import ChildProcess, StartReport

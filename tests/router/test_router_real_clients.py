@@ -14,8 +14,9 @@ from typing import Any
 
 import openai
 import pytest
-from router_rig import Backend, Rig, Seen, eventually, reply, rig, router_process
+from router_rig import Backend, Reader, Rig, Seen, Writer, reply, rig, router_process
 
+from patience import eventually
 from penstock.router.admin_client import RouterAdmin
 from penstock.router.memory import EngineEntry, Membership
 from penstock.sim import SimConfig, SimServer
@@ -36,7 +37,7 @@ def chunk(data: bytes) -> bytes:
     return f"{len(data):x}\r\n".encode() + data + b"\r\n"
 
 
-async def stream(writer: asyncio.StreamWriter, events: int) -> None:
+async def stream(writer: Writer, events: int) -> None:
     """`TEXT` as chat events, each a chunk of its own, and the end that OpenAI has."""
     writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
     part = len(TEXT) // EVENTS
@@ -71,7 +72,7 @@ FIXED = {
 }
 
 
-async def answer(backend: Backend, seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def answer(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:
     """What the engine does is in the path, or in the model's name where an OpenAI client asks."""
     what = seen.line.split()[1].lstrip("/")
     if what.startswith("v1/"):
@@ -131,16 +132,6 @@ async def test_openai_completions_and_their_streams_say_the_same(simulated):
             texts[choice.index] += choice.text
     assert texts == [c.text for c in whole.choices]
     assert usage == whole.usage
-
-
-async def test_openai_stop_strings_are_held_back_in_streams(simulated):
-    given = {"model": "sim-model", "prompt": "x", "max_tokens": 20}
-    plain = (await simulated.completions.create(**given)).choices[0].text
-    given["stop"] = [plain[8:11]]
-    whole = (await simulated.completions.create(**given)).choices[0]
-    assert (whole.text, whole.finish_reason) == (plain[:8], "stop")
-    stream = await simulated.completions.create(**given, stream=True)
-    assert "".join([piece.choices[0].text async for piece in stream]) == plain[:8]
 
 
 async def test_openai_chat_models_and_many_at_once(simulated):
@@ -275,6 +266,3 @@ async def test_curl_that_leaves_early_ends_the_request_at_the_engine(scripted):
     assert await process.wait() == -signal.SIGTERM
     await eventually(lambda: any(backend.disconnected.is_set() for backend in scripted.backends))
     await scripted.settled()
-
-
-# --- aiohttp ---------------------------------------------------------------------------------------------------------

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from router_rig import Backend, RawClient, Rig, Seen, answer_name, eventually, reply, request, rig
+from router_rig import Backend, RawClient, Reader, Rig, Seen, Writer, answer_name, reply, request, rig
 from worker_rig import one_to_each, pid_of, running
 
-from patience import WAIT_S
+from patience import WAIT_S, eventually
 from penstock.errors import StateError, UserError
 from penstock.process import backoff_s
 from penstock.router.admin_client import RouterAdmin, RouterState
@@ -30,7 +30,7 @@ def held() -> tuple[asyncio.Event, Any]:
     """An event, and an engine that answers when it is set."""
     release = asyncio.Event()
 
-    async def answer(backend: Backend, seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:  # noqa: ARG001
+    async def answer(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
         await release.wait()
         writer.write(reply(backend.name.encode()))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,13 +14,6 @@ from patience import WAIT_S
 from penstock.sim import SimConfig, SimServer
 
 PROMPT = [5, 6, 7]
-
-
-async def until(reached: Callable[[], bool]) -> None:
-    """Let the server go on until `reached()`; it sends no event."""
-    async with asyncio.timeout(WAIT_S):
-        while not reached():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 def now() -> float:

@@ -70,6 +70,23 @@ async def test_stale_kv_shows():
 
 
 @virtual
+async def test_only_a_resume_ends_a_pause_and_nothing_runs_before_its_memory_is_back():
+    engine = SimEngine()
+    task = in_flight(engine, SamplingParams(max_tokens=60))
+    await asyncio.sleep(10 * STEP)
+    await engine.pause(PauseMode.ABORT)
+    await engine.sleep(1)
+    await engine.wake_up()
+    assert engine.paused
+    await engine.sleep(1)
+    await engine.resume()
+    for tag in ("weights", "kv_cache"):
+        assert engine.paused
+        await engine.wake_up([tag])
+    assert (await task)[0].finish_reason == "length"
+
+
+@virtual
 async def test_native_start_while_requests_run_kills():
     engine = SimEngine()
     engine.weights.initialised = True

@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 import pytest
-from sim_http import PROMPT, parse_events, sim_client, until
+from sim_http import PROMPT, parse_events, sim_client
 
 from own_answers import samples_of
-from patience import WAIT_S
+from patience import WAIT_S, eventually
 from penstock.errors import ConfigError
 from penstock.process import ChildProcess
 from penstock.sim import Fault, FaultKind, Phase, SimConfig
@@ -98,7 +98,7 @@ async def test_core_death_looks_like_vllms():
     async with sim_client() as sim:
         plain = asyncio.create_task(sim.call("POST", GENERATE, {**stream_body(4000), "stream": False}))
         stream = asyncio.create_task(sim.events(GENERATE, stream_body(4000)))
-        await until(lambda: len(sim.server.engine.scheduler.running) == 2)
+        await eventually(lambda: len(sim.server.engine.scheduler.running) == 2)
         await sim.call("POST", "/sim/fault", {"kind": "core_death"})
         status, answer = await plain
         assert (status, answer["error"]["type"]) == (500, "InternalServerError")

@@ -7,9 +7,10 @@ import asyncio
 import aiohttp
 import orjson
 import pytest
-from sim_http import PROMPT, sim_client, until
+from sim_http import PROMPT, sim_client
 
 from own_answers import samples_of
+from patience import eventually
 from penstock.errors import EngineStartError
 from penstock.sim import SimConfig, SimServer
 from penstock.types import SamplingParams
@@ -126,7 +127,7 @@ async def test_metrics_are_true():
         scheduler = sim.server.engine.scheduler
         await sim.post("/sim/fault", {"kind": "slow", "factor": 100})
         task = asyncio.gather(*(sim.generate(30, seed=i) for i in range(3)))
-        await until(lambda: len(scheduler.running) == 2 and len(scheduler.waiting) == 1)
+        await eventually(lambda: len(scheduler.running) == 2 and len(scheduler.waiting) == 1)
         await sim.post("/pause?mode=keep&clear_cache=false")
         await sim.post("/sim/fault", {"clear": True})
         busy = figures(await sim.get("/metrics"))
@@ -202,7 +203,7 @@ async def test_a_client_that_hangs_up_aborts_its_request(sim):
     async with sim.session.post(sim.server.url + "/inference/v1/generate", json=body) as answer:
         await answer.content.readany()
         answer.close()
-    await until(lambda: not sim.server.engine.scheduler.running)
+    await eventually(lambda: not sim.server.engine.scheduler.running)
     assert sim.server.engine.scheduler.pool.usage == 0
 
 
