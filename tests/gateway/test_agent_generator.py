@@ -216,12 +216,6 @@ async def test_an_agent_over_its_time_has_no_reward_and_its_processes_end(
     assert of_programs(tmp_path) == []
 
 
-async def test_an_agent_that_asks_nothing_is_an_error_with_its_output(served: tuple[Rig, str], tmp_path: Path) -> None:
-    made = generator(served, [sys.executable, "-c", "raise SystemExit('no such tool')"], log_dir=tmp_path)
-    with pytest.raises(PenstockError, match=r"asked for no turn: it ended with status 1; .*no such tool"):
-        await made.generate(GeneratorInput([Lengths().train_task(0)]))
-
-
 async def test_an_episode_without_a_turn_gives_no_row_until_many_in_a_row_have_none(
     served: tuple[Rig, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import pytest
@@ -11,17 +10,7 @@ from wire_clients import WIRES, Chat
 
 from gateway_rig import THOUGHT, Rig
 from penstock.gateway.messages import ToolCall
-from penstock.gateway.responses import ResponsesDialect
 from penstock.rollout.tokenizer import Tokenizer
-
-
-def test_many_items_of_an_assistant_are_joined_in_linear_time() -> None:
-    """40,000 of them took eleven seconds."""
-    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
-    began = time.process_time()
-    request = ResponsesDialect().read({"input": [{"role": "user", "content": "x"}, *[call] * 40_000]})
-    assert time.process_time() - began < 4
-    assert [len(message.calls) for message in request.messages] == [0, 40_000]
 
 
 async def test_half_a_character_in_a_call_is_no_500(tokenizer: Tokenizer) -> None:

@@ -182,15 +182,6 @@ async def test_a_stream_that_begins_before_its_turn_ends_names_its_node(tokenize
     assert answer.headers["X-Penstock-Node"] in rig.session().nodes
 
 
-async def test_equal_bodies_of_two_wires_are_two_requests(tokenizer: Tokenizer) -> None:
-    rig = Rig(tokenizer)
-    body, headers = {**BODY, "input": "x"}, {"Idempotency-Key": "1"}
-    chat = await rig.post(CHAT, body, **headers)
-    response = await rig.post("/v1/responses", body, **headers)
-    assert (chat["object"], response["object"]) == ("chat.completion", "response")
-    assert len(rig.engine.seen) == 2
-
-
 async def test_read_turns_are_let_go_of_and_failed_ones_at_once(tokenizer: Tokenizer) -> None:
     rig = Rig(tokenizer)
     for number in range(service.MOST_REPLAYED + 5):
@@ -199,19 +190,6 @@ async def test_read_turns_are_let_go_of_and_failed_ones_at_once(tokenizer: Token
     rig.engine.error = EngineError("died")
     assert (await rig.http.post(CHAT, json=BODY)).status_code == 503
     assert [turn.failed for turn in kept(rig).turns] == [False] * service.MOST_REPLAYED
-
-
-async def test_kept_answers_share_the_tools_of_their_turns(tokenizer: Tokenizer) -> None:
-    """Each held a parsed copy of its own: six megabytes a session of a coding agent."""
-    rig = Rig(tokenizer)
-    tools = [{"type": "custom", "name": "patch"}, {"type": "function", "name": "add"}]
-    items: list[Any] = [{"role": "user", "content": "x"}]
-    for _ in range(3):
-        items += (await rig.post("/v1/responses", {"input": items, "tools": tools}))["output"]
-        items.append({"role": "user", "content": "y"})
-    first, *_ = rig.session().nodes.values()
-    held = [tool for turn in kept(rig).turns for tool in turn.task.result().request.tools]
-    assert [tool is first.tools[0] for tool in held] == [True] * 3
 
 
 # --- the end of a session --------------------------------------------------------------------------------------------
@@ -237,43 +215,6 @@ async def test_rows_of_finish_that_did_not_arrive_are_given_again(tokenizer: Tok
             gone = await http.post("/sessions/one/finish")
     assert gone.status_code == 404
     assert "forgotten as soon as its rows are sent" in gone.text
-
-
-async def test_a_session_that_is_closed_begins_no_turn(tokenizer: Tokenizer) -> None:
-    """A harness that asks on while its turns are ended made the end of the session fail."""
-    rig = Rig(tokenizer)
-    opened = rig.gateway.open_session(rig.tenant)
-    name, key = opened.id, opened.key
-    began = asyncio.Event()
-
-    async def sample(*given: Any) -> list[Sample]:
-        began.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            await asyncio.sleep(0.05)  # the engine ends a request
-        raise AssertionError(given)
-
-    rig.gateway._sample = sample
-    under_way = asyncio.create_task(rig.http.post(CHAT, json=BODY, headers=auth(key)))
-    await began.wait()
-    closing = asyncio.create_task(rig.gateway.close_session(rig.tenant, name))
-    await asyncio.sleep(0.01)
-    async with asyncio.timeout(WAIT_S):
-        late = await rig.http.post(CHAT, json={"messages": [{"role": "user", "content": "y"}]}, headers=auth(key))
-    assert (await closing, late.status_code) == ([], 404)
-    assert (await under_way).status_code == 503
-    assert rig.gateway.sessions(rig.tenant) == []
-
-
-async def test_a_misspelt_field_of_a_reward_is_refused(tokenizer: Tokenizer) -> None:
-    rig = Rig(tokenizer)
-    await rig.post(CHAT, BODY)
-    for name in ("nodes", "node_id", "leaf"):
-        answer = await rig.http.post("/sessions/default/reward", json={"reward": 1, name: "x"})
-        assert answer.status_code == 400
-        assert f"unknown field '{name}'" in answer.text
-    assert (await rig.rows())[0]["reward"] is None
 
 
 @pytest.mark.parametrize("name", ["..", ".", "a?b", "#", "a%2fb", " ", "a b", "", {"a": 1}, True, "x" * 201])

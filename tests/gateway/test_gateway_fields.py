@@ -158,43 +158,29 @@ async def test_a_text_with_our_marks_keeps_its_content(tokenizer: Tokenizer, rol
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
-async def test_a_request_has_a_bounded_number_of_messages(
+async def test_messages_tools_and_arguments_are_bounded(
     tokenizer: Tokenizer, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dialect, "MOST_MESSAGES", 3)
-    body = body_of(path)
-    name = "input" if path == RESPONSES else "messages"
-    body[name] *= 4
-    answer = await Rig(tokenizer).http.post(path, json=body)
-    assert answer.status_code == 413
-    assert f"{name} has 4 entries; at most 3 are served" in answer.text
-
-
-@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
-async def test_a_request_has_a_bounded_number_of_tools(tokenizer: Tokenizer, path: str) -> None:
-    function = {"name": "add", "parameters": {}}
-    tool: dict[str, Any] = {"type": "function", **function, "function": function}
-    body = body_of(path, tools=[{"name": "add", "input_schema": {}} if path == MESSAGES else tool] * 1001)
-    answer = await Rig(tokenizer).http.post(path, json=body)
-    assert answer.status_code == 413
-    assert "tools has 1001 entries; at most 1000 are served" in answer.text
-
-
-@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
-async def test_a_call_has_bounded_arguments(tokenizer: Tokenizer, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dialect, "MOST_ARGUMENTS", 20)
-    arguments = {"a": "x" * 20}
-    function = {"name": "add", "arguments": json.dumps(arguments)}
+    name, arguments = "input" if path == RESPONSES else "messages", {"a": "x" * 20}
+    function = {"name": "add", "parameters": {}, "arguments": json.dumps(arguments)}
+    tool: dict[str, Any] = {"type": "function", **function, "function": function}
     call: dict[str, Any] = {"role": "assistant", "tool_calls": [{"id": "c", "function": function}]}
     if path == RESPONSES:
         call = {"type": "function_call", "call_id": "c", **function}
     elif path == MESSAGES:
+        tool = {"name": "add", "input_schema": {}}
         call = {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "add", "input": arguments}]}
-    body = body_of(path)
-    body["input" if path == RESPONSES else "messages"].append(call)
-    answer = await Rig(tokenizer).http.post(path, json=body)
-    assert answer.status_code == 413
-    assert "the arguments of a call of add have 29 characters; at most 20 are served" in answer.text
+    asked = body_of(path)[name]
+    for fields, why in (
+        ({name: asked * 4}, f"{name} has 4 entries; at most 3 are served"),
+        ({"tools": [tool] * 1001}, "tools has 1001 entries; at most 1000 are served"),
+        ({name: [*asked, call]}, "the arguments of a call of add have 29 characters; at most 20 are served"),
+    ):
+        answer = await Rig(tokenizer).http.post(path, json=body_of(path, **fields))
+        assert answer.status_code == 413
+        assert why in answer.text
 
 
 @pytest.mark.parametrize("what", ["tools", "calls", "messages"])

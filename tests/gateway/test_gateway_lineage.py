@@ -78,18 +78,6 @@ async def test_a_named_response_is_continued_and_not_its_twin(tokenizer: Tokeniz
     assert sorted(len(row["nodes"]) for row in await rig.rows()) == [1, 3]
 
 
-async def test_a_thread_goes_on_from_the_message_that_it_names(tokenizer: Tokenizer) -> None:
-    rig = Rig(tokenizer)
-    rig.engine.texts = ["same", "same", "end"]
-    asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 50}
-    await rig.post("/v1/messages", asked)
-    second = await rig.post("/v1/messages", asked)
-    thread = {"type": "continue", "previous_message_id": second["id"]}
-    await rig.post("/v1/messages", {**asked, "thread": thread})
-    *_, last = rig.session().nodes.values()
-    assert f"msg_{last.path()[0].id}" == second["id"]
-
-
 # --- forms of equal meaning ------------------------------------------------------------------------------------------
 
 

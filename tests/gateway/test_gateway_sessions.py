@@ -217,9 +217,10 @@ async def test_rewards_of_session_leaf_and_turn_also_after_the_fact(tokenizer: T
     await rig.post("/sessions/default/reward", {"reward": -1, "node": second["id"]})  # a leaf's own, for the session's
     await rig.post("/sessions/default/reward", {"reward": -1, "node": second["id"]})  # again: it is set, not added
     assert [row["reward"] for row in await rig.rows()] == [-0.75, 1.0]
-    for wrong in ({"reward": "1"}, {"reward": None}, {"reward": True}, {"reward": 1, "node": "chatcmpl-none"}):
-        answer = await rig.http.post("/sessions/default/reward", json=wrong)
+    for wrong in ({"reward": "1"}, {"reward": None}, {"reward": True}, {"node": "none"}, {"nodes": second["id"]}):
+        answer = await rig.http.post("/sessions/default/reward", json={"reward": 1, **wrong})
         assert answer.status_code == 400
+    assert "unknown field 'nodes'" in answer.text
     finished = await rig.http.post("/sessions/default/finish")
     assert len(finished.text.splitlines()) == 2
     assert (await rig.http.get("/sessions/default/rows")).status_code == 404

@@ -103,14 +103,6 @@ async def test_ids_of_calls_have_the_length_that_the_template_wants(tmp_path: Pa
     assert re.search(r"<tool_response>\n[0-9a-f]{9}: 5\n", text)
 
 
-def test_a_foreign_id_of_the_wanted_length_stays(tmp_path: Path) -> None:
-    template = ChatTemplate(chat_tokenizer(tmp_path, NINE.replace("{{ m.content }}\n", "{{ m.tool_call_id }}\n")))
-    for given, shown in (("abcdefghi", "abcdefghi"), ("call-1", "[0-9a-f]{9}")):
-        suffix = template.suffix([{"role": "tool", "content": "5", "tool_call_id": given}], last_id=2)
-        assert suffix is not None
-        assert re.search(f">\n{shown}\n<", template.tokenizer.decode(suffix))
-
-
 async def test_tools_before_the_last_question_are_shown_once(tmp_path: Path) -> None:
     """Each question showed them again, so 100 KB of tools filled the context in a few turns."""
     rig = Rig(chat_tokenizer(tmp_path, LATE_TOOLS))
@@ -128,15 +120,6 @@ async def test_tools_before_the_last_question_are_shown_once(tmp_path: Path) -> 
     assert seen[-1].index("two") < seen[-1].index("[TOOLS") < seen[-1].rindex("z")
     causes = [[node["cause"] for node in row["nodes"]] for row in await rig.rows()]
     assert causes == [[""], ["template", ""], ["template"]]  # a result extends its call, a question begins a branch
-
-
-async def test_tools_are_rendered_with_new_messages_too(tmp_path: Path) -> None:
-    """A template may show a result in another way where there are tools."""
-    marked = TEMPLATE.replace("<tool_response>\n{{ m", "<tool_response>\n{% if tools %}with tools{% endif %}{{ m")
-    rig = Rig(chat_tokenizer(tmp_path, marked))
-    await called(rig, Chat)
-    assert "<tool_response>\nwith tools5\n" in rig.tokenizer.decode(rig.engine.seen[-1])
-    assert len(await rig.rows()) == 1
 
 
 def test_a_template_whose_results_follow_another_number_of_calls_cannot_be_extended(tmp_path: Path) -> None:

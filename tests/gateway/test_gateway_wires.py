@@ -156,7 +156,9 @@ async def _official(openai: Any, anthropic: Any, base: str) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status", "message"),
     [
-        ("/v1/chat/completions", {}, 400, "messages"),
+        ("/v1/chat/completions", {}, 400, "malformed request: 'messages' is missing"),
+        ("/v1/responses", {}, 400, "malformed request: 'input' is missing"),
+        ("/v1/messages", {"messages": [], "stop_sequences": [1]}, 400, "stop_sequences is a text or a list of texts"),
         ("/v1/chat/completions", {"messages": []}, 400, "template"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "n": 2}, 400, "n=2"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "text"),

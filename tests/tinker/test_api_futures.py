@@ -99,22 +99,6 @@ async def test_another_tenants_ids_do_not_exist(tmp_path: Path) -> None:
         assert service.learner.done[-1] == ("optim_step", f"{model}:1")
 
 
-async def test_a_tenant_waits_at_its_quota_and_others_do_not(tmp_path: Path) -> None:
-    async with rig(tmp_path) as service:
-        mine, theirs = await service.model(OTHER_KEY), await service.model(KEY)
-        service.learner.hold = asyncio.Event()
-        body = {"model_id": mine, "adam_params": {"learning_rate": 1.0}}
-        queued = [await service.post("optim_step", body | {"seq_id": i}, key=OTHER_KEY) for i in range(1, 5)]
-        refused = await service.post("optim_step", body | {"seq_id": 5}, key=OTHER_KEY, status=429)
-        assert "4 operations of yours are not finished" in refused["error"]
-        other = await service.step(theirs, 1)
-        service.learner.hold.set()
-        for future in queued:
-            await service.result(future, key=OTHER_KEY)
-        await service.result(other)
-        await service.post("optim_step", body | {"seq_id": 5}, key=OTHER_KEY)
-
-
 async def test_a_quota_counts_over_all_processes_and_in_bytes(tmp_path: Path) -> None:
     tenants = Tenants([Tenant("alice", KEY, max_bytes=4000), Tenant("robert", OTHER_KEY, max_queued=4)])
     async with rig(tmp_path, tenants=tenants) as service, service.second() as second:
@@ -123,10 +107,13 @@ async def test_a_quota_counts_over_all_processes_and_in_bytes(tmp_path: Path) ->
         assert "and all of yours together may have 4000 (max_bytes)" in too_large["error"]
         service.learner.hold = asyncio.Event()
         body = {"model_id": model, "adam_params": {"learning_rate": 1.0}}
-        for seq in range(1, 5):
+        queued = [
             await (service, second)[seq % 2].post("optim_step", body | {"seq_id": seq}, key=OTHER_KEY)
+            for seq in range(1, 5)
+        ]
         for process in (service, second):
-            await process.post("optim_step", body | {"seq_id": 5}, key=OTHER_KEY, status=429)
+            refused = await process.post("optim_step", body | {"seq_id": 5}, key=OTHER_KEY, status=429)
+            assert "4 operations of yours are not finished" in refused["error"]
             assert await process.post("optim_step", body | {"seq_id": 4}, key=OTHER_KEY), "it is there already"
         large = {"model_id": big, "more": "x" * 2000}
         first = await service.post("optim_step", large | {"seq_id": 1})
@@ -135,6 +122,9 @@ async def test_a_quota_counts_over_all_processes_and_in_bytes(tmp_path: Path) ->
         service.learner.hold.set()
         assert "adam_params" in (await service.result(first))["error"]
         await second.post("optim_step", large | {"seq_id": 2})
+        for future in queued:
+            await service.result(future, key=OTHER_KEY)
+        await service.post("optim_step", body | {"seq_id": 5}, key=OTHER_KEY)
 
 
 async def test_sessions_and_models_of_a_tenant_are_bounded(tmp_path: Path) -> None:
@@ -238,10 +228,8 @@ PARTS = 300_000
     [
         b"\x1a\x00" * PARTS,  # data
         within(b"\x0a\x00" * PARTS, 3),  # chunks of a datum
-        within(b"\x0a\x00" * PARTS, 3, 3),  # spans
         within(b"\x0a\x00" * PARTS, 3, 2, 2, 2),  # within a sparse tensor
         within(b"\x01" * 2 * PARTS, 3, 2, 2, 4),  # the shape of a tensor
-        b"\x10\x01" * PARTS,  # numbers
         b"\x7b\x7c" * PARTS,  # what no message has
         b"\x22\x01m" + b"\x1a\x00" * PARTS,  # behind a text that is no message
     ],

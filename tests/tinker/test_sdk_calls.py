@@ -339,32 +339,12 @@ def tokens_of(found: types.SampleResponse) -> list[list[int]]:
     return [list(sequence.tokens) for sequence in found.sequences]
 
 
-def seeded(w: World) -> bool:
-    three = tokens_of(sample(num_samples=3, sampling_params=params(8, seed=5))(w))
-    return three == [tokens_of(sample(sampling_params=params(8, seed=5 + i))(w))[0] for i in range(3)]
-
-
 def stopped(w: World) -> bool:
     (whole,) = tokens_of(sample(sampling_params=params(12, temperature=0.0))(w))
     text = w.training.get_tokenizer().decode(whole)
     by = [[whole[3]], [text[4:6]], text[4:6]]
     cut = [sample(sampling_params=params(12, temperature=0.0, stop=stop))(w).sequences[0] for stop in by]
     return all(each.stop_reason == "stop" and list(each.tokens) == whole[: len(each.tokens)] for each in cut)
-
-
-def narrow(w: World) -> bool:
-    greedy = tokens_of(sample(sampling_params=params(8, temperature=0.0))(w))
-    ways: list[dict[str, Any]] = [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-3}]
-    return all(tokens_of(sample(sampling_params=params(8, **way))(w)) == greedy for way in ways)
-
-
-def scored(w: World) -> bool:
-    found = sample(include_prompt_logprobs=True, topk_prompt_logprobs=2, topk_sample_logprobs=3)(w)
-    assert found.prompt_logprobs[0] is None
-    assert len(found.prompt_logprobs) == len(found.topk_prompt_logprobs) == len(TOKENS)
-    last = sample(include_prompt_logprobs=True, prompt_logprobs_last_n=1)(w).prompt_logprobs
-    assert last[:3] == [None] * 3
-    return last[3] == pytest.approx(found.prompt_logprobs[3], abs=1e-4)
 
 
 def trained(loss: str, *, config: Any = None, **inputs: Any) -> Callable[[World], bool]:
@@ -385,10 +365,7 @@ def wide(*, sparse: bool) -> dict[str, types.TensorData]:
 
 POLICY = {"logprobs": floats(-1, -2, -1, -2), "advantages": floats(1, -1, 1, 1)}
 OPTIONS: dict[str, Callable[[World], object]] = {
-    "seed": seeded,
     "stop": stopped,
-    "temperature": narrow,
-    "include_prompt_logprobs": scored,
     "inflight": lambda w: lengths_of(got(w.training.save_weights_and_get_sampling_client(kind="inflight"))) == [4, 4],
     "cross_entropy": trained("cross_entropy", weights=floats(0, 1, 1, 0.5)),
     "2-D": trained("cross_entropy", **wide(sparse=False)),
@@ -463,7 +440,7 @@ async def test_a_short_pass(world: World):
     def work() -> None:
         for name in ("TrainingClient.optim_step", "SamplingClient.from_sampler_handle", "RestClient.get_sampler"):
             assert CALLS[name](world), name
-        for name in ("seed", "sparse", "gspo"):
+        for name in ("stop", "sparse", "gspo"):
             assert OPTIONS[name](world), name
         refused(world, REFUSED, "TrainingClient.save_weights_external")
         for name in ("without max_tokens", "another loss"):

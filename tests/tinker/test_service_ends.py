@@ -77,15 +77,6 @@ async def ended(pid: int) -> None:
         os.close(fd)
 
 
-async def test_a_killed_owner_leaves_no_process(tmp_path: Path):
-    async with command(tmp_path / "data") as (owner, _):
-        children = descendants(owner.pid)
-        assert len(children) >= 4, "an engine, a router, a learner and an API process"
-        owner.kill()
-        async with asyncio.timeout(120):
-            await asyncio.gather(*map(ended, children))
-
-
 async def test_a_service_that_is_started_again_has_what_was_saved(tmp_path: Path):
     tokens = types.ModelInput.from_ints([5, 6, 7])
     datum = types.Datum(model_input=tokens, loss_fn_inputs={"target_tokens": [6, 7, 8]})

@@ -118,14 +118,6 @@ async def test_a_tenant_with_a_broken_adapter_fails_alone(operations: LearnerQue
     assert (await operations.run("a:4", "optim_step", "a", step)).status == 200
 
 
-async def test_a_refused_tenant_fails_alone(operations: LearnerQueue):
-    answers = asyncio.gather(*(evaluated(operations, name, 5, f"{name}:2") for name in ("a", "nobody", "c")))
-    good, bad, other = await answers
-    assert (good.status, bad.status, other.status) == (200, 422, 200)
-    assert "no model 'nobody'" in json.loads(bad.body)["error"]
-    assert {key.split("/")[0] for key in gradients(operations)} == {"a", "c"}
-
-
 async def test_a_step_takes_nothing_of_a_batch_that_failed_in_part(operations: LearnerQueue):
     step = json.dumps({"adam_params": {"learning_rate": 0.1}}).encode()
     await evaluated(operations, "a", 7, "a:2")
