@@ -32,10 +32,14 @@ async def test_a_prefix_cached_before_an_update_is_computed_again_after_it(fleet
         running = generate(fleet, prompts, LONG)
         await in_flight(fleet, len(prompts))
         report = await fleet.update_weights([("w", torch.full((64,), float(version)))], kv=kv)
+        assert (sum(e.preempted for e in report.engines) == 0) == (kv == "keep_in_flight")
         after = await generate(fleet, prompts, SHORT)
         check(prompts, after, SHORT)
         assert {(s.version, s.kv_kept) for spans in after.response_spans for s in spans} == {(report.version, False)}
-        check(prompts, await running, LONG)  # and of the requests that the update interrupted
+        out = await running
+        check(prompts, out, LONG)  # and of the requests that the update interrupted
+        labels = {s.kv_kept for spans in out.response_spans for s in spans if s.version == report.version}
+        assert labels == {kv == "keep_in_flight"}
 
 
 @pytest.mark.vllm

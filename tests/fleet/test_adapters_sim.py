@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import aiohttp
@@ -19,7 +19,7 @@ from penstock.fleet.member import State
 from penstock.fleet.service import socket_of
 from penstock.sim.config import FaultKind
 from penstock.sim.server import SimServer
-from penstock.types import Sample
+from penstock.types import KV, Sample
 from sim_verify import verify
 
 CONFIG = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
@@ -36,9 +36,10 @@ class Tenants:
         self._servers = servers
         self._value = 0.0
 
-    async def update(self, name: str) -> int:
+    async def update(self, name: str, kv: KV = "recompute") -> int:
         self._value += 1.0
-        report = await self.fleet.update_adapter(name, [(NAME, torch.full((2, 4), self._value))], config=CONFIG)
+        tensors = [(NAME, torch.full((2, 4), self._value))]
+        report = await self.fleet.update_adapter(name, tensors, config=CONFIG, kv=kv)
         self.contents[name, report.version] = self._servers[-1].engine.adapters.loaded[name].content
         return report.version
 
@@ -56,11 +57,8 @@ async def begun(servers: list[SimServer], count: int) -> None:
             await asyncio.sleep(0.002)
 
 
-def adapter_spans(choice: Mapping[str, Any]) -> list[tuple[str, int, int, int]]:
-    return [(v["adapter"], v["adapter_version"], v["start"], v["end"]) for v in choice["weight_versions"]]
-
-
-async def test_a_sample_spans_a_swap_and_names_both_versions() -> None:
+@pytest.mark.parametrize("kv", ["recompute", "keep_in_flight"])
+async def test_a_sample_spans_a_swap_and_names_both_versions(kv: KV) -> None:
     async with engines(2) as servers, connected(servers) as fleet:
         tenants = Tenants(fleet, servers)
         assert await tenants.update("x") == 1
@@ -68,10 +66,10 @@ async def test_a_sample_spans_a_swap_and_names_both_versions() -> None:
         base = asyncio.create_task(fleet.sample([1, 2], 1, PARAMS))
         batch = asyncio.create_task(fleet.generate(prompt_token_ids=[[3, 4], [5]], sampling_params=PARAMS, adapter="x"))
         await begun(servers, 6)
-        assert await tenants.update("x") == 2
+        assert await tenants.update("x", kv) == 2
         for sample in await group:
             tenants.check([1, 2], sample, "x", 1, 2)
-            assert set(sample.versions()) == {1, 2}
+            assert [span.kv_kept for span in sample.spans] == [False, kv == "keep_in_flight"]
         (plain,) = await base
         tenants.check([1, 2], plain, None)
         assert all([s.adapter_version for s in spans] == [1, 2] for spans in (await batch).response_spans)
@@ -79,27 +77,8 @@ async def test_a_sample_spans_a_swap_and_names_both_versions() -> None:
         tenants.check([1, 2], fresh, "x", 2)
         with pytest.raises(EngineHTTPError, match="does not exist"):
             await fleet.sample([1], 1, PARAMS, adapter="unknown")
-
-
-async def test_requests_of_an_adapter_keep_their_kv_with_a_label_and_new_ones_reuse_none_of_it() -> None:
-    async with engines(1) as servers, connected(servers) as fleet:
-        for name in ("x", "y"):
-            await fleet.update_adapter(name, [(NAME, torch.ones(2, 4))], config=CONFIG)
-        prompt, stats = list(range(60)), servers[0].engine.scheduler.stats
-        group = asyncio.create_task(fleet.sample(prompt, 2, PARAMS, adapter="x"))
-        others = asyncio.create_task(fleet.sample(prompt, 2, PARAMS, adapter="y"))
-        await begun(servers, 4)
-        report = await fleet.update_adapter("x", [(NAME, torch.zeros(2, 4))], config=CONFIG, kv="keep_in_flight")
-        assert [(engine.preempted, engine.kept) for engine in report.engines] == [(0, 2)]
-        hits = stats.hits
-        (fresh,) = await fleet.sample(prompt, 1, SamplingParams(max_tokens=4), adapter="x")
-        assert stats.hits == hits, "it found nothing of the version before"
-        assert [(s.adapter_version, s.kv_kept) for s in fresh.spans] == [(2, False)]
-        for sample in await group:
-            assert [(s.adapter_version, s.kv_kept) for s in sample.spans] == [(1, False), (2, True)]
-        assert {(s.adapter_version, s.kv_kept) for sample in await others for s in sample.spans} == {(1, False)}
         with pytest.raises(UserError, match="kv must be one of recompute, keep, keep_in_flight, got 'lose'"):
-            await fleet.update_adapter("x", [(NAME, torch.ones(2, 4))], config=CONFIG, kv="lose")  # type: ignore[arg-type]
+            await tenants.update("x", "lose")  # type: ignore[arg-type]
 
 
 async def test_a_new_owner_goes_on_counting_an_adapters_versions() -> None:
@@ -108,55 +87,6 @@ async def test_a_new_owner_goes_on_counting_an_adapters_versions() -> None:
         for version in (1, 2):
             async with connected(servers) as fleet:
                 assert await Tenants(fleet, servers).update("x") == version
-
-
-async def test_a_pause_of_one_adapter_holds_what_it_has_and_what_comes_and_nothing_else() -> None:
-    async with engines(2) as servers, connected(servers) as fleet:
-        tenants = Tenants(fleet, servers)
-        for name in ("x", "y"):
-            await tenants.update(name)
-        body = {"model": "x", "max_tokens": 150, "ignore_eos": True}
-        chat = {**body, "messages": [{"role": "user", "content": "hello"}]}
-        chunks: list[dict[str, Any]] = []
-
-        async def read() -> None:
-            chunks.extend([chunk async for chunk in fleet.chat_completion_stream(chat)])
-
-        waits = [
-            asyncio.create_task(fleet.sample([1, 2], 3, PARAMS, adapter="x")),
-            asyncio.create_task(fleet.completion({**body, "prompt": [7, 8], "n": 2})),
-            asyncio.create_task(read()),
-        ]
-        await begun(servers, 6)
-        await fleet.pause_generation(adapter="x")
-        made = sum(server.engine.stats.generation_tokens for server in servers)
-        assert made, "they were in the middle"
-        waits.append(asyncio.create_task(fleet.sample([9], 1, PARAMS, adapter="x")))
-        for name in ("y", None):
-            (other,) = await fleet.sample([1, 2], 1, PARAMS, adapter=name)
-            tenants.check([1, 2], other, name)
-        assert sum(server.engine.stats.generation_tokens for server in servers) == made + 400, (
-            "only the others made any"
-        )
-        assert not any(task.done() for task in waits)
-        with pytest.raises(DeadlineError, match="'x' is still paused after"):
-            await fleet.wait_until_resumed("x", timeout_s=0.01)
-        waiting = asyncio.create_task(fleet.wait_until_resumed("x", timeout_s=WAIT_S))
-        assert await tenants.update("x") == 2
-        assert not any(task.done() for task in [*waits, waiting])
-        status = (await fleet.adapters())["x"]
-        assert (status.paused, status.version, status.in_flight, status.engines) == (True, 2, 7, 2)
-        await fleet.resume_generation(adapter="x")
-        await waiting
-        group, completion, _, (fresh,) = await asyncio.gather(*waits)
-        for sample in group:
-            tenants.check([1, 2], sample, "x", 1, 2)
-        tenants.check([9], fresh, "x", 2)
-        last = [c for chunk in chunks for c in chunk["choices"] if c.get("weight_versions")]
-        for choice in [*completion["choices"], *last]:
-            spans = adapter_spans(choice)
-            assert [span[:2] for span in spans] == [("x", 1), ("x", 2)]
-            assert (spans[0][2], spans[0][3], spans[1][3]) == (0, spans[1][2], 150)
 
 
 async def test_requests_in_flight_survive_the_death_of_their_engine_while_their_adapter_is_paused() -> None:
@@ -216,6 +146,10 @@ async def test_another_process_updates_pauses_and_waits_by_the_owner() -> None:
             assert await tenants.update("x") == 1
             assert (await first.adapters())["x"].version == 1
             await second.pause_generation(adapter="x")
+            held = asyncio.create_task(first.sample([9], 1, PARAMS, adapter="x"))
+            (plain,) = await first.sample([1, 2], 1, PARAMS)
+            tenants.check([1, 2], plain, None)
+            assert ((await first.adapters())["x"].paused, held.done()) == (True, False)
             with pytest.raises(StateError, match="already paused"):
                 await first.pause_generation(adapter="x")
             waiting = asyncio.create_task(second.wait_until_resumed("x", timeout_s=WAIT_S))
@@ -223,6 +157,7 @@ async def test_another_process_updates_pauses_and_waits_by_the_owner() -> None:
                 await second.wait_until_resumed("x", timeout_s=0.05)
             await first.resume_generation(adapter="x")
             await waiting
+            tenants.check([9], (await held)[0], "x", 1)
             with pytest.raises(UserError, match="no adapter 'y'; loaded: x"):
                 await second.unload_adapter("y")
             await second.pin_adapter("x")

@@ -17,7 +17,6 @@ from penstock.errors import (
     ConfigError,
     EngineDeadError,
     MissingCapabilityError,
-    StateError,
     UpdateError,
     UserError,
 )
@@ -28,7 +27,7 @@ from penstock.settings import ServerSpec
 from penstock.sim.config import Fault, FaultKind, Phase, SimConfig
 from penstock.sim.server import SimServer
 from penstock.types import PauseMode
-from sim_fleets import SIM, check, check_serves, generated, in_flight, slowed
+from sim_fleets import SIM, check, check_serves, in_flight, slowed
 from sim_verify import generate
 
 PROMPTS = [[1 + i, 2] for i in range(16)]
@@ -124,25 +123,6 @@ async def test_launched_and_attached_with_and_without_plugin_in_one_fleet() -> N
         assert plain.engine.weights.version == 0
         assert not plain.gone.is_set()
         assert len(await generate(plain.engine, [1], {"max_tokens": 2})) == 1, "it runs on"
-
-
-async def test_native_updates_of_plain_servers_lose_and_mislabel_nothing() -> None:
-    async with server(plain=True) as a, server(plain=True) as b, plain_fleet(a, b) as fleet:
-        await fleet.init_weight_update_communicator({"master_address": "127.0.0.1", "rank_offset": 1})
-        with pytest.raises(StateError, match="pause generation before"):
-            await fleet.update_named_weights({"names": []}, version=1)
-        async with slowed(fleet):
-            request = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
-            for version in (1, 2):
-                await generated(fleet, 50)
-                await fleet.pause_generation(PauseMode.ABORT)
-                await fleet.update_named_weights({"names": []}, version=version)
-                await fleet.resume_generation()
-        out = await request
-        check(PROMPTS, out, PARAMS)
-        assert {0, 2} <= {span.version for spans in out.response_spans for span in spans}
-        assert fleet.counters.wasted_tokens == 0
-        await check_serves(fleet, engines=2)
 
 
 async def test_what_one_lacks_is_refused_before_any_other_is_asked() -> None:

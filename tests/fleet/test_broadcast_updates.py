@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
-import signal
 import weakref
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -18,7 +16,6 @@ import torch
 from patience import HANG_S, WAIT_S
 from penstock import Fleet, SamplingParams
 from penstock.engine.control import ControlClient
-from penstock.engine.launch import EngineProcess
 from penstock.errors import UpdateError, WeightsError
 from penstock.fleet import delivery
 from penstock.fleet.member import State
@@ -111,32 +108,6 @@ async def test_who_fails_in_it_takes_nobody_along(fleet: Fleet, kind: str, monke
     assert (await fleet.update_weights(weights(6.0))).failures == {}
     # The others may have had all of it when e1 failed, and then it was not sent again.
     assert broadcast(fleet)._group.spec.epoch != before
-
-
-async def test_killed_in_the_middle_of_the_bytes(fleet: Fleet) -> None:
-    big = [(f"w{i}", torch.full((300_000,), float(i))) for i in range(40)]  # 48 MB: more than sockets hold
-    process = fleet._roster.members[2].process
-    assert isinstance(process, EngineProcess)
-
-    class Killing:
-        """Gathered in two passes; in the second one, an engine is killed on the way."""
-
-        passes = 0
-
-        def __iter__(self) -> Any:
-            self.passes += 1
-            for index, pair in enumerate(big):
-                if self.passes == 2 and index == 20:
-                    os.killpg(process.pid, signal.SIGKILL)
-                yield pair
-
-    tensors = Killing()
-    broadcast(fleet)._bucket_bytes = 2**21
-    report = await updated(fleet, tensors)
-    assert list(report.failures) == ["e2"]
-    assert [update.engine for update in report.engines] == ["e0", "e1"]
-    assert tensors.passes >= 3, "it was sent again, whole"
-    await whole_again(fleet)
 
 
 async def test_nothing_is_held_of_a_version_that_engines_refuse(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:

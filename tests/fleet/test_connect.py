@@ -77,24 +77,6 @@ async def test_engines_of_others_run_on_after_teardown() -> None:
             await check_serves(again, engines=2)
 
 
-async def test_who_connects_second_adopts_what_the_first_holds() -> None:
-    async with engines(2) as servers, connected(servers) as first:
-        await first.update_weights(GOOD)
-        async with Fleet.connect(first.url + "/") as second:
-            assert second.endpoint is None, "it is not the holder"
-            assert second.weight_version == 1
-            assert [s.url for s in await second.engines()] == [server.url for server in servers]
-            await second.pause_generation()
-            async with Fleet.connect(first.url) as third:
-                assert await states(third) == [State.PAUSED] * 2
-                await third.resume_generation()
-            await second.load_adapter("style", "/adapters/style", timeout_s=WAIT_S)
-            assert all("style" in server.engine.adapters.loaded for server in servers)
-            await second.update_weights(GOOD)
-            assert (first.weight_version, (await first.update_weights(GOOD)).version) == (2, 3), "one count for all"
-        await check_serves(first, engines=2)
-
-
 async def test_when_its_holder_has_ended_the_next_one_holds_a_fleet() -> None:
     async with engines(2) as servers, connected(servers) as first:
         await first.update_weights(GOOD)

@@ -140,6 +140,8 @@ async def test_everything_a_fleet_can_do_can_be_done_by_who_adopted_it() -> None
         assert {s.state for s in await fleet.engines()} == {State.PAUSED}
         with pytest.raises(StateError, match="already paused"):
             await fleet.pause_generation()
+        await fleet.load_adapter("style", "/adapters/style", timeout_s=WAIT_S)
+        assert (await fleet.adapters())["style"].engines == 2
         report = await fleet.update_weights([("w", torch.ones(100))])
         assert (report.version, report.bytes, fleet.weight_version) == (1, 400, 1)
         assert [update.engine for update in report.engines] == ["e0", "e1"]

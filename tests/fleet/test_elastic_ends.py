@@ -16,7 +16,6 @@ from patience import WAIT_S
 from penstock.errors import EngineError, EngineStartError, StateError, UserError
 from penstock.fleet.member import Member, State
 from penstock.sim.config import SimConfig
-from penstock.sim.server import SimServer
 from penstock.types import PauseMode
 from sim_fleets import check_serves
 
@@ -207,15 +206,3 @@ async def test_a_server_that_is_asked_what_it_is_is_let_go_with_the_caller_or_th
             with pytest.raises(StateError, match="torn down"):
                 await asyncio.wait_for(attaching, WAIT_S)
         await asyncio.wait_for(silent.left.wait(), WAIT_S)
-
-
-async def test_one_server_is_attached_once_by_two_who_attach_it_at_once() -> None:
-    async with SimServer(SimConfig(tokens_per_second=500, max_model_len=512)) as server, launched(1) as (fleet, _):
-        both = await asyncio.gather(fleet.attach(server.url), fleet.attach(server.url), return_exceptions=True)
-        (name,) = [outcome for outcome in both if isinstance(outcome, tuple)]
-        (refusal,) = [outcome for outcome in both if isinstance(outcome, BaseException)]
-        assert isinstance(refusal, UserError)
-        assert "belongs to this fleet already" in str(refusal)
-        await check_serves(fleet, engines=2)
-        await fleet.remove(*name)
-        await fleet.attach(server.url)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from penstock import Fleet, GenerateBatch, SamplingParams
+from penstock.engine.openai import add_usage
 from penstock.errors import EngineHTTPError, RequestError, UserError
 from sim_fleets import CONTEXT, check, in_flight, made, slowed, stepped
 from sim_verify import verify
@@ -101,6 +102,12 @@ async def test_completion_takes_four_forms(fleet: Fleet, form: str, n: int) -> N
     for key in ("prompt_tokens", "completion_tokens", "total_tokens"):
         assert answer["usage"][key] == sum(one["usage"][key] for one in expected)
     assert answer["usage"]["completion_tokens"] == len(alone) * n * 5
+
+
+def test_details_of_usage_are_summed_too() -> None:
+    usage = {"total_tokens": 5, "prompt_tokens_details": None}
+    more = {"total_tokens": 20, "prompt_tokens_details": {"cached_tokens": 4}}
+    assert add_usage([usage, more, more]) == {"total_tokens": 45, "prompt_tokens_details": {"cached_tokens": 8}}
 
 
 async def test_a_failing_part_fails_the_whole_and_cancels_the_rest(fleet: Fleet) -> None:
@@ -212,7 +219,15 @@ async def test_requests_that_only_the_engine_can_judge_carry_its_message(fleet: 
     with pytest.raises(EngineHTTPError) as caught:
         await fleet.completion({"model": "sim-model", "prompt": "a", "max_tokens": -1})
     assert caught.value.status == 400
-    with pytest.raises(RequestError, match="mixes strings and token ids"):
-        await fleet.completion({"model": "sim-model", "prompt": ["a", [1]]})
+    for prompt, message in (
+        ([], "prompt is an empty list"),
+        ({"a": 1}, "got dict"),
+        (["a", [1]], "mixes strings and token ids"),
+        ([[1], []], r"prompt\[1\] is \[\]"),
+        ([True, False], r"prompt\[0\] is True"),
+        ([[1], [2.5]], r"prompt\[1\] is \[2.5\]"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            await fleet.completion({"model": "sim-model", "prompt": prompt})
     with pytest.raises(RequestError, match="n must be at least 1, got 0"):
         await fleet.sample([1], 0)

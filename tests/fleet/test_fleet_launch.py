@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import socket
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -24,23 +21,6 @@ from penstock.router.admin_client import RouterAdmin
 from penstock.router.memory import Membership
 from penstock.settings import EngineConfig, FleetConfig, RouterConfig
 from sim_fleets import SIM, check_serves, children
-
-LAUNCHER = """
-import asyncio, signal, sys
-import penstock
-
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what a script starts in the background
-
-async def main():
-    async with penstock.Fleet.launch("sim-model", engines=2, profile="sim") as fleet:
-        if sys.argv[1] == "update":
-            import torch
-            await fleet.update_weights([("w", torch.ones(4))])
-        print("ready", flush=True)
-        await asyncio.sleep(600)
-
-asyncio.run(main())
-"""
 
 FEW_FILES = """
 import asyncio, resource
@@ -157,16 +137,6 @@ async def test_a_key_in_the_environment_that_was_not_given_is_not_asked_for(monk
         await check_serves(fleet, engines=1)
 
 
-async def test_a_taken_port_is_one_clear_error(logs_go_to: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}.*choose another"):
-            await Fleet.launch("sim-model", profile="sim", port=port)
-    assert list(logs_go_to.iterdir()) == []
-
-
 async def test_an_engine_that_does_not_start_ends_the_others_and_says_why(logs_go_to: Path) -> None:
     with pytest.raises(EngineStartError, match=r"unknown config key 'no_such_option'") as caught:
         await Fleet.launch("sim-model", engines=2, profile="sim", extra_args={"no-such-option": 1})
@@ -199,27 +169,6 @@ async def test_more_requests_than_a_shells_limit_of_open_files() -> None:
     )
     out, err = await asyncio.wait_for(launcher.communicate(), WAIT_S)
     assert (out, launcher.returncode) == (b"200\n", 0), err.decode()
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])  # others: test_cli_serve.py
-async def test_when_the_launcher_ends_nothing_is_left(number: signal.Signals, tmp_path: Path) -> None:
-    then = "update" if number is signal.SIGKILL else "wait"
-    launcher = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", LAUNCHER, then, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-    )  # fmt: skip
-    try:
-        assert launcher.stdout is not None
-        assert await asyncio.wait_for(launcher.stdout.readline(), WAIT_S) == b"ready\n"
-        family = psutil.Process(launcher.pid).children(recursive=True)
-        assert len(family) == 3
-        launcher.send_signal(number)
-        assert await asyncio.wait_for(launcher.wait(), WAIT_S) != 0
-    finally:
-        if launcher.returncode is None:
-            launcher.kill()
-    _, left = await asyncio.to_thread(psutil.wait_procs, family, timeout=WAIT_S)
-    assert left == []
 
 
 @pytest.mark.parametrize("workers", [1, 2])

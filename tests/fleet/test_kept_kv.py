@@ -49,33 +49,6 @@ async def test_tokens_of_a_version_that_kept_the_cache_say_so():
     assert [span.kv_kept for span in late[0].spans] == [False]
 
 
-async def test_requests_in_flight_alone_keep_their_kv_and_say_so():
-    """The simulated engine's tokens depend on the KV that they attend to, so `check` sees stale KV and wrong labels."""
-    slow = {**SIM, "extra_args": {"tokens-per-second": 150}}
-    prefix = list(range(3, 60))
-    prompts = [[*prefix, i] for i in range(6)]
-    async with Fleet.launch("sim-model", engines=2, **slow) as fleet:
-        async with slowed(fleet, 10.0):
-            running = asyncio.create_task(fleet.generate(prompt_token_ids=prompts, sampling_params=PARAMS))
-            await in_flight(fleet, lambda requests: requests == len(prompts))
-            for version in (1, 2):
-                await stepped(fleet, 30)
-                report = await fleet.update_weights(WEIGHTS, kv="keep_in_flight")
-                assert sum(engine.kept for engine in report.engines) == len(prompts)
-                assert sum(engine.preempted for engine in report.engines) == 0
-                for _ in range(2):  # the second finds what the first has computed
-                    new = await fleet.generate(prompt_token_ids=prompts, sampling_params=SHORT)
-                    check(prompts, new, SHORT)
-                    assert {(s.version, s.kv_kept) for spans in new.response_spans for s in spans} == {(version, False)}
-        out = await running
-        check(prompts, out, PARAMS)
-        for spans in out.response_spans:
-            assert [(span.version, span.kv_kept) for span in spans] == [(0, False), (1, True), (2, True)]
-        lies = replace(out, response_spans=[tuple(replace(s, kv_kept=False) for s in o) for o in out.response_spans])
-        with pytest.raises(AssertionError):
-            check(prompts, lies, PARAMS)
-
-
 async def test_a_request_that_continues_on_another_engine_has_no_kept_kv_any_more():
     slow = {**SIM, "extra_args": {"tokens-per-second": 150}}
     async with Fleet.launch("sim-model", engines=2, **slow) as fleet:

@@ -143,17 +143,6 @@ async def test_a_resume_as_a_pause_has_ended_its_wait_resumes() -> None:
     bench.check_belief()
 
 
-@virtual
-async def test_cancelling_a_pause_that_waits_ends_it() -> None:
-    bench = await Bench("ab").started()
-    (pausing,) = await waiting_for_requests(bench)
-    pausing.cancel()
-    async with asyncio.timeout(5.0):
-        await bench.operations.reset_prefix_cache()  # takes its turn
-    assert not bench.router.closed
-    bench.check_belief()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("step", ["pause", "resume"])
 @virtual

@@ -10,11 +10,10 @@ from supervise_rig import (
     begins_to_return,
     dies_and_returns,
     restarting,
-    until_dead,
     until_serves,
 )
 
-from penstock.errors import EngineDeadError, StateError, UpdateError
+from penstock.errors import StateError, UpdateError
 from penstock.fleet.member import State
 from penstock.fleet.supervise import RestartBudget, keep_running
 from penstock.settings import FleetConfig
@@ -166,20 +165,6 @@ async def test_an_engine_is_tried_again_without_end_and_the_last_reason_is_told(
         assert restarts.waits[:9] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 120.0, 120.0]
         assert any(change.reason == "port taken" for change in bench.roster.members[0].lifecycle.history)
         await until_serves(bench, "a", 0)
-
-
-@virtual
-async def test_when_none_is_left_and_none_comes_back_it_is_said() -> None:
-    bench = await Bench("ab").started()
-    async with restarting(bench, FleetConfig(health_interval_s=3600.0, max_restarts=0)):
-        for name in "ab":
-            bench.process[name].kill()
-            await until_dead(bench, name)
-        await until(lambda: not any(m.is_restarting for m in bench.roster.members))
-        with pytest.raises(EngineDeadError, match=r"no engine is left, and none is coming back \(a, b dead: its"):
-            await bench.operations.pause(PauseMode.KEEP, clear_cache=True)
-        with pytest.raises(UpdateError, match="0 engines were good before it began"):
-            await bench.operations.update([], None)
 
 
 @virtual

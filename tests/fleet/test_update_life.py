@@ -123,25 +123,6 @@ async def test_tensors_that_cannot_be_published_change_nothing() -> None:
     assert (await bench.operations.update([], None)).version == 1
 
 
-@pytest.mark.parametrize("phase", AFTER_GATE)
-@virtual
-async def test_too_few_engines_go_back_to_the_version_before(phase: str) -> None:
-    bench = await Bench("abc", min_engines=2).started()
-    await bench.operations.update([], None)
-    bench.engine["a"].faults[phase] = "die"
-    bench.engine["b"].faults[phase] = "hang"
-    with pytest.raises(
-        UpdateError, match=r"version 2 was not committed: 1 engines .* min_engines is 2; a dead: .*; b dead: "
-    ):
-        await bench.operations.update([], None)
-    assert bench.router.serves() == {"c": 1}
-    assert bench.engine["c"].version == bench.roster.version == 1
-    assert bench.store.current is not None
-    assert bench.store.current.version == 1
-    assert not bench.router.closed
-    bench.check_belief()
-
-
 @virtual
 async def test_too_few_engines_and_nothing_to_go_back_to() -> None:
     bench = await Bench("ab", min_engines=2).started()

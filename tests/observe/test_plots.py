@@ -50,11 +50,6 @@ def test_a_run_under_way_is_drawn_too(tmp_path: Path) -> None:
     assert len(draw_plots(folder_with(tmp_path, [row]))) == len(PANELS) + 1
 
 
-def test_no_step_yet_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no step to plot yet"):
-        draw_plots(folder_with(tmp_path, []))
-
-
 def test_what_cannot_be_drawn_or_written_is_one_line(tmp_path: Path) -> None:
     folder = folder_with(tmp_path / "run", sample_rows(2))
     (folder.path / "plots").touch()

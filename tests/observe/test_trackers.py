@@ -56,24 +56,6 @@ def test_steps_and_evaluations_go_to_each_tracker_and_a_failing_one_is_left_out(
     assert [row["step"] for row in folder.metrics()] == [2, 3, 4]
 
 
-def test_tensorboard_of_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    config = config_with("tensorboard")
-    folder = RunFolder.create(tmp_path, config)
-    for resumed, steps in ((None, (1, 2, 3)), (1, (2, 3, 4))):  # a kill after step 3, a checkpoint after step 1
-        with tracked(config, folder, resumed):
-            if not resumed:
-                folder.append_evaluation(0, 0.25)
-            for step in steps:
-                folder.append_metrics({"step": step, "reward_mean": step / 4 + (resumed or 0)})
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("reward_mean")] == [(1, 0.25), (2, 1.5), (3, 1.75), (4, 2.0)]
-    assert [e.step for e in events.Scalars(HELD_OUT)] == [0]
-
-
 def test_a_resumed_run_gives_its_trackers_the_evaluations_until_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,13 +143,6 @@ def test_a_tracker_that_does_not_start_is_named_and_one_that_fails_at_its_end_en
         tracked(config_with("wandb"), folder),
     ):
         raise AssertionError("the block is not reached")
-
-
-def test_a_tracker_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trackers, "find_spec", lambda _: None)
-    with pytest.raises(UserError, match=r"wandb is not installed; pip install 'penstock\[wandb\]'"):
-        check_trackers(["wandb"])
-    check_trackers([])
 
 
 def test_a_folder_of_wandbs_files_is_no_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from random_trajectories import VOCABULARY
+from training_setup import save_nano_model
 from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from char_tokenizer import save_char_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -19,3 +23,17 @@ def micro_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder: Path = tmp_path_factory.mktemp("micro")
     Qwen3ForCausalLM(config).save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_nano_model(tmp_path_factory.mktemp("nano"))
+
+
+@pytest.fixture(scope="session")
+def chat_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The nano model with a tokenizer of characters."""
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    shutil.copytree(model, folder)
+    save_char_tokenizer(folder, max_length=64, alphabet="0123456789=th")
+    return folder

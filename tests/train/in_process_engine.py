@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from penstock.engine.interface import Engine
+from penstock.rollout.generator import Trajectory
 from penstock.types import KV, EngineUpdate, Sample, SamplingParams, SessionId, TokenLoss, UpdateReport, VersionSpan
 
 NextToken = Callable[[Sequence[int], SamplingParams], tuple[int, float]]
@@ -16,7 +19,11 @@ NextToken = Callable[[Sequence[int], SamplingParams], tuple[int, float]]
 class InProcessEngine(Engine):
     """Every sample waits `pause()` before each of its tokens; an update waits `pause()` before it takes effect."""
 
-    def __init__(self, next_token: NextToken, pause: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        next_token: NextToken = lambda ids, _: (33 + len(ids) % 7, -1.0),
+        pause: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0),
+    ) -> None:
         self._next_token = next_token
         self._pause = pause
         self._version = 0
@@ -69,3 +76,28 @@ class InProcessEngine(Engine):
         del timeout_s
         loss = TokenLoss(tokens=10.0 * report.version, seconds=0.1, rate=100.0, back=True)
         return replace(report, engines=tuple(replace(engine, loss=loss) for engine in report.engines))
+
+
+class Student:
+    """A trainee that learns nothing."""
+
+    served_adapter: str | None = None
+
+    def __init__(self) -> None:
+        self.version = 0
+
+    def step(self, trajectories: Sequence[Trajectory]) -> Mapping[str, float]:
+        del trajectories
+        self.version += 1
+        return {}
+
+    async def put_in_force(self, engine: Engine) -> UpdateReport:
+        return await engine.update_weights([], version=self.version)
+
+    def save(self, folder: Path) -> Mapping[str, Any]:
+        del folder
+        return {"version": self.version}
+
+    def load(self, folder: Path, values: Mapping[str, Any]) -> None:
+        del folder
+        self.version = values["version"]

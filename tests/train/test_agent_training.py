@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_setup import Recorder, config_of, save_nano_model
+from training_setup import Recorder, config_of
 
-from char_tokenizer import save_char_tokenizer
 from penstock.config import RunConfig
 from penstock.errors import ConfigError
 from penstock.gateway.agent import Episode
@@ -44,16 +43,9 @@ def blocking(episode: Episode) -> float:
     raise NotImplementedError(episode)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = save_nano_model(tmp_path_factory.mktemp("nano"))
-    save_char_tokenizer(folder, max_length=64, alphabet="0123456789=th")
-    return folder
-
-
-def agent_config(model: Path, run_dir: Path, agent: dict[str, Any] | None, **engine: Any) -> RunConfig:
+def agent_config(chat_model: Path, run_dir: Path, agent: dict[str, Any] | None, **engine: Any) -> RunConfig:
     config = config_of(
-        model,
+        chat_model,
         engine={"profile": "sim", "max_model_len": 64, "extra_args": SIM, **engine},
         environment={"name": "training_setup:Letters"},
         rollout={"groups_per_batch": 2, "generator": "agent", "agent": agent},
@@ -63,9 +55,9 @@ def agent_config(model: Path, run_dir: Path, agent: dict[str, Any] | None, **eng
     return config.model_copy(update={"run_dir": run_dir})
 
 
-async def test_a_callable_plays_the_episodes_of_a_run(model: Path, tmp_path: Path) -> None:
+async def test_a_callable_plays_the_episodes_of_a_run(chat_model: Path, tmp_path: Path) -> None:
     summary = await run(
-        agent_config(model, tmp_path, {"callable": f"{__name__}:play"}), resume=False, reporter=Recorder()
+        agent_config(chat_model, tmp_path, {"callable": f"{__name__}:play"}), resume=False, reporter=Recorder()
     )
     assert summary.steps == 2
     records = RunFolder.open(tmp_path / "test").trajectories()
@@ -95,8 +87,8 @@ async def plays_badly(episode: Episode) -> float:
 FAILED: list[bool] = []
 
 
-async def test_a_step_says_how_many_agents_failed_and_what_broke_their_rows(model: Path, tmp_path: Path) -> None:
-    config, recorder = agent_config(model, tmp_path, {"callable": f"{__name__}:plays_badly"}), Recorder()
+async def test_a_step_says_how_many_agents_failed_and_what_broke_their_rows(chat_model: Path, tmp_path: Path) -> None:
+    config, recorder = agent_config(chat_model, tmp_path, {"callable": f"{__name__}:plays_badly"}), Recorder()
     await run(config, resume=False, reporter=recorder)
     folder = RunFolder.open(tmp_path / "test")
     rows, records = folder.metrics(), folder.trajectories()
@@ -110,9 +102,11 @@ async def test_a_step_says_how_many_agents_failed_and_what_broke_their_rows(mode
     assert "my late bug" in (tmp_path / "test" / "run.log").read_text()
 
 
-async def test_a_command_plays_the_episodes_and_its_output_is_kept_up_to_a_number(model: Path, tmp_path: Path) -> None:
+async def test_a_command_plays_the_episodes_and_its_output_is_kept_up_to_a_number(
+    chat_model: Path, tmp_path: Path
+) -> None:
     words = [sys.executable, str(PROGRAM), "{prompt}", "end"]
-    config = agent_config(model, tmp_path, {"command": words, "concurrency": 4, "keep_output": 3})
+    config = agent_config(chat_model, tmp_path, {"command": words, "concurrency": 4, "keep_output": 3})
     rollout = config.rollout.model_copy(update={"groups_per_batch": 1, "group_size": 2})
     short = config.model_copy(update={"rollout": rollout, "train": config.train.model_copy(update={"steps": 1})})
     await run(short, resume=False, reporter=Recorder())
@@ -134,8 +128,8 @@ async def test_a_command_plays_the_episodes_and_its_output_is_kept_up_to_a_numbe
     ],
 )
 async def test_what_cannot_play_is_refused_before_engines_start(
-    model: Path, tmp_path: Path, agent: dict[str, Any] | None, engine: dict[str, Any], why: str
+    chat_model: Path, tmp_path: Path, agent: dict[str, Any] | None, engine: dict[str, Any], why: str
 ) -> None:
     with pytest.raises((ConfigError, ValueError), match=why):  # pydantic's own, of the config alone
-        await run(agent_config(model, tmp_path, agent, **engine), resume=False, reporter=Recorder())
+        await run(agent_config(chat_model, tmp_path, agent, **engine), resume=False, reporter=Recorder())
     assert list(tmp_path.iterdir()) == []

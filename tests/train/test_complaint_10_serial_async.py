@@ -8,29 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from in_process_engine import InProcessEngine
-from training_setup import Characters, Letters, config_of
+from in_process_engine import InProcessEngine, Student
+from training_setup import config_of, run_with
 
-from penstock.engine.interface import Engine
 from penstock.observe.run_folder import RunFolder
-from penstock.observe.summary import Reporter
 from penstock.rollout.generator import Trajectory
-from penstock.rollout.single_turn import SingleTurnGenerator
-from penstock.train.trainer import train
-from penstock.types import SamplingParams, UpdateReport
 
 STEPS = 4
 LONGEST_S = 60.0
 """For which a training step waits for the next batch; under a serial schedule that never comes."""
 
 
-class Learner:
+class Overlapping(Student):
     """Trains on a batch until the engine has been asked for the next one, where the schedule is to overlap."""
 
-    served_adapter: str | None = None
-
     def __init__(self, requests: Sequence[Any], batch: int, before: int, *, waits: bool) -> None:
-        self.version = 0
+        super().__init__()
         self.ahead: list[int] = []
         """At the end of each step: groups that the engine was asked for beyond those trained on."""
         self._requests, self._batch, self._before, self._waits = requests, batch, before, waits
@@ -53,30 +46,14 @@ class Learner:
     def _asked(self) -> int:
         return len(self._requests) - self._before
 
-    async def put_in_force(self, engine: Engine) -> UpdateReport:
-        return await engine.update_weights([], version=self.version)
-
-    def save(self, folder: Path) -> Mapping[str, Any]:
-        del folder
-        return {"version": self.version}
-
 
 @pytest.mark.parametrize("schedule", ["sync", "one_step_off", "async"])
 async def test_the_next_batch_is_made_while_the_learner_trains(schedule: str, tmp_path: Path) -> None:
     config = config_of("none", train={"steps": STEPS, "max_staleness": 2, "schedule": schedule})
-    client = InProcessEngine(lambda ids, _: (33 + len(ids) % 7, -1.0), lambda: asyncio.sleep(0))
+    client = InProcessEngine()
     groups = config.rollout.groups_per_batch
-    learner = Learner(client.requests, groups, config.eval.size, waits=schedule != "sync")
-    environment = Letters()
-    await train(
-        config,
-        client,
-        trainee=learner,  # pyright: ignore[reportArgumentType]
-        generator=SingleTurnGenerator(client, Characters(), environment, SamplingParams(max_tokens=3), 1024),
-        environment=environment,
-        folder=RunFolder.create(tmp_path, config),
-        reporter=Reporter(),
-    )
+    learner = Overlapping(client.requests, groups, config.eval.size, waits=schedule != "sync")
+    await run_with(config, client, learner, RunFolder.create(tmp_path, config))
     assert len(learner.ahead) == STEPS
     assert learner.ahead[-1] == 0, "nothing is made that no step trains on"
     if schedule == "sync":

@@ -9,13 +9,13 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from in_process_engine import InProcessEngine
-from training_setup import Characters, Letters, config_of
+from in_process_engine import InProcessEngine, Student
+from training_setup import config_of, run_with
 
 from penstock.config import RunConfig
 from penstock.engine.interface import Engine
@@ -24,58 +24,24 @@ from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Reporter, Summary
 from penstock.rollout.generator import GeneratorInput, GeneratorOutput, Trajectory
 from penstock.rollout.single_turn import SingleTurnGenerator
-from penstock.train.trainer import train
-from penstock.types import Sample, SamplingParams, UpdateReport
+from penstock.types import Sample, UpdateReport
 
 
-class CountingLearner:
-    """Learns nothing, and remembers what it was given at which version."""
-
-    served_adapter: str | None = None
+class CountingLearner(Student):
+    """Remembers what it was given at which version."""
 
     def __init__(self) -> None:
-        self.version = 0
+        super().__init__()
         self.batches: list[tuple[int, list[Trajectory]]] = []
 
-    def step(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    def step(self, trajectories: Sequence[Trajectory]) -> Mapping[str, float]:
         self.batches.append((self.version, list(trajectories)))
-        self.version += 1
-        return {}
-
-    async def put_in_force(self, engine: Engine) -> UpdateReport:
-        return await engine.update_weights([], version=self.version)
-
-    def save(self, folder: Path) -> dict[str, int]:
-        del folder
-        return {"version": self.version}
-
-    def load(self, folder: Path, values: Mapping[str, int]) -> None:
-        del folder
-        self.version = values["version"]
+        return super().step(trajectories)
 
 
-async def run(
-    config: RunConfig,
-    engine: InProcessEngine,
-    learner: CountingLearner,
-    path: Path,
-    generator: Callable[..., SingleTurnGenerator] = SingleTurnGenerator,
-    reporter: Reporter | None = None,
-    *,
-    resume: bool = False,
-) -> Summary:
-    params = SamplingParams(max_tokens=config.rollout.max_tokens)
-    environment = Letters()
-    return await train(
-        config,
-        engine,
-        trainee=learner,  # pyright: ignore[reportArgumentType]
-        generator=generator(engine, Characters(), environment, params, config.rollout.concurrency),
-        environment=environment,
-        folder=RunFolder.open(path) if resume else RunFolder.create(path, config),
-        resume=resume,
-        reporter=reporter or Reporter(),
-    )
+async def run(config: RunConfig, engine: InProcessEngine, learner: Student, path: Path, **options: Any) -> Summary:
+    folder = RunFolder.open(path) if options.get("resume") else RunFolder.create(path, config)
+    return await run_with(config, engine, learner, folder, **options)
 
 
 @settings(max_examples=40, deadline=None)
@@ -103,7 +69,7 @@ def test_no_delay_makes_a_token_too_old_or_wastes_one(
         train={"steps": steps, "max_staleness": staleness, "checkpoint_every": 100},
         eval={"size": 2},
     )
-    engine = InProcessEngine(lambda ids, _: (33 + len(ids) % 7, -1.0), pause)
+    engine = InProcessEngine(pause=pause)
     learner = CountingLearner()
     with tempfile.TemporaryDirectory() as folder:
         summary = asyncio.run(run(config, engine, learner, Path(folder) / "run"))
@@ -125,10 +91,7 @@ class Aborting(InProcessEngine):
     """Ends samples with the finish reason `abort`: by the number of the request, so many of its samples."""
 
     def __init__(self, aborts: Callable[[int, int], int]) -> None:
-        async def pause() -> None:
-            await asyncio.sleep(0)
-
-        super().__init__(lambda ids, _: (33 + len(ids) % 7, -1.0), pause)
+        super().__init__()
         self.aborts = aborts
         self.seeds: list[int | None] = []
 
@@ -193,40 +156,29 @@ async def test_a_resumed_run_trains_on_carried_groups_once_and_on_no_other_twice
                 await learner.trained_twice.wait()
             return await super().generate(input_batch)
 
-    async def pause() -> None:
-        await asyncio.sleep(0)
-
-    def engine() -> InProcessEngine:
-        return InProcessEngine(lambda ids, _: (33 + len(ids) % 7, -1.0), pause)
-
     rollout = {"groups_per_batch": 2, "group_size": 2, "max_tokens": 3}
     train_keys = {"steps": 4, "max_staleness": 2, "checkpoint_every": 1}
     config = config_of("none", rollout=rollout, train=train_keys, eval={"size": 1})
     path = tmp_path / "run"
     with pytest.raises(Killed):
-        await run(config, engine(), learner, path, Long, EndsAt(2))
+        await run(config, InProcessEngine(), learner, path, generator=Long, reporter=EndsAt(2))
     kept = [t.group_id for version, batch in learner.batches for t in batch if version == 0]
     assert "0" not in kept
     again = CountingLearner()
-    await run(config, engine(), again, path, resume=True)
+    await run(config, InProcessEngine(), again, path, resume=True)
     assert [version for version, _ in again.batches] == [1, 2, 3]
     trained = kept + [t.group_id for _, batch in again.batches for t in batch]
     assert sorted(trained) == sorted(str(group) for group in range(8) for _ in range(2))
 
 
 async def test_a_second_kill_before_the_next_checkpoint_keeps_the_account_of_the_first(tmp_path: Path) -> None:
-    async def pause() -> None:
-        await asyncio.sleep(0)
-
     rollout = {"groups_per_batch": 2, "group_size": 2, "max_tokens": 3}
     train_keys = {"steps": 4, "max_staleness": 0, "checkpoint_every": 1}
     config = config_of("none", rollout=rollout, train=train_keys, eval={"size": 1})
     for kill in range(2):
-        engine = InProcessEngine(lambda ids, _: (33 + len(ids) % 7, -1.0), pause)
         with pytest.raises(Killed):
-            await run(config, engine, CountingLearner(), tmp_path, reporter=EndsAt(2), resume=bool(kill))
-    engine = InProcessEngine(lambda ids, _: (33 + len(ids) % 7, -1.0), pause)
-    summary = await run(config, engine, CountingLearner(), tmp_path, resume=True)
+            await run(config, InProcessEngine(), Student(), tmp_path, reporter=EndsAt(2), resume=bool(kill))
+    summary = await run(config, InProcessEngine(), Student(), tmp_path, resume=True)
     assert summary.resumed_at == (1, 1)
     assert summary.wasted_tokens == 2 * (2 * 2 * 3), "of step 2, twice"
 
@@ -259,7 +211,7 @@ async def test_an_episode_with_an_aborted_leaf_is_made_again_as_a_whole(tmp_path
         eval={"size": 1},
     )
     learner = CountingLearner()
-    summary = await run(config, Aborting(lambda *_: 0), learner, tmp_path, Branching)
+    summary = await run(config, Aborting(lambda *_: 0), learner, tmp_path, generator=Branching)
     assert Branching.asked == [2, 1]
     (_, batch) = learner.batches[0]
     episodes = [t.episode_id for t in batch]
@@ -296,15 +248,11 @@ async def test_an_aborted_evaluation_is_made_again(tmp_path: Path) -> None:
 async def test_cancelling_lets_the_step_under_way_end_and_leaves_no_rollout(tmp_path: Path) -> None:
     config = config_of("none", train={"steps": 50, "max_staleness": 2})
 
-    async def pause() -> None:
-        await asyncio.sleep(0)
-
-    engine = InProcessEngine(lambda _ids, _params: (40, -1.0), pause)
     loop = asyncio.get_running_loop()
     ended: list[int] = []
 
     class Interrupted(CountingLearner):
-        def step(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        def step(self, trajectories: Sequence[Trajectory]) -> Mapping[str, float]:
             if self.version == 3:
                 loop.call_soon_threadsafe(work.cancel)
                 done.wait(0.2)  # the cancellation is well under way before the step ends
@@ -314,7 +262,7 @@ async def test_cancelling_lets_the_step_under_way_end_and_leaves_no_rollout(tmp_
 
     done = threading.Event()
     learner = Interrupted()
-    work = asyncio.create_task(run(config, engine, learner, tmp_path / "run"))
+    work = asyncio.create_task(run(config, InProcessEngine(), learner, tmp_path / "run"))
     (result,) = await asyncio.gather(work, return_exceptions=True)
     assert isinstance(result, asyncio.CancelledError)
     assert ended == [1, 2, 3, 4]

@@ -102,14 +102,6 @@ def test_collate_aligns_targets_with_the_positions_that_predict_them():
 # --- logprobs and gradients -------------------------------------------------------------------------------------------
 
 
-def test_score_is_the_log_softmax_of_the_logits_over_temperature(micro_model: str):
-    learner = learner_of(micro_model, temperature=0.6)
-    prompt, response = [3, 1, 4], [1, 5, 9, 2]
-    logits = AutoModelForCausalLM.from_pretrained(micro_model)(torch.tensor([prompt + response])).logits[0]
-    want = torch.log_softmax(logits[len(prompt) - 1 : -1] / 0.6, -1)[range(4), response]
-    assert score(learner, prompt, response) == pytest.approx(want.tolist(), abs=1e-5)
-
-
 @pytest.mark.parametrize("loss", POLICY_LOSSES)
 def test_the_gradient_is_that_of_a_plain_forward_pass_over_one_padded_batch(micro_model: str, loss: str):
     learner = learner_of(micro_model, double=True, loss=loss, micro_batch_tokens=40, grad_clip_norm=1e9)
@@ -234,17 +226,6 @@ def test_a_gradient_that_is_no_number_changes_nothing(micro_model: str):
     assert all(torch.equal(before[name], tensor) for name, tensor in held(learner).items())
 
 
-def test_tensors_carry_the_names_of_the_checkpoint_tied_ones_once(micro_model: str):
-    learner = learner_of(micro_model)
-    with safe_open(f"{micro_model}/model.safetensors", "pt") as file:
-        stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    given_out = held(learner)
-    assert given_out.keys() == stored.keys()
-    assert "lm_head.weight" not in given_out
-    assert all(torch.equal(given_out[name], stored[name]) for name in stored)
-    assert not any(tensor.requires_grad for tensor in given_out.values())
-
-
 # --- what engines are sent --------------------------------------------------------------------------------------------
 
 
@@ -308,11 +289,6 @@ def test_where_the_dtypes_agree_nothing_is_copied(micro_model: str, served_dtype
 def test_experts_and_buffers_are_served_as_their_checkpoint_has_them(save: Callable[[Path], Path], tmp_path: Path):
     learner = learner_of(str(save(tmp_path / "model")))
     check_as_an_engine_does(str(tmp_path / "model"), learner.learner.weights(None))
-
-
-def test_a_given_dtype_is_that_of_every_tensor(micro_model: str):
-    learner = learner_of(micro_model, served_dtype="bfloat16")
-    assert {tensor.dtype for _, tensor in learner.learner.weights(None)} == {torch.bfloat16}
 
 
 def test_without_headers_the_config_says_what_is_served(micro_model: str, tmp_path: Path):

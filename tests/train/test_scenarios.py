@@ -97,15 +97,6 @@ def test_fewer_gpus_keep_the_shape_and_the_row_says_so(
     assert Result(name, "gpu", [], 1.0, shape).row().startswith(f"{name} (gpu{', ' + shape if shape else ''}): ok")
 
 
-@pytest.mark.parametrize("name", ["lora", "quantised"])
-def test_what_gpus_compute_in_bfloat16_only_asks_for_it(name: str, tmp_path: Path) -> None:
-    dtypes = {
-        profile: SCENARIOS[name].config(profile=profile, run_dir=tmp_path, model=MODEL).engine.dtype
-        for profile in ("cpu", "gpu")
-    }
-    assert dtypes == {"cpu": "float32", "gpu": "bfloat16"}
-
-
 @pytest.mark.parametrize(
     ("quantization", "gap", "ok"), [("int8", 0.006, True), ("int8", 0.033, False), ("fp8", 0.02, True)]
 )

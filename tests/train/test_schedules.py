@@ -9,26 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from in_process_engine import InProcessEngine
-from training_setup import Characters, Letters, Recorder, config_of, run_on_sim, save_nano_model
+from in_process_engine import InProcessEngine, Student
+from training_setup import config_of, cut_off_after, run_on_sim, run_with, what_counts
 
 from penstock.config import RunConfig, load_config
-from penstock.engine.interface import Engine
 from penstock.errors import ConfigError, StateError
 from penstock.observe.run_folder import RunFolder
-from penstock.observe.summary import Reporter
 from penstock.rollout.generator import Trajectory
-from penstock.rollout.single_turn import SingleTurnGenerator
-from penstock.train.schedules import SCHEDULES, check_schedule
-from penstock.train.trainer import train
-from penstock.types import SamplingParams, UpdateReport
+from penstock.train.schedules import check_schedule
+from penstock.types import UpdateReport
 
 DEMO = Path(__file__).parents[2] / "examples" / "DEMO.yaml"
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_nano_model(tmp_path_factory.mktemp("nano"))
 
 
 def config_under(schedule: str, model: Path | str = "none", **train: Any) -> RunConfig:
@@ -40,10 +31,7 @@ class Told(InProcessEngine):
     """Notes what is asked of it; samples take a few turns of the loop."""
 
     def __init__(self, events: list[str]) -> None:
-        async def pause() -> None:
-            await asyncio.sleep(0)
-
-        super().__init__(lambda ids, _: (33 + len(ids) % 7, -1.0), pause)
+        super().__init__()
         self.events = events
         self.running = 0
 
@@ -65,30 +53,20 @@ class Told(InProcessEngine):
         self.events.append(f"wake {tags}")
 
 
-class Student:
-    """Learns nothing; says when it trains, and of which versions the batch is."""
-
-    served_adapter: str | None = None
+class Pupil(Student):
+    """Says when it trains, and of which versions the batch is."""
 
     def __init__(self, events: list[str]) -> None:
-        self.version = 0
+        super().__init__()
         self.events = events
 
     def step(self, trajectories: Sequence[Trajectory]) -> Mapping[str, float]:
         ages = {self.version - version for t in trajectories for version in t.versions}
         self.events.append(f"train, ages {sorted(ages)}")
-        self.version += 1
-        return {}
+        return super().step(trajectories)
 
     def release_memory(self) -> None:
         self.events.append("release")
-
-    async def put_in_force(self, engine: Engine) -> UpdateReport:
-        return await engine.update_weights([], version=self.version)
-
-    def save(self, folder: Path) -> Mapping[str, Any]:
-        del folder
-        return {"version": self.version}
 
 
 async def events_of(
@@ -96,26 +74,16 @@ async def events_of(
     path: Path,
     adapter: str | None = None,
     engine: type[Told] = Told,
-    student: Student | None = None,
+    student: Pupil | None = None,
     attach: Sequence[str] = (),
 ) -> list[str]:
-    student = student or Student([])
-    events = student.events
-    client, environment = engine(events), Letters()
+    student = student or Pupil([])
     student.served_adapter = adapter
     config = config_under(schedule)
     if attach:
         config = RunConfig.model_validate({**config.model_dump(), "fleet": {"engines": 0, "attach": attach}})
-    await train(
-        config,
-        client,
-        trainee=student,  # pyright: ignore[reportArgumentType]
-        generator=SingleTurnGenerator(client, Characters(), environment, SamplingParams(max_tokens=3), 1024),
-        environment=environment,
-        folder=RunFolder.create(path, config),
-        reporter=Reporter(),
-    )
-    return events
+    await run_with(config, engine(student.events), student, RunFolder.create(path, config))
+    return student.events
 
 
 async def test_synchronous_apart_trains_and_updates_between_two_batches(tmp_path: Path) -> None:
@@ -139,7 +107,7 @@ async def test_colocated_engines_sleep_while_the_learner_trains(tmp_path: Path) 
 async def test_attached_servers_are_awake_after_a_colocated_run_that_fails(tmp_path: Path) -> None:
     """They outlive the run, and answered no request any more."""
 
-    class Failing(Student):
+    class Failing(Pupil):
         adapter = "merged into the base's weights"
 
         def step(self, trajectories: Sequence[Trajectory]) -> Mapping[str, float]:
@@ -174,31 +142,22 @@ async def test_fully_async_updates_in_flight(tmp_path: Path) -> None:
 
 async def test_colocated_gives_what_synchronous_apart_gives(model: Path, tmp_path: Path) -> None:
     """Seeds, order and weights are the same, so every reward, loss and version is."""
-    timed = ("seconds/", "update/", "tokens_per_second", "learner/seconds", "learner/tokens_per_second", "idle/")
     rows: list[list[dict[str, float]]] = []
     for schedule in ("sync", "colocated"):
         config = config_under(schedule, model)
         folder = RunFolder.create(tmp_path / schedule, config)
         summary = await run_on_sim(config, folder)
         assert ("sleep" in summary.seconds) == (schedule == "colocated")
-        rows.append([{k: v for k, v in row.items() if not k.startswith(timed)} for row in folder.metrics()])
+        rows.append(what_counts(folder))
     assert rows[0] == rows[1]
     assert len(rows[0]) == 4
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ["one_step_off", "colocated"])
 async def test_a_run_is_resumed_under_its_schedule(model: Path, tmp_path: Path, schedule: str) -> None:
-    class CutOff(Recorder):
-        def on_step(self, metrics: Mapping[str, float]) -> None:
-            super().on_step(metrics)
-            if metrics["step"] == 3:
-                work.cancel()
-
     config = config_under(schedule, model, steps=5, checkpoint_every=2)
     folder = RunFolder.create(tmp_path, config)
-    work = asyncio.create_task(run_on_sim(config, folder, reporter=CutOff()))
-    with pytest.raises(asyncio.CancelledError):
-        await work
+    await cut_off_after(3, config, folder)
     summary = await run_on_sim(config, folder, resume=True)
     rows = folder.metrics()
     assert summary.resumed_at == (2,)

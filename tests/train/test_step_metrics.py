@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.config import TrainConfig, load_config
+from penstock.config import load_config
 from penstock.errors import ConfigError, StateError
 from penstock.rollout.generator import Trajectory
 from penstock.train.rank_group import address_towards
@@ -72,14 +72,6 @@ def test_a_simulated_run_says_once_that_its_logprobs_are_invented() -> None:
     alarm = LogprobAlarm(0.1, simulated=True)
     assert "simulated engines" in (alarm.warning({"logprob_diff_staleness/0": 4.0}) or "")
     assert alarm.warning({"logprob_diff_staleness/0": 4.0}) is None
-
-
-def test_an_asynchronous_run_without_a_correction_does_not_start() -> None:
-    """miles #1829."""
-    with pytest.raises(ConfigError, match="correction: none trains on older tokens as if"):
-        load_config(None, ["engine.model=m", "train.correction=none"])
-    config = load_config(None, ["engine.model=m", "train.correction=none", "train.max_staleness=0"])
-    assert config.train == TrainConfig(correction="none", max_staleness=0)
 
 
 def test_a_ray_cluster_for_one_rank_is_refused_and_so_is_one_that_is_not_there() -> None:

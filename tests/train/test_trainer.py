@@ -13,7 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_setup import SIM, Characters, Letters, Recorder, config_of, learner_of, run_on_sim, save_nano_model
+from training_setup import (
+    SIM,
+    Characters,
+    Letters,
+    Recorder,
+    config_of,
+    cut_off_after,
+    learner_of,
+    run_on_sim,
+    run_with,
+    what_counts,
+)
 
 from patience import WAIT_S
 from penstock.config import RunConfig
@@ -24,7 +35,6 @@ from penstock.errors import (
     MissingCapabilityError,
     PenstockError,
     StateError,
-    UserError,
 )
 from penstock.observe.run_folder import RunFolder
 from penstock.rollout.environment import Task
@@ -32,24 +42,12 @@ from penstock.rollout.generator import Generator, GeneratorInput, GeneratorOutpu
 from penstock.sim.config import Fault, FaultKind, Phase
 from penstock.train import rollouts
 from penstock.train.rollouts import group_seed
-from penstock.train.trainer import train
 from penstock.types import FinishReason, Sample, SamplingParams, TensorSpec, VersionSpan
 from sim_verify import verify
 
 
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_nano_model(tmp_path_factory.mktemp("nano"))
-
-
 def synchronous(model: Path, steps: int = 6) -> RunConfig:
     return config_of(model, train={"steps": steps, "max_staleness": 0})
-
-
-def what_counts(folder: RunFolder) -> list[dict[str, float]]:
-    """The rows of a run without what depends on the time of day."""
-    timed = ("seconds/", "update/", "tokens_per_second", "learner/seconds", "learner/tokens_per_second", "idle/")
-    return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in folder.metrics()]
 
 
 def sample_of(record: dict[str, Any]) -> Sample:
@@ -107,13 +105,6 @@ async def test_recorded_tokens_are_those_of_the_version_they_claim(model: Path, 
         wrong = verify(Characters().encode(record["prompt"]), sample_of(record), model=SIM.model, params=params)
         assert not wrong
     assert "logprob | version |" in (tmp_path / "trajectories.md").read_text()
-
-
-async def test_a_run_with_a_loss_of_ones_own(model: Path, tmp_path: Path) -> None:
-    config = config_of(model, train={"steps": 2, "loss": "penstock.train.losses:importance_sampling"})
-    folder = RunFolder.create(tmp_path, config)
-    assert (await run_on_sim(config, folder)).steps == 2
-    assert all("learner/loss" in row and "learner/ratio_mean" not in row for row in folder.metrics())
 
 
 async def test_evaluation_in_the_middle_is_recorded_under_its_step(model: Path, tmp_path: Path) -> None:
@@ -192,17 +183,8 @@ async def test_a_run_that_was_cut_off_and_resumed_equals_one_that_was_not(model:
     whole = RunFolder.create(tmp_path / "whole", config)
     await run_on_sim(config, whole)
 
-    class CutOff(Recorder):
-        def on_step(self, metrics: object) -> None:
-            super().on_step(metrics)  # pyright: ignore[reportArgumentType]
-            if self.events[-1] == ("step", 5):
-                work.cancel()
-
-    RunFolder.create(tmp_path / "cut", config)
-    work = asyncio.create_task(run_on_sim(config, RunFolder.open(tmp_path / "cut"), reporter=CutOff()))
-    with pytest.raises(asyncio.CancelledError):
-        await work
-    cut = RunFolder.open(tmp_path / "cut")
+    cut = RunFolder.create(tmp_path / "cut", config)
+    await cut_off_after(5, config, cut)
     rows_at_the_cut = cut.metrics()
     assert [row["step"] for row in rows_at_the_cut] == [1, 2, 3, 4, 5]
     reporter = Recorder()
@@ -297,8 +279,6 @@ async def test_resuming_is_refused_before_anything_is_changed(model: Path, tmp_p
     rows = folder.metrics()
     with pytest.raises(ConfigError, match=r"train\.max_staleness was 0 and is now 2"):
         await run_on_sim(config_of(model, train={"steps": 2}), folder, resume=True)
-    with pytest.raises(UserError, match=r"is at step 2, beyond train\.steps=1"):
-        await run_on_sim(synchronous(model, steps=1), folder, resume=True)
     assert folder.metrics() == rows
 
 
@@ -308,15 +288,7 @@ async def test_engines_that_serve_other_weights_are_refused(model: Path, tmp_pat
 
     config = synchronous(model)
     with pytest.raises(StateError, match="engines serve weight version 3 and the learner starts at 0"):
-        await train(
-            config,
-            Learned(),  # pyright: ignore[reportArgumentType]
-            trainee=learner_of(config),
-            generator=None,  # pyright: ignore[reportArgumentType]
-            environment=Letters(),
-            folder=RunFolder.create(tmp_path, config),
-            reporter=Recorder(),
-        )
+        await run_with(config, Learned(), learner_of(config), RunFolder.create(tmp_path, config))
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2, "merge": True}, {"rank": 2}], ids=["all", "merged", "adapter"])

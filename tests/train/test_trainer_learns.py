@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from in_process_engine import InProcessEngine
-from training_setup import Characters, Letters, config_of, learner_of, save_nano_model
+from training_setup import config_of, learner_of, run_with
 from transformers import AutoModelForCausalLM
 
 from penstock.observe.run_folder import RunFolder
-from penstock.observe.summary import Reporter
-from penstock.rollout.single_turn import SingleTurnGenerator
-from penstock.train.trainer import train
 from penstock.types import SamplingParams
 
 TEMPERATURE = 0.8
@@ -26,7 +22,7 @@ class NanoPolicy:
     def __init__(self, model: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         self.random = torch.Generator().manual_seed(5)
-        self.engine = InProcessEngine(self.next_token, lambda: asyncio.sleep(0))
+        self.engine = InProcessEngine(self.next_token)
         self.loaded: object = None
 
     @torch.no_grad()
@@ -42,8 +38,7 @@ class NanoPolicy:
         return token, float(logprobs[token])
 
 
-async def test_reward_rises_and_logprobs_agree_at_equal_versions(tmp_path: Path) -> None:
-    model = save_nano_model(tmp_path / "model")
+async def test_reward_rises_and_logprobs_agree_at_equal_versions(model: Path, tmp_path: Path) -> None:
     config = config_of(
         model,
         rollout={"groups_per_batch": 6, "group_size": 8, "max_tokens": 3, "temperature": TEMPERATURE},
@@ -51,18 +46,8 @@ async def test_reward_rises_and_logprobs_agree_at_equal_versions(tmp_path: Path)
         eval={"size": 16},
     )
     policy = NanoPolicy(model)
-    environment = Letters()
-    params = SamplingParams(max_tokens=3, temperature=TEMPERATURE)
     folder = RunFolder.create(tmp_path / "run", config)
-    summary = await train(
-        config,
-        policy.engine,
-        trainee=learner_of(config),
-        generator=SingleTurnGenerator(policy.engine, Characters(), environment, params, 64),
-        environment=environment,
-        folder=folder,
-        reporter=Reporter(),
-    )
+    summary = await run_with(config, policy.engine, learner_of(config), folder)
     rewards = [row["reward_mean"] for row in folder.metrics()]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
     assert summary.accuracy_before is not None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,10 +12,8 @@ import psutil
 import pytest
 import torch
 from huggingface_hub import constants
-from safetensors.torch import load_file, save_file
-from training_setup import Letters, Recorder, config_of, save_nano_model
+from training_setup import Letters, Recorder, config_of
 
-from char_tokenizer import save_char_tokenizer
 from patience import WAIT_S
 from penstock.config import RunConfig, load_config
 from penstock.errors import ConfigError, EngineStartError, StateError, UserError
@@ -61,15 +58,8 @@ class Again(Letters):
         return Turn("t=", reward=0.5) if len(responses) == 1 else None
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = save_nano_model(tmp_path_factory.mktemp("nano"))
-    save_char_tokenizer(folder, max_length=64, alphabet="0123456789=th")
-    return folder
-
-
-async def test_a_run_whose_learner_is_two_processes_and_its_resumption_by_one(model: Path, tmp_path: Path) -> None:
-    config = fleet_config(model, tmp_path)
+async def test_a_run_whose_learner_is_two_processes_and_its_resumption_by_one(chat_model: Path, tmp_path: Path) -> None:
+    config = fleet_config(chat_model, tmp_path)
     config = config.model_copy(update={"train": config.train.model_copy(update={"ranks": 2})})
     before = set(psutil.Process().children(recursive=True))
     await run(config, resume=False, reporter=Recorder())
@@ -82,10 +72,10 @@ async def test_a_run_whose_learner_is_two_processes_and_its_resumption_by_one(mo
     assert [row["version"] for row in folder.metrics()] == [1, 2, 3, 4, 5, 6]
 
 
-def fleet_config(model: Path, run_dir: Path, **changes: object) -> RunConfig:
+def fleet_config(chat_model: Path, run_dir: Path, **changes: object) -> RunConfig:
     engine = {"profile": "sim", "max_model_len": 64, "extra_args": SIM}
     config = config_of(
-        model,
+        chat_model,
         engine=engine,
         fleet={"engines": 2},
         environment={"name": "training_setup:Letters"},
@@ -94,9 +84,9 @@ def fleet_config(model: Path, run_dir: Path, **changes: object) -> RunConfig:
     return RunConfig.model_validate({**config.model_dump(), "run_dir": run_dir, **changes})
 
 
-async def test_a_run_on_two_engines_and_its_resumption(model: Path, tmp_path: Path) -> None:
+async def test_a_run_on_two_engines_and_its_resumption(chat_model: Path, tmp_path: Path) -> None:
     before = set(psutil.Process().children(recursive=True))  # other tests' shared servers among them
-    summary = await run(fleet_config(model, tmp_path), resume=False, reporter=Recorder())
+    summary = await run(fleet_config(chat_model, tmp_path), resume=False, reporter=Recorder())
     assert set(psutil.Process().children(recursive=True)) <= before
     folder = RunFolder.open(tmp_path / "test")
     assert [row["update/engines"] for row in folder.metrics()] == [2] * 4
@@ -108,36 +98,22 @@ async def test_a_run_on_two_engines_and_its_resumption(model: Path, tmp_path: Pa
     assert all(0 <= share <= 1 for share in summary.idle.values())
     assert json.loads((folder.path / "trace.json").read_text())["traceEvents"]
     with pytest.raises(UserError, match="already holds a run"):
-        await run(fleet_config(model, tmp_path), resume=False, reporter=Recorder())
-    longer = fleet_config(model, tmp_path)
+        await run(fleet_config(chat_model, tmp_path), resume=False, reporter=Recorder())
+    longer = fleet_config(chat_model, tmp_path)
     longer = longer.model_copy(update={"train": longer.train.model_copy(update={"steps": 6})})
     summary = await run(longer, resume=True, reporter=Recorder())
     assert [row["step"] for row in folder.metrics()] == [1, 2, 3, 4, 5, 6]
     assert summary.resumed_at == (4,)
 
 
-async def test_a_run_with_episodes_of_several_turns(model: Path, tmp_path: Path) -> None:
+async def test_a_run_with_episodes_of_several_turns(chat_model: Path, tmp_path: Path) -> None:
     rollout = {"groups_per_batch": 2, "group_size": 4, "max_tokens": 12, "max_episode_tokens": 40}
-    config = fleet_config(model, tmp_path, environment={"name": f"{__name__}:Again"}, rollout=rollout)
+    config = fleet_config(chat_model, tmp_path, environment={"name": f"{__name__}:Again"}, rollout=rollout)
     summary = await run(config, resume=False, reporter=Recorder())
     assert summary.steps == 4
     records = RunFolder.open(tmp_path / "test").trajectories()
     assert {record["reward"] for record in records} <= {0.5, 1.5}
     assert any("t=" in record["response"] for record in records)
-
-
-async def test_a_bf16_checkpoint_is_trained_and_its_engines_get_bf16(model: Path, tmp_path: Path) -> None:
-    """The learner holds fp32, which engines that serve in the checkpoint's dtype refuse."""
-    halves = tmp_path / "bf16"
-    shutil.copytree(model, halves)
-    tensors = {name: tensor.bfloat16() for name, tensor in load_file(model / "model.safetensors").items()}
-    save_file(tensors, halves / "model.safetensors", metadata={"format": "pt"})
-    specs = tmp_path / "specs.json"
-    specs.write_text(json.dumps([[name, "bfloat16", list(tensor.shape)] for name, tensor in tensors.items()]))
-    options = SIM | {"tensor-specs": str(specs)}
-    engine = {"model": str(halves), "profile": "sim", "max_model_len": 64, "extra_args": options}
-    summary = await run(fleet_config(halves, tmp_path, engine=engine), resume=False, reporter=Recorder())
-    assert (summary.steps, summary.updates) == (4, 4)
 
 
 @pytest.mark.parametrize(
@@ -180,11 +156,11 @@ class Waiting(Recorder):
 
 
 async def test_a_run_is_found_by_penstock_fleet_which_can_stop_it(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path))
     before = set(psutil.Process().children(recursive=True))
-    config = fleet_config(model, tmp_path / "runs")
+    config = fleet_config(chat_model, tmp_path / "runs")
     config = config.model_copy(update={"train": config.train.model_copy(update={"steps": 10_000})})
     told = Waiting()
     running = asyncio.create_task(run(config, resume=False, reporter=told))
@@ -201,23 +177,25 @@ async def test_a_run_is_found_by_penstock_fleet_which_can_stop_it(
     assert present() == {}
 
 
-async def test_a_fresh_run_replaces_the_one_of_its_name(model: Path, tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path / "test", fleet_config(model, tmp_path))
+async def test_a_fresh_run_replaces_the_one_of_its_name(chat_model: Path, tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "test", fleet_config(chat_model, tmp_path))
     folder.append_metrics({"step": 99})
     (folder.path / "summary.json").write_text("{}")
     with pytest.raises(UserError, match="--resume goes on with a run and --fresh deletes it"):
-        await run(fleet_config(model, tmp_path), resume=True, fresh=True, reporter=Recorder())
-    wrong = fleet_config(model, tmp_path, environment={"name": "nowhere:Nothing"})
+        await run(fleet_config(chat_model, tmp_path), resume=True, fresh=True, reporter=Recorder())
+    wrong = fleet_config(chat_model, tmp_path, environment={"name": "nowhere:Nothing"})
     with pytest.raises(ConfigError, match="cannot be imported"):
         await run(wrong, resume=False, fresh=True, reporter=Recorder())
     assert folder.metrics() == [{"step": 99}]
-    summary = await run(fleet_config(model, tmp_path), resume=False, fresh=True, reporter=Recorder())
+    summary = await run(fleet_config(chat_model, tmp_path), resume=False, fresh=True, reporter=Recorder())
     assert [row["step"] for row in folder.metrics()] == [1, 2, 3, 4]
     assert folder.summary()["steps"] == summary.steps == 4
 
 
-async def test_a_run_that_is_going_on_is_refused_to_every_other_and_keeps_its_past(model: Path, tmp_path: Path) -> None:
-    config = fleet_config(model, tmp_path)
+async def test_a_run_that_is_going_on_is_refused_to_every_other_and_keeps_its_past(
+    chat_model: Path, tmp_path: Path
+) -> None:
+    config = fleet_config(chat_model, tmp_path)
     config = config.model_copy(update={"train": config.train.model_copy(update={"steps": 10_000})})
     told = Waiting()
     running = asyncio.create_task(run(config, resume=False, reporter=told))
@@ -257,18 +235,18 @@ async def test_a_run_that_is_going_on_is_refused_to_every_other_and_keeps_its_pa
     ],
 )
 async def test_what_is_wrong_is_said_before_anything_is_started_or_written(
-    model: Path, tmp_path: Path, changes: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
+    chat_model: Path, tmp_path: Path, changes: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=message):
-        await run(fleet_config(model, tmp_path, **changes), resume=False, reporter=Recorder())
+        await run(fleet_config(chat_model, tmp_path, **changes), resume=False, reporter=Recorder())
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(UserError, match="holds no run"):
-        await run(fleet_config(model, tmp_path), resume=True, reporter=Recorder())
+        await run(fleet_config(chat_model, tmp_path), resume=True, reporter=Recorder())
 
 
-async def test_fewer_steps_than_a_run_has_are_refused_before_engines_start(model: Path, tmp_path: Path) -> None:
-    config = fleet_config(model, tmp_path)
+async def test_fewer_steps_than_a_run_has_are_refused_before_engines_start(chat_model: Path, tmp_path: Path) -> None:
+    config = fleet_config(chat_model, tmp_path)
     checkpoints = RunFolder.create(tmp_path / "test", config).path / "checkpoints"
     checkpoints.mkdir()
     (checkpoints / "step-00000009").mkdir()
@@ -277,8 +255,8 @@ async def test_fewer_steps_than_a_run_has_are_refused_before_engines_start(model
     assert not (tmp_path / "test" / "logs").exists()
 
 
-async def test_engines_that_do_not_start_leave_a_name_that_can_be_used_again(model: Path, tmp_path: Path) -> None:
-    broken = {"model": str(model), "profile": "sim", "extra_args": {"vocab-size": -1}}
+async def test_engines_that_do_not_start_leave_a_name_that_can_be_used_again(chat_model: Path, tmp_path: Path) -> None:
+    broken = {"model": str(chat_model), "profile": "sim", "extra_args": {"vocab-size": -1}}
     with pytest.raises(EngineStartError):
-        await run(fleet_config(model, tmp_path, engine=broken), resume=False, reporter=Recorder())
+        await run(fleet_config(chat_model, tmp_path, engine=broken), resume=False, reporter=Recorder())
     RunFolder.check_unused(tmp_path / "test")

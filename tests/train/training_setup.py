@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from http_engine import HTTPEngine
 from penstock.config import RunConfig
+from penstock.engine.interface import Engine
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Reporter, Summary
 from penstock.rollout.environment import Environment, Task
+from penstock.rollout.generator import Generator
 from penstock.rollout.single_turn import SingleTurnGenerator
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
@@ -120,40 +123,59 @@ def learner_of(config: RunConfig) -> Trainee:
     return local_trainee(config)
 
 
-async def run_on_sim(
+async def run_with(
     config: RunConfig,
+    engine: Engine,
+    trainee: Any,
     folder: RunFolder,
     *,
-    sim: SimConfig = SIM,
-    reporter: Reporter | None = None,
+    generator: Callable[..., Generator] = SingleTurnGenerator,
     environment: Environment | None = None,
-    learner: Trainee | None = None,
+    reporter: Reporter | None = None,
     resume: bool = False,
 ) -> Summary:
-    """One run on a fresh simulated engine, over HTTP."""
+    """One run on a given engine and with a given trainee."""
     environment = environment or Letters()
-    learner = learner or learner_of(config)
     params = SamplingParams(max_tokens=config.rollout.max_tokens, temperature=config.rollout.temperature)
+    given = (engine, Characters(), environment, params, config.rollout.concurrency)
+    return await train(
+        config,
+        engine,  # pyright: ignore[reportArgumentType]
+        trainee=trainee,
+        generator=generator(*given, adapter=trainee.served_adapter),
+        environment=environment,
+        folder=folder,
+        reporter=reporter or Reporter(),
+        resume=resume,
+    )
+
+
+async def run_on_sim(
+    config: RunConfig, folder: RunFolder, *, sim: SimConfig = SIM, learner: Trainee | None = None, **options: Any
+) -> Summary:
+    """One run on a fresh simulated engine, over HTTP."""
     async with SimServer(sim) as server:
         client = await HTTPEngine.connect(server.url)
         try:
-            generator = SingleTurnGenerator(
-                client,
-                Characters(),
-                environment,
-                params,
-                config.rollout.concurrency,
-                adapter=learner.served_adapter,
-            )
-            return await train(
-                config,
-                client,
-                trainee=learner,
-                generator=generator,
-                environment=environment,
-                folder=folder,
-                reporter=reporter or Reporter(),
-                resume=resume,
-            )
+            return await run_with(config, client, learner or learner_of(config), folder, **options)
         finally:
             await client.teardown()
+
+
+def what_counts(folder: RunFolder) -> list[dict[str, float]]:
+    """The rows of a run without what depends on the time of day."""
+    timed = ("seconds/", "update/", "tokens_per_second", "learner/seconds", "learner/tokens_per_second", "idle/")
+    return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in folder.metrics()]
+
+
+async def cut_off_after(step: int, config: RunConfig, folder: RunFolder) -> None:
+    """Run on a simulated engine, and cancel the run as a step is recorded."""
+
+    class CutOff(Reporter):
+        def on_step(self, metrics: Mapping[str, float]) -> None:
+            if metrics["step"] == step:
+                work.cancel()
+
+    work = asyncio.create_task(run_on_sim(config, folder, reporter=CutOff()))
+    await asyncio.wait([work])
+    assert work.cancelled()
