@@ -49,7 +49,7 @@ def test_an_engine_that_left_the_fleet_does_nothing_more() -> None:
     tracer._note({"e0": 1}, 4.0)
     now[0] = 10.0
     spans, idle = tracer.cut(1, 10.0)
-    assert [(s["track"], s["start"], s["seconds"]) for s in spans] == [("e1", 0.0, 2.0), ("e0", 0.0, 10.0)]
+    assert [(s["track"], s["start"], s["seconds"]) for s in spans] == [("e1", 0.0, 4.0), ("e0", 0.0, 10.0)]
     assert idle == 0.0, "of the engines that are left"
     now[0] = 12.0
     spans, idle = tracer.cut(2, 2.0)
@@ -58,26 +58,6 @@ def test_an_engine_that_left_the_fleet_does_nothing_more() -> None:
     tracer._note({"e0": 1, "e1": 1}, 12.0)
     now[0] = 13.0
     assert [s["track"] for s in tracer.cut(3, 1.0)[0]] == ["e0", "e1"], "a restarted one is back"
-
-
-def test_a_change_came_in_the_middle_of_two_looks_and_not_before_the_step() -> None:
-    """Taken at the look that saw it, the time before always counted as waiting."""
-    now = [0.0]
-    tracer = Tracer(lambda: now[0], None)
-    for at, requests in ((0.0, 0), (1.0, 4), (3.0, 0)):
-        tracer._note({"e0": requests}, at)
-    now[0] = 4.0
-    spans, idle = tracer.cut(1, 4.0)
-    assert [(s["name"], s["start"], s["seconds"]) for s in spans] == [
-        ("wait", 0.0, 0.5),
-        ("generate", 0.5, 1.5),
-        ("wait", 2.0, 2.0),
-    ]
-    assert idle == pytest.approx(1 - 1.5 / 4)
-    tracer._note({"e0": 4}, 4.5)
-    now[0] = 5.0
-    spans, _ = tracer.cut(2, 1.0)
-    assert [(s["name"], s["start"]) for s in spans] == [("wait", 4.0), ("generate", 4.0)]
 
 
 def test_tracks_stand_in_the_order_of_the_engines_numbers() -> None:

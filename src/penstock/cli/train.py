@@ -59,12 +59,11 @@ def _run_here(
 ) -> Path:
     """Train after the checks that need no slow imports. Return the run folder."""
     from penstock.config import load_config  # noqa: PLC0415
-    from penstock.observe.run_folder import CONFIG, RunFolder  # noqa: PLC0415
+    from penstock.observe.run_folder import CONFIG  # noqa: PLC0415
 
     only_one(resume=resume, fresh=fresh)
     settings = load_config(config, overrides)
     folder = settings.run_dir / settings.name
-    RunFolder.check_free(folder)  # `run` locks it; this check fails before the slow imports
     require_extra("train", "torch", "transformers", "safetensors", "matplotlib")
     check_port(settings.router.host, settings.router.port)
     if settings.fleet.engines:  # attached engines have their own device and model

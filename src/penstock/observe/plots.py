@@ -14,7 +14,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import AutoLocator, MaxNLocator, PercentFormatter, StrMethodFormatter
+from matplotlib.ticker import AutoLocator, MaxNLocator, PercentFormatter
 
 from penstock.errors import UserError
 from penstock.observe.run_folder import RunFolder
@@ -63,6 +63,9 @@ class DrawnRun:
     def minutes(self) -> list[float]:
         """Return the minutes from the start of the first step to the end of each step."""
         return [seconds / 60 for seconds in itertools.accumulate(self.column("seconds/step"))]
+
+
+Panel = Callable[[Axes, Sequence[DrawnRun]], None]
 
 
 def draw_plots(folder: RunFolder) -> list[Path]:
@@ -116,18 +119,19 @@ def _sheet(
 # --- panels ----------------------------------------------------------------------------------------------------------
 
 
-def draw_reward(axes: Axes, runs: Sequence[DrawnRun]) -> None:
-    """Draw the mean reward of each batch and its moving mean."""
-    _label(axes, "Reward by step", "mean reward, sampled")
-    for run in runs:
-        _curve(axes, run, run.column("step"), "reward_mean")
+def curves(title: str, y: str, key: str, x: str = "step") -> Panel:
+    """Return a panel of a noisy column, and of its mean over `SMOOTHING` values (fewer at the ends)."""
 
+    def draw(axes: Axes, runs: Sequence[DrawnRun]) -> None:
+        _label(axes, title, y, x)
+        half = SMOOTHING // 2
+        for run in runs:
+            at, values = run.column("step") if x == "step" else run.minutes(), run.column(key)
+            means = [statistics.fmean(values[max(i - half, 0) : i + half + 1]) for i in range(len(values))]
+            axes.plot(at, values, color=run.color, alpha=0.3, linewidth=1)
+            axes.plot(at, means, color=run.color, linewidth=2)
 
-def draw_reward_by_time(axes: Axes, runs: Sequence[DrawnRun]) -> None:
-    """Draw the mean reward over the wall time of the steps."""
-    _label(axes, "Reward by wall time", "mean reward, sampled", x="minutes")
-    for run in runs:
-        _curve(axes, run, run.minutes(), "reward_mean")
+    return draw
 
 
 def draw_accuracy(axes: Axes, runs: Sequence[DrawnRun]) -> None:
@@ -179,15 +183,6 @@ def draw_logprobs(axes: Axes, runs: Sequence[DrawnRun]) -> None:
     axes.legend(frameon=False)
 
 
-def draw_throughput(axes: Axes, runs: Sequence[DrawnRun]) -> None:
-    """Draw response tokens per second, summed over all engines."""
-    _label(axes, "Generation, all engines together", "tokens per s")
-    for run in runs:
-        _curve(axes, run, run.column("step"), "tokens_per_second")
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    axes.set_ylim(bottom=0)
-
-
 def draw_idle(axes: Axes, runs: Sequence[DrawnRun]) -> None:
     """Draw the share of the steps' time in which each side was idle. A side without data has no bar."""
     _label(axes, "Idle share of the steps' time", "share", x="side")
@@ -220,20 +215,6 @@ def draw_seconds(axes: Axes, runs: Sequence[DrawnRun]) -> None:
     axes.legend(frameon=False)
 
 
-Panel = Callable[[Axes, Sequence[DrawnRun]], None]
-PANELS: Mapping[str, Panel] = {
-    "reward": draw_reward,
-    "reward_by_time": draw_reward_by_time,
-    "accuracy": draw_accuracy,
-    "throughput": draw_throughput,
-    "bubble": draw_bubble,
-    "staleness": draw_staleness,
-    "logprobs": draw_logprobs,
-    "idle": draw_idle,
-}
-"""Panels for any number of runs, by the names of their files."""
-
-
 def _label(axes: Axes, title: str, y: str, x: str = "step") -> None:
     axes.set_title(title, loc="left", fontweight="bold")
     axes.set_xlabel(x)
@@ -242,14 +223,6 @@ def _label(axes: Axes, title: str, y: str, x: str = "step") -> None:
     axes.grid(axis="y", color="#DDDDDD", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.xaxis.set_major_locator(AutoLocator() if x == "minutes" else MaxNLocator(integer=True, min_n_ticks=1))
-
-
-def _curve(axes: Axes, run: DrawnRun, x: Sequence[float], key: str) -> None:
-    """Draw a noisy curve, and its mean over `SMOOTHING` values (fewer at the ends)."""
-    values, half = run.column(key), SMOOTHING // 2
-    means = [statistics.fmean(values[max(i - half, 0) : i + half + 1]) for i in range(len(values))]
-    axes.plot(x, values, color=run.color, alpha=0.3, linewidth=1)
-    axes.plot(x, means, color=run.color, linewidth=2)
 
 
 def _bars(
@@ -266,3 +239,16 @@ def _bars(
     axes.set_xlim(-0.6, len(groups) - 0.4)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.margins(y=0.12)
+
+
+PANELS: Mapping[str, Panel] = {
+    "reward": curves("Reward by step", "mean reward, sampled", "reward_mean"),
+    "reward_by_time": curves("Reward by wall time", "mean reward, sampled", "reward_mean", "minutes"),
+    "accuracy": draw_accuracy,
+    "throughput": curves("Generation, all engines together", "tokens per s", "tokens_per_second"),
+    "bubble": draw_bubble,
+    "staleness": draw_staleness,
+    "logprobs": draw_logprobs,
+    "idle": draw_idle,
+}
+"""Panels for any number of runs, by the names of their files."""

@@ -98,18 +98,6 @@ class RunFolder:
                 os.close(descriptor)
 
     @staticmethod
-    def check_free(path: Path) -> None:
-        """Raise UserError if another process holds the run in `path`. Keep no lock."""
-        try:
-            with _lock_file(path).open("rb") as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    raise _going_on(path, file.read(1000)) from None
-        except OSError:  # `lock` reports what is wrong with the file
-            return
-
-    @staticmethod
     def check_unused(path: Path) -> None:
         """Raise UserError if `path` holds a run with a recorded step. A run that failed to start does not count."""
         if _read(path / "metrics.jsonl"):

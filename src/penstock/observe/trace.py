@@ -39,7 +39,6 @@ class Tracer:
         self._now = now
         self._loads = loads
         self._spans: list[dict[str, Any]] = []
-        self._looked = 0.0
         self._doing: dict[str, tuple[str, float]] = {}
         """Current activity of each engine, and its start."""
         self._busy_s: dict[str, float] = {}
@@ -84,28 +83,25 @@ class Tracer:
         return [{"step": step, **span} for span in spans], sum(shares) / len(shares) if shares else None
 
     def _note(self, in_flight: Mapping[str, int], now: float) -> None:
-        between, self._looked = (self._looked + now) / 2, now  # a change happened some time since the last poll
         for engine in self._doing.keys() - in_flight.keys():  # the engine left the fleet
-            self._end(engine, between)
+            self._end(engine, now)
             del self._doing[engine]
         for engine, requests in in_flight.items():
-            doing, since = "generate" if requests else "wait", now
+            doing = "generate" if requests else "wait"
             if engine not in self._doing:
                 self._busy_s.setdefault(engine, 0.0)
             elif self._doing[engine][0] != doing:
-                since = self._end(engine, between)
+                self._end(engine, now)
             else:
                 continue
-            self._doing[engine] = (doing, since)
+            self._doing[engine] = (doing, now)
 
-    def _end(self, engine: str, now: float) -> float:
-        """End an engine's activity at `now`, or at its start if that is later. Return that time."""
+    def _end(self, engine: str, now: float) -> None:
+        """End an engine's activity at `now`."""
         doing, since = self._doing[engine]
-        now = max(now, since)
         self.add(engine, doing, since, now - since)
         if doing == "generate":
             self._busy_s[engine] += now - since
-        return now
 
 
 def chrome_trace(spans: Sequence[Span], name: str) -> str:
