@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -12,6 +14,7 @@ import psutil
 from patience import WAIT_S
 from penstock import Fleet, GenerateOutput, Sample, SamplingParams
 from penstock.engine.control import ControlClient
+from penstock.engine.launch import EngineProcess
 from penstock.errors import EngineDeadError
 from penstock.fleet.member import SERVABLE, Member, State
 from penstock.http import HttpTransport
@@ -77,6 +80,32 @@ async def in_flight(fleet: Fleet, reached: Callable[[int], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
+async def begun(
+    fleet: Fleet, prompts: Sequence[Sequence[int]], params: SamplingParams, **options: Any
+) -> asyncio.Task[GenerateOutput]:
+    """Ask for a batch, and return when every request of it is on an engine, with nothing else; see `slowed`."""
+    running = asyncio.create_task(fleet.generate(prompt_token_ids=prompts, sampling_params=params, **options))
+    await in_flight(fleet, lambda requests: requests == len(prompts) * params.n)
+    return running
+
+
+async def under_way(
+    fleet: Fleet, prompts: Sequence[Sequence[int]], params: SamplingParams, **options: Any
+) -> asyncio.Task[GenerateOutput]:
+    """Do as `begun`, on engines that are slow until it returns."""
+    async with slowed(fleet):
+        return await begun(fleet, prompts, params, **options)
+
+
+async def whole(
+    running: asyncio.Task[GenerateOutput], prompts: Sequence[Sequence[int]], params: SamplingParams
+) -> GenerateOutput:
+    """Return the answer to a batch, of which nothing is missing and every token is right."""
+    out = await asyncio.wait_for(running, WAIT_S)
+    check(prompts, out, params)
+    return out
+
+
 async def stepped(fleet: Fleet, tokens: int) -> None:
     """Return when each of its engines has made so many tokens more."""
     before = await made(fleet)
@@ -98,10 +127,32 @@ async def slowed(fleet: Fleet, factor: float = 100.0) -> AsyncIterator[None]:
 async def _speed(fleet: Fleet, factor: float) -> None:
     for member in fleet._roster.members:
         if member.state in SERVABLE:
-            http = HttpTransport(member.url, api_key=member.api_key)
             with suppress(EngineDeadError):
-                await http.post("/sim/fault", {"kind": "slow", "factor": factor}, timeout_s=WAIT_S)
-            await http.close()
+                await set_fault(member, kind="slow", factor=factor)
+
+
+async def set_fault(member: Member, **fault: object) -> None:
+    """Set a fault on a simulated engine."""
+    http = HttpTransport(member.url, api_key=member.api_key)
+    try:
+        await http.post("/sim/fault", fault, timeout_s=WAIT_S)
+    finally:
+        await http.close()
+
+
+def strike(member: Member, number: int = signal.SIGKILL) -> None:
+    """Send a signal to all processes of a launched engine."""
+    assert isinstance(member.process, EngineProcess)
+    os.killpg(member.process.pid, number)
+
+
+async def returned(fleet: Fleet, member: Member, before: int) -> None:
+    """Return when it has died and serves again; `before`: length of its history before that."""
+
+    def back() -> bool:
+        return len(member.lifecycle.history) > before and member.state is State.SERVING
+
+    assert await fleet._roster.until(back, deadline_s=WAIT_S), member.lifecycle.history
 
 
 def impatient(member: Member, deadline_s: float = 0.5) -> None:

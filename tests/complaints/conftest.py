@@ -6,22 +6,14 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from patience import WAIT_S
 from penstock import Fleet
+from sim_fleets import SIM
 
 
 @pytest.fixture(scope="module")
 async def fleet() -> AsyncIterator[Fleet]:
     """Two simulated engine processes behind a router; restarts are short, and deadlines where a test makes them so."""
-    async with Fleet.launch(
-        "sim-model",
-        engines=2,
-        profile="sim",
-        max_model_len=512,
-        control_timeout_s=60.0,
-        hang_timeout_s=60.0,
-        health_interval_s=0.2,
-        restart_backoff_s=0.05,
-        max_restarts=1000,
-        extra_args={"tokens-per-second": 500},
-    ) as fleet:
+    options = {**SIM, "hang_timeout_s": WAIT_S, "health_interval_s": 0.2, "restart_backoff_s": 0.05}
+    async with Fleet.launch("sim-model", engines=2, max_restarts=1000, **options) as fleet:
         yield fleet

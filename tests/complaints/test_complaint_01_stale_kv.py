@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from complaint_rig import LONG, SHORT, generate, in_flight
+from complaint_rig import LONG, SHORT
 
 from nano_models import changed
 from penstock import Fleet, SamplingParams
 from penstock.types import KV
-from sim_fleets import check
+from sim_fleets import begun, check, slowed, stepped, whole
 
 PREFIX = [3 + i % 90 for i in range(160)]
 """Ten whole blocks of KV, and as many in the simulated engine."""
@@ -29,15 +29,15 @@ async def test_a_prefix_cached_before_an_update_is_computed_again_after_it(fleet
     """
     prompts = [[*PREFIX, i] for i in range(1, 9)]
     for version in range(1, 4):
-        running = generate(fleet, prompts, LONG)
-        await in_flight(fleet, len(prompts))
-        report = await fleet.update_weights([("w", torch.full((64,), float(version)))], kv=kv)
-        assert (sum(e.preempted for e in report.engines) == 0) == (kv == "keep_in_flight")
-        after = await generate(fleet, prompts, SHORT)
+        async with slowed(fleet):
+            running = await begun(fleet, prompts, LONG)
+            await stepped(fleet, len(prompts))  # so that none waits in an engine's queue
+            report = await fleet.update_weights([("w", torch.full((64,), float(version)))], kv=kv)
+        assert (sum(engine.preempted for engine in report.engines) == 0) == (kv == "keep_in_flight")
+        after = await fleet.generate(prompt_token_ids=prompts, sampling_params=SHORT)
         check(prompts, after, SHORT)
         assert {(s.version, s.kv_kept) for spans in after.response_spans for s in spans} == {(report.version, False)}
-        out = await running
-        check(prompts, out, LONG)  # and of the requests that the update interrupted
+        out = await whole(running, prompts, LONG)  # also the requests that the update interrupted
         labels = {s.kv_kept for spans in out.response_spans for s in spans if s.version == report.version}
         assert labels == {kv == "keep_in_flight"}
 

@@ -9,41 +9,40 @@ import asyncio
 
 import pytest
 import torch
-from complaint_rig import DEADLINE_S, LONG, all_serve, generate, in_flight, set_fault
+from complaint_rig import LONG, all_serve
 
+from patience import WAIT_S
 from penstock import Fleet
 from penstock.errors import TransferError, UpdateError, WeightsError
 from penstock.sim import SimConfig, SimServer
-from sim_fleets import check, impatient
+from sim_fleets import begun, impatient, set_fault, slowed, under_way, whole
 
 MANY = [[1 + i, 2] for i in range(200)]
+WEIGHTS = [("w", torch.ones(64))]
 
 
-@pytest.mark.parametrize("phase", ["prepare", "pause", "load", "resume"])
-async def test_an_engine_that_hangs_in_an_update_is_named_within_the_deadline(fleet: Fleet, phase: str) -> None:
-    await all_serve(fleet)
-    running = generate(fleet, MANY[:8], LONG)
-    await in_flight(fleet, 8)
-    await set_fault(fleet, 1, "hang", phase)
-    impatient(fleet._roster.members[1])
-    report = await asyncio.wait_for(fleet.update_weights([("w", torch.ones(64))]), DEADLINE_S)
+async def test_an_engine_that_hangs_in_an_update_is_named_within_the_deadline(fleet: Fleet) -> None:
+    """While it loads; `tests/fleet/test_update_matrix.py` has the other phases."""
+    running = await under_way(fleet, MANY[:8], LONG)
+    member = fleet._roster.members[1]
+    await set_fault(member, kind="hang", phase="load")
+    impatient(member)
+    report = await asyncio.wait_for(fleet.update_weights(WEIGHTS), WAIT_S)
     assert list(report.failures) == ["e1"]
     assert [engine.engine for engine in report.engines] == ["e0"]
-    check(MANY[:8], await running, LONG)
+    await whole(running, MANY[:8], LONG)
     await all_serve(fleet)
 
 
 async def test_updates_pass_many_outstanding_requests(fleet: Fleet) -> None:
     """verl #7990: an update that waits for requests which wait for the update."""
-    await all_serve(fleet)
-    met = 0
-    while met < 3:
-        running = generate(fleet, MANY, LONG)
-        await in_flight(fleet, len(MANY) // 2)
-        report = await asyncio.wait_for(fleet.update_weights([("w", torch.full((64,), float(met)))]), DEADLINE_S)
-        assert not report.failures
-        met += any(engine.preempted for engine in report.engines)
-        check(MANY, await running, LONG)
+    async with slowed(fleet):
+        running = await begun(fleet, MANY, LONG)
+        for _ in range(3):
+            report = await asyncio.wait_for(fleet.update_weights(WEIGHTS), WAIT_S)
+            assert not report.failures
+            assert any(engine.preempted for engine in report.engines)
+    await whole(running, MANY, LONG)
 
 
 @pytest.mark.timeout(180)
@@ -54,5 +53,5 @@ async def test_an_engine_that_never_joins_the_first_broadcast_is_an_error(monkey
     config = SimConfig(max_model_len=512)
     async with SimServer(config) as server, Fleet.connect([server.url], weight_transport="broadcast") as fleet:
         with pytest.raises((TransferError, UpdateError, WeightsError), match="e0"):
-            await asyncio.wait_for(fleet.update_weights([("w", torch.ones(64))]), DEADLINE_S)
+            await asyncio.wait_for(fleet.update_weights(WEIGHTS), WAIT_S)
         assert fleet.weight_version == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import torch
-from complaint_rig import SHORT, all_serve, generate
+from complaint_rig import SHORT
 
 from penstock import Fleet
 
@@ -34,7 +34,6 @@ def memory_files() -> int:
 
 
 async def test_host_memory_does_not_grow_with_updates(fleet: Fleet) -> None:
-    await all_serve(fleet)
     weights = torch.zeros(WEIGHTS // 4)
 
     async def updates(count: int) -> None:
@@ -42,7 +41,7 @@ async def test_host_memory_does_not_grow_with_updates(fleet: Fleet) -> None:
             weights.add_(1.0)
             report = await fleet.update_weights([("w", weights)])
             assert report.bytes == WEIGHTS
-            await generate(fleet, [[1, 2, 3]], SHORT)
+            await fleet.sample([1, 2, 3], 1, SHORT)
 
     await updates(4)
     before, files = host_bytes(), memory_files()

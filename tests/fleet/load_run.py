@@ -35,10 +35,9 @@ from penstock.fleet.member import State
 
 sys.path.append(str(Path(__file__).parents[1]))  # a script's path has its own folder alone
 
-from sim_fleets import children
+from sim_fleets import CONTEXT, children
 from sim_verify import verify
 
-CONTEXT = 512
 TOKENS = (16, 96)
 """Fewest and most tokens of an answer."""
 CHUNK = 16

@@ -27,7 +27,7 @@ from penstock.settings import ServerSpec
 from penstock.sim.config import Fault, FaultKind, Phase, SimConfig
 from penstock.sim.server import SimServer
 from penstock.types import PauseMode
-from sim_fleets import SIM, check, check_serves, in_flight, slowed
+from sim_fleets import SIM, check, check_serves, in_flight, slowed, whole
 from sim_verify import generate
 
 PROMPTS = [[1 + i, 2] for i in range(16)]
@@ -157,7 +157,7 @@ async def test_one_that_dies_is_out_and_in_again_with_the_fleets_weights() -> No
                 request = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
                 await in_flight(fleet, lambda count: count > 0)
                 await dying.stop()
-            check(PROMPTS, await request, PARAMS)
+            await whole(request, PROMPTS, PARAMS)
             await until(fleet, "e1", State.DEAD)
             await fleet.update_weights(GOOD)
             async with server(port=port) as back:
@@ -296,7 +296,7 @@ async def test_requests_that_wait_while_the_first_plain_server_joins_are_answere
         await asyncio.sleep(0.1)
         await fleet.attach(second.url)
         await fleet.resume_generation()
-        check(PROMPTS, await batch, PARAMS)
+        await whole(batch, PROMPTS, PARAMS)
         assert (await stream)["choices"]
         assert second.engine.stats.generation_tokens > 0
 

@@ -20,8 +20,7 @@ from penstock.errors import UpdateError, WeightsError
 from penstock.fleet import delivery
 from penstock.fleet.member import State
 from penstock.fleet.stores import Stores
-from penstock.http import HttpTransport
-from sim_fleets import SIM, check, check_serves, impatient, in_flight, slowed
+from sim_fleets import SIM, check_serves, impatient, set_fault, under_way, whole
 
 PARAMS = SamplingParams(max_tokens=400, detokenize=False)
 PROMPTS = [[1 + i, 2] for i in range(9)]
@@ -53,20 +52,11 @@ def broadcast(fleet: Fleet) -> Any:
     return stores.of("broadcast")
 
 
-async def fault(fleet: Fleet, index: int, **what: Any) -> None:
-    http = HttpTransport(fleet._roster.members[index].url, api_key=fleet.key_of(f"e{index}"))
-    await http.post("/sim/fault", what, timeout_s=WAIT_S)
-    await http.close()
-
-
 async def updated(fleet: Fleet, tensors: Any) -> Any:
     """The report of an update among requests, none of which is lost."""
-    async with slowed(fleet):
-        running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
-        await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+    running = await under_way(fleet, PROMPTS, PARAMS)
     report = await asyncio.wait_for(fleet.update_weights(tensors), WAIT_S)
-    out = await asyncio.wait_for(running, WAIT_S)
-    check(PROMPTS, out, PARAMS)
+    await whole(running, PROMPTS, PARAMS)
     return report
 
 
@@ -100,7 +90,7 @@ async def test_who_fails_in_it_takes_nobody_along(fleet: Fleet, kind: str, monke
     group = broadcast(fleet)._group
     group.spec = replace(group.spec, timeout_s=10.0)  # what hangs is not noticed before this deadline
     before = group.spec.epoch
-    await fault(fleet, 1, kind=kind, phase="load")
+    await set_fault(fleet._roster.members[1], kind=kind, phase="load")
     report = await updated(fleet, weights(5.0))
     assert list(report.failures) == ["e1"]
     assert [update.engine for update in report.engines] == ["e0", "e2"]

@@ -32,7 +32,7 @@ from penstock.settings import EngineConfig
 from penstock.sim.config import Fault, FaultKind, Phase, SimConfig
 from penstock.sim.server import SimServer
 from penstock.types import TensorSpec
-from sim_fleets import check, check_serves, impatient, in_flight, slowed
+from sim_fleets import begun, check_serves, impatient, in_flight, slowed, whole
 
 SPECS = (TensorSpec("a", "float32", (2, 3)), TensorSpec("b", "float32", (4,)))
 GOOD = [("a", torch.ones(2, 3)), ("b", torch.zeros(4))]
@@ -135,11 +135,10 @@ async def test_an_engine_whose_weights_nobody_knows_makes_no_more_tokens_though_
     async with engines(3) as servers, connected(servers) as fleet:
         servers[1].engine.faults.add(Fault(FaultKind.WRONG_CHECKSUM, Phase.LOAD))
         async with slowed(fleet):
-            running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
-            await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+            running = await begun(fleet, PROMPTS, PARAMS)
             await fleet.update_weights(GOOD)
         assert await states(fleet) == [State.SERVING, State.DEAD, State.SERVING]
-        check(PROMPTS, await asyncio.wait_for(running, WAIT_S), PARAMS)
+        await whole(running, PROMPTS, PARAMS)
         assert servers[1].engine.paused
 
 
@@ -161,7 +160,7 @@ async def test_a_stopped_engine_that_nobody_can_end_keeps_no_request(tmp_path: P
             await in_flight(fleet, lambda requests: requests > len(PROMPTS))
         impatient(holder._roster.members[1], 0.3)
         os.killpg(processes[1].pid, signal.SIGSTOP)
-        check(PROMPTS, await asyncio.wait_for(batch, WAIT_S), params)
+        await whole(batch, PROMPTS, params)
         async with asyncio.timeout(WAIT_S):
             ends = [c["finish_reason"] async for chunk in stream for c in chunk["choices"] if c["finish_reason"]]
         assert ends == ["length"] * 2
@@ -175,10 +174,9 @@ async def test_a_stopped_engine_that_nobody_can_end_keeps_no_request(tmp_path: P
 async def test_what_an_engine_of_others_has_not_ended_when_it_is_removed_goes_on_elsewhere() -> None:
     async with engines(2) as servers, connected(servers) as fleet:
         servers[0].engine.faults.add(Fault(FaultKind.SLOW, factor=1000.0))
-        running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
-        await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+        running = await begun(fleet, PROMPTS, PARAMS)
         await fleet.remove("e0", timeout_s=0.1)
-        check(PROMPTS, await asyncio.wait_for(running, WAIT_S), PARAMS)
+        await whole(running, PROMPTS, PARAMS)
 
 
 async def test_an_engine_that_hangs_is_left_out_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

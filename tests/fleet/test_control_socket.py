@@ -36,7 +36,7 @@ from penstock.fleet.service import folder, present, refuse_second, shown, socket
 from penstock.http import HttpTransport
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
-from sim_fleets import SIM, check, check_serves, in_flight, slowed
+from sim_fleets import SIM, begun, check_serves, slowed, whole
 
 PARAMS = SamplingParams(max_tokens=400, detokenize=False)
 PROMPTS = [[1 + i, 2] for i in range(12)]
@@ -132,8 +132,7 @@ async def test_a_fleet_runs_on_when_those_who_adopted_it_leave(runtime: Path) ->
 async def test_everything_a_fleet_can_do_can_be_done_by_who_adopted_it() -> None:
     async with detached() as fleet:
         async with slowed(fleet):
-            running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
-            await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+            running = await begun(fleet, PROMPTS, PARAMS)
             with pytest.raises(DeadlineError, match=r"pause \(wait\) took longer than 0\.01 s"):
                 await fleet.pause_generation(PauseMode.WAIT, timeout_s=0.01)
             await fleet.pause_generation(PauseMode.KEEP)
@@ -147,7 +146,7 @@ async def test_everything_a_fleet_can_do_can_be_done_by_who_adopted_it() -> None
         assert [update.engine for update in report.engines] == ["e0", "e1"]
         assert set(report.seconds) == {"publish", "prepare", "gate", "total"}
         await fleet.resume_generation()
-        check(PROMPTS, await asyncio.wait_for(running, WAIT_S), PARAMS)
+        await whole(running, PROMPTS, PARAMS)
         await fleet.reset_prefix_cache()
         await fleet.abort_generation()
         await fleet.sleep(1)

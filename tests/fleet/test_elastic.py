@@ -14,7 +14,7 @@ from patience import WAIT_S
 from penstock import Fleet, GenerateOutput, SamplingParams
 from penstock.errors import StateError, UserError
 from penstock.fleet.member import State
-from sim_fleets import SIM, check, check_serves, in_flight, router_process, slowed
+from sim_fleets import SIM, begun, check, check_serves, router_process, slowed, whole
 
 PARAMS = SamplingParams(max_tokens=400, detokenize=False)
 QUICK = SamplingParams(max_tokens=120, detokenize=False)
@@ -101,8 +101,7 @@ async def test_an_engine_joins_a_paused_fleet_paused_and_a_drained_one_is_paused
     fleet: Fleet,
 ) -> None:
     async with slowed(fleet):
-        running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
-        await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+        running = await begun(fleet, PROMPTS, PARAMS)
         await fleet.pause_generation()
     assert not await fleet.drain("e0", timeout_s=0.2), "what it has is frozen"
     (name,) = await fleet.add_engines()
@@ -112,8 +111,7 @@ async def test_an_engine_joins_a_paused_fleet_paused_and_a_drained_one_is_paused
     for member in fleet._roster.members:
         assert (await member.control.info()).paused
     await fleet.resume_generation()
-    out = await asyncio.wait_for(running, WAIT_S)
-    check(PROMPTS, out, PARAMS)
+    out = await whole(running, PROMPTS, PARAMS)
     assert {span.version for spans in out.response_spans for span in spans} == {0, 1}
     assert await fleet.drain("e0")
     assert fleet._roster.members[0].lifecycle.reason == "takes no new session"
@@ -124,8 +122,7 @@ async def test_an_engine_joins_a_paused_fleet_paused_and_a_drained_one_is_paused
 async def test_a_router_that_dies_meanwhile_does_not_end_a_drain(processes: Fleet) -> None:
     fleet = processes
     async with slowed(fleet):
-        running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
-        await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+        running = await begun(fleet, PROMPTS, PARAMS)
         await fleet.pause_generation()
     leaving = asyncio.create_task(fleet.remove("e0"))
     assert await fleet._roster.until(lambda: fleet._roster.members[0].state is State.DRAINING, deadline_s=WAIT_S)
@@ -136,7 +133,7 @@ async def test_a_router_that_dies_meanwhile_does_not_end_a_drain(processes: Flee
     await fleet.resume_generation()
     await asyncio.wait_for(leaving, WAIT_S)
     assert (await states(fleet))["e0"] is State.STOPPED
-    check(PROMPTS, await asyncio.wait_for(running, WAIT_S), PARAMS)
+    await whole(running, PROMPTS, PARAMS)
     await check_serves(fleet, engines=1)
 
 

@@ -14,7 +14,7 @@ from penstock import Fleet, SamplingParams
 from penstock.errors import PenstockError
 from penstock.router.admin_client import RouterAdmin
 from penstock.settings import RouterConfig
-from sim_fleets import SIM, check, check_serves, in_flight, slowed, stepped
+from sim_fleets import SIM, check, check_serves, in_flight, slowed, stepped, whole
 
 PROMPTS = [[1 + i, 2, 3] for i in range(24)]
 LONG = SamplingParams(max_tokens=450, detokenize=False)
@@ -46,8 +46,7 @@ async def test_updates_under_load_behind_two_router_processes() -> None:
                 report = await fleet.update_weights(weights(float(i)))
                 assert report.failures == {}
             await stepped(fleet, len(PROMPTS))
-        out = await running
-        check(PROMPTS, out, LONG)
+        out = await whole(running, PROMPTS, LONG)
         versions = [[span.version for span in spans] for spans in out.response_spans]
         assert versions == [[0, 1, 2]] * len(PROMPTS), "every sample went on through every update"
         await fleet.pause_generation()

@@ -10,7 +10,7 @@ import torch
 
 from penstock import Fleet, SamplingParams
 from penstock.errors import StateError
-from sim_fleets import SIM, check, check_serves
+from sim_fleets import SIM, check_serves, whole
 
 PROMPTS = [[7, 8, i] for i in range(1, 9)]
 SHORT = SamplingParams(max_tokens=3)
@@ -49,9 +49,8 @@ async def test_dropped_weights_are_not_served_however_it_wakes(fleet: Fleet, tag
     await fleet.resume_generation()
     assert await waits(late), "a resume let a fleet without weights answer"
     report = await fleet.update_weights(weights())
-    check(PROMPTS, await running, LONG)
-    out = await late
-    check(PROMPTS, out, SHORT)
+    await whole(running, PROMPTS, LONG)
+    out = await whole(late, PROMPTS, SHORT)
     assert {span.version for spans in out.response_spans for span in spans} == {report.version}
     await check_serves(fleet, engines=2)
 
@@ -64,7 +63,7 @@ async def test_new_weights_come_before_the_kv_cache(fleet: Fleet) -> None:
     late = asking(fleet)
     assert await waits(late), "an engine without KV cache answered"
     await fleet.wake_up(["kv_cache"])
-    check(PROMPTS, await late, SHORT)
+    await whole(late, PROMPTS, SHORT)
 
 
 @pytest.mark.parametrize("level", [1, 2])

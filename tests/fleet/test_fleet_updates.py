@@ -11,7 +11,7 @@ from patience import WAIT_S
 from penstock import Fleet, PauseMode, SamplingParams
 from penstock.errors import StateError, UserError
 from penstock.fleet.member import State
-from sim_fleets import check, in_flight, made, slowed, stepped
+from sim_fleets import check, in_flight, made, slowed, stepped, whole
 
 PROMPTS = [[1 + i, 2, 3] for i in range(24)]
 LONG = SamplingParams(max_tokens=300, detokenize=False)
@@ -59,8 +59,7 @@ async def test_requests_before_and_during_a_pause_wait_and_none_fails(fleet: Fle
     with pytest.raises(StateError, match="already paused"):
         await fleet.pause_generation()
     await fleet.resume_generation()
-    out = await running
-    check(PROMPTS, out, LONG)
+    out = await whole(running, PROMPTS, LONG)
     assert set(out.stop_reasons) == {"length"}, "aborted in the middle, they went on"
     check(PROMPTS, await late, SamplingParams(max_tokens=5))
     assert len(await single) == 2
@@ -76,8 +75,7 @@ async def test_abort_ends_what_runs_and_serves_what_comes(fleet: Fleet) -> None:
         await in_flight(fleet, lambda requests: requests == len(PROMPTS))
         await stepped(fleet, 2 * len(PROMPTS))
         await fleet.abort_generation()
-    out = await running
-    check(PROMPTS, out, LONG)
+    out = await whole(running, PROMPTS, LONG)
     assert set(out.stop_reasons) == {"abort"}
     assert all(0 < len(ids) < LONG.max_tokens for ids in out.response_ids), "what was made is kept"
 
@@ -88,7 +86,7 @@ async def test_a_reset_of_the_prefix_cache_recomputes_what_runs(fleet: Fleet) ->
         running = batch(fleet)
         await in_flight(fleet, lambda requests: requests == len(PROMPTS))
         await fleet.reset_prefix_cache()
-    check(PROMPTS, await running, LONG)
+    await whole(running, PROMPTS, LONG)
     assert await preemptions(fleet) > before
 
 

@@ -16,7 +16,7 @@ from penstock.errors import MissingCapabilityError, UserError
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 from penstock.types import KV, EngineUpdate
-from sim_fleets import SIM, check, generated, in_flight, slowed, stepped
+from sim_fleets import SIM, begun, generated, slowed, stepped, whole
 from virtual_time import virtual
 
 PARAMS = SamplingParams(max_tokens=450, detokenize=False)
@@ -29,8 +29,7 @@ async def test_tokens_of_a_version_that_kept_the_cache_say_so():
     slow = {**SIM, "extra_args": {"tokens-per-second": 150}}
     async with Fleet.launch("sim-model", engines=2, **slow) as fleet:
         async with slowed(fleet, 10.0):
-            running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
-            await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+            running = await begun(fleet, PROMPTS, PARAMS)
             await stepped(fleet, 15)
             kept = await fleet.update_weights(WEIGHTS, kv="keep")
             assert sum(engine.preempted for engine in kept.engines) == 0, "nothing is computed again"
@@ -53,14 +52,12 @@ async def test_a_request_that_continues_on_another_engine_has_no_kept_kv_any_mor
     slow = {**SIM, "extra_args": {"tokens-per-second": 150}}
     async with Fleet.launch("sim-model", engines=2, **slow) as fleet:
         async with slowed(fleet, 5.0):
-            running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
-            await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+            running = await begun(fleet, PROMPTS, PARAMS)
             await stepped(fleet, 30)
             await fleet.update_weights(WEIGHTS, kv="keep_in_flight")
             await generated(fleet, 900)
             await fleet.remove("e1", timeout_s=0.1)
-        out = await running
-        check(PROMPTS, out, PARAMS)
+        out = await whole(running, PROMPTS, PARAMS)
     ends = {tuple(span.kv_kept for span in spans) for spans in out.response_spans}
     assert ends == {(False, True), (False, True, False)}
 
@@ -68,8 +65,7 @@ async def test_a_request_that_continues_on_another_engine_has_no_kept_kv_any_mor
 async def test_every_process_can_ask_what_an_update_cost():
     async with Fleet.launch("sim-model", engines=2, **SIM) as fleet:
         async with Fleet.connect(fleet.url) as other, slowed(fleet, 20.0):
-            running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS * 4, sampling_params=PARAMS))
-            await in_flight(fleet, lambda requests: requests == 4 * len(PROMPTS))
+            running = await begun(fleet, PROMPTS * 4, PARAMS)
             with pytest.raises(UserError, match="kv must be one of recompute, keep, keep_in_flight"):
                 await other.update_weights(WEIGHTS, kv="lose")  # type: ignore[arg-type]
             assert other.weight_version == 0

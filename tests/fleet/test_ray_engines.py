@@ -22,7 +22,7 @@ from penstock.fleet.ray_driver import bundles_of, host_of
 from penstock.process_group import SCRATCH_ENV
 from penstock.settings import EngineConfig, FleetConfig
 from ray_nodes import LOOPBACK, RayNodes, ignore_present, processes
-from sim_fleets import SIM, check, check_serves, in_flight, slowed
+from sim_fleets import SIM, check_serves, under_way, whole
 
 KEY = "a key, without which nothing listens but on 127.0.0.1"
 PROMPTS = [[1 + i, 2, 3] for i in range(16)]
@@ -112,13 +112,10 @@ async def test_a_lost_node_is_engines_lost_and_they_come_back_elsewhere(nodes: R
         await nodes.until(lambda groups: len(left(groups)) == 2, within_s=WAIT_S)
 
         await fleet.update_weights([("w", torch.ones(4))])
-        async with slowed(fleet):
-            running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=params))
-            await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+        running = await under_way(fleet, PROMPTS, params)
         lost = placed["e0"]
         await nodes.lose({"127.0.0.2": 1, "127.0.0.3": 2}[lost])
-        out = await asyncio.wait_for(running, WAIT_S)
-        check(PROMPTS, out, params)
+        out = await whole(running, PROMPTS, params)
         assert out.stop_reasons == ["length"] * len(PROMPTS)
         assert {span.version for spans in out.response_spans for span in spans} == {1}
         await fleet._roster.until(lambda: all(m.state in {State.SERVING, State.STOPPED} for m in fleet._roster.members))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -14,11 +13,9 @@ import torch
 
 from patience import HANG_S, WAIT_S
 from penstock import Fleet, SamplingParams
-from penstock.engine.launch import EngineProcess
 from penstock.errors import EngineHTTPError, UpdateError, WeightsError
-from penstock.fleet.member import Member, State
-from penstock.http import HttpTransport
-from sim_fleets import SIM, check, check_serves, children, impatient, in_flight, slowed
+from penstock.fleet.member import Member
+from sim_fleets import SIM, check_serves, impatient, returned, router_process, set_fault, strike, under_way, whole
 
 PARAMS = SamplingParams(max_tokens=300, detokenize=False)
 PROMPTS = [[1 + i, 2] for i in range(9)]
@@ -38,34 +35,28 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet
 async def arm(member: Member, phase: str, kind: str) -> None:
     if kind == "hung":
         impatient(member)
-    http = HttpTransport(member.url, api_key=member.api_key)
-    await http.post("/sim/fault", {"kind": FAULT[kind], "phase": phase}, timeout_s=WAIT_S)
-    await http.close()
+    await set_fault(member, kind=FAULT[kind], phase=phase)
 
 
 def send(member: Member, kind: str) -> None:
     if kind == "hung":
         impatient(member)
-    assert isinstance(member.process, EngineProcess)
-    os.killpg(member.process.pid, signal.SIGSTOP if kind == "hung" else signal.SIGKILL)
+    strike(member, signal.SIGSTOP if kind == "hung" else signal.SIGKILL)
 
 
 async def update_under_load(fleet: Fleet, tensors: Any, before: Callable[[], Any]) -> Any:
     """The report, or the error, of an update among requests, none of which is lost; then all serve one version."""
     member = fleet._roster.members[1]
     changes = len(member.lifecycle.history)
-    async with slowed(fleet):
-        running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
-        await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+    running = await under_way(fleet, PROMPTS, PARAMS)
     await before()
     try:
         outcome: Any = await asyncio.wait_for(fleet.update_weights(tensors), WAIT_S)
     except (WeightsError, EngineHTTPError, UpdateError) as error:
         outcome = error
-    check(PROMPTS, await asyncio.wait_for(running, WAIT_S), PARAMS)
+    await whole(running, PROMPTS, PARAMS)
     if not isinstance(outcome, Exception) and outcome.failures:
-        back = lambda: len(member.lifecycle.history) > changes and member.state is State.SERVING  # noqa: E731
-        assert await fleet._roster.until(back, deadline_s=WAIT_S), member.lifecycle.history
+        await returned(fleet, member, changes)
     await check_serves(fleet, engines=3)
     for each in fleet._roster.members:
         info = await each.control.info()
@@ -123,11 +114,7 @@ async def test_at_the_gate(fleet: Fleet, kind: str, monkeypatch: pytest.MonkeyPa
         if kind == "hung":
             send(roster.members[1], kind)
         else:
-            for router in (p for p in children("router") if p.ppid() == os.getpid()):
-                if any(
-                    fleet.url.endswith(f":{c.laddr.port}") for c in router.net_connections() if c.status == "LISTEN"
-                ):
-                    router.kill()
+            router_process(fleet.url).kill()
         await gate(closed=closed)
 
     monkeypatch.setattr(roster, "gate", failing)

@@ -18,7 +18,7 @@ from penstock.fleet.running_router import VllmRouterAdmin
 from penstock.router.memory import EngineEntry, Membership
 from penstock.router.server import Router
 from penstock.sim import SimConfig, SimServer
-from sim_fleets import SIM, check, check_serves, engine_process, in_flight, slowed
+from sim_fleets import SIM, begun, check, check_serves, engine_process, slowed, whole
 from vllm_router_server import installed, vllm_router
 
 PROMPTS = [[1 + i, 2, 3] for i in range(24)]
@@ -68,11 +68,10 @@ async def test_an_engine_that_dies_leaves_its_workers_costs_no_request_and_is_on
         victim, *rest = await fleet.engines()
         assert await workers(admin) == {engine.url for engine in (victim, *rest)}
         async with slowed(fleet):
-            running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=LONG))
-            await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+            running = await begun(fleet, PROMPTS, LONG)
             engine_process(victim.url).kill()
         await until_workers(admin, {engine.url for engine in rest})
-        check(PROMPTS, await running, LONG)
+        await whole(running, PROMPTS, LONG)
         for i in range(12):  # wherever its sessions were
             await fleet.sample([8, 8], 1, SHORT, session_id=i)
         member = fleet._roster.members[0]

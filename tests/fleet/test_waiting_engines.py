@@ -19,7 +19,7 @@ from penstock.fleet import delivery
 from penstock.fleet.delivery import Delivery
 from penstock.fleet.member import State
 from penstock.types import PauseMode
-from sim_fleets import SIM, check, check_serves, engine_process, in_flight, slowed
+from sim_fleets import SIM, begun, check_serves, engine_process, slowed, whole
 from virtual_time import virtual
 
 WEIGHTS = [("w", torch.ones(500_000)), ("norm", torch.ones(7))]
@@ -82,11 +82,10 @@ async def test_the_last_engines_that_die_get_the_version_back_and_no_request_is_
         params = SamplingParams(max_tokens=400, detokenize=False)
         prompts = [[1 + i, 2] for i in range(4)]
         async with slowed(fleet):
-            running = asyncio.create_task(fleet.generate(prompt_token_ids=prompts, sampling_params=params))
-            await in_flight(fleet, lambda requests: requests == len(prompts))
+            running = await begun(fleet, prompts, params)
             for member in fleet._roster.members:
                 engine_process(member.url).kill()
-        check(prompts, await asyncio.wait_for(running, WAIT_S), params)
+        await whole(running, prompts, params)
         await serve_again(fleet, engines)
         assert fleet.weight_version == 1
         assert [(await member.control.info()).weight_version for member in fleet._roster.members] == [1] * engines
