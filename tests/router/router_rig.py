@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -319,6 +320,7 @@ async def rig(
     api_key: str | None = None,
     admin_key: str | None = None,
     read_bodies: bool = True,
+    log: Path | None = None,
     **config: Any,
 ) -> AsyncIterator[Rig]:
     """A router before one backend for each of `answers`; `process`: on uvloop, in a process of its own."""
@@ -331,7 +333,7 @@ async def rig(
             stack.push_async_callback(backend.stop)
         router = None
         if process:
-            url, pid = await stack.enter_async_context(router_process(api_key=api_key, **config))
+            url, pid = await stack.enter_async_context(router_process(api_key=api_key, log=log, **config))
         else:
             router = Router(RouterConfig(**config), api_key=api_key, admin_key=admin_key)
             await router.start()
@@ -347,11 +349,14 @@ async def rig(
 
 
 @asynccontextmanager
-async def router_process(*, api_key: str | None = None, **config: Any) -> AsyncIterator[tuple[str, int]]:
+async def router_process(
+    *, api_key: str | None = None, log: Path | None = None, **config: Any
+) -> AsyncIterator[tuple[str, int]]:
+    """Its address and process; `log` gets what it writes to stderr."""
     options = RouterConfig(**config).model_dump_json(exclude={"kind", "url"})
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "penstock.router", options,
-        stdout=asyncio.subprocess.PIPE, env={**os.environ, KEY_ENV: api_key or ""},
+        stdout=asyncio.subprocess.PIPE, stderr=log and log.open("wb"), env={**os.environ, KEY_ENV: api_key or ""},
     )  # fmt: skip
     assert process.stdout is not None
     try:

@@ -3,44 +3,34 @@
 from __future__ import annotations
 
 import json
-import logging
+from pathlib import Path
 
-import pytest
-from router_rig import Backend, RawClient, answer_name, request
-
-from patience import eventually
-from penstock.router.memory import Membership
-from penstock.router.server import Router
-from penstock.settings import RouterConfig
+from router_rig import answer_name, request, rig
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 
 
-async def test_a_line_names_trace_session_group_and_engine(caplog: pytest.LogCaptureFixture) -> None:
-    backend = await Backend(answer_name, "e0").start()
-    router = Router(RouterConfig(access_log=True, data_paths="/v1/x"))
-    await router.start()
-    try:
-        router.dispatcher.announce(Membership(1, (backend.entry(),)))
-        client = await RawClient.connect(router.url)
-        with caplog.at_level(logging.INFO, "penstock.router.access"):
-            context = f"Traceparent: 00-{TRACE.upper()}-00f067aa0ba902b7-01\r\ntracestate: a=1,b=2\r\n"
-            await client.ask("/v1/x?y", b"body", f"X-Session-ID: s\r\nX-Group-ID: g\r\n{context}")
-            router.dispatcher.gate.set(closed=True)
-            await client.send(request("/v1/x", headers="traceparent: not-one\r\n"))
-            await eventually(lambda: len(router.dispatcher.gate) == 1)
-            router.dispatcher.gate.set(closed=False)
-            await client.receive()
-        client.close()
-    finally:
-        await router.close()
-        await backend.stop()
-    first, second = (json.loads(record.message) for record in caplog.records)
+async def test_a_line_names_trace_session_group_engine_and_end(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    async with rig(answer_name, process=True, log=log, access_log=True, max_hold_s=0.1) as r:
+        client = await r.client()
+        context = f"Traceparent: 00-{TRACE.upper()}-00f067aa0ba902b7-01\r\ntracestate: a=1,b=2\r\n"
+        await client.ask("/v1/x?y", b"body", f"X-Session-ID: s\r\nX-Group-ID: g\r\n{context}")
+        await r.gate(closed=True)
+        await client.send(request("/v1/x", headers="traceparent: not-one\r\n"))
+        await r.until_held(1)
+        await r.gate(closed=False)
+        await client.receive()
+        await r.announce([])
+        assert (await client.ask()).status == 503
+    first, second, third = map(json.loads, log.read_text().splitlines())
     assert (first["trace"], first["session"], first["group"], first["engine"]) == (TRACE, "s", "g", "e0")
     assert (first["method"], first["target"], first["status"], first["outcome"]) == ("POST", "/v1/x?y", 200, "ok")
     assert (first["bytes_in"], first["bytes_out"]) == (4, 2)
-    assert 0 <= first["hold_seconds"] <= first["seconds"] < 10
+    assert 0 <= first["hold_seconds"] <= first["seconds"]
     assert first["gate_seconds"] == 0 < second["gate_seconds"] <= second["seconds"]
     assert (second["trace"], second["session"], second["group"]) == (None, None, None)
-    assert backend.seen[0].header("traceparent") == f"00-{TRACE.upper()}-00f067aa0ba902b7-01"
-    assert backend.seen[0].header("tracestate") == "a=1,b=2"
+    assert (third["status"], third["outcome"], third["engine"]) == (503, "held_too_long", None)
+    assert third["hold_seconds"] >= 0.1
+    assert r.backends[0].seen[0].header("traceparent") == f"00-{TRACE.upper()}-00f067aa0ba902b7-01"
+    assert r.backends[0].seen[0].header("tracestate") == "a=1,b=2"

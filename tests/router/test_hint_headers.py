@@ -5,32 +5,19 @@ from __future__ import annotations
 from collections import Counter
 
 import orjson
-from router_rig import Backend, Reader, Seen, Writer, reply, rig
+from router_rig import reply, rig, says
 
 from penstock.engine.client import DataClient
 from penstock.prefix_hash import prefix_hashes
-from penstock.types import GenerateBatch, SamplingParams
-from penstock.wire import request_headers
+from penstock.types import GenerateBatch
 
 SAMPLE = {"index": 0, "ids": [1], "logprobs": "[[[1,-1.0,1,null]]]", "versions": [[0, 1]], "finish": "length"}
 LAST = {"status": 200, "samples": [SAMPLE], "versions": [[[0, 0, 1]]], "answer": {}}
 PARAMS = {"max_tokens": 16, "detokenize": False}
 
 
-async def one_token(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
-    writer.write(reply(orjson.dumps(LAST) + b"\n", headers="Content-Type: application/x-ndjson\r\n"))
-
-
-def test_headers_are_those_that_are_known() -> None:
-    params = SamplingParams(max_tokens=10, n=4)
-    assert request_headers(None, params, None) == {"X-Expected-Tokens": "40"}
-    assert request_headers(7, params, 0, group_id="g", prefix_hashes="1:x") == {
-        "X-Expected-Tokens": "40",
-        "X-Prompt-Tokens": "7",
-        "X-Session-ID": "0",
-        "X-Group-ID": "g",
-        "X-Prefix-Hashes": "1:x",
-    }
+one_token = says(reply(orjson.dumps(LAST) + b"\n", headers="Content-Type: application/x-ndjson\r\n"))
+events = says(reply(b"data: [DONE]\n\n", headers="Content-Type: text/event-stream\r\nX-Penstock-Progress: stream\r\n"))
 
 
 async def test_the_token_client_says_all_it_can() -> None:
@@ -64,12 +51,6 @@ async def test_a_router_spreads_a_group_and_finds_a_beginning() -> None:
             await client.sample([*system, *[i] * 64], 1, PARAMS)
         await client.close()
         assert sorted(len(backend.seen) - 4 for backend in r.backends) == [0, 0, 0, 7]
-
-
-async def events(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
-    writer.write(
-        reply(b"data: [DONE]\n\n", headers="Content-Type: text/event-stream\r\nX-Penstock-Progress: stream\r\n")
-    )
 
 
 async def test_a_streamed_completion_says_as_much_as_one_in_one_piece() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from router_rig import Backend, Reader, Seen, Writer, answer_name, reply, request, rig
+from router_rig import answer_name, held, request, rig
 
 from patience import WAIT_S, eventually
 from penstock.router.memory import EngineEntry
@@ -19,11 +19,7 @@ async def test_two_slow_bodies_with_huge_claims_stop_no_new_session() -> None:
     async with rig(answer_name, answer_name, engine_metrics_interval_s=0.05) as r:
         for backend in r.backends:
             backend.metrics = METRICS
-
-        async def known() -> bool:
-            return all(engine.kv_capacity == 1000 for engine in (await r.admin.engines()).engines)
-
-        await eventually(known)
+        await r.until(lambda state: all(engine.kv_capacity == 1000 for engine in state.engines))
         for i in range(2):
             slow = await r.client()
             await slow.send(
@@ -46,20 +42,11 @@ async def test_two_slow_bodies_with_huge_claims_stop_no_new_session() -> None:
     ("entry", "metrics", "most"), [({}, b"", MOST_TOKENS), ({}, METRICS, 1000), ({"max_model_len": 64}, METRICS, 64)]
 )
 async def test_a_claim_counts_as_what_one_sequence_can_have(entry: dict[str, int], metrics: bytes, most: int) -> None:
-    release = asyncio.Event()
-
-    async def answer(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
-        await release.wait()
-        writer.write(reply())
-
+    release, answer = held()
     async with rig(answer, engine_metrics_interval_s=0.05) as r:
         r.backends[0].metrics = metrics
         await r.announce([r.backends[0].entry(**entry)])
-
-        async def known() -> bool:
-            return bool((await r.admin.engines()).engines[0].kv_capacity) == bool(metrics)
-
-        await eventually(known)
+        await r.until(lambda state: bool(state.engines[0].kv_capacity) == bool(metrics))
         client = await r.client()
         await client.send(request(body=b"{}", headers=HUGE))
         await r.backends[0].arrived.wait()

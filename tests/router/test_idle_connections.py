@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from router_rig import Backend, Reader, Seen, Writer, reply, rig
+from router_rig import reply, rig, says
 
 from patience import WAIT_S
 from penstock import http
@@ -16,17 +16,13 @@ from penstock.router.memory import Membership
 from penstock.sim.server import KEEP_ALIVE_S
 
 
-async def json_object(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
-    writer.write(reply(b"{}"))
-
-
 async def test_every_client_takes_a_fresh_connection_before_an_engine_closes_an_idle_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert max(http.IDLE_CONNECTION_S, backend.IDLE_S) <= KEEP_ALIVE_S - 0.5
     monkeypatch.setattr(http, "IDLE_CONNECTION_S", 3.0)
     monkeypatch.setattr(backend, "IDLE_S", 3.0)
-    async with rig(json_object, json_object, json_object) as r:
+    async with rig(*[says(reply(b"{}"))] * 3) as r:
         behind_router, transport_server, admin_server = r.backends
         await r.announce([behind_router.entry()])
         client = await r.client()

@@ -11,7 +11,6 @@ import pytest
 from named_placement import NamedPlacement
 
 from penstock.prefix_hash import prefix_hashes
-from penstock.rooms import plugged_as
 from penstock.router.memory import EngineEntry, SessionTable
 from penstock.router.policies import Defer, Hints
 from penstock.settings import RouterConfig
@@ -44,30 +43,6 @@ def turn(
 
 def resident(p: NamedPlacement) -> dict[str, int]:
     return {name: view.resident_tokens for name, view in p.views().items()}
-
-
-# --- who may serve ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("policy", plugged_as("policy"))
-def test_only_engines_that_may_serve_are_chosen(policy: str) -> None:
-    p = placement(
-        [
-            EngineEntry("old", "http://h:1", weight_version=2),
-            EngineEntry("out", "http://h:2", weight_version=3, eligible=False),
-            EngineEntry("leaving", "http://h:3", weight_version=3, draining=True),
-            EngineEntry("down", "http://h:4", weight_version=3),
-            EngineEntry("good", "http://h:6", weight_version=3),
-            EngineEntry("any", "http://h:7", weight_version=4),
-        ],
-        policy,
-    )
-    p.mark("down", down=True)
-    seen = {turn(p, f"s{i}", min_weight_version=3) for i in range(50)}
-    seen |= {turn(p, None, min_weight_version=3) for _ in range(50)}
-    assert seen <= {"good", "any"}
-    assert p.place(Hints(min_weight_version=5), 0.0) is None
-    assert not p.could_serve(Hints(min_weight_version=5))
 
 
 # --- sessions --------------------------------------------------------------------------------------------------------
@@ -161,9 +136,6 @@ def test_the_session_used_least_recently_gives_way_where_the_table_is_full() -> 
         turn(p, session, tokens=10)
     assert [p.sessions.get(session) is not None for session in "abc"] == [True, False, True]
     assert sum(resident(p).values()) == 20
-
-
-# --- engines that come and go ----------------------------------------------------------------------------------------
 
 
 def spread(p: NamedPlacement, sessions: int, now: float = 0.0) -> dict[str, str]:

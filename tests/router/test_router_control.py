@@ -8,28 +8,19 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from router_rig import Backend, RawClient, Reader, Rig, Seen, Writer, answer_name, reply, request, rig
+from router_rig import Backend, RawClient, Reader, Rig, Seen, Writer, answer_name, held, reply, request, rig
 
-from patience import WAIT_S, eventually
 from penstock.router.kv import KVStats, parse_kv_stats
 from penstock.router.memory import EngineEntry
 from penstock.router.state import EngineLoad
-from penstock.sim import SimConfig, SimServer
 
 
 def session(name: object, more: str = "") -> str:
     return f"X-Session-ID: {name}\r\n{more}"
 
 
-async def load(r: Rig, name: str) -> EngineLoad:
-    return next(e for e in (await r.admin.engines()).engines if e.name == name)
-
-
-async def until(r: Rig, name: str, holds: Callable[[EngineLoad], bool], seconds: float = WAIT_S) -> None:
-    async def check() -> bool:
-        return holds(await load(r, name))
-
-    await eventually(check, seconds)
+async def until(r: Rig, name: str, holds: Callable[[EngineLoad], bool]) -> None:
+    await r.until(lambda state: any(e.name == name and holds(e) for e in state.engines))
 
 
 async def homes(client: RawClient, names: range) -> dict[int, str]:
@@ -65,11 +56,11 @@ async def test_a_draining_engine_serves_its_sessions_until_they_finish() -> None
         assert {(await client.ask()).body for _ in range(4)} == {b"e1"}
         assert await homes(client, range(8)) == before
         for s in mine:
-            e = await load(r, "e0")
+            e = await r.load("e0")
             assert (e.drained, e.sessions) == (False, len(mine) - mine.index(s))
             assert await finished(client, s)
             assert not await finished(client, s)
-        e = await load(r, "e0")
+        e = await r.load("e0")
         assert (e.drained, e.sessions, e.outstanding) == (False, 0, 1)
         go.set()
         assert (await busy.receive()).body == b"e0"
@@ -78,13 +69,12 @@ async def test_a_draining_engine_serves_its_sessions_until_they_finish() -> None
 
 
 async def test_a_drain_ends_when_the_ttl_of_the_last_session_has_passed() -> None:
-    async with rig(answer_name, answer_name, session_ttl_s=3.0) as r:
+    async with rig(answer_name, answer_name, session_ttl_s=0.5) as r:
         e0, e1 = r.backends
         await r.announce([e0.entry()])
         client = await r.client()
         await client.ask(headers=session("s"))
         await r.announce([e0.entry(draining=True), e1.entry()])
-        assert not (await load(r, "e0")).drained
         await until(r, "e0", lambda e: e.drained)
         assert (await r.admin.engines()).sessions == 0
 
@@ -122,12 +112,7 @@ async def test_new_sessions_wait_for_room_and_later_turns_do_not() -> None:
 
 
 async def test_room_comes_with_the_end_of_another_request() -> None:
-    go = asyncio.Event()
-
-    async def slow(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
-        await go.wait()
-        writer.write(reply())
-
+    go, slow = held()
     async with rig(slow, engine_metrics_interval_s=0.05) as r:
         r.backends[0].metrics = kv(0.0, 10)
         await until(r, "e0", lambda e: e.kv_capacity == 160)
@@ -177,19 +162,12 @@ async def test_an_engine_whose_metrics_fail_is_not_down(monkeypatch: pytest.Monk
         assert [(e.down, e.kv_usage, e.kv_capacity) for e in state.engines] == [(False, -1.0, 0)] * 2
 
 
-async def test_figures_of_a_simulated_engine() -> None:
-    async with rig(engine_metrics_interval_s=0.05) as r, SimServer(SimConfig(kv_blocks=1000, block_size=32)) as sim:
-        await r.announce([EngineEntry("sim", sim.url)])
-        await until(r, "sim", lambda e: e.kv_capacity == 32_000)
-        assert 0 <= (await load(r, "sim")).kv_usage < 1
-
-
 @pytest.mark.vllm
 async def test_figures_of_a_real_engine(live: Any) -> None:
     async with rig(engine_metrics_interval_s=0.2) as r:
         await r.announce([EngineEntry("live", live.process.url)])
         await until(r, "live", lambda e: e.kv_capacity > 0)
-        e = await load(r, "live")
+        e = await r.load("live")
         assert 0 <= e.kv_usage < 1
         assert not e.down
         assert e.kv_capacity % 16 == 0

@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import pytest
-from router_rig import Backend, RawClient, Reader, Rig, Seen, Writer, reply, request, rig
+from router_rig import RawClient, Rig, answer_name, held, request, rig, says, stays
 
 from patience import eventually
 from penstock.router.admin_client import RouterAdmin
 from penstock.router.memory import Membership
 
-CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nbegun\r\n"
-
-
-def opening(first: Callable[[], bytes]) -> Callable:
-    """An engine that answers its first request with so much, and no more, ever."""
-
-    async def answer(backend: Backend, _: Seen, reader: Reader, writer: Writer) -> None:
-        writer.write(first() if backend.name == "e0" else reply(b"of e1"))
-        if backend.name == "e0":
-            await reader.read()  # until the router goes
-            raise ConnectionResetError
-
-    return answer
+BEGUN = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nbegun\r\n"
 
 
 async def sent_to_e0(r: Rig) -> RawClient:
@@ -42,16 +29,15 @@ async def give_up_e0(r: Rig, cut: tuple[str, ...] = ("e0",)) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"process": True, "workers": 2}], ids=["one-process", "two-workers"])
 async def test_a_request_without_an_answer_goes_to_another_engine(options) -> None:
-    silent = opening(lambda: b"")
-    async with rig(silent, silent, **options) as r:
+    async with rig(stays, answer_name, **options) as r:
         client = await sent_to_e0(r)
         await give_up_e0(r)
-        assert (await client.receive()).body == b"of e1"
+        assert (await client.receive()).body == b"e1"
         await asyncio.wait_for(r.backends[0].disconnected.wait(), 60)
 
 
 async def test_an_answer_that_has_begun_is_seen_to_break() -> None:
-    async with rig(opening(lambda: CHUNKED), opening(lambda: CHUNKED)) as r:
+    async with rig(says(BEGUN, then=stays), answer_name) as r:
         client = await sent_to_e0(r)
         assert b"begun" in await client.reader.readuntil(b"begun")
         await give_up_e0(r)
@@ -61,25 +47,19 @@ async def test_an_answer_that_has_begun_is_seen_to_break() -> None:
 
 
 async def test_what_is_in_flight_where_nobody_said_so_comes_to_its_end() -> None:
-    release = asyncio.Event()
-
-    async def answer(backend: Backend, _: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
-        await release.wait()
-        writer.write(reply(b"whole"))
-
+    release, answer = held()
     async with rig(answer, answer) as r:
         client = await sent_to_e0(r)
         await give_up_e0(r, cut=("e7",))
         release.set()
-        assert (await client.receive()).body == b"whole"
+        assert (await client.receive()).body == b"e0"
 
 
 async def test_it_is_given_up_later_than_it_left() -> None:
-    silent = opening(lambda: b"")
-    async with rig(silent, silent) as r:
+    async with rig(stays, answer_name) as r:
         client = await sent_to_e0(r)
         await give_up_e0(r, cut=())
         second = RouterAdmin(r.url)
         await second.announce(Membership(100, (r.backends[1].entry(),), cut=("e0",)))
         await second.close()
-        assert (await client.receive()).body == b"of e1"
+        assert (await client.receive()).body == b"e1"

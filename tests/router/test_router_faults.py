@@ -9,23 +9,24 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 import pytest
-from router_rig import Backend, RawClient, Reader, Seen, Writer, answer_name, both_loops, reply, request, rig
+from router_rig import (
+    Backend,
+    RawClient,
+    Reader,
+    Seen,
+    Writer,
+    answer_name,
+    both_loops,
+    hang_up,
+    reply,
+    request,
+    rig,
+    says,
+    stays,
+)
 
 from patience import WAIT_S, eventually
 from penstock.router.memory import EngineEntry
-
-
-async def never(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
-    await reader.readexactly(1)  # the router's disconnect ends it
-
-
-async def streaming(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
-    writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n")
-    await reader.readexactly(1)
-
-
-async def hang_up(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
-    writer.close()
 
 
 async def hang_up_when_told(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
@@ -33,8 +34,11 @@ async def hang_up_when_told(backend: Backend, seen: Seen, reader: Reader, writer
     writer.close()
 
 
+streaming = says(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n", then=stays)
+
+
 @both_loops
-@pytest.mark.parametrize("answer", [never, streaming], ids=["before the answer", "inside the answer"])
+@pytest.mark.parametrize("answer", [stays, streaming], ids=["before the answer", "inside the answer"])
 async def test_a_client_that_leaves_ends_the_engines_work(*, process: bool, answer: object) -> None:
     async with rig(answer, process=process) as r:  # type: ignore[arg-type]
         client = await r.client()
@@ -58,11 +62,7 @@ BROKEN = {
 @both_loops
 @pytest.mark.parametrize("wire", BROKEN.values(), ids=BROKEN)
 async def test_an_engine_that_breaks_off_is_never_a_clean_end(*, process: bool, wire: bytes) -> None:
-    async def breaks(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
-        writer.write(wire)
-        writer.close()
-
-    async with rig(breaks, answer_name, process=process, policy="round-robin") as r:
+    async with rig(says(wire, then=hang_up), answer_name, process=process, policy="round-robin") as r:
         client = await r.client()
         await client.send(request())
         assert await client.rest() == wire  # what there was, no terminating chunk, no other engine's answer
@@ -86,12 +86,7 @@ async def test_an_engine_that_breaks_off_is_never_a_clean_end(*, process: bool, 
     ids=["ambiguous", "not HTTP", "upgrade", "half", "bad chunk", "two answers", "until close", "1.0", "early hints"],
 )
 async def test_an_answer_that_is_no_http_is_a_502(wire: bytes) -> None:
-    async def odd(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
-        writer.write(wire)
-        await writer.drain()
-        writer.close()
-
-    async with rig(odd) as r:
+    async with rig(says(wire, then=hang_up)) as r:
         client = await r.client()
         answer = await client.ask()
         assert answer.status == 502
@@ -184,11 +179,7 @@ async def test_an_engine_that_refuses_is_left_out_and_tried_again(*, process: bo
         assert answers == [b"e1"] * 4  # nothing was sent to the one that refused: any size goes on
         assert [e.breaker_openings > 0 for e in (await r.admin.engines()).engines] == [True, False]
         await r.backends[0].start()
-
-        async def up() -> bool:
-            return not (await r.admin.engines()).engines[0].down
-
-        await eventually(up)
+        await r.until(lambda state: not state.engines[0].down)
         assert {(await client.ask()).body for _ in range(4)} == {b"e0", b"e1"}
 
 
@@ -235,11 +226,7 @@ async def test_requests_do_not_wait_for_connections_to_an_engine_that_has_left(m
             await r.announce([EngineEntry("hole", f"http://127.0.0.1:{hole.getsockname()[1]}")])
             clients = [await r.client() for _ in range(300)]
             asked = [asyncio.create_task(client.ask()) for client in clients]
-
-            async def all_came() -> bool:
-                return (await r.admin.engines()).requests == len(asked)
-
-            await eventually(all_came)
+            await r.until(lambda state: state.requests == len(asked))
             await r.announce([r.backends[0].entry()])
             answers = await asyncio.wait_for(asyncio.gather(*asked), WAIT_S)
             assert {answer.status for answer in answers} == {200}

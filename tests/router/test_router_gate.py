@@ -6,7 +6,7 @@ import asyncio
 import time
 
 import pytest
-from router_rig import Backend, RawClient, Reader, Seen, Writer, answer_name, both_loops, reply, request, rig
+from router_rig import Backend, RawClient, answer_name, both_loops, held, request, rig
 
 from patience import WAIT_S
 from penstock.router.backend import Backend as RouterBackend
@@ -48,12 +48,7 @@ async def test_a_thousand_wait_and_go_on_in_order_while_new_clients_are_accepted
 
 
 async def test_the_gate_holds_new_requests_only() -> None:
-    go = asyncio.Event()
-
-    async def slow(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
-        await go.wait()
-        writer.write(reply())
-
+    go, slow = held()
     async with rig(slow) as r:
         before = await r.client()
         await before.send(request())

@@ -7,7 +7,20 @@ from typing import Any
 
 import aiohttp
 import pytest
-from router_rig import Backend, Reader, Seen, Writer, answer_name, both_loops, read_chunks, reply, request, rig
+from router_rig import (
+    Backend,
+    Reader,
+    Seen,
+    Writer,
+    answer_name,
+    both_loops,
+    read_chunks,
+    reply,
+    request,
+    rig,
+    says,
+    stays,
+)
 
 from patience import eventually
 
@@ -61,13 +74,8 @@ async def test_bodies_pass_whatever_their_framing_and_size(*, process: bool) -> 
 async def test_chunks_pass(*, process: bool) -> None:
     wire = b"3\r\nabc\r\n1\r\nd\r\n0\r\n\r\n"
 
-    async def chunked(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
-        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
-        for i in range(len(wire)):  # every split of the framing
-            writer.write(wire[i : i + 1])
-            await writer.drain()
-            await asyncio.sleep(0.001)
-
+    splits = [wire[i : i + 1] for i in range(len(wire))]  # every one of the framing
+    chunked = says(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", *splits)
     async with rig(chunked, process=process) as r:
         client = await r.client()
         await client.send(request(headers="Transfer-Encoding: chunked\r\n") + wire)
@@ -139,10 +147,7 @@ async def test_the_router_says_continue() -> None:
 
 @pytest.mark.parametrize("when", ["with it", "inside its body", "before the answer"])
 async def test_a_request_before_the_answer_to_the_one_before_is_refused(when: str) -> None:
-    async def never(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
-        await reader.read()
-
-    async with rig(never) as r:
+    async with rig(stays) as r:
         client = await r.client()
         first = request("/0", b"body")
         match when:

@@ -51,22 +51,13 @@ def chosen(
     return [choose(name, engines, request and request(i), i, **options) for i in range(times)]
 
 
-# --- those that look at no figures -----------------------------------------------------------------------------------
-
-
 def test_round_robin_takes_turns() -> None:
     assert chosen("round-robin", fleet(0, 5, 0), None, 6) == ["e0", "e1", "e2", "e0", "e1", "e2"]
-
-
-# --- by requests -----------------------------------------------------------------------------------------------------
 
 
 def test_requests_goes_where_fewest_are_and_ties_rotate() -> None:
     assert choose("requests", fleet(3, 1, 2)) == "e1"
     assert chosen("requests", fleet(1, 0, 0), None, 4) == ["e1", "e2", "e1", "e2"]
-
-
-# --- by what engines say ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -107,9 +98,6 @@ def test_prefix_aware_takes_the_idlest_of_equal_holders_and_none_that_may_not_se
     equal = (PrefixHolder("gone", 9999), PrefixHolder("e0", 4096), PrefixHolder("e1", 4096))
     assert choose("prefix-aware", fleet(3, 2, 1), RequestView(prefix_holders=equal)) == "e1"
     assert choose("prefix-aware", fleet(3, 2, 1), RequestView()) is Defer.PASS
-
-
-# --- by hash ---------------------------------------------------------------------------------------------------------
 
 
 def test_hashes_are_fixed() -> None:

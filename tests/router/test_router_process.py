@@ -29,31 +29,6 @@ async def run(*argv: str, env: dict[str, str] | None = None) -> tuple[int | None
     return process.returncode, out.decode(), err.decode()
 
 
-async def test_it_logs_a_line_a_request_when_asked() -> None:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "penstock.router", '{"access_log": true, "max_hold_s": 0.1}',
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    assert process.stdout is not None
-    async with asyncio.timeout(WAIT_S):
-        url = (await process.stdout.readline()).decode().split()[-1]
-        await run("curl", "-sS", "-H", "X-Session-ID: s", "-d", "abc", f"{url}/v1/completions?y")
-        process.terminate()
-        _, err = await process.communicate()
-    line = json.loads(err)
-    assert line["hold_seconds"] >= 0.1
-    expected = {
-        "method": "POST",
-        "target": "/v1/completions?y",
-        "status": 503,
-        "session": "s",
-        "bytes_in": 3,
-        "engine": None,
-    }
-    assert {key: line[key] for key in expected} == expected
-    assert line["outcome"] == "held_too_long"
-
-
 async def test_wrong_options_are_one_line_and_exit_2() -> None:
     for options, message in (
         ('{"policy": "fastest"}', "there is no policy 'fastest'"),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from router_rig import Backend, RawClient, Reader, Rig, Seen, Writer, answer_name, reply, request, rig
+from router_rig import RawClient, Rig, answer_name, held, request, rig
 from worker_rig import one_to_each, pid_of, running
 
 from patience import WAIT_S, eventually
@@ -26,35 +26,17 @@ from penstock.settings import RouterConfig
 OPTIONS: dict[str, Any] = {"process": True, "workers": 2, "engine_metrics_interval_s": 0}
 
 
-def held() -> tuple[asyncio.Event, Any]:
-    """An event, and an engine that answers when it is set."""
-    release = asyncio.Event()
-
-    async def answer(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
-        await release.wait()
-        writer.write(reply(backend.name.encode()))
-
-    return release, answer
-
-
 def session(name: str, prompt: int = 0) -> str:
     return f"X-Session-ID: {name}\r\n" + (f"X-Prompt-Tokens: {prompt}\r\n" if prompt else "")
 
 
 async def all_up(r: Rig, *, gone: int = 0) -> RouterState:
     """State once each process serves and none of them is `gone`; brings up to date what was started again."""
-    state = await r.admin.engines()
-
-    async def so() -> bool:
-        nonlocal state
-        state = await r.admin.engines()
-        if not state.in_step:  # as the owner of a fleet does
-            await r.announce([backend.entry() for backend in r.backends])
-            return False
-        return gone not in state.workers
-
-    await eventually(so)
-    return state
+    while True:
+        state = await r.until(lambda state: gone not in state.workers)
+        if state.in_step:
+            return state
+        await r.announce([backend.entry() for backend in r.backends])  # as the owner of a fleet does
 
 
 async def test_a_session_is_on_one_engine_whichever_process_gets_its_turns() -> None:
@@ -174,12 +156,7 @@ async def test_a_process_that_was_started_again_serves_nothing_before_it_is_told
         fresh = [await r.client() for _ in range(8)]  # some of them wait in the queue of the one that is started
         for client in fresh:
             await client.send(request("/v1/x", b"{}", session("s")))
-
-        async def back() -> bool:
-            state = await r.admin.engines()
-            return len(state.workers) == 2 and first not in state.workers and not state.in_step
-
-        await eventually(back)
+        await r.until(lambda s: len(s.workers) == 2 and first not in s.workers and not s.in_step)
         await r.until_held(8)
         await r.again()  # and the gate is still closed, for both
         state = await r.admin.engines()
