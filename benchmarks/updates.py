@@ -285,7 +285,10 @@ async def main() -> int:
     made_rows: list[_common.Row] = []
     # As the demo's trainer: where engines have every core, each of torch's loops waits for the thread that got none.
     torch.set_num_threads(1)
-    async with Fleet.launch(MODEL, args.engines, profile="cpu", max_model_len=256, max_num_seqs=256) as fleet:
+    # The naive loop pauses engines itself. A probe would find them paused by another process and resume them.
+    async with Fleet.launch(
+        MODEL, args.engines, profile="cpu", max_model_len=256, max_num_seqs=256, health_interval_s=3600.0
+    ) as fleet:
         bench = Bench(fleet, [engine.url for engine in await fleet.engines()])
         await bench.load.ask(f"ask {max(args.concurrent)}")  # the first requests warm kernels up
         await asyncio.sleep(1.0)

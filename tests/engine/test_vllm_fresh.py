@@ -6,6 +6,7 @@ These fail without the repairs of `reload.py` (tied embeddings keep a stale pack
 from __future__ import annotations
 
 import asyncio
+import os
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -22,6 +23,7 @@ TOKENS = 300
 GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True, detokenize=False)
 
 
+@pytest.mark.skipif("PENSTOCK_TEST_ENGINE" in os.environ, reason="on GPUs sums depend on the batch in the last bits")
 async def test_updated_engine_equals_a_fresh_one_also_for_requests_in_flight(live, tmp_path):
     prompt = [8, 9, 10]
     with live.hold.at(40):

@@ -69,7 +69,8 @@ async def test_new_requests_reuse_kv_of_their_weights_and_none_of_older_ones(liv
         assert await hits(live) == before
         (again,) = await live.engine.sample(PREFIX, 1, ONE)
         assert await hits(live) > before, "requests of one version share their prefixes"
-    assert first == again
+    assert first.token_ids == again.token_ids
+    assert first.logprobs == pytest.approx(again.logprobs, abs=1e-5)  # on GPUs the last bits depend on what is cached
     (whole,) = await older  # its blocks are filled by now, with new weights, over old KV
     assert whole.spans[1].kv_kept
     through = [*PREFIX, *whole.token_ids]

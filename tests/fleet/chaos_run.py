@@ -195,6 +195,7 @@ class Chaos:
             "asked": dict(self.asked),
             "faults": dict(sorted(self.faults.items())),
             "failed": dict(sorted(self.failed.items())),
+            "broken": self.broken(),
             "why": self.why,
             "seconds_to_heal_min_max": heal,
             "wrong": self.wrong[:20],

@@ -27,7 +27,7 @@ async def _chaos(*arguments: str, timeout_s: float) -> dict[str, Any]:
     out, log = await asyncio.wait_for(run.communicate(), timeout_s)
     assert out, log.decode()[-4000:]
     seen = json.loads(out)
-    assert run.returncode == 0, seen
+    assert run.returncode == 0, f"{json.dumps(seen, indent=1)}\n{log.decode()[-2000:]}"
     return seen
 
 
