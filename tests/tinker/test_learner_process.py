@@ -83,7 +83,7 @@ async def test_models_take_turns_and_each_keeps_its_order(operations: LearnerQue
     steps = [step(operations, model, seq) for model, seq in (("a", 1), ("a", 2), ("a", 3), ("b", 1), ("b", 2))]
     await asyncio.sleep(0)
     learner.go.set()
-    assert {answer.status for answer in await asyncio.gather(*steps)} == {200}
+    assert not any(answer.failed for answer in await asyncio.gather(*steps))
     assert [name for name in learner.done if name[0] == "a"] == ["a", "a@1", "a@2", "a@3"]
     assert learner.done.index("b@1") < learner.done.index("a@2"), "a queue of one model holds up no other"
 
@@ -99,7 +99,7 @@ async def test_a_repeated_request_runs_once_also_after_a_restart(operations: Lea
     assert await step(operations, "a", 1) == answer
     assert learner.done == ["a", "a@1"]
     operations.answers = Answers()  # as the next process has them
-    assert (await create(operations, "a")).status == 200, "a model that is there stays"
+    assert not (await create(operations, "a")).failed, "a model that is there stays"
     await step(operations, "a", 1)
     assert learner.done == ["a", "a@1", "a@1"], "a step that died with its process is made again"
 
@@ -107,7 +107,7 @@ async def test_a_repeated_request_runs_once_also_after_a_restart(operations: Lea
 async def test_a_failure_is_an_answer_with_its_category(operations: LearnerQueue, learner: Learner):
     learner.go.set()
     refused = await operations.run("x", "optim_step", "nobody", b'{"adam_params": {}}')
-    assert (refused.status, json.loads(refused.body)["category"]) == (422, "user")
+    assert (refused.failed, json.loads(refused.body)["category"]) == (True, "user")
     assert "no model 'nobody'" in json.loads(refused.body)["error"]
     await create(operations, "a")
     learner.error = RuntimeError("no memory\nand a long trace")
@@ -126,7 +126,7 @@ async def test_a_failure_is_an_answer_with_its_category(operations: LearnerQueue
         ("fly", b"", "no operation 'fly'; known: create_model"),
     ):
         answer = await operations.run(body.decode() + kind, kind, "a", body)
-        assert (answer.status, json.loads(answer.body)["category"]) == (422, "user")
+        assert (answer.failed, json.loads(answer.body)["category"]) == (True, "user")
         assert message in json.loads(answer.body)["error"]
 
 
@@ -164,7 +164,7 @@ def test_old_answers_are_forgotten(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(learner_process, "MOST_KEPT", 2)
     answers = Answers()
     for name in "abc":
-        answers.put(name, Answer(200, "text/plain", name.encode()))
+        answers.put(name, Answer("text/plain", name.encode()))
     assert [answers.get(name) is None for name in "abc"] == [True, False, False]
 
 

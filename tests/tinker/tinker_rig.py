@@ -25,6 +25,7 @@ from penstock.router.server import Router
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 from penstock.tinker.api_process import serving
+from penstock.tinker.learner_client import FAILED_TYPE
 from penstock.tinker.schema import PROTO_TYPE, pb
 from penstock.tinker.service_state import About, Options
 from penstock.tinker.tenants import Tenant, Tenants
@@ -85,7 +86,7 @@ class FakeLearner:
         try:
             answer = await getattr(self, kind)(model, body)
         except ValueError as error:
-            answer = JSONResponse({"error": str(error), "category": "user"}, 422)
+            answer = JSONResponse({"error": str(error), "category": "user"}, media_type=FAILED_TYPE)
         self.kept[request] = answer
         return answer
 

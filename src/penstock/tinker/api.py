@@ -196,7 +196,7 @@ class _Calls:
             await self._state.futures.fail(operation, reason)
             return _future(operation)
         lora = {} if given.lora_config is None else given.lora_config.model_dump()
-        row = new_model(tenant.name, model, given.session_id, about.base_model, lora, given.user_metadata)
+        row = new_model(tenant, model, given.session_id, about.base_model, lora, given.user_metadata)
         return await self._accepted(operation, tenant, also=row)
 
     async def load_weights(self, http: Request, tenant: Tenant) -> Response:
@@ -211,7 +211,7 @@ class _Calls:
         model = f"{given.session_id}:train:{given.model_seq_id}"
         operation = Operation(f"{model}:create", tenant.name, "load_weights", model, data)
         base_model = (await self._state.about()).base_model
-        row = new_model(tenant.name, model, given.session_id, base_model, {}, given.user_metadata)
+        row = new_model(tenant, model, given.session_id, base_model, {}, given.user_metadata)
         return await self._accepted(operation, tenant, also=row)
 
     async def forward_backward(self, http: Request, tenant: Tenant) -> Response:

@@ -10,15 +10,14 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from http import HTTPStatus
 from pathlib import Path
 
-import aiohttp
 import uvloop
 
 from penstock.aio import cancelled
-from penstock.errors import PenstockError, error_to_json
+from penstock.errors import EngineError, PenstockError, error_to_json
 from penstock.fleet.supervise import RestartBudget, keep_running
+from penstock.http import HttpTransport
 from penstock.process import ChildProcess, StartReport, raise_file_limit
 from penstock.process_group import watch_lifeline
 
@@ -145,16 +144,14 @@ class SupervisedChild:
 
     async def _answers(self, deadline_s: float) -> bool:
         by_socket = self.url.startswith("/")
-        connector = aiohttp.UnixConnector(self.url) if by_socket else None
-        base = f"http://{self.name.replace(' ', '-')}" if by_socket else self.url
+        http = HttpTransport("http://child", unix_socket=Path(self.url)) if by_socket else HttpTransport(self.url)
         try:
-            async with (
-                aiohttp.ClientSession(connector=connector) as session,
-                session.get(base + self.health, timeout=aiohttp.ClientTimeout(deadline_s)) as answer,
-            ):
-                return answer.status == HTTPStatus.OK
-        except (TimeoutError, aiohttp.ClientError, OSError):
+            await http.call("GET", self.health, None, timeout_s=deadline_s)
+        except EngineError:
             return False
+        finally:
+            await http.close()
+        return True
 
     async def _restart(self) -> bool:
         try:

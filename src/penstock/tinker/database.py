@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sqlite3
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -50,8 +49,6 @@ BUSY_S = 30
 """Seconds that a process waits for another's transaction."""
 JOURNAL = f"journal_size_limit={64 << 20}"
 """Limit in bytes of the write-ahead log on disk, once its pages are in the file."""
-MOST_PAGES = 20_000
-"""Maximum number of pages (4 KiB each) given back at once, because other processes wait for it."""
 _LOCK = 0x7_1E6
 """PostgreSQL's advisory lock for migrations: any constant that nothing else uses."""
 
@@ -186,8 +183,7 @@ def open_engine(url: str, *, new: bool = True) -> Engine:
 def _prepare_sqlite(engine: Engine) -> None:
     def connected(connection: Any, _record: Any) -> None:
         connection.isolation_level = None  # so that the driver begins no transaction itself
-        # auto_vacuum must come before the file has tables.
-        for pragma in ("auto_vacuum=INCREMENTAL", "journal_mode=WAL", "synchronous=NORMAL", JOURNAL):
+        for pragma in ("journal_mode=WAL", "synchronous=NORMAL", JOURNAL):
             connection.execute(f"PRAGMA {pragma}")
 
     def begun(connection: Connection) -> None:
@@ -240,22 +236,6 @@ class Database:
     def post(self, work: Work[Any], *, at_once: bool) -> None:
         """Queue `work` without waiting, to run at once or together with the next work."""
         self._queued(work, at_once=at_once).add_done_callback(lambda done: done.cancelled() or done.exception())
-
-    async def shrink(self) -> None:
-        """Return the pages of dropped rows to the disk. SQLite does so neither by itself nor within transactions.
-
-        StateError: the database refused.
-        """
-        if self._engine.dialect.name == "sqlite":
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._vacuum)
-
-    def _vacuum(self) -> None:
-        try:
-            with closing(self._engine.raw_connection()) as connection:
-                # A script runs to its end; a statement without rows would run one step, which frees one page.
-                cast("Any", connection).executescript(f"PRAGMA incremental_vacuum({MOST_PAGES})")
-        except sqlite3.Error as error:
-            raise StateError(f"the service's database cannot be made smaller: {error}") from error
 
     async def close(self) -> None:
         """Do the remaining work, and close the connections."""

@@ -24,6 +24,8 @@ HOLD_S = 30.0
 """Seconds until a poll is answered. The SDK gives up at 45 s, and polls again at once after an answer."""
 FOLLOW_S = 0.1
 """Seconds between two reads of other processes' changes, while there are other processes."""
+SLOW_FOLLOW_S = 1.0
+"""The same for a poll that has waited long."""
 BEAT_S = 2.0
 DEAD_S = 30.0
 """Seconds without a beat after which a process counts as dead. Others then take its samples."""
@@ -127,35 +129,32 @@ class _Running:
     cancel: Callable[[], object] | None = None
 
 
-@dataclass(slots=True)
-class _Foreign:
-    """A future that another process runs, with the polls that wait for it here."""
-
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    waiting: int = 0
-
-
 class Futures:
     """The futures of all processes on one database. This process runs those whose executor it is.
 
     Args:
         database: database of the futures.
         executor: name of this process. After a restart under the same name, it continues its futures.
-        start: begins an operation of this process. Calls come in the order of arrival.
+        start: begins an operation of this process, and returns a callable that cancels it, or None. Calls come in the
+            order of arrival.
         hold_s: seconds that a poll is held.
     """
 
     def __init__(
-        self, database: Database, executor: str, start: Callable[[Operation], None], *, hold_s: float = HOLD_S
+        self,
+        database: Database,
+        executor: str,
+        start: Callable[[Operation], Callable[[], object] | None],
+        *,
+        hold_s: float = HOLD_S,
     ) -> None:
         self.executor = executor
         self._database = database
         self._start = start
         self._hold_s = hold_s
         self._running: dict[str, _Running] = {}
-        self._foreign: dict[str, _Foreign] = {}
-        self._others = self._released = False
-        self._wake = asyncio.Event()
+        self._others = False
+        self._released = asyncio.Event()
         self._follower: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
@@ -172,11 +171,9 @@ class Futures:
 
     async def release(self) -> None:
         """Answer every held poll, because the process ends."""
-        self._released = True
+        self._released.set()
         for running in self._running.values():
             running.done.cancel()
-        for foreign in self._foreign.values():
-            foreign.changed.set()
 
     async def accept(
         self,
@@ -236,11 +233,6 @@ class Futures:
         row = _row(operation, self.executor, state=FAILED, error=reason, category="user", finished=time.time())
         await self._database.run(lambda c: c.execute(_ADD[c.dialect.name], row).scalar())
 
-    def on_cancel(self, request_id: str, cancel: Callable[[], object]) -> None:
-        """Set the callback that cancels an operation under way."""
-        if (running := self._running.get(request_id)) is not None:
-            running.cancel = cancel
-
     async def finish(self, operation: Operation, outcome: Outcome) -> bool:
         """Store an outcome, and answer the polls that wait for it. Return whether it is stored."""
         return await self._finish(operation.id, operation.tenant, len(operation.body), outcome)
@@ -277,30 +269,20 @@ class Futures:
         Raises:
             GoneError: the tenant has no such future, or its result was dropped.
         """
-        end = asyncio.get_running_loop().time() + self._hold_s
         running = self._running.get(request_id)
         if running is not None and running.tenant == tenant:
             await asyncio.wait((running.done,), timeout=self._hold_s)
             if running.done.done() and not running.done.cancelled():
                 return self._retrieved(request_id, running.done.result())
             return None
-        foreign = self._foreign.setdefault(request_id, _Foreign())
-        foreign.waiting += 1
-        try:
-            while (outcome := await self._stored(tenant, request_id)) is None:
-                if self._released:
-                    return None
-                self._wake.set()
-                left = end - asyncio.get_running_loop().time()
-                try:
-                    async with asyncio.timeout(left):
-                        await foreign.changed.wait()
-                except TimeoutError:
-                    return None
-        finally:
-            foreign.waiting -= 1
-            if not foreign.waiting:
-                self._foreign.pop(request_id, None)
+        end, wait_s = asyncio.get_running_loop().time() + self._hold_s, FOLLOW_S
+        while (outcome := await self._stored(tenant, request_id)) is None:  # another process runs it
+            if self._released.is_set() or asyncio.get_running_loop().time() > end:
+                return None
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._released.wait()
+            wait_s = min(1.1 * wait_s, SLOW_FOLLOW_S)
         return self._retrieved(request_id, outcome)
 
     async def cancel(self, tenant: str, request_id: str) -> None:
@@ -342,14 +324,14 @@ class Futures:
             connection.execute(delete(futures).where(forgotten))
 
         await self._database.run(work)
-        await self._database.shrink()
 
     def _begin(self, operations: Sequence[Operation]) -> None:
         for operation in operations:
             if operation.id in self._running:
                 continue
-            self._running[operation.id] = _Running(operation.tenant, asyncio.get_running_loop().create_future())
-            self._start(operation)
+            running = _Running(operation.tenant, asyncio.get_running_loop().create_future())
+            self._running[operation.id] = running
+            running.cancel = self._start(operation)
 
     def _retrieved(self, request_id: str, outcome: Outcome) -> Outcome:
         """Record that an outcome was fetched. A failure is recorded at once, as its model may then continue."""
@@ -358,7 +340,9 @@ class Futures:
         return outcome
 
     async def _stored(self, tenant: str, request_id: str) -> Outcome | None:
-        row = await self._database.run(lambda c: c.execute(select(futures).where(futures.c.id == request_id)).first())
+        f = futures.c
+        wanted = select(f.tenant, f.state, f.error, f.category, f.result, f.content_type).where(f.id == request_id)
+        row = await self._database.run(lambda c: c.execute(wanted).first())
         if row is None or row.tenant != tenant or row.state == GONE:
             raise GoneError
         if row.state == PENDING:
@@ -374,19 +358,13 @@ class Futures:
         loop = asyncio.get_running_loop()
         beat_at = loop.time() + BEAT_S
         while True:
-            busy = self._others or bool(self._foreign)
-            self._wake.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(FOLLOW_S if busy else max(beat_at - loop.time(), 0.0)):
-                    await (asyncio.Event() if busy else self._wake).wait()
+            await asyncio.sleep(FOLLOW_S if self._others else BEAT_S)
             try:
                 if loop.time() >= beat_at:
                     beat_at = loop.time() + BEAT_S
                     await self._beat()
                 if self._others:
                     await self._take_up()
-                if self._foreign:
-                    await self._look_at_foreign()
             except StateError as error:  # for example a full disk, which may pass
                 logger.warning("%s", error)
 
@@ -416,13 +394,6 @@ class Futures:
             rows = select(f.id, f.tenant, f.kind, f.scope, f.body, f.number).where(some).order_by(f.number)
             found_rows = await self._database.run(lambda c, rows=rows: c.execute(rows).all())
             self._begin([Operation(*row) for row in found_rows])
-
-    async def _look_at_foreign(self) -> None:
-        ids = list(self._foreign)
-        ended = select(futures.c.id).where(futures.c.id.in_(ids) & (futures.c.state != PENDING))
-        for (request_id,) in await self._database.run(lambda c: list(c.execute(ended).all())):
-            if (foreign := self._foreign.get(request_id)) is not None:
-                foreign.changed.set()
 
 
 def _row(operation: Operation, executor: str, **more: Any) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """The learner process, `python -m penstock.tinker.learner_process`, trains all models.
 
 It serves HTTP on a Unix socket. `POST /operations/ID` runs the operation in the header `X-Operation` on the model in
-`X-Model`. It answers 200 with the SDK's result, or 422 with `{"error", "category"}`. A repeated ID waits for the
-running operation, or gets the earlier answer. 412 means that `X-Incarnation` names another start, so nothing was done.
-Operations of one model run in the order of arrival; several models take turns. `GET /models` returns the models, and
-`GET /health` the current start.
+`X-Model`. It answers with the SDK's result, or with `{"error", "category"}` as `FAILED_TYPE`. A repeated ID waits for
+the running operation, or gets the earlier answer. 412 means that `X-Incarnation` names another start, so nothing was
+done. Operations of one model run in the order of arrival; several models take turns. `GET /models` returns the models,
+and `GET /health` the current start.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
+from weakref import WeakValueDictionary
 
 import orjson
 from pydantic import Field
@@ -38,7 +39,7 @@ from penstock.fleet.remote import FleetClient, RemoteAdapters
 from penstock.settings import Section
 from penstock.tinker.bodies import SMALL
 from penstock.tinker.children import run_child
-from penstock.tinker.learner_client import ANOTHER, INCARNATION
+from penstock.tinker.learner_client import ANOTHER, FAILED_TYPE, INCARNATION
 from penstock.tinker.models import ALPHA, Models
 from penstock.tinker.schema import JSON_TYPE, PROTO_TYPE
 from penstock.tinker.training_data import Batch, Sizes, decode, encode, joined
@@ -82,14 +83,18 @@ class LearnerOptions(Section):
 class Answer:
     """The answer to an operation."""
 
-    status: int
-    content_type: str
+    media_type: str
     body: bytes
 
     @classmethod
-    def of_json(cls, values: Mapping[str, Any], status: int = 200) -> Answer:
+    def of_json(cls, values: Mapping[str, Any], media_type: str = JSON_TYPE) -> Answer:
         """Return an answer with a JSON body."""
-        return cls(status, JSON_TYPE, orjson.dumps(values))
+        return cls(media_type, orjson.dumps(values))
+
+    @property
+    def failed(self) -> bool:
+        """Whether the operation failed."""
+        return self.media_type == FAILED_TYPE
 
 
 class Answers:
@@ -155,7 +160,8 @@ class LearnerQueue:
     _free: asyncio.Lock = field(default_factory=asyncio.Lock)
     _waiting: list[Waiting] = field(default_factory=list[Waiting])
     _running: dict[str, asyncio.Task[Answer]] = field(default_factory=dict[str, asyncio.Task[Answer]])
-    _turns: dict[str, asyncio.Lock] = field(default_factory=dict[str, asyncio.Lock])
+    _turns: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary[str, asyncio.Lock])
+    """By model. Its operations hold the lock, or wait for it in their order."""
 
     async def run(self, request_id: str, kind: str, model: str, body: bytes) -> Answer:
         """Run an operation once, however often it is sent. It continues even if its caller stops waiting."""
@@ -176,8 +182,6 @@ class LearnerQueue:
                 return answer
         finally:
             del self._running[request_id]
-            if kind == "drop_model" and not turn.locked():
-                self._turns.pop(model, None)
 
     async def _answer(self, kind: str, model: str, body: bytes) -> Answer:
         try:
@@ -192,7 +196,7 @@ class LearnerQueue:
                 _end(str(error))  # after this, no kernel of this process runs
             first = str(error).strip().split("\n", 1)[0]
             failed = {"error": f"{kind} failed in the learner: {type(error).__name__}: {first}", "category": "server"}
-        return Answer.of_json(failed, 422)
+        return Answer.of_json(failed, FAILED_TYPE)
 
     def _work(self, kind: str) -> Callable[[str, bytes], Awaitable[Answer]]:
         known = {
@@ -234,7 +238,7 @@ class LearnerQueue:
         answer = joined(found)
         here = 4 * batch.laid_out <= SMALL
         data = encode(batch, answer) if here else await self._in_thread(lambda: encode(batch, answer))
-        return Answer(200, PROTO_TYPE, data)
+        return Answer(PROTO_TYPE, data)
 
     async def _evaluate_part(self, model: str, part: Batch) -> Outputs:
         """Evaluate a part, together with other models' parts that wait at the same time."""
@@ -363,7 +367,7 @@ def build_app(queue: LearnerQueue) -> Starlette:
         if headers.get(INCARNATION, incarnation) != incarnation:
             return Response("this is another start of the learner", ANOTHER)
         answer = await queue.run(request.path_params["request_id"], kind, model, await request.body())
-        return Response(answer.body, answer.status, media_type=answer.content_type)
+        return Response(answer.body, media_type=answer.media_type)
 
     async def models(_: Request) -> Response:
         return Response(orjson.dumps(queue.models.status()))

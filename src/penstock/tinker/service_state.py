@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -76,7 +76,7 @@ class ServiceState:
         self.sessions = Sessions(database)
         self.checkpoints = Checkpoints(database, options.data)
         self.link = FleetLink(self._proxy_url)
-        self.training = Training(database, LearnerClient(options.learner), self.checkpoints, self.tenants)
+        self.training = Training(database, LearnerClient(options.learner), self.checkpoints)
         self.futures = Futures(database, options.name, self._start, hold_s=options.hold_s)
         self.training.futures = self.futures
         self._sampling = Sampling(self.link)
@@ -119,14 +119,14 @@ class ServiceState:
         for tenant, model in models:
             await self.futures.accept(Operation(f"{model}:drop", tenant, "drop_model", model, b"{}"), MAIN)
 
-    def _start(self, operation: Operation) -> None:
+    def _start(self, operation: Operation) -> Callable[[], object] | None:
         if operation.kind != SAMPLE:
             self.training.start(operation)
-            return
+            return None
         task = asyncio.create_task(self._sample(operation), name=f"tinker-{operation.id}")
         self._samples.add(task)
         task.add_done_callback(self._samples.discard)
-        self.futures.on_cancel(operation.id, task.cancel)
+        return task.cancel
 
     async def _sample(self, operation: Operation) -> None:
         async def work() -> Outcome:

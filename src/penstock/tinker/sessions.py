@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, Table, delete, exists, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, Table, delete, func, insert, select, update
 
 from penstock.errors import UserError
 from penstock.tinker.checkpoints import as_json, when
@@ -22,6 +22,13 @@ SILENT_S = 3600.0
 UNUSED_S = 6 * 3600.0
 KNOWN = 4096
 """Maximum number of cached samplers, and of cached models, that need no further read of the database."""
+
+
+_CREATING = select(futures.c.scope).where(
+    (futures.c.state == PENDING) & futures.c.kind.in_(("create_model", "load_weights"))
+)
+_HELD = models.c.live | models.c.id.in_(_CREATING)
+"""Models that the learner has or will create."""
 
 
 class UnknownError(UserError):
@@ -210,30 +217,16 @@ class Sessions:
         return folders
 
     async def forget(self) -> None:
-        """Drop sessions that ended a day ago, with their samplers and models.
+        """Drop sessions that ended two days ago, with their samplers and models. No result is kept for so long.
 
-        Rows that a checkpoint, a future, the learner or a recent sample needs stay, and so does their session.
+        A session stays with a model that the learner or a checkpoint has, and with a sampler that is used or has files.
         """
-        now, m, s, scope = time.time(), models.c, samplers.c, futures.c.scope
-        long_ago = select(sessions.c.id).where(sessions.c.finished.is_not(None) & (sessions.c.seen < now - KEEP_S))
-        saved = select(checkpoints.c.folder)
-        without_files = s.folder.is_(None) | s.folder.in_(saved)
-        dropped = (
-            delete(samplers).where(
-                s.session.in_(long_ago) & ~exists().where(scope == s.id) & without_files & (s.used < now - UNUSED_S)
-            ),
-            delete(models).where(
-                m.session.in_(long_ago)
-                & ~exists().where(scope == m.id)
-                & ~m.live
-                & m.id.not_in(select(checkpoints.c.model))
-            ),
-            delete(sessions).where(
-                sessions.c.id.in_(long_ago)
-                & sessions.c.id.not_in(select(m.session))
-                & sessions.c.id.not_in(select(s.session))
-            ),
-        )
+        now, m, s = time.time(), models.c, samplers.c
+        needed = select(m.session).where(m.live | m.id.in_(select(checkpoints.c.model)))
+        needed = needed.union(select(s.session).where(s.folder.is_not(None) | (s.used > now - UNUSED_S)))
+        long_ago = sessions.c.finished.is_not(None) & (sessions.c.seen < now - 2 * KEEP_S)
+        found = select(sessions.c.id).where(long_ago & sessions.c.id.not_in(needed))
+        dropped = [delete(column.table).where(column.in_(found)) for column in (s.session, m.session, sessions.c.id)]
         await self._database.run(lambda c: [c.execute(each) for each in dropped])
         self._known.clear()  # other processes drop rows too
         self._owners.clear()
@@ -256,14 +249,28 @@ class Sessions:
         return row
 
 
-def new_model(tenant: str, model: str, session: str, base_model: str, lora: Any, user_metadata: Any) -> Also:
-    """Return the change that adds a model which the learner does not have yet."""
+def new_model(tenant: Tenant, model: str, session: str, base_model: str, lora: Any, user_metadata: Any) -> Also:
+    """Return the change that adds a model which the learner does not have yet.
+
+    The change raises UserError if its tenant has as many models as it may.
+    """
     now = time.time()
     row = {
-        "id": model, "session": session, "tenant": tenant, "created": now, "used": now, "base_model": base_model,
+        "id": model, "session": session, "tenant": tenant.name, "created": now, "used": now, "base_model": base_model,
         "lora": lora, "user_metadata": _texts(user_metadata), "live": False, "steps": 0, "gradient": False,
     }  # fmt: skip
-    return lambda connection: (connection.execute(insert(models).values(row)), None)[1]
+    ended = select(sessions.c.id).where(sessions.c.finished.is_not(None))  # their models will be dropped
+    mine = (models.c.tenant == tenant.name) & _HELD & models.c.session.not_in(ended)
+
+    def add(connection: Connection) -> None:
+        if connection.execute(select(func.count()).select_from(models).where(mine)).scalar_one() >= tenant.max_models:
+            raise UserError(
+                f"you have {tenant.max_models} models in training, as many as you may; close the clients of those that "
+                f"you are done with. Those of a client that died without closing end after {SILENT_S:g} s"
+            )
+        connection.execute(insert(models).values(row))
+
+    return add
 
 
 def put_fact(connection: Connection, name: str, value: Any) -> None:
@@ -307,11 +314,8 @@ def _end(
 ) -> list[tuple[str, str]]:
     """End sessions. Return `(tenant, model)` of the `ended` sessions' models that the learner has or will create."""
     connection.execute(update(sessions).where(which).values(finished=reason))
-    f = futures.c
-    creating = select(f.scope).where((f.state == PENDING) & f.kind.in_(("create_model", "load_weights")))
-    there = models.c.live | models.c.id.in_(creating)
     found = select(models.c.tenant, models.c.id).join(sessions, sessions.c.id == models.c.session)
-    return [(row.tenant, row.id) for row in connection.execute(found.where(ended & there)).all()]
+    return [(row.tenant, row.id) for row in connection.execute(found.where(ended & _HELD)).all()]
 
 
 def _texts(given: Any) -> dict[str, str] | None:

@@ -5,24 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import orjson
 from sqlalchemy import Connection, Row, Update, bindparam, delete, func, select, update
 
-from penstock.aio import cancelled
-from penstock.errors import EngineDeadError, UserError
+from penstock.errors import DeadlineError, EngineDeadError, EngineError, UserError
 from penstock.tinker.checkpoints import Checkpoints, TinkerPath, checked_name, delete_folder, record, size_of
 from penstock.tinker.database import Database, facts, futures, models, sessions
 from penstock.tinker.futures import Also, Futures, Operation, Outcome, outcome_of
 from penstock.tinker.learner_client import LearnerClient
 from penstock.tinker.requests import CreateModel, LoadWeights, SaveForSampler, SaveWeights
-from penstock.tinker.sessions import SILENT_S, put_fact, put_sampler
-from penstock.tinker.tenants import Tenants
+from penstock.tinker.sessions import put_fact, put_sampler
 
 logger = logging.getLogger(__name__)
 
@@ -47,14 +45,6 @@ class Prepared:
     recorded: Callable[[], Awaitable[Also]] | None = None
 
 
-@dataclass(slots=True)
-class _Lane:
-    """The operations of one model."""
-
-    waiting: deque[Operation] = field(default_factory=deque[Operation])
-    task: asyncio.Task[None] | None = None
-
-
 class Training:
     """Runs each model's operations one after another, and several models' in parallel.
 
@@ -63,51 +53,39 @@ class Training:
     restored state.
     """
 
-    def __init__(self, database: Database, learner: LearnerClient, checkpoints: Checkpoints, tenants: Tenants) -> None:
+    def __init__(self, database: Database, learner: LearnerClient, checkpoints: Checkpoints) -> None:
         self.futures: Futures
-        self._tenants = tenants
-        self._creating: dict[str, set[str]] = {}
-        """Models of each tenant that the learner is creating. Only this process sends such requests."""
-        self._counting = asyncio.Lock()
         self._database = database
         self._learner = learner
         self._checkpoints = checkpoints
         self._replaced: dict[str, str] = {}
         """By operation: the old folder that its save has replaced."""
-        self._lanes: dict[str, _Lane] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._turns = WeakValueDictionary[str, asyncio.Lock]()
+        """By model. Its operations hold the lock, or wait for it in their order."""
         self._incarnation: str | None = None
         self._meeting = asyncio.Lock()
 
     async def close(self) -> None:
         """Stop. Operations under way continue in the learner, which answers them again later."""
-        for lane in list(self._lanes.values()):
-            if lane.task is not None:
-                await cancelled(lane.task)
+        for task in self._tasks:
+            task.cancel()  # all before one ends, so that no next operation of a model begins
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._learner.close()
 
     def start(self, operation: Operation) -> None:
-        """Append an operation to those of its model."""
-        lane = self._lanes.setdefault(operation.scope, _Lane())
-        lane.waiting.append(operation)
-        if lane.task is None:
-            lane.task = asyncio.create_task(self._work(operation.scope, lane), name=f"tinker-{operation.scope}")
+        """Run an operation after those of its model that were started before."""
+        task = asyncio.create_task(self._run(operation), name=f"tinker-{operation.id}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
-    async def _work(self, model: str, lane: _Lane) -> None:
-        async with asyncio.TaskGroup() as finishing:
-            while lane.waiting:
-                operation = lane.waiting.popleft()
-                outcome = await outcome_of(self._outcome(operation))
-                # The learner already has the next operation. The database works in the order of requests.
-                finished = finishing.create_task(self._finish(operation, outcome))
-                if not lane.waiting:
-                    await finished
-        self._lanes.pop(model, None)
-
-    async def _finish(self, operation: Operation, outcome: Outcome) -> None:
+    async def _run(self, operation: Operation) -> None:
+        async with self._turns.setdefault(operation.scope, asyncio.Lock()):
+            outcome = await outcome_of(self._outcome(operation))
+        # The next operation begins before this outcome is stored. The database works in the order of requests.
         if outcome.error is not None and operation.id == f"{operation.scope}:create":
             outcome = replace(outcome, also=_forgotten(operation.scope))
         recorded = await self.futures.finish(operation, outcome)
-        self._creating.get(operation.tenant, set()).discard(operation.scope)
         if (folder := self._replaced.pop(operation.id, None)) is not None and recorded:
             await delete_folder(folder)
 
@@ -118,13 +96,11 @@ class Training:
         if (lost := await self._lost(row, operation)) is not None:
             return Outcome(error=lost)
         prepared = await self._prepared(operation, row)
-        if not row.live and operation.kind != "drop_model":
-            await self._count_model(operation.tenant, operation.scope)
         try:
             outcome = await self._learner.post(
                 operation.kind, operation.scope, operation.id, prepared.body, incarnation
             )
-        except EngineDeadError as error:
+        except (EngineDeadError, DeadlineError) as error:
             self._incarnation = None
             return Outcome(error=await self._note_death(operation.scope, error))
         if outcome is None:
@@ -135,24 +111,6 @@ class Training:
         also = prepared.also if prepared.recorded is None else await prepared.recorded()
         data = outcome.data if prepared.result is None else orjson.dumps(prepared.result)
         return replace(outcome, data=data, also=also)
-
-    async def _count_model(self, tenant: str, model: str) -> None:
-        """Count a model before its creation. UserError: its tenant already has the maximum."""
-        most, creating = self._tenants.named(tenant).max_models, self._creating.setdefault(tenant, set())
-        async with self._counting:
-            others = frozenset(creating - {model})
-            ended = select(sessions.c.id).where(sessions.c.finished.is_not(None))  # their models will be dropped
-            mine = (models.c.tenant == tenant) & models.c.live & models.c.id.not_in(others)
-            mine &= models.c.session.not_in(ended)
-            live = await self._database.run(
-                lambda c: int(c.execute(select(func.count()).select_from(models).where(mine)).scalar_one())
-            )
-            if live + len(others) >= most:
-                raise UserError(
-                    f"you have {most} models in training, as many as you may; close the clients of those that you are "
-                    f"done with. Those of a client that died without closing end after {SILENT_S:g} s"
-                )
-            creating.add(model)
 
     # --- what each operation needs -----------------------------------------------------------------------------------
 
@@ -267,7 +225,7 @@ class Training:
 
         return row.lost if await self._database.run(work) else None
 
-    async def _note_death(self, model: str, error: EngineDeadError) -> str:
+    async def _note_death(self, model: str, error: EngineError) -> str:
         """Mark the model of an operation that the learner's death cut off. Return the reason."""
         reason = (
             f"{error}. The model goes on from its last save_state or load, or anew if it had none; what came after is "
