@@ -14,7 +14,6 @@ import pytest
 from openai import AuthenticationError, OpenAI
 from run_cli import END_S, PENSTOCK, Server, environment, penstock, serving, wait_for_children, wait_for_text
 
-from penstock.cli.common import SAME_S
 from penstock.config import RunConfig
 from penstock.observe.run_folder import RunFolder
 from penstock.settings import EngineConfig
@@ -60,19 +59,6 @@ def test_the_key_is_asked_for(server: Server, tmp_path: Path) -> None:
     assert "set PENSTOCK_API_KEY" in done.stderr
 
 
-def test_status_shows_every_engine(server: Server) -> None:
-    client = OpenAI(base_url=f"{server.url}/v1", api_key="secret")
-    client.completions.create(model="some-model", prompt="Hello", max_tokens=7)
-    report = json.loads(penstock("status", server.url, "--json", PENSTOCK_API_KEY="secret").stdout)
-    assert [engine["state"] for engine in report["engines"]] == ["serving"] * ENGINES
-    assert [engine["weight_version"] for engine in report["engines"]] == [0] * ENGINES
-    assert sum(engine["requests"] for engine in report["engines"]) >= 1
-    table = penstock("status", f"{server.url}/v1", PENSTOCK_API_KEY="secret", COLUMNS="80").stdout
-    for engine in report["engines"]:
-        [line] = [line for line in table.splitlines() if engine["url"].removeprefix("http://") in line]
-        assert "serving" in line
-
-
 @pytest.mark.parametrize(
     ("number", "status"),
     [(signal.SIGINT, 0), (signal.SIGTERM, 0), (signal.SIGHUP, 0), (signal.SIGKILL, -signal.SIGKILL)],
@@ -102,9 +88,12 @@ def test_an_impatient_second_ctrl_c_leaves_nothing_behind_either(tmp_path: Path)
         [engine, *_] = [process for process in server.family if "penstock.sim" in process.cmdline()]
         engine.suspend()  # so that the fleet takes its time
         server.process.send_signal(signal.SIGINT)
-        time.sleep(2 * SAME_S)
-        server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(timeout=END_S) == -signal.SIGINT
+        end = time.monotonic() + END_S
+        while server.process.poll() is None:  # those that come with the first one are none of their own
+            assert time.monotonic() < end
+            time.sleep(0.1)
+            server.process.send_signal(signal.SIGINT)
+        assert server.process.returncode == -signal.SIGINT
         engine.resume()
         _, alive = psutil.wait_procs(server.family, timeout=END_S)
     assert not alive

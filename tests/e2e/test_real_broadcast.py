@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from nano_models import History, changed
 from penstock import Fleet
 from penstock.types import SamplingParams
+from sim_fleets import samples_of, strike
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -75,8 +76,7 @@ async def test_every_token_has_its_version_and_a_death_costs_nobody_else_an_upda
         late = await fleet.generate(prompt_token_ids=prompts, sampling_params=LONG)
         assert {span.version for spans in late.response_spans for span in spans} == {4}
     for version, out in enumerate([*outs, late]):
-        for i, prompt in enumerate(prompts):
-            sample = _sample(out, i)
+        for prompt, sample in zip(prompts, samples_of(out), strict=True):
             assert len(sample.token_ids) == 150
             crossed = [[version, version + 1]]
             if version == 3:  # of those on the engine that died, no token may have been told
@@ -96,19 +96,12 @@ async def test_the_last_engine_dies_and_its_successor_serves_the_version_that_wa
         with hold.at(20):
             running = asyncio.create_task(fleet.generate(prompt_token_ids=prompts, sampling_params=LONG))
             await hold.reached(4)
-            os.killpg(fleet._roster.members[0].process.pid, signal.SIGKILL)
+            strike(fleet._roster.members[0])
         out = await asyncio.wait_for(running, 240)
         late = await fleet.generate(prompt_token_ids=prompts, sampling_params=LONG)
         assert fleet.weight_version == 1
     for done in (out, late):
         assert {span.version for spans in done.response_spans for span in spans} == {1}
-        for i, prompt in enumerate(prompts):
-            sample = _sample(done, i)
+        for prompt, sample in zip(prompts, samples_of(done), strict=True):
             assert len(sample.token_ids) == 150
             assert history.worst_difference(prompt, sample) < 1e-4
-
-
-def _sample(out, i):
-    from penstock.types import Sample
-
-    return Sample(out.response_ids[i], out.stop_reasons[i], out.response_logprobs[i], out.response_spans[i])

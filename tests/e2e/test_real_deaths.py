@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 from http_engine import HTTPEngine
 from nano_models import History, changed
 from penstock import Fleet
-from penstock.fleet.member import State
 from penstock.http import HttpTransport
-from penstock.types import Sample, SamplingParams
+from penstock.types import SamplingParams
+from sim_fleets import returned, samples_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -59,7 +59,7 @@ async def update(fleet, history, seed):
 
 def key_of(member):
     """What the engine asks for: the fleet's own key where it has one."""
-    return getattr(member, "api_key", None) or KEY
+    return member.api_key or KEY
 
 
 def core_of(pid):
@@ -68,17 +68,10 @@ def core_of(pid):
     return children[-1].pid if children else pid
 
 
-async def returned(fleet, index, before):
-    member = fleet._roster.members[index]
-    back = lambda: len(member.lifecycle.history) > before and member.state is State.SERVING  # noqa: E731
-    assert await fleet._roster.until(back, deadline_s=START_S), member.lifecycle.history
-
-
 def check(history, prompts, out):
-    fields = (out.response_ids, out.stop_reasons, out.response_logprobs, out.response_spans)
-    for prompt, *sample in zip(prompts, *fields, strict=True):
-        assert len(sample[0]) == LONG.max_tokens
-        assert history.worst_difference(prompt, Sample(*sample)) < 1e-4
+    for prompt, sample in zip(prompts, samples_of(out), strict=True):
+        assert len(sample.token_ids) == LONG.max_tokens
+        assert history.worst_difference(prompt, sample) < 1e-4
 
 
 DEATHS = {
@@ -104,7 +97,7 @@ async def test_a_death_under_load(fleet, history, hold, death):
         else:
             await dies_in_an_update(fleet, history, member, die)
     check(history, PROMPTS, await asyncio.wait_for(running, START_S))
-    await returned(fleet, victim, before)
+    await returned(fleet, member, before)
     await serves_the_weights_in_force(fleet, history, member)
 
 
@@ -117,7 +110,7 @@ async def test_a_core_that_dies_is_noticed_by_its_connection_though_its_server_a
     assert await fleet._roster.until(lambda: len(member.lifecycle.history) > before, deadline_s=60.0)
     print(f"noticed after {asyncio.get_running_loop().time() - began:.3f} s")
     assert "POST /penstock/core: nothing answers" in member.lifecycle.history[before].reason
-    await returned(fleet, 0, before)
+    await returned(fleet, member, before)
     await serves_the_weights_in_force(fleet, history, member)
 
 
@@ -132,7 +125,7 @@ async def test_an_engine_that_another_process_gives_weights_starts_again(fleet, 
         "/collective_rpc", {"method": "reload_weights"})  # fmt: skip
     await http.post(*zero, timeout_s=60.0)
     await http.close()
-    await returned(fleet, 1, before)
+    await returned(fleet, member, before)
     assert "another process" in member.lifecycle.history[before].reason
     await serves_the_weights_in_force(fleet, history, member)
 

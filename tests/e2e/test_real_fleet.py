@@ -11,6 +11,7 @@ from nano_models import History, changed
 from penstock import Fleet
 from penstock.errors import EngineHTTPError, StateError, WeightsError
 from penstock.types import PauseMode, SamplingParams
+from sim_fleets import samples_of
 
 pytestmark = pytest.mark.vllm
 
@@ -45,7 +46,7 @@ async def test_updates_in_flight_lose_nothing_and_every_token_has_its_version(fl
             hold.move(tokens)
     out = await batch
     assert [len(ids) for ids in out.response_ids] == [150] * 24
-    samples = [(p, s) for p, s in zip(prompts, _samples(out), strict=True)]
+    samples = [(p, s) for p, s in zip(prompts, samples_of(out), strict=True)]
     samples += [([40, 41, 42 + i], s) for i, task in enumerate(groups) for s in await task]
     for prompt, sample in samples:
         assert [span.version for span in sample.spans] == [start, start + 1, start + 2]
@@ -82,7 +83,7 @@ async def test_requests_wait_through_a_pause_and_none_fails(fleet, history, hold
     done, _ = await asyncio.wait({running, late}, timeout=0.2)
     assert not done, "an update let a paused fleet go on"
     await fleet.resume_generation()
-    for sample in [*_samples(await running), *await late]:
+    for sample in [*samples_of(await running), *await late]:
         assert history.worst_difference([5, 6], sample) < 1e-4
 
 
@@ -106,7 +107,7 @@ async def test_a_pause_that_waits_is_taken_back_by_a_resume_and_ended_by_an_abor
                 await fleet.abort_generation()
                 await asyncio.wait_for(pausing, 60.0)
                 await fleet.resume_generation()
-    for sample in _samples(await running):
+    for sample in samples_of(await running):
         assert sample.finish_reason == ("abort" if how == "abort" else "length")
         assert history.worst_difference([5, 6], sample) < 1e-4
 
@@ -122,14 +123,3 @@ async def test_bad_input_is_refused_and_the_fleet_goes_on(fleet, history):
         await fleet.update_weights(tensors.items())
     assert fleet.weight_version == version
     assert len((await fleet.sample([5], 1, LONG))[0].token_ids) == 150
-
-
-def _samples(out):
-    from penstock.types import Sample
-
-    return [
-        Sample(ids, reason, logprobs, spans)
-        for ids, reason, logprobs, spans in zip(
-            out.response_ids, out.stop_reasons, out.response_logprobs, out.response_spans, strict=True
-        )
-    ]

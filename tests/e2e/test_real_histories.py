@@ -7,8 +7,6 @@ recomputed by transformers under the version that it claims.
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,9 +18,8 @@ from transformers import AutoModelForCausalLM
 from hold import Hold
 from nano_models import History, changed
 from penstock import Fleet, GenerateOutput, PauseMode, SamplingParams
-from penstock.engine.launch import EngineProcess
 from penstock.fleet.member import State
-from penstock.types import Sample
+from sim_fleets import samples_of, strike
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -75,9 +72,7 @@ class Run:
                 model = changed(self.history.latest, max(self.history.models))
                 self.history.models[(await self.fleet.update_weights(model.named_parameters())).version] = model
             case "kill":
-                process = self.live()[-1].process
-                assert isinstance(process, EngineProcess)
-                os.killpg(process.pid, signal.SIGKILL)
+                strike(self.live()[-1])
                 self.standing = set()  # of those on this engine, no token may have been told
             case "back":
                 assert await self.fleet._roster.until(lambda: len(self.live()) == 2, deadline_s=ENDED_S)
@@ -129,12 +124,6 @@ class Run:
             assert (info.weight_version, info.paused) == (self.fleet.weight_version, False)
             assert member.state is State.SERVING
         assert await self.fleet.get_num_unfinished_requests() == 0
-
-
-def samples_of(out: GenerateOutput) -> list[Sample]:
-    assert out.response_logprobs is not None
-    parts = zip(out.response_ids, out.stop_reasons, out.response_logprobs, out.response_spans, strict=True)
-    return [Sample(*part) for part in parts]
 
 
 @pytest.fixture(scope="module")

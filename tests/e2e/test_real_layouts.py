@@ -18,8 +18,9 @@ from penstock import Fleet
 from penstock.engine.launch import EngineProcess
 from penstock.errors import EngineHTTPError
 from penstock.settings import EngineConfig
-from penstock.types import Sample, SamplingParams
+from penstock.types import SamplingParams
 from penstock.weights.checkpoint_names import checkpoint_tensors
+from sim_fleets import samples_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(420)]
 
@@ -82,8 +83,8 @@ async def test_engines_of_differing_sizes_serve_the_same_experts_after_an_update
             assert sorted(after) == sorted([*wide.split("-"), narrow])
             out = await running
             assert [len(spans) for spans in out.response_spans] == [2] * 8
-            crossed = zip(prompts, out.response_ids, out.response_logprobs, out.response_spans, strict=True)
-            _agree(history, [(p, i, lp, s) for p, i, lp, s in crossed])
+            for prompt, sample in zip(prompts, samples_of(out), strict=True):
+                assert history.worst_difference(prompt, sample) < 1e-4
         for url in urls:
             engine = await HTTPEngine.connect(url)
             try:
@@ -143,8 +144,3 @@ async def test_every_data_parallel_replica_takes_an_update(nano_path: Path, hold
                 assert history.worst_difference(prompt, sample) < 1e-4
         finally:
             await engine.teardown()
-
-
-def _agree(history: History, answers: list[tuple[list[int], tuple[int, ...], tuple[float, ...], tuple]]) -> None:
-    for prompt, ids, logprobs, spans in answers:
-        assert history.worst_difference(prompt, Sample(ids, "length", logprobs, spans)) < 1e-4

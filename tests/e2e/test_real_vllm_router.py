@@ -9,7 +9,8 @@ import pytest
 from http_engine import HTTPEngine
 from nano_models import changed
 from penstock import Fleet
-from penstock.types import Sample, SamplingParams
+from penstock.types import SamplingParams
+from sim_fleets import samples_of
 from vllm_router_server import installed, vllm_router
 
 pytestmark = [
@@ -45,10 +46,7 @@ async def test_every_token_is_exact_and_in_flight_updates_lose_none(fleet, live)
         report = await update
     live.history.models[report.version] = model
     out = await running
-    samples = [
-        Sample(*part)
-        for part in zip(out.response_ids, out.stop_reasons, out.response_logprobs, out.response_spans, strict=True)
-    ]
+    samples = samples_of(out)
     assert [len(sample.token_ids) for sample in samples] == [150] * 16
     for sample in samples:
         assert [span.version for span in sample.spans] == [start, start + 1]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -78,33 +75,6 @@ def test_a_grammar_is_followed(service):
     params = SamplingParams(max_tokens=8, structured_outputs=StructuredOutputsParams(choice=["12", "345"]))
     outs = service.generate(["1"] * 6, params)
     assert {out.outputs[0].text for out in outs} <= {"12", "345"}
-
-
-def test_a_timeout_stops_the_engine(service, hold):
-    prompts, long = [[5 + i] for i in range(60)], SamplingParams(max_tokens=480, ignore_eos=True)
-    peak = 0
-
-    def watch():
-        nonlocal peak
-        while not over.wait(0.02):
-            peak = max(peak, service.get_num_unfinished_requests(0))
-
-    for timeout_s in (1, 4, 16, 64):  # so long that requests are in flight when it comes
-        over = threading.Event()
-        watcher = threading.Thread(target=watch)
-        watcher.start()
-        with hold.at(20), pytest.raises(TimeoutError):
-            service.generate(prompts, long, timeout_seconds=timeout_s)
-        over.set()
-        watcher.join()
-        if peak >= 30:
-            break
-    assert peak >= 30
-    end = time.monotonic() + 60
-    while service.get_num_unfinished_requests(0):
-        assert time.monotonic() < end, "requests run on"
-        time.sleep(0.02)
-    assert service.get_cache_usage(0) == 0.0
 
 
 def test_an_adapter_that_was_saved_again_serves_its_new_weights_and_meets_no_kv_of_the_old(service, tmp_path):

@@ -92,31 +92,15 @@ def test_bad_calls_are_refused_and_the_service_goes_on(service):
 
 
 def test_a_timeout_cancels_on_the_engines(service):
-    peak = 0
-
-    def watch():
-        nonlocal peak
-        while not over.is_set():
-            peak = max(peak, sum(service.get_num_unfinished_requests()))
-
-    over = threading.Event()
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    began = time.monotonic()
+    """Each would take 8 s."""
+    before = sum(_made(service))
     with pytest.raises(TimeoutError, match=r"40 prompts .* timeout_seconds=4"):
         service.generate(["long"] * 40, LONG, timeout_seconds=4)
-    assert time.monotonic() - began < WAIT_S
-    over.set()
-    watcher.join()
-    assert peak >= 20, "the engines had nothing to cancel"
-    _idle(service, within_s=WAIT_S)
-
-
-def _idle(service, within_s):
-    end = time.monotonic() + within_s
+    end = time.monotonic() + WAIT_S
     while sum(service.get_num_unfinished_requests()):
         assert time.monotonic() < end, "requests run on"
         time.sleep(0.01)
+    assert sum(_made(service)) - before < 40 * LONG.max_tokens, "all of it was made"
 
 
 def test_parameters_for_each_prompt(service):
@@ -166,21 +150,6 @@ def test_an_adapter_that_the_fleet_evicted_is_loaded_again(service, actor_index)
     service.generate("a", SHORT, lora_request=lora)
     service.call(service.fleet.unload_adapter("tone"))  # as an eviction does
     assert service.generate("a", SHORT, lora_request=lora, actor_index=actor_index).finished
-
-
-def test_an_adapter_that_was_saved_again_is_a_new_version(service, tmp_path):
-    lora = LoRARequest("saved", 4, str(tmp_path))
-    (tmp_path / "adapter_config.json").write_text('{"r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}')
-    params = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0)
-    versions, answers = [], set()
-    for weights in ("first", "second", "", "third"):
-        if weights:
-            (tmp_path / "adapter_model.safetensors").write_text(weights)
-        output = service.generate("a", params, lora_request=lora).outputs[0]
-        versions.append(service.call(service.fleet.adapters())["saved"].version)
-        answers.add(tuple(output.token_ids))
-    assert versions == [1, 2, 2, 3]
-    assert len(answers) == 3
 
 
 def test_collective_rpc_and_prefix_cache(service):

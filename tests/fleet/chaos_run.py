@@ -1,13 +1,17 @@
 """Seeded faults under load: kill, stop and term of router processes, API servers and engine cores.
 
     python tests/fleet/chaos_run.py MODEL [--profile cpu|sim] [--faults 100] [--seed 0] [--only api,core]
+    python tests/fleet/chaos_run.py any --profile sim --only api --clients 60 --update-every 5 --tokens-per-second 40
 
 Three kinds of client ask without pause: plain OpenAI requests and OpenAI streams, which never retry, and
 `Fleet.generate`. Each fault waits until the one before is healed. Prints one JSON document: how many requests were
 asked and how many failed, by the kind of client and by the fault during which they failed. Exit status 1 where a
 request failed that must not: `Fleet.generate` ever; a plain request, or a stream before its first event, by the death
 of an engine. An answer with fewer tokens than were asked for, or one that was aborted, is a failure too. A router
-process that dies takes the connections of its clients with it: those are counted only.
+process that dies takes the connections of its clients with it: those are counted only, as is what meets two faults.
+
+Simulated engines can be updated meanwhile. Each token of `Fleet.generate` is then held against what their model says of
+its claimed version.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from typing import Any
 import aiohttp
 import orjson
 import psutil
+import torch
 
 from penstock import Fleet, SamplingParams
 from penstock.errors import PenstockError
@@ -37,7 +42,8 @@ from penstock.fleet.member import Member, State
 
 sys.path.append(str(Path(__file__).parents[1]))  # a script's path has its own folder alone
 
-from sim_fleets import children
+from sim_fleets import CONTEXT, children
+from sim_verify import verify
 
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
 VICTIMS = ("router", "api", "core")
@@ -55,6 +61,7 @@ class Chaos:
     model: str
     draw: random.Random
     router_processes: int
+    simulated: bool = False
     fault: str = "none"
     over: bool = False
     asked: Counter[str] = field(default_factory=Counter)
@@ -65,11 +72,19 @@ class Chaos:
     faults: Counter[str] = field(default_factory=Counter)
     heal_s: dict[str, list[float]] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
+    updates: int = 0
+    memory: list[int] = field(default_factory=list)
+    """Resident bytes of this process and of the router's, after each fault."""
 
-    def fail(self, kind: str, began_in: str, why: str) -> None:
+    def now(self) -> tuple[str, int]:
+        """Return the fault in force, and how many there were."""
+        return self.fault, self.faults.total()
+
+    def fail(self, kind: str, began: tuple[str, int], why: str) -> None:
         """Count a failure by the fault it met: that in force when it began, or now."""
-        fault = self.fault if self.fault != "none" else began_in
-        key = f"{kind} | {fault}"
+        fault, before = began
+        met = self.faults.total() - before + (fault != "none")
+        key = f"{kind}{' of two faults' * (met > 1)} | {self.fault if self.fault != 'none' else fault}"
         self.failed[key] += 1
         self.why.setdefault(key, why[:300])
 
@@ -87,16 +102,16 @@ class Chaos:
         for turn in itertools.count():
             if self.over:
                 return
-            began_in, body = self.fault, self._body(draw, turn, stream=False)
+            began, body = self.now(), self._body(draw, turn, stream=False)
             self.asked["plain"] += 1
             try:
                 async with http.post("/v1/completions", json=body) as answer:
                     text = await answer.text()
                     why = f"{answer.status}: {text}" if answer.status != 200 else short(body, [orjson.loads(text)])
                     if why:
-                        self.fail("plain", began_in, why)
+                        self.fail("plain", began, why)
             except (aiohttp.ClientError, TimeoutError) as error:
-                self.fail("plain", began_in, repr(error))
+                self.fail("plain", began, repr(error))
                 await asyncio.sleep(0.2)  # what refuses connections does so at once
 
     async def stream(self, number: int, http: aiohttp.ClientSession) -> None:
@@ -105,7 +120,7 @@ class Chaos:
         for turn in itertools.count():
             if self.over:
                 return
-            began_in, events, body = self.fault, list[Any](), self._body(draw, turn, stream=True)
+            began, events, body = self.now(), list[Any](), self._body(draw, turn, stream=True)
             self.asked["stream"] += 1
             try:
                 async with http.post("/v1/completions", json=body) as answer:
@@ -121,9 +136,9 @@ class Chaos:
                     if answer.status != 200 or last != b"[DONE]":
                         raise aiohttp.ClientPayloadError(f"status {answer.status}, last event {last[:200]!r}")
                     if why := short(body, events):  # after an event nothing can take an abort back
-                        self.fail("stream begun" if "'abort'" in why else "stream short", began_in, why)
+                        self.fail("stream begun" if "'abort'" in why else "stream short", began, why)
             except (aiohttp.ClientError, TimeoutError) as error:
-                self.fail("stream begun" if events else "stream", began_in, repr(error))
+                self.fail("stream begun" if events else "stream", began, repr(error))
                 await asyncio.sleep(0.2)
 
     async def through_fleet(self, number: int) -> None:
@@ -132,16 +147,30 @@ class Chaos:
         for turn in itertools.count():
             if self.over:
                 return
-            began_in, tokens, session = self.fault, draw.randrange(*TOKENS), f"{number}-{turn // 4}"
+            began, tokens, session = self.now(), draw.randrange(*TOKENS), f"{number}-{turn // 4}"
             params = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False)
             self.asked["fleet"] += 1
+            prompt = [5 + turn % 20, 9, 9]
             try:
-                (sample,) = await self.fleet.sample([5 + turn % 20, 9, 9], 1, params, session_id=session)
+                (sample,) = await self.fleet.sample(prompt, 1, params, session_id=session)
             except PenstockError as error:
-                self.fail("fleet", began_in, repr(error))
+                self.fail("fleet", began, repr(error))
                 continue
             if not len(sample.token_ids) == len(sample.logprobs or ()) == len(sample.versions()) == tokens:
                 self.wrong.append(f"{tokens} asked, {len(sample.token_ids)} came, spans {sample.spans}")
+            elif self.simulated and (wrong := verify(prompt, sample, params=params, context=CONTEXT)):
+                self.wrong.append(f"{prompt}: {wrong[0]}, spans {sample.spans}")
+
+    async def update(self, every_s: float) -> None:
+        """New weights every so many seconds, as a trainer gives them."""
+        while not self.over:
+            began = self.now()
+            try:
+                await self.fleet.update_weights([("w", torch.full((1024,), float(self.updates)))])
+                self.updates += 1
+            except PenstockError as error:
+                self.fail("update", began, repr(error))
+            await asyncio.sleep(every_s)
 
     # --- faults ------------------------------------------------------------------------------------------------------
 
@@ -163,6 +192,7 @@ class Chaos:
         self.heal_s.setdefault(self.fault, []).append(time.monotonic() - began)
         await asyncio.sleep(self.draw.uniform(0.5, 1.5))  # under load, before the next
         self.fault = "none"
+        self.memory.append(sum(p.memory_info().rss for p in [psutil.Process(), *router_processes()]))
 
     async def _engine_heals(self, member: Member, before: int) -> None:
         def back() -> bool:
@@ -199,12 +229,15 @@ class Chaos:
             "why": self.why,
             "seconds_to_heal_min_max": heal,
             "wrong": self.wrong[:20],
+            "updates": self.updates,
+            "memory_mib": [size >> 20 for size in self.memory],
         }
 
     def broken(self) -> list[str]:
         """Failures that must not be."""
         by_router = tuple(f"router {how}" for how in SIGNALS)
-        counted = {key for key in self.failed if key.startswith("stream begun") or key.endswith(by_router)}
+        spared = ("stream begun", "plain of two", "stream of two")  # the router tries two engines
+        counted = {key for key in self.failed if key.startswith(spared) or key.endswith(by_router)}
         return [key for key in self.failed if key.startswith("fleet") or key not in counted]
 
 
@@ -237,19 +270,21 @@ async def main() -> int:
     options.add_argument("--only", default=",".join(VICTIMS), help="kinds of victim, comma-separated")
     options.add_argument("--engine", type=json.loads, default={}, help="further fields of EngineConfig, as JSON")
     options.add_argument("--seconds", type=float, default=8700.0, help="no fault is begun after so long")
+    options.add_argument("--update-every", type=float, default=0.0, help="seconds; simulated engines only; 0: never")
+    options.add_argument("--tokens-per-second", type=float, default=200.0, help="of a sample of a simulated engine")
     for name, default in (("faults", 100), ("seed", 0), ("engines", 2), ("workers", 2), ("clients", 6)):
         options.add_argument(f"--{name}", type=int, default=default)
     args = options.parse_args()
     fleet_options: dict[str, Any] = {"restart_backoff_s": 0.1, "hang_timeout_s": 9.0, "control_timeout_s": 20.0}
     if args.profile == "sim":
-        fleet_options["extra_args"] = {"tokens-per-second": 200}
+        fleet_options["extra_args"] = {"tokens-per-second": args.tokens_per_second, "max-num-seqs": 3 * args.clients}
     fleet_options |= args.engine
     with tempfile.TemporaryDirectory() as logs:
         async with Fleet.launch(
-            args.model, args.engines, profile=args.profile, max_model_len=512, log_dir=logs, workers=args.workers,
+            args.model, args.engines, profile=args.profile, max_model_len=CONTEXT, log_dir=logs, workers=args.workers,
             **fleet_options,
         ) as fleet:  # fmt: skip
-            chaos = Chaos(fleet, args.model, random.Random(args.seed), len(router_processes()))
+            chaos = Chaos(fleet, args.model, random.Random(args.seed), len(router_processes()), args.profile == "sim")
             await run(chaos, args)
             print(json.dumps(vars(args) | chaos.document(), indent=2))
     return 1 if chaos.broken() or chaos.wrong else 0
@@ -264,6 +299,8 @@ async def run(chaos: Chaos, args: argparse.Namespace) -> None:
             group.create_task(chaos.plain(number, http))
             group.create_task(chaos.stream(number, http))
             group.create_task(chaos.through_fleet(number))
+        if args.update_every:
+            group.create_task(chaos.update(args.update_every))
         try:
             end = time.monotonic() + args.seconds
             for number in range(args.faults):

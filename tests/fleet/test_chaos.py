@@ -42,6 +42,18 @@ async def test_a_death_of_any_process_costs_no_request():
     assert min(seen["asked"].values()) > 20
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1300)
+async def test_hundreds_in_flight_meet_updates_and_deaths_and_memory_stays_flat():
+    seen = await _chaos(
+        "sim-model", "--profile", "sim", "--faults", "20", "--only", "api", "--clients", "60", "--engines", "3",
+        "--update-every", "5", "--tokens-per-second", "40", timeout_s=1200,
+    )  # fmt: skip
+    assert sum(seen["faults"].values()) == 20
+    assert seen["updates"] >= 20
+    assert max(seen["memory_mib"][-5:]) < 1.10 * max(seen["memory_mib"][:5])
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(9100)

@@ -11,53 +11,14 @@ import torch
 from launched_rig import launched
 
 from patience import WAIT_S
-from penstock import Fleet, GenerateOutput, SamplingParams
+from penstock import Fleet, SamplingParams
 from penstock.errors import StateError, UserError
 from penstock.fleet.member import State
-from sim_fleets import SIM, begun, check, check_serves, router_process, slowed, whole
+from sim_fleets import SIM, begun, check_serves, router_process, slowed, whole
 
 PARAMS = SamplingParams(max_tokens=400, detokenize=False)
 QUICK = SamplingParams(max_tokens=120, detokenize=False)
 PROMPTS = [[1 + i, 2] for i in range(16)]
-
-
-class Load:
-    """Batches one after another, and updates among them, until it is ended; then every token is checked."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self.fleet = fleet
-        self.outs: list[GenerateOutput] = []
-        self.updates = 0
-        self._ending = False
-        self._task = asyncio.create_task(self._run())
-
-    async def _run(self) -> None:
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._generate())
-            group.create_task(self._update())
-
-    async def _generate(self) -> None:
-        while not self._ending:
-            self.outs.append(await self.fleet.generate(prompt_token_ids=PROMPTS, sampling_params=QUICK))
-
-    async def _update(self) -> None:
-        while not self._ending:
-            report = await self.fleet.update_weights([("w", torch.full((8,), float(self.updates)))])
-            assert report.version == self.fleet.weight_version
-            self.updates += 1
-            await asyncio.sleep(0.05)
-
-    async def end(self, *, updates: int = 0) -> None:
-        """End it after so many updates at least."""
-        async with asyncio.timeout(WAIT_S):
-            while self.updates < updates and not self._task.done():  # noqa: ASYNC110 - they send no event
-                await asyncio.sleep(0.01)
-        self._ending = True
-        await asyncio.wait_for(self._task, WAIT_S)
-        assert self.outs
-        for out in self.outs:
-            check(PROMPTS, out, QUICK)
-            assert set(out.stop_reasons) == {"length"}
 
 
 @pytest.fixture
@@ -74,27 +35,6 @@ async def processes(tmp_path: Path) -> AsyncIterator[Fleet]:
 
 async def states(fleet: Fleet) -> dict[str, State]:
     return {status.name: status.state for status in await fleet.engines()}
-
-
-async def test_engines_come_and_go_under_requests_and_updates(processes: Fleet) -> None:
-    fleet = processes
-    load = Load(fleet)
-    try:
-        names = await fleet.add_engines(2)
-        assert set(names) == {"e2", "e3"}
-        assert set((await states(fleet)).values()) == {State.SERVING}
-        await fleet.remove("e0")
-        assert await fleet.add_engines() == ("e4",)
-        await fleet.remove(1)
-        assert await fleet.drain("e2")
-        assert (await states(fleet))["e2"] is State.DRAINING
-        await fleet.remove("e2")
-    finally:
-        await load.end(updates=5)
-    expected = {"e0": State.STOPPED, "e1": State.STOPPED, "e2": State.STOPPED, "e3": State.SERVING, "e4": State.SERVING}
-    assert await states(fleet) == expected
-    await check_serves(fleet, engines=2)
-    assert fleet.dp_size == 2
 
 
 async def test_an_engine_joins_a_paused_fleet_paused_and_a_drained_one_is_paused_and_updated_with_it(

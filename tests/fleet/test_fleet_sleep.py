@@ -42,6 +42,8 @@ async def test_dropped_weights_are_not_served_however_it_wakes(fleet: Fleet, tag
     await asyncio.sleep(0.05)
     await fleet.sleep(level=2)
     late = asking(fleet)
+    with pytest.raises(StateError, match="the engines sleep"):
+        await fleet.update_weights(weights())
     for part in tags:
         await fleet.wake_up(part)
         assert await waits(late), "a fleet without weights answered"

@@ -104,27 +104,23 @@ async def waiting_for_requests(bench: Bench, *queued: Callable[[], Coroutine[Any
     return tasks
 
 
-@pytest.mark.parametrize("when", ["queued", "waiting"])
 @virtual
-async def test_an_abort_passes_a_pause_that_waits_and_so_ends_it(when: str) -> None:
+async def test_an_abort_queued_behind_a_pause_passes_it_and_so_ends_it() -> None:
+    """One that comes later: `test_real_fleet.py`."""
     bench = await Bench("ab").started()
-    abort = bench.operations.abort
-    pausing, *aborting = await waiting_for_requests(bench, *([abort] if when == "queued" else []))
+    pausing, aborting = await waiting_for_requests(bench, bench.operations.abort)
     async with asyncio.timeout(5.0):
-        await (aborting[0] if aborting else abort())
-        await pausing
+        await asyncio.gather(aborting, pausing)
     assert {bench.state(name) for name in "ab"} == {State.PAUSED}
     bench.check_belief()
 
 
-@pytest.mark.parametrize("when", ["queued", "waiting"])
 @virtual
-async def test_a_resume_ends_a_pause_that_waits(when: str) -> None:
+async def test_a_resume_queued_behind_a_pause_ends_it() -> None:
     bench = await Bench("ab").started()
-    resume = bench.operations.resume
-    pausing, *resuming = await waiting_for_requests(bench, *([resume] if when == "queued" else []))
+    pausing, resuming = await waiting_for_requests(bench, bench.operations.resume)
     async with asyncio.timeout(5.0):
-        await (resuming[0] if resuming else resume())
+        await resuming
         assert not bench.router.closed
         bench.check_belief()
         with pytest.raises(StateError, match="ended while it waited for requests; every engine goes on as before"):
@@ -231,22 +227,6 @@ async def test_a_failure_of_some_takes_these_out(kind) -> None:
     await bench.operations.wake_up(None)
     assert not bench.router.closed
     bench.check_belief()
-
-
-@virtual
-async def test_a_sleeping_fleet_is_gated_until_all_memory_is_back() -> None:
-    bench = await Bench("ab").started()
-    await bench.operations.sleep(1)
-    assert bench.router.closed
-    with pytest.raises(StateError, match="the engines sleep"):
-        await bench.operations.update([], None)
-    await bench.operations.wake_up(["weights"])
-    assert bench.router.closed
-    await bench.operations.update([], None)
-    assert bench.router.closed
-    await bench.operations.wake_up(["kv_cache"])
-    assert not bench.router.closed
-    assert bench.engine["b"].calls == {"sleep": 1, "wake": ["kv_cache"]}
 
 
 @pytest.mark.parametrize(("tags", "told"), [(["weights", "kv_cache"], ["kv_cache"]), (["kv_cache"], ["kv_cache"])])

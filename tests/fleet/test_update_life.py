@@ -231,30 +231,34 @@ async def test_the_router_gone_is_said_and_no_engine_touched() -> None:
     assert {step for _, step in bench.journal} == {"prepare"}
 
 
-@virtual
-async def test_checksums_are_compared_within_a_layout_only() -> None:
-    sums = {"a": "x", "b": "x", "c": "y", "d": "z"}
-    one, two = (1, 1, 1), (2, 1, 1)
-    assert odd_ones_out(sums, {"a": one, "b": one, "c": two}) == {}
-    assert list(odd_ones_out(sums, {"a": one, "b": one, "c": one})) == ["c"]
-    assert set(odd_ones_out(sums, {"a": one, "b": one, "c": two, "d": two})) == {"c", "d"}, "nobody knows who is right"
-    assert odd_ones_out(sums, {"d": one}) == {}
-    assert odd_ones_out({}, {}) == {}
+ONE, TWO = (1, 1, 1), (2, 1, 1)
 
 
-@virtual
-async def test_checksums_are_compared_rank_by_rank_where_they_are_of_one_kind() -> None:
-    def odd(**sums: str) -> dict[str, str]:
-        return odd_ones_out(sums, dict.fromkeys(sums, (2, 1, 1)))
+@pytest.mark.parametrize(
+    ("layouts", "sums", "odd"),
+    [
+        ([], "", ""),
+        ([ONE], "z", ""),
+        ([ONE, ONE, TWO], "x x y", ""),
+        ([ONE, ONE, ONE], "x x y", "c"),
+        ([ONE, ONE, TWO, TWO], "x x y z", "cd"),  # nobody knows who is right
+        ([TWO, TWO], "sums:x-sums:x sums:x-p", ""),  # one has read its second rank, the other has not
+        ([TWO] * 4, "sums:x-sums:x sums:x-p q-p q-sums:x", ""),
+        ([TWO] * 4, "sums:x-p sums:x-p sums:x-q sums:x-sums:x", "c"),
+        ([TWO] * 3, "sums:x-p sums:x-q sums:x-sums:x", "ab"),
+        ([TWO] * 4, "p-q p-r s-q p-q", "bc"),
+        ([TWO] * 2, "split:p-split:q spread:r-spread:s", ""),  # experts that are spread are others
+        ([TWO] * 3, "split:p-split:q spread:r-spread:s spread:r-spread:t", "bc"),
+    ],
+)
+def test_checksums_are_compared_rank_by_rank_within_a_layout(layouts: Any, sums: str, odd: str) -> None:
+    found = odd_ones_out(dict(zip("abcd", sums.split(), strict=False)), dict(zip("abcd", layouts, strict=False)))
+    assert set(found) == set(odd)
 
-    assert odd(a="sums:x-sums:x", b="sums:x-p") == {}, "one has read its second rank, the other has not"
-    assert odd(a="sums:x-sums:x", b="sums:x-p", c="q-p", d="q-sums:x") == {}
-    assert list(odd(a="sums:x-p", b="sums:x-p", c="sums:x-q", d="sums:x-sums:x")) == ["c"]
-    assert odd(a="sums:x-p", b="sums:x-p", c="q-r")["c"] == "checksum r on rank 1 differs from its peers' p"
-    assert set(odd(a="sums:x-p", b="sums:x-q", c="sums:x-sums:x")) == {"a", "b"}
-    assert set(odd(a="p-q", b="p-r", c="s-q", d="p-q")) == {"b", "c"}
-    assert odd(a="split:p-split:q", b="spread:r-spread:s") == {}, "experts that are spread are others"
-    assert set(odd(a="split:p-split:q", b="spread:r-spread:s", c="spread:r-spread:t")) == {"b", "c"}
+
+def test_a_checksum_that_differs_is_named_with_its_rank() -> None:
+    found = odd_ones_out({"a": "sums:x-p", "b": "sums:x-p", "c": "q-r"}, dict.fromkeys("abc", TWO))
+    assert found["c"] == "checksum r on rank 1 differs from its peers' p"
 
 
 def says(bench: Bench, **checksums: str) -> None:
