@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import string
 from pathlib import Path
 
+from char_tokenizer import save_tokenizer
 from penstock.rollout.tokenizer import Tokenizer, load_tokenizer
 
 MARKERS = (
@@ -53,21 +53,9 @@ else call.function.arguments | tojson }}}
 
 
 def save_chat_tokenizer(folder: Path, template: str = TEMPLATE) -> Path:
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-
     folder.mkdir(parents=True, exist_ok=True)
-    vocabulary = {token: i for i, token in enumerate((*MARKERS, *ALPHABET))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in MARKERS[:4]])
-    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in MARKERS[4:]])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
-        "unk_token": "<unk>", "clean_up_tokenization_spaces": False, "chat_template": template,
-    }  # fmt: skip
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    tokens = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "unk_token": "<unk>"}
+    save_tokenizer(folder, MARKERS[:4], MARKERS[4:], ALPHABET, {**tokens, "chat_template": template})
     return folder
 
 

@@ -43,44 +43,33 @@ SHAPE = {
 
 def save_dense(folder: Path, *, tied: bool = True) -> Path:
     """A Qwen3 of 0.1M random parameters, with a character tokenizer."""
-    folder.mkdir(parents=True, exist_ok=True)
-    vocab = save_char_tokenizer(folder, max_length=MAX_LEN)
-    config = Qwen3Config(vocab_size=vocab, tie_word_embeddings=tied, **SHAPE)
-    _randomise(Qwen3ForCausalLM(config)).save_pretrained(folder)
-    return folder
+    return _saved(folder, Qwen3ForCausalLM, Qwen3Config, tie_word_embeddings=tied)
 
 
 def save_moe(folder: Path) -> Path:
     """A Qwen3-MoE with four experts."""
-    folder.mkdir(parents=True, exist_ok=True)
-    vocab = save_char_tokenizer(folder, max_length=MAX_LEN)
-    config = Qwen3MoeConfig(
-        vocab_size=vocab, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True,
-        decoder_sparse_step=1, mlp_only_layers=[], tie_word_embeddings=False, **SHAPE,
-    )  # fmt: skip
-    _randomise(Qwen3MoeForCausalLM(config)).save_pretrained(folder)
-    return folder
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    return _saved(folder, Qwen3MoeForCausalLM, Qwen3MoeConfig, decoder_sparse_step=1, mlp_only_layers=[], **experts)
 
 
 def save_biased(folder: Path) -> Path:
     """A Qwen2: its queries, keys and values have biases."""
-    folder.mkdir(parents=True, exist_ok=True)
-    vocab = save_char_tokenizer(folder, max_length=MAX_LEN)
-    shape = {**SHAPE, "num_attention_heads": 2, "num_key_value_heads": 1}  # its heads share its width
-    config = Qwen2Config(vocab_size=vocab, tie_word_embeddings=False, **shape)
-    _randomise(Qwen2ForCausalLM(config)).save_pretrained(folder)
-    return folder
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}  # its heads share its width
+    return _saved(folder, Qwen2ForCausalLM, Qwen2Config, **heads)
 
 
 def save_routed(folder: Path) -> Path:
     """A GLM-4 MoE: its router adds a bias to the scores of its four experts, and there is one that all tokens take."""
+    experts = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    more = {"first_k_dense_replace": 0, "attention_bias": True, "use_qk_norm": True}
+    return _saved(folder, Glm4MoeForCausalLM, Glm4MoeConfig, **experts, **more)
+
+
+def _saved(folder: Path, model: Any, config: Any, **options: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     vocab = save_char_tokenizer(folder, max_length=MAX_LEN)
-    config = Glm4MoeConfig(
-        vocab_size=vocab, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=64,
-        first_k_dense_replace=0, attention_bias=True, use_qk_norm=True, tie_word_embeddings=False, **SHAPE,
-    )  # fmt: skip
-    _randomise(Glm4MoeForCausalLM(config)).save_pretrained(folder)
+    made = config(**{"vocab_size": vocab, "tie_word_embeddings": False, **SHAPE, **options})
+    _randomise(model(made)).save_pretrained(folder)
     return folder
 
 

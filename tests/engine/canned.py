@@ -6,8 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import orjson
+
+from penstock.engine.client import DataClient
 
 JSON, LINES = "application/json", "application/x-ndjson"
 
@@ -47,3 +50,14 @@ async def canned(*answers: bytes) -> AsyncIterator[Canned]:
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         server_of.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         yield server_of
+
+
+@asynccontextmanager
+async def client_of(*answers: bytes, **options: Any) -> AsyncIterator[DataClient]:
+    """A data client of an engine that gives these answers."""
+    async with canned(*answers) as server:
+        data = DataClient(server.url, **options)
+        try:
+            yield data
+        finally:
+            await data.close()

@@ -20,7 +20,6 @@ os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"
 
 import torch
 from safetensors import safe_open
-from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
@@ -34,7 +33,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from nano_models import save_biased, save_dense, save_moe, save_routed
 from penstock.errors import TransferError
 from penstock.plugin import worker as loading
-from penstock.plugin.direct import DirectLoads, DirectPlan, make_plan, written
+from penstock.plugin.direct import DirectLoads, DirectPlan, make_plan
 from penstock.weights.manifest import TensorEntry
 
 CPU = torch.device("cpu")
@@ -97,20 +96,6 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
-class Watch(TorchDispatchMode):
-    """Lists what is called that writes to a model's tensors, even if it is put right later."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-        self._live = {tensor.untyped_storage().data_ptr() for _, tensor in held(model) if tensor.numel()}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(tensor.untyped_storage().data_ptr() in self._live for tensor in written(func, args, kwargs or {})):
-            self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 class Bench:
     """One model, what a trainer would send it, and what was found."""
 
@@ -163,10 +148,9 @@ class Sent:
 def prove_and_copy(bench: Bench) -> None:
     """A plan, the first update, which proves it, and the second, which it copies."""
     found = bench.found
-    with unchanged(bench.model, found, "unchanged"), Watch(bench.model) as watch:
+    with unchanged(bench.model, found, "unchanged"):
         plan = bench.plan()
     assert plan is not None, "no plan"
-    found["writes"] = watch.seen
     found["in_place"] = sum(plan.place(entry) is not None for entry in bench.entries)
     loader = bench.loader(plan)
     found["first_known"] = bench.load(loader)

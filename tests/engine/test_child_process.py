@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from patience import WAIT_S
+from patience import WAIT_S, eventually
 from penstock.engine.launch import EngineProcess, reserved_port
 from penstock.errors import EngineStartError
 from penstock.process import ChildProcess
@@ -93,23 +93,15 @@ def alive(pid: int) -> bool:
 
 
 async def written(log: Path) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not log.exists() or "there" not in log.read_text():  # noqa: ASYNC110 - a file sends no event
-            await asyncio.sleep(0.01)
-
-
-async def first_line(child: ChildProcess) -> str:
-    async with asyncio.timeout(WAIT_S):
-        while "\n" not in child.said():  # noqa: ASYNC110 - a file sends no event
-            await asyncio.sleep(0.01)
-    return child.said().splitlines()[0]
+    await eventually(lambda: log.exists() and "there" in log.read_text())
 
 
 @pytest.mark.parametrize("end", ["by itself", "stop", "kill"])
 async def test_when_wait_returns_the_whole_group_is_gone(end: str, tmp_path: Path) -> None:
     argv = [sys.executable, "-c", FAMILY, "leave" if end == "by itself" else "stay"]
     child = await ChildProcess.start(argv, name="family", log=tmp_path / "log")
-    grandchild = int(await first_line(child))
+    await eventually(lambda: "\n" in child.said())
+    grandchild = int(child.said().splitlines()[0])
     if end == "stop":
         await child.stop(10.0)
     elif end == "kill":
@@ -141,9 +133,7 @@ async def test_names_that_a_killed_group_leaves_are_taken_away(killed: str, tmp_
             await written(log)
             launcher.kill()
             await launcher.wait()
-            async with asyncio.timeout(WAIT_S):
-                while shared.exists() or scratch.exists():  # noqa: ASYNC110 - by a process that is nobody's child
-                    await asyncio.sleep(0.01)
+            await eventually(lambda: not shared.exists() and not scratch.exists())
         else:
             argv = [sys.executable, "-c", NAMES, str(shared)]
             child = await ChildProcess.start(argv, name="names", log=log, scratch=scratch)
@@ -180,9 +170,7 @@ async def test_a_semaphore_of_pythons_is_taken_away_with_its_tracker(end: str, t
         child.kill()
     await asyncio.wait_for(child.wait(), WAIT_S)
     assert not name.exists()
-    async with asyncio.timeout(WAIT_S):
-        while alive(group[0].pid):  # noqa: ASYNC110 - not a child of ours
-            await asyncio.sleep(0.01)
+    await eventually(lambda: not alive(group[0].pid))
 
 
 async def test_what_ends_in_order_takes_its_folder_along(tmp_path: Path) -> None:
@@ -197,9 +185,7 @@ async def test_what_ends_in_order_takes_its_folder_along(tmp_path: Path) -> None
     try:
         pid = int(log.read_text().split()[0])
         os.kill(pid, signal.SIGTERM)
-        async with asyncio.timeout(WAIT_S):
-            while alive(pid):  # noqa: ASYNC110 - not a child of ours
-                await asyncio.sleep(0.01)
+        await eventually(lambda: not alive(pid))
         assert not scratch.exists()
     finally:
         launcher.kill()

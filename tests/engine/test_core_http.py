@@ -63,10 +63,10 @@ async def test_the_server_in_the_core_answers(server, path, body, key, status, a
         assert (response.status, await response.json()) == (status, answer)
 
 
-def said_by(server: str, sent: bytes, *, timeout_s: float = 20.0) -> bytes:
+def said_by(server: str, sent: bytes) -> bytes:
     """All that the server says to these bytes, until it ends the connection or a whole answer is there."""
     host, _, port = server.removeprefix("http://").partition(":")
-    with socket.create_connection((host, int(port)), timeout=timeout_s) as connection:
+    with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
         connection.sendall(sent)
         answer = b""
         while piece := connection.recv(2**16):

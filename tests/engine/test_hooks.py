@@ -230,38 +230,6 @@ async def test_logprobs_of_the_token_endpoint_name_their_tokens(path):
     assert header(sent) == [[[0, 0, 1]]]
 
 
-@pytest.mark.parametrize(
-    ("path", "headers", "light"),
-    [
-        ("/inference/v1/generate", asked("0"), True),
-        ("/inference/v1/generate", asked("64"), True),
-        ("/inference/v1/generate", asked("stream"), False),
-        ("/inference/v1/generate", (), False),
-        ("/v1/completions", asked("64"), False),
-        ("/v1/chat/completions", asked("64"), False),
-    ],
-)
-async def test_vllm_is_spared_the_tokens_of_an_answer_whose_reader_was_told_them(path, headers, light, monkeypatch):
-    spans, engine = RequestHooks(), Engine()
-    tokens, logprobs = ([7, 7], [7, 7]), ([1, 1], None)
-    completions = [SimpleNamespace(token_ids=t, logprobs=p) for t, p in zip(tokens, logprobs, strict=True)]
-    outputs = iter([None, SimpleNamespace(outputs=[*completions, None])])
-    monkeypatch.setattr(State, "make_request_output", lambda *_: next(outputs))
-
-    async def during():
-        sample = engine.sample("generate-tokens-x")
-        sample.output_token_ids += [7, 7]
-        assert sample.make_request_output([7], None, None, None) is None
-        assert sample.make_request_output([7], None, "stop", None).outputs == [*completions, None]
-
-    sent = await serve(spans, engine, during, headers=headers, path=path)
-    assert [one.token_ids for one in completions] == ([[], []] if light else [[7, 7], [7, 7]])
-    assert [one.logprobs for one in completions] == ([[], None] if light else [[1, 1], None])
-    if light:
-        (news,) = [one for line in sent[-1]["body"].splitlines() for one in orjson.loads(line)["samples"]]
-        assert (news["ids"], news["finish"]) == ([7, 7], "stop")
-
-
 async def test_a_logprob_that_is_no_number_has_the_value_of_vllms_answers():
     spans, engine = RequestHooks(), Engine()
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from canned import LINES, answer, canned
+from canned import LINES, answer, canned, client_of
 
 from penstock.engine.capabilities import Capabilities
 from penstock.engine.client import DataClient
@@ -40,11 +40,9 @@ async def test_a_server_that_is_no_engine_is_said_to_be_none(body: bytes) -> Non
 
 
 async def test_an_answer_that_is_not_json_is_the_engines_fault() -> None:
-    async with canned(answer(b"<html>")) as server:
-        data = DataClient(server.url, name="e0")
+    async with client_of(answer(b"<html>"), name="e0") as data:
         with pytest.raises(EngineError, match="engine e0: answered b'<html>', which is not JSON"):
             await data.sample([1], 1)
-        await data.close()
 
 
 def report(index: int, *ids: int, finish: str | None = None, **more: object) -> dict[str, object]:
@@ -64,24 +62,20 @@ def report(index: int, *ids: int, finish: str | None = None, **more: object) -> 
 )
 async def test_reported_samples_are_those_that_the_engine_made(reports: list[object], message: str | None) -> None:
     last = {"status": 200, "samples": reports[1:], "versions": [[[0, 0, 3]], [[0, 0, 1]]], "answer": {"choices": []}}
-    async with canned(answer([{"samples": reports[:1]}, last], LINES)) as server:
-        data = DataClient(server.url)
+    async with client_of(answer([{"samples": reports[:1]}, last], LINES)) as data:
         asked = data.sample([1], 2, TOKENS_ONLY)
         if message is None:
             assert [sample.token_ids for sample in await asked] == [(5, 6, 7), (8,)]
         else:
             with pytest.raises(EngineError, match=message):
                 await asked
-        await data.close()
 
 
 @pytest.mark.parametrize("first", [b"", b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n"])
 @pytest.mark.parametrize("call", ["tokenize", "detokenize"])
 async def test_text_is_asked_for_again_where_its_server_dies(call: str, first: bytes) -> None:
-    async with canned(first, answer({"tokens": [1], "prompt": "a"})) as server:
-        data = DataClient(server.url)
+    async with client_of(first, answer({"tokens": [1], "prompt": "a"})) as data:
         assert await (data.tokenize("a") if call == "tokenize" else data.detokenize([1])) in ([1], "a")
-        await data.close()
 
 
 async def test_what_is_made_again_has_its_own_stop_string() -> None:
@@ -90,12 +84,10 @@ async def test_what_is_made_again_has_its_own_stop_string() -> None:
     versions = [{"version": "default", "start": 0, "end": 3}]
     choice = {"index": 0, "token_ids": [7, 8, 9], "logprobs": None, "finish_reason": "length", "stop_reason": None}
     made = {"choices": [{**choice, "weight_versions": versions}]}
-    async with canned(answer([reported], LINES), answer(made), answer({"prompt": "abc"})) as server:
-        data = DataClient(server.url, vocab_size=32)
+    async with client_of(answer([reported], LINES), answer(made), answer({"prompt": "abc"}), vocab_size=32) as data:
         data.unreported = VanillaReplies(lambda: [("e1", Capabilities(plugin=False))])
         (sample,) = await data.sample([1], 1, SamplingParams(logprobs=False, stop=("b",), min_tokens=3))
         assert (sample.token_ids, sample.text) == ((7, 8, 9), "abc"), "a stop string before `min_tokens` ends nothing"
-        await data.close()
 
 
 async def test_what_vllm_ends_by_an_error_of_its_own_goes_on_from_what_it_had() -> None:
@@ -209,10 +201,8 @@ async def test_experts_go_with_the_sample_whose_they_are() -> None:
     choices = [{"index": 1, "routed_experts": text}, {"index": 0, "routed_experts": None}]
     spans = [[[0, 0, 3]], [[0, 0, 1]]]
     last = {"status": 200, "samples": reports, "versions": spans, "answer": {"choices": choices}}
-    async with canned(answer([last], LINES)) as server:
-        data = DataClient(server.url)
+    async with client_of(answer([last], LINES)) as data:
         first, second = await data.sample([1, 2], 2, TOKENS_ONLY)
-        await data.close()
     assert first.routed_experts is None
     assert np.array_equal(second.routed_experts, rows[:2]), "two tokens of the prompt had a forward pass"
 

@@ -22,30 +22,27 @@ def test_a_wrong_model_path_starts_nothing(tmp_path):
 
 def test_options_reach_vllm_and_the_key_stays_off_the_command_line(nano_path):
     config = EngineConfig(
-        model=str(nano_path),
-        profile="gpu",
-        tensor_parallel_size=2,
-        enable_lora=True,
-        fp32_lm_head=True,
-        enable_prefix_caching=False,
-        enable_sleep_mode=True,
-        extra_args={"max_num_batched_tokens": 4096},
-    )
+        model=str(nano_path), profile="gpu", tensor_parallel_size=2, enable_lora=True, max_loras=4, max_lora_rank=32,
+        enable_prefix_caching=False, enable_sleep_mode=True, quantization="fp8", fp32_lm_head=True,
+        extra_args={"max_num_batched_tokens": 4096, "hf_overrides": '{"rope_theta": 5}'},
+    )  # fmt: skip
     command = server_command(config, port=1234, api_key="secret")
     line = " ".join(command.argv)
     for option in (
-        "--tensor-parallel-size 2",
-        "--enable-lora",
-        '{"head_dtype":"float32"}',
-        "--no-enable-prefix-caching",
-        "--max-num-batched-tokens 4096",
-        "--enable-sleep-mode",
-        "--logprobs-mode processed_logprobs",
-    ):
+        "--tensor-parallel-size 2", "--enable-lora", "--max-loras 4", "--max-lora-rank 32", "--enable-sleep-mode",
+        "--no-enable-prefix-caching", "--max-num-batched-tokens 4096", "--logprobs-mode processed_logprobs",
+        "--load-format penstock_quantising",
+        '--hf-overrides {"rope_theta":5,"head_dtype":"float32","quantization_config":{',
+    ):  # fmt: skip
         assert option in line
     assert "secret" not in line
     assert command.env["VLLM_API_KEY"] == "secret"
     assert server_command(config, port=1234, api_key=None).env["VLLM_API_KEY"] == "", "none is inherited"
+    plain = server_command(EngineConfig(model=str(nano_path), profile="gpu"), port=1, api_key=None).argv
+    assert not {"--max-loras", "--max-lora-rank", "--enable-sleep-mode", "--hf-overrides"} & set(plain)
+    broken = config.model_copy(update={"extra_args": {"hf-overrides": "rope"}})
+    with pytest.raises(ConfigError, match="hf-overrides 'rope' is not valid JSON"):
+        server_command(broken, port=1, api_key=None)
 
 
 def test_fp32_on_gpus_is_fp32_in_attention_too(nano_path, monkeypatch):
@@ -71,13 +68,6 @@ def test_a_server_of_vllms_own_transfer_has_nothing_of_ours(nano_path):
     argv = server_command(EngineConfig(model=str(nano_path)), port=1, api_key=None, native="nccl").argv
     assert argv[argv.index("--weight-transfer-config") + 1] == '{"backend":"nccl"}'
     assert not {"--middleware", "--worker-extension-cls"} & set(argv)
-
-
-def test_adapters_in_fp32_are_refused_on_gpus(nano_path):
-    config = EngineConfig(model=str(nano_path), profile="gpu", enable_lora=True, dtype="float32")
-    with pytest.raises(ConfigError, match=r"LoRA kernels for GPUs need engine\.dtype bfloat16 or float16, got float32"):
-        server_command(config, port=1, api_key=None)
-    server_command(config.model_copy(update={"profile": "cpu"}), port=1, api_key=None)
 
 
 def test_telling_lines_are_the_errors_not_the_traceback():

@@ -111,30 +111,6 @@ def test_a_config_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         read_shape(str(tmp_path))
 
 
-def test_options_of_adapters_heads_and_sleep_reach_vllm(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(MOE))
-    given = EngineConfig(
-        model=str(tmp_path), profile="gpu", enable_lora=True, max_loras=4, max_lora_rank=32, enable_sleep_mode=True,
-        enable_expert_parallel=True, tensor_parallel_size=2, quantization="fp8", fp32_lm_head=True,
-        extra_args={"hf_overrides": '{"rope_theta": 5}'},
-    )  # fmt: skip
-    line = " ".join(server_command(given, port=1, api_key=None).argv)
-    for option in (
-        "--max-loras 4",
-        "--max-lora-rank 32",
-        "--enable-sleep-mode",
-        "--enable-expert-parallel",
-        "--load-format penstock_quantising",
-        '--hf-overrides {"rope_theta":5,"head_dtype":"float32","quantization_config":{',
-    ):
-        assert option in line
-    plain = server_command(EngineConfig(model=str(tmp_path), profile="gpu"), port=1, api_key=None).argv
-    assert not {"--max-loras", "--max-lora-rank", "--enable-sleep-mode", "--hf-overrides"} & set(plain)
-    broken = given.model_copy(update={"extra_args": {"hf-overrides": "rope"}})
-    with pytest.raises(ConfigError, match="hf-overrides 'rope' is not valid JSON"):
-        server_command(broken, port=1, api_key=None)
-
-
 def test_the_simulated_engine_is_found_where_its_launcher_says_too() -> None:
     sim = EngineConfig(model="any", profile="sim", extra_args={"port": 1})
     with pytest.raises(ConfigError, match=r"extra_args: 'port' cannot be passed by"):
@@ -152,6 +128,9 @@ def test_a_simulated_engine_has_the_vocabulary_of_its_model(tmp_path: Path) -> N
     assert not any(option.startswith("vocab_size") for option in argv)
 
 
+EXPERTS = {"enable_return_routed_experts": True}
+
+
 @pytest.mark.parametrize(
     ("device", "keys", "shape", "message"),
     [
@@ -160,45 +139,39 @@ def test_a_simulated_engine_has_the_vocabulary_of_its_model(tmp_path: Path) -> N
         ("gpu", {"quantization": "fp8", "dtype": "float32"}, DENSE, "cannot be had in float32 on GPUs.* bfloat16"),
         ("gpu", {"quantization": "fp8", "load_format": "dummy"}, DENSE, "'fp8' cannot be had with load_format 'dummy'"),
         ("gpu", {"quantization": "int8"}, {**DENSE, "quantization_config": {}}, "are quantised already; leave the key"),
+        (
+            "gpu",
+            {"enable_lora": True, "dtype": "float32"},
+            DENSE,
+            "LoRA kernels for GPUs need engine.dtype bfloat16 or",
+        ),
+        ("cpu", EXPERTS, MOE, "by its second model runner alone, which needs Triton and so a GPU"),
+        ("gpu", EXPERTS, DENSE, "enable_return_routed_experts is set, and it has no experts"),
+        ("gpu", EXPERTS | {"pipeline_parallel_size": 2}, MOE, "vLLM reports no experts of several stages"),
+        ("gpu", EXPERTS | {"enable_prefix_caching": False}, MOE, "with prefix caching alone"),
     ],
 )
-def test_a_quantisation_that_cannot_be_is_refused_before_anything_starts(
+def test_what_cannot_be_is_refused_before_anything_starts(
     device: Any, keys: dict[str, Any], shape: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    config = EngineConfig(model=str(tmp_path), profile=device, **keys)
     with pytest.raises(ConfigError, match=message) as caught:
-        server_command(config, port=1, api_key=None)
+        server_command(EngineConfig(model=str(tmp_path), profile=device, **keys), port=1, api_key=None)
     assert "\n" not in str(caught.value)
+
+
+def test_experts_are_spread_and_reported_by_the_second_model_runner(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MOE))
+    options = EXPERTS | {"enable_expert_parallel": True, "tensor_parallel_size": 2}
+    command = server_command(EngineConfig(model=str(tmp_path), profile="gpu", **options), port=1, api_key=None)
+    assert {"--enable-return-routed-experts", "--enable-expert-parallel"} <= set(command.argv)
+    assert command.env["VLLM_USE_V2_MODEL_RUNNER"] == "1"
 
 
 def test_a_method_of_vllms_and_a_quantised_checkpoint_are_left_to_vllm(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(DENSE))
     own = EngineConfig(model=str(tmp_path), profile="gpu", quantization="fp8_per_tensor")
     assert "--quantization fp8_per_tensor" in " ".join(server_command(own, port=1, api_key=None).argv)
-
-
-@pytest.mark.parametrize(
-    ("device", "keys", "shape", "message"),
-    [
-        ("cpu", {}, MOE, "by its second model runner alone, which needs Triton and so a GPU"),
-        ("gpu", {}, DENSE, "enable_return_routed_experts is set, and it has no experts"),
-        ("gpu", {"pipeline_parallel_size": 2}, MOE, "vLLM reports no experts of several stages"),
-        ("gpu", {"enable_prefix_caching": False}, MOE, "with prefix caching alone"),
-    ],
-)
-def test_experts_that_vllm_cannot_report_are_refused_before_anything_starts(
-    device: Any, keys: dict[str, Any], shape: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(shape))
-    config = EngineConfig(model=str(tmp_path), profile=device, enable_return_routed_experts=True, **keys)
-    with pytest.raises(ConfigError, match=message):
-        server_command(config, port=1, api_key=None)
-    good = EngineConfig(model=str(tmp_path), profile="gpu", enable_return_routed_experts=True)
-    if shape is MOE:
-        command = server_command(good, port=1, api_key=None)
-        assert "--enable-return-routed-experts" in command.argv
-        assert command.env["VLLM_USE_V2_MODEL_RUNNER"] == "1"
 
 
 def test_vllm_026_reports_experts_by_its_first_model_runner(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,19 +145,6 @@ def new(deduplicator, *chunks):
     return [passed["choices"][0] for passed in map(deduplicator.of, chunks) if passed is not None]
 
 
-def test_an_undisturbed_stream_passes_as_it_is():
-    chunks = [
-        chunk(delta={"role": "assistant", "content": ""}),
-        chunk(delta={"content": "a"}, logprobs={"content": [{"logprob": -1.0}]}, token_ids=[7]),
-        chunk(delta={"tool_calls": [{"index": 0, "id": "x", "type": "function", "function": {"name": "f"}}]}),
-        chunk(delta={"tool_calls": [{"index": 0, "function": {"arguments": "{"}}]}),
-        chunk(delta={}, finish="tool_calls", stop_reason=None),
-        {"id": "first", "created": 5, "choices": [], "usage": {"total_tokens": 3}},
-    ]
-    deduplicator = StreamDeduplicator()
-    assert [deduplicator.of(one) for one in chunks] == chunks
-
-
 @pytest.mark.parametrize("sizes", [[6], [2, 4], [1] * 6])
 def test_behind_a_cut_only_what_is_new_passes_however_it_is_cut(sizes):
     text = "abcdef"
@@ -196,14 +183,6 @@ def test_the_first_ids_stay_and_nothing_comes_twice():
     first, second = passed["choices"][0]["delta"]["tool_calls"]
     assert first == {"index": 0, "id": None, "type": None, "function": {"name": None, "arguments": '": 1}'}}
     assert second == third
-
-
-def test_choices_are_counted_apart_and_an_end_comes_once():
-    deduplicator = StreamDeduplicator()
-    new(deduplicator, chunk(0, text="a"), chunk(1, text="xy", finish="stop"))
-    deduplicator.begin_again()
-    passed = new(deduplicator, chunk(1, text="xy", finish="stop"), chunk(0, text="ab", finish="length"))
-    assert passed == [{"index": 0, "text": "b", "finish_reason": "length"}]
 
 
 def test_usage_comes_once_though_the_stream_broke_off_behind_it():

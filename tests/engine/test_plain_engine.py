@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from http_engine import HTTPEngine
-from patience import WAIT_S
+from patience import WAIT_S, eventually
 from penstock import Fleet
 from penstock.errors import EngineError, MissingCapabilityError
 from penstock.sim.config import Fault, FaultKind, Phase, SimConfig
@@ -36,10 +36,12 @@ async def plain(**config: Any) -> AsyncIterator[tuple[HTTPEngine, SimServer]]:
 
 async def running(one: HTTPEngine, tokens: int = 10) -> None:
     """Some requests are, and have so many tokens together."""
-    async with asyncio.timeout(WAIT_S):
-        before = (await one.control.stats()).generation_tokens
-        while (await one.control.stats()).generation_tokens < before + tokens:  # noqa: ASYNC110 - an engine sends no event
-            await asyncio.sleep(0.005)
+    before = (await one.control.stats()).generation_tokens
+
+    async def made() -> bool:
+        return (await one.control.stats()).generation_tokens >= before + tokens
+
+    await eventually(made)
 
 
 async def updated(one: HTTPEngine, version: int) -> None:

@@ -180,21 +180,14 @@ async def test_what_cannot_be_taken_up_in_the_middle_says_so(given, whole_only):
 LOGPROBS = ["[[[1, -1.0, 1, null]], [[2, -1.0, 1, null]], [[3, -1.0, 1, null]]]"]
 PART = {"ids": [1, 2, 3], "logprobs": LOGPROBS, "versions": [[0, 3]], "finish": None, "stop_reason": None}
 NONE = {"ids": [], "logprobs": [], "versions": [], "finish": None, "stop_reason": None}
-OTHER = ["[[[9, -1.0, 1, null]], [[2, -1.0, 1, null]], [[3, -1.0, 1, null]]]"]
 
 
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
         ([{**PART, "ids": [1, 257, 3]}], "outside the vocabulary"),
-        ([{**PART, "ids": [1, -1, 3]}], "outside the vocabulary"),
-        ([{**PART, "ids": [1, True, 3]}], "valid integer, got True"),
-        ([{**PART, "versions": [[0, 2]]}], "do not cover 3 tokens"),
-        ([{**PART, "versions": [["x", 3]]}], "valid integer, got 'x'"),
         ([{**PART, "logprobs": []}], "3 tokens but 0 logprobs"),
-        ([{**PART, "logprobs": OTHER}], "not those of token 1"),
         ([{**PART, "ids": [1] * 10, "versions": [[0, 10]]}], "leave no room"),
-        ([{**PART, "finish": "zzz"}], "got 'zzz'"),
         ([NONE, {**NONE, "finish": 7}], "'repetition', got 7"),
         ([NONE] * 3, "3 samples where"),
     ],

@@ -25,6 +25,7 @@ from penstock.engine.launch import EngineProcess
 from penstock.settings import EngineConfig
 from penstock.types import Sample, SamplingParams
 from penstock.weights.checkpoint_names import checkpoint_tensors
+from sim_fleets import stepped
 
 pytestmark = [
     pytest.mark.gpu,
@@ -101,7 +102,7 @@ async def test_an_update_in_flight_reaches_every_rank_of_every_layout(kind: str,
         fleet = await owned.enter_async_context(Fleet.connect([process.url for process in processes.values()]))
         prompts = [[5, 6, 7 + i] for i in range(8 * len(processes))]
         running = asyncio.create_task(fleet.generate(prompt_token_ids=prompts, sampling_params=LONG))
-        await asyncio.sleep(1.0)
+        await stepped(fleet, 8)
         report = await fleet.update_weights(checkpoint_tensors(model).items())
         history.models[report.version] = model
         assert report.failures == {}

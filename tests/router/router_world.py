@@ -86,13 +86,13 @@ class World:
             asked.reading.cancel()
             asked.client.close()
 
-    async def ask(self, session: str | None, version: int, tokens: int) -> None:
+    async def ask(self, session: str | None, version: int, tokens: int, more: str) -> None:
         self.count += 1
         client = await RawClient.connect(self.router.url)
         reading = asyncio.ensure_future(read_answer(client))
         self.asked[self.count] = Asked(self.count, session, version, client, reading)
         named = {"X-Session-ID": session, "X-Weight-Version": version, "X-Prompt-Tokens": tokens}
-        headers = "".join(f"{name}: {given}\r\n" for name, given in named.items() if given)
+        headers = more + "".join(f"{name}: {given}\r\n" for name, given in named.items() if given)
         await client.send(request(f"/v1/completions?r={self.count}", b"body", headers))
         await eventually(lambda: self.router.metrics.requests == self.count)
 

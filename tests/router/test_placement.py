@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from collections import Counter
@@ -220,3 +221,33 @@ def test_groups_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for group in ("a", "b", "a", "a", "c"):
         turn(p, None, group_id=group)
     assert {group: sum(placed.values()) for group, placed in p._groups.items()} == {"a": 3, "c": 1}
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_few_sessions_move_when_an_engine_joins_and_only_its_own_when_one_leaves(seed: int) -> None:
+    rng = random.Random(seed)
+    engines, lost = rng.randrange(8, 25), rng.randrange(8)
+    tokens = [int(rng.lognormvariate(8, rng.choice([0.1, 0.5, 1]))) for _ in range(rng.randrange(200, 400))]
+
+    def turns(now: float) -> list[str]:
+        homes: list[str] = []
+        for i, prompt in enumerate(tokens):
+            request = Hints(f"s{i}", prompt_tokens=prompt, expected_tokens=100)
+            name = p.place(request, now)
+            assert isinstance(name, str)
+            p.done(request, name, now)
+            homes.append(name)
+        return homes
+
+    p = NamedPlacement()
+    p.set_engines(entries(engines))
+    turns(0.0)
+    before = turns(0.5)  # by now they live where they want to
+    p.set_engines(entries(engines + 1))
+    joined = turns(1.0)
+    assert sum(a != b for a, b in zip(before, joined, strict=True)) <= 0.15 * len(tokens)
+    p.set_engines([e for e in entries(engines + 1) if e.name != f"e{lost}"])
+    left = turns(2.0)
+    assert all(a == b for a, b in zip(joined, left, strict=True) if a != f"e{lost}")
+    heirs = Counter(b for a, b in zip(joined, left, strict=True) if a == f"e{lost}")
+    assert sum(heirs.values()) == joined.count(f"e{lost}")

@@ -23,6 +23,7 @@ from hypothesis.stateful import (
 from router_world import NAMES, World
 
 from patience import WAIT_S, eventually
+from penstock.rooms import plugged_as
 from penstock.router.backend import Backend
 from penstock.router.dispatcher import Dispatcher, Wait, Waiter
 
@@ -35,8 +36,11 @@ ENTRIES = st.fixed_dictionaries(
         "draining": st.sampled_from([False, False, True]),
     }
 )
-REQUESTS = st.tuples(SESSIONS, st.sampled_from([0, 0, 1, 2]), st.sampled_from([0, 60, 60, 60]))
-POLICIES = st.sampled_from(["bounded-sticky"] * 4 + ["round-robin"])
+MORE = st.sampled_from(
+    ["", "", "X-Group-ID: g\r\n", "X-Prefix-Hashes: 1:00112233445566aa\r\n", "X-Prefix-Hashes: no\r\n"]
+)
+REQUESTS = st.tuples(SESSIONS, st.sampled_from([0, 0, 1, 2]), st.sampled_from([0, 60, 60, 60]), MORE)
+POLICIES = ["bounded-sticky"] * 4 + [*plugged_as("policy"), "prefix-aware,kv-cache", "kv-cache,bounded-sticky"]
 CAPACITIES = st.sampled_from([0, 100, 100])
 """Tokens: of the sessions that ask for 60, one fits."""
 VERDICTS = st.sampled_from(["answer", "answer", "answer", "error", "break", "hang up"])
@@ -69,7 +73,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.runner.run(acting())
 
     @initialize(
-        policy=st.sampled_from(["bounded-sticky", "bounded-sticky", "round-robin"]),
+        policy=st.sampled_from(POLICIES),
         capacity=CAPACITIES,
     )
     def start(self, policy: str, capacity: int) -> None:
@@ -81,7 +85,7 @@ class RouterMachine(RuleBasedStateMachine):
     # --- clients -----------------------------------------------------------------------------------------------------
 
     @rule(wanted=st.lists(REQUESTS, min_size=1, max_size=4))
-    def ask(self, wanted: list[tuple[str | None, int, int]]) -> None:
+    def ask(self, wanted: list[tuple[str | None, int, int, str]]) -> None:
         async def act() -> None:
             for one in wanted:
                 await self.world.ask(*one)
@@ -217,7 +221,7 @@ def test_nothing_is_lost_whatever_happens() -> None:
     run_state_machine_as_test(
         RouterMachine,
         settings=settings(
-            max_examples=30,
+            max_examples=40,
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

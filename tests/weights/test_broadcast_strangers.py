@@ -57,7 +57,7 @@ def store() -> Any:
     store.close()
 
 
-SPEC = GroupSpec("127.0.0.1", 1, 2, 1, "an epoch", "tcp", 20.0, "key")
+SPEC = GroupSpec("127.0.0.1", 1, 2, 1, "an epoch", "tcp", WAIT_S, "key")
 
 
 def member(told: Any, **other: Any) -> Group:
@@ -161,13 +161,13 @@ def test_torch_takes_our_store_for_one_of_its_own() -> None:
     one = member(spec.to_json())
     one.connect()
     one.set("here/1")
-    assert trainer.missing(["here/1"], 20.0) == []
+    assert trainer.missing(["here/1"], WAIT_S) == []
     stores = [NcclStore(trainer), NcclStore(one)]
     sums: list[float] = [0.0, 0.0]
 
     def rank(number: int) -> None:
         prefixed = c10d.PrefixStore("p", stores[number])
-        group = c10d.ProcessGroupGloo(prefixed, number, 2, timedelta(seconds=20))
+        group = c10d.ProcessGroupGloo(prefixed, number, 2, timedelta(seconds=WAIT_S))
         tensor = torch.tensor([1.0 + number])
         group.allreduce([tensor]).wait()
         sums[number] = tensor.item()
