@@ -342,11 +342,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def read_keys(file: Path, option: str) -> dict[str, Any]:
-    """Read a YAML file that maps tenants' names to their keys and limits.
-
-    Args:
-        file: a file of mode 0600.
-        option: its command line option, for messages.
+    """Read a YAML file that maps tenants' names to their keys and limits. `option` names the file in messages.
 
     Raises:
         ConfigError: it cannot be read, other users can read it, or it is empty.
@@ -367,12 +363,9 @@ HUB_S = 10.0
 
 
 def check_on_hub(name: str, kind: Literal["model", "dataset"], file: str = "config.json") -> None:
-    """Refuse a name that is neither in this machine's cache nor on the hub.
+    """Refuse a name, such as Qwen/Qwen3-0.6B, that is neither in this machine's cache nor on the hub.
 
-    Args:
-        name: such as Qwen/Qwen3-0.6B.
-        kind: the kind of repository.
-        file: a file that the cache holds if the repository was downloaded.
+    The cache holds `file` if the repository was downloaded.
 
     Raises:
         UserError: the reason, and what to do.

@@ -107,10 +107,7 @@ class RunFolder:
 
     @staticmethod
     def remove(path: Path) -> bool:
-        """Delete the folder `path` if it holds a run, else leave it as it is.
-
-        Returns:
-            Whether there was a run.
+        """Delete the folder `path` if it holds a run, else leave it as it is. Return whether there was a run.
 
         Raises:
             UserError: the folder cannot be deleted.
@@ -143,11 +140,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Open the folder of an existing run.
-
-        Raises:
-            UserError: the folder holds no run.
-        """
+        """Open the folder of an existing run. UserError: it holds none."""
         file = path / CONFIG
         if not file.exists():
             raise UserError(f"{path} holds no run: {file.name} is missing")
@@ -156,7 +149,6 @@ class RunFolder:
     # --- configuration -----------------------------------------------------------------------------------------------
 
     def write_config(self, config: RunConfig) -> None:
-        """Record `config` as the run's configuration."""
         self.config = config
         _replace(self.path / CONFIG, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
 
@@ -187,7 +179,6 @@ class RunFolder:
         return cast("list[dict[str, float]]", _read(self.path / "metrics.jsonl"))
 
     def append_evaluation(self, step: int, accuracy: float) -> None:
-        """Append the held-out accuracy measured after `step`."""
         _append(self.path / "evaluations.jsonl", [{"step": step, "accuracy": accuracy}])
         self.on_figures({HELD_OUT: accuracy}, step)
 
@@ -203,24 +194,18 @@ class RunFolder:
         return _read(self.path / "trajectories.jsonl")
 
     def append_spans(self, spans: Sequence[Span]) -> None:
-        """Append the spans since the last call."""
         _append(self.path / "spans.jsonl", spans)
 
     def spans(self) -> list[Span]:
         return list(_read(self.path / "spans.jsonl"))
 
     def write_trace(self) -> Path:
-        """Write trace.json from all spans so far, and return its path."""
         file = self.path / "trace.json"
         _replace(file, chrome_trace(self.spans(), self.config.name))
         return file
 
     def truncate(self, step: int) -> list[dict[str, float]]:
-        """Drop the rows after `step`, so that a resumed run records no step twice.
-
-        Returns:
-            The dropped rows of metrics.jsonl.
-        """
+        """Drop the rows after `step`, so that a resumed run records no step twice. Return the dropped metrics."""
         dropped = [row for row in self.metrics() if row["step"] > step]
         for name in RECORDS:
             file = self.path / name

@@ -21,23 +21,17 @@ STALENESS_PREFIX = "staleness/"
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One finished run.
+    """One finished run. docs/reference/run-folder.md describes summary.json.
 
     Attributes:
-        name: name of the run.
-        seed: seed of the run.
         steps: optimiser steps, including those before a resume.
-        resumed_at: steps at which the run was resumed.
         evaluations: held-out accuracy (greedy decoding, a fraction), by the step after which it was measured.
         tokens: response tokens generated. Tokens of steps lost to a kill count only in `wasted_tokens`.
-        tokens_per_second: `tokens` divided by the wall seconds of all steps (from the first rollout's start to the last
-            step's end, without the evaluations before and after).
-        updates: weight updates, one per step.
+        tokens_per_second: `tokens` divided by the wall seconds of all steps, without the evaluations before and after.
         updates_in_flight: updates during which an engine had requests in flight.
         bubble_median: median update bubble in seconds (see `UpdateReport.bubble`).
-        bubble_max: longest update bubble in seconds.
         tokens_lost: tokens that the updates cost (see `UpdateReport.tokens_lost`). The last update costs none, because
-            no training follows it; None: not measured, for example in a run of adapter updates.
+            no training follows it; None: not measured.
         wasted_tokens: tokens generated and then discarded, including those of steps that a kill lost and the run
             repeated. Tokens in flight at the kill are unknown.
         unconsumed_tokens: tokens that were generated but not trained on because the run ended.
@@ -46,9 +40,7 @@ class Summary:
         logprob_difference: largest |trainer - engine logprob| over tokens of the trainer's own version, in nats.
         seconds: time by activity: `waiting` (for rollouts), `training`, `update`, `sleep` (of a colocated run),
             `evaluation`, `checkpoint`, `total`.
-        idle: share of the steps' time in which each side was idle: `learner` and `engines` (their mean). A side without
-            data is absent.
-        versions: versions of Python and of the relevant packages.
+        idle: share of the steps' time in which `learner` and `engines` (their mean) were idle, as far as it is known.
     """
 
     name: str
@@ -78,7 +70,6 @@ class Summary:
 
     @property
     def accuracy_after(self) -> float | None:
-        """Held-out accuracy after the last step, or None if it was not measured."""
         return self.evaluations.get(self.steps)
 
     def to_json(self) -> dict[str, Any]:

@@ -30,9 +30,8 @@ Loads = Callable[[], Awaitable[Mapping[str, int]]]
 class Tracer:
     """Collects the spans of a run.
 
-    Args:
-        now: returns seconds since the run began, including those before a resume.
-        loads: returns the requests in flight on each engine; None: engines get no spans of generation.
+    `now` returns seconds since the run began, including those before a resume. Without `loads`, engines get no spans of
+    generation.
     """
 
     def __init__(self, now: Callable[[], float], loads: Loads | None) -> None:

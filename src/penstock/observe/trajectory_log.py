@@ -16,12 +16,7 @@ def record_of(step: int, trajectory: Trajectory, decode: Callable[[Sequence[int]
     """Return a trajectory of step `step` as a row of trajectories.jsonl.
 
     `loss` of a token is 1 if the policy made the token and 0 if the environment did. `episode` is the session of an
-    agent's episode; the episode's log is named after it.
-
-    Args:
-        step: step of the run.
-        trajectory: trajectory to record.
-        decode: turns ids into text, including special tokens.
+    agent's episode; the episode's log is named after it. `decode` keeps special tokens.
     """
     columns = zip(trajectory.response_ids, trajectory.logprobs, trajectory.versions, trajectory.loss_mask, strict=True)
     return {

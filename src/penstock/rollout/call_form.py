@@ -28,14 +28,10 @@ Grammar = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """The texts around a call's name and arguments.
+    """The texts around a call's name and arguments, and between two calls.
 
-    Attributes:
-        before: text before the name.
-        between: text between name and arguments.
-        after: text after the arguments.
-        separator: text between two calls; None: the template joins calls in another way, so only one is forced.
-        xml: True if the arguments are Qwen-Coder's XML; else they are JSON.
+    `separator` None: the template joins calls in another way, so only one is forced. `xml`: the arguments are
+    Qwen-Coder's XML; else they are JSON.
     """
 
     before: str
@@ -60,11 +56,9 @@ class CallForm:
         return cls(found["before"], found["between"], found["after"], separator, found["xml"] is not None)
 
     def grammar(self, tools: Mapping[str, Mapping[str, Any]], *, single: bool) -> Grammar:
-        """Return the grammar of one or more calls.
+        """Return the grammar of one or more calls; `single`: of one.
 
-        Args:
-            tools: names that may be called, with the JSON schemas of their parameters.
-            single: allow exactly one call.
+        `tools` maps names that may be called to the JSON schemas of their parameters.
         """
         kind = "qwen_xml_parameter" if self.xml else "json_schema"
         # Without a limit, a model may write white space until its tokens run out.

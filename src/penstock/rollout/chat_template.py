@@ -28,9 +28,6 @@ _ID_SIZES = (24, 9)
 class ChatTemplate:
     """Renders conversations of one model. It keeps no state of a conversation, so it can be shared.
 
-    Args:
-        tokenizer: a tokenizer with a chat template.
-
     Raises:
         ConfigError: the tokenizer has no chat template.
     """
@@ -61,13 +58,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], tools: Sequence[Message] = (), *, most: int | None = None
     ) -> list[int]:
-        """Return the ids of a conversation, up to the opening of the next message.
-
-        Args:
-            messages: messages of the conversation.
-            tools: tools that the template shows.
-            most: see `Tokenizer.encode_exact`.
-        """
+        """Return the ids of a conversation, up to the opening of the next message (`most`: see `encode_exact`)."""
         return self.tokenizer.encode_exact(self._chat(messages, tools, opening=True), most)
 
     def suffix(
@@ -75,14 +66,8 @@ class ChatTemplate:
     ) -> list[int] | None:
         """Return the ids that new messages add after a sample, up to the next opening.
 
-        Args:
-            messages: messages that follow the sample.
-            tools: tools of the conversation.
-            last_id: the sample's last id. If it does not end a message (a cut-off sample), the suffix adds the end.
-            most: see `Tokenizer.encode_exact`.
-
-        Returns:
-            The ids, or None if the template allows no suffix and the whole conversation must be rendered.
+        If the sample's `last_id` does not end a message (a cut-off sample), the suffix adds the end. None: the template
+        allows no suffix, and the whole conversation must be rendered.
         """
         text = self._suffix_text(messages, tools)
         if text is None or (tools and self._repeats_tools(messages)):

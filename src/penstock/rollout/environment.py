@@ -34,11 +34,8 @@ MOST_DRAWS = 100_000
 class Task:
     """One problem.
 
-    Attributes:
-        id: Id of the task.
-        prompt: text that the policy sees.
-        metadata: data that the environment needs to score a response.
-        messages: opening of an episode of several turns, in OpenAI's form. Empty: `prompt` as the user's message.
+    `metadata` is what the environment needs to score a response. `messages` opens an episode of several turns, in
+    OpenAI's form; empty: `prompt` as the user's message.
     """
 
     id: str
@@ -74,7 +71,6 @@ class Turn:
         observation: the next message as text, or several messages in OpenAI's form.
         reward: reward of the answered response. An episode's reward is their sum plus `Environment.reward`.
         done: True ends the episode; the policy does not see the observation.
-        role: role of the message, if the observation is text.
     """
 
     observation: str | Sequence[Mapping[str, Any]] = ""
@@ -102,7 +98,6 @@ class Dialogue:
         self.opening: Sequence[Mapping[str, Any]] = task.messages or [{"role": "user", "content": task.prompt}]
 
     async def step(self, responses: Sequence[Response]) -> Turn | None:
-        """Answer the latest response; see `Environment.step`."""
         return await self.environment.step(self.task, responses)
 
 
@@ -266,11 +261,7 @@ def describe_error(error: Exception) -> str:
 
 
 def check_tasks(tasks: object, wanted: int, of: str) -> None:
-    """Check that `tasks` is a list of `wanted` tasks.
-
-    Raises:
-        UserError: it is not. The message begins with `of`, the call that gave the tasks.
-    """
+    """Raise UserError if `tasks` is no list of `wanted` tasks. The message names `of`, the call that gave them."""
     if not isinstance(tasks, Sequence):
         raise UserError(f"{of} must give a list of tasks, got {tasks!r}")
     given = cast("Sequence[object]", tasks)

@@ -86,9 +86,8 @@ class Trajectory:
 class GeneratorOutput:
     """Finished episodes, `[B * num_samples]` in input order; episodes of one task are adjacent.
 
-    Attributes:
-        trajectories: all training data. The properties below are its columns.
-        metrics: means over the batch: `reward_mean`, `response_tokens_mean`, `truncated_share`.
+    The properties are columns of `trajectories`: one value for each episode, or for each token of each response.
+    `metrics` are means over the batch.
     """
 
     trajectories: tuple[Trajectory, ...]
@@ -108,27 +107,22 @@ class GeneratorOutput:
 
     @property
     def prompt_token_ids(self) -> list[tuple[int, ...]]:
-        """Prompts, ragged `[N][P_i]`."""
         return [t.prompt_ids for t in self.trajectories]
 
     @property
     def response_ids(self) -> list[tuple[int, ...]]:
-        """Responses, ragged `[N][T_i]`."""
         return [t.response_ids for t in self.trajectories]
 
     @property
     def rewards(self) -> list[float]:
-        """Rewards, one per episode, `[N]`."""
         return [t.reward for t in self.trajectories]
 
     @property
     def loss_masks(self) -> list[tuple[int, ...]]:
-        """1 for tokens that the policy made, else 0; ragged as `response_ids`."""
         return [t.loss_mask for t in self.trajectories]
 
     @property
     def stop_reasons(self) -> list[FinishReason]:
-        """`stop`, `length` or `abort`, `[N]`."""
         return [t.stop_reason for t in self.trajectories]
 
     @property
@@ -138,7 +132,6 @@ class GeneratorOutput:
 
     @property
     def versions(self) -> list[tuple[int, ...]]:
-        """Weight version of each token, ragged as `response_ids`."""
         return [t.versions for t in self.trajectories]
 
 
@@ -147,9 +140,7 @@ class Generator(ABC):
 
     @property
     @abstractmethod
-    def tokenizer(self) -> Tokenizer:
-        """The policy's tokenizer, used to show trajectories as text."""
-
+    def tokenizer(self) -> Tokenizer: ...
     @abstractmethod
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
         """Play `num_samples` episodes of every task.

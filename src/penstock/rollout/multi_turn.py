@@ -102,15 +102,9 @@ class TokenRow:
 class MultiTurnGenerator(Generator):
     """Plays `Environment.step` until an episode ends, is cut off, or reaches a limit.
 
-    Args:
-        client: one engine or a fleet.
-        adapter: name of the LoRA adapter that every turn uses.
-        tokenizer: the policy's tokenizer, with a chat template.
-        environment: answers and scores responses on the event loop. Slow work belongs in a separate process.
-        sampling_params: training parameters; `max_tokens` limits one turn.
-        concurrency: maximum number of samples in flight at the engines.
-        max_turns: maximum number of responses per episode.
-        max_tokens: maximum number of tokens per episode after its prompt, including the environment's tokens.
+    The environment answers on the event loop; slow work belongs in a separate process. `max_tokens` of
+    `sampling_params` limits one turn; the other `max_tokens` counts all tokens of an episode after its prompt, the
+    environment's too.
 
     Raises:
         ConfigError: no chat template, stop strings, or a limit below 1.
@@ -148,7 +142,6 @@ class MultiTurnGenerator(Generator):
         return self._template.tokenizer
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
-        """Play `num_samples` episodes of every task, each in its own session."""
         episodes = (
             self._episode(input_batch, index, number)
             for index in range(len(input_batch.tasks))
@@ -206,7 +199,6 @@ class MultiTurnGenerator(Generator):
         return Response.of(self.tokenizer.decode(sample.token_ids), parsed.text, parsed.calls)
 
     async def _sample(self, row: TokenRow, params: SamplingParams, session: SessionId, turn: int) -> Sample:
-        """Draw the next turn."""
         room = min(params.max_tokens, self._max_tokens - len(row.ids))
         seed = None if params.seed is None else seed_of_turn(params.seed, turn)
         now = replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room), seed=seed)

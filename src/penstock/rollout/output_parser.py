@@ -45,11 +45,9 @@ class OutputParser:
     ) -> Parsed:
         """Split a sample into reasoning, text and calls.
 
-        Args:
-            prompt_ids: Ids before the sample. Some templates open the reasoning there.
-            token_ids: sampled ids.
-            tools: names that may be called, with the JSON schemas of their parameters. A call of another name is text.
-            forced: form of the calls, if a grammar constrained the sample.
+        Some templates open the reasoning at the end of the prompt. `tools` maps names that may be called to the JSON
+        schemas of their parameters; a call of another name is text. `forced`: form of the calls, if a grammar
+        constrained the sample.
         """
         ids = list(token_ids)
         reasoning, rest = self._split_reasoning(prompt_ids, ids)

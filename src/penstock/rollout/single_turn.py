@@ -21,13 +21,9 @@ from penstock.types import Sample, SamplingParams
 class SingleTurnGenerator(Generator):
     """Sends one n-way request per group. It decodes the text itself, so engines return only tokens.
 
-    Args:
-        client: one engine or a fleet.
-        tokenizer: the policy's tokenizer.
-        environment: scores responses. `reward` runs on the event loop; a slow reward belongs in a separate process.
-        sampling_params: training parameters. Each batch brings its own `n` and `seed`.
-        concurrency: maximum number of samples in flight at the engines. A group waits for all places, in FIFO order.
-        adapter: name of the LoRA adapter that answers; None: the engines' own weights.
+    The environment's `reward` runs on the event loop; a slow reward belongs in a separate process. At most
+    `concurrency` samples are in flight; a group waits for all its places, in FIFO order. `adapter`: the LoRA adapter
+    that answers.
 
     Raises:
         ConfigError: stop strings, which need text. Use stop tokens instead.
@@ -55,7 +51,6 @@ class SingleTurnGenerator(Generator):
         return self._tokenizer
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
-        """Complete every task `num_samples` times and score the completions."""
         given = input_batch.sampling_params
         params = self._params if given is None else token_space(given)
         groups = await all_or_first_error(self._group(input_batch, i, params) for i in range(len(input_batch.tasks)))

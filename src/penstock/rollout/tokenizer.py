@@ -47,19 +47,16 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the tokenizer has a chat template."""
         return bool(self._tokenizer.chat_template)
 
     def encode_exact(self, text: str, most: int | None = None) -> list[int]:
         """Return the token ids of the text, with none added. The text of a special token becomes its id.
 
-        Args:
-            text: text to encode.
-            most: maximum number of useful tokens. A much longer text is refused by its first part, because encoding
-                takes about 300 bytes of memory per character.
+        A text with far more than `most` tokens is refused by its first part, because encoding takes about 300 bytes of
+        memory per character. A text a few times longer may still pass.
 
         Raises:
-            PromptTooLongError: the text has more than `most` tokens. A text a few times longer may still pass.
+            PromptTooLongError: the text has more than `most` tokens.
         """
         size = _CHARACTERS * most if most is not None else len(text)
         while most is not None and size < len(text):  # a beginning has at most the whole's tokens plus a few
@@ -91,10 +88,8 @@ class Tokenizer:
     ) -> str:
         """Render a conversation with the model's chat template.
 
-        Args:
-            messages: messages in OpenAI's form; arguments of tool calls are objects.
-            tools: functions in OpenAI's form.
-            opening: end with the beginning of the assistant's next message.
+        Messages and tools are in OpenAI's form; arguments of tool calls are objects. `opening`: end with the beginning
+        of the assistant's next message.
 
         Raises:
             RequestError: the template refuses the messages.

@@ -48,10 +48,7 @@ def output_parser(
 class VllmOutputParser:
     """vLLM's parsers for one tokenizer: for tool calls, for reasoning, or for both.
 
-    Args:
-        tokenizer: the model's tokenizer.
-        tool_parser: name for vLLM's `--tool-call-parser`; None: calls stay text.
-        reasoning_parser: name for vLLM's `--reasoning-parser`; None: reasoning stays text.
+    Their names are those of vLLM's `--tool-call-parser` and `--reasoning-parser`. Without one, its part stays text.
 
     Raises:
         ConfigError: vLLM is not installed, has no parser of that name, or the parser does not fit the tokenizer.

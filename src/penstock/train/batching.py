@@ -22,20 +22,14 @@ from penstock.train.router_replay import UNKNOWN
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Tensors of a few sequences.
+    """Tensors of a few sequences; positions begin at 0 in each of them.
 
     Attributes:
-        input_ids_1_L: input of the model.
-        position_ids_1_L: positions, from 0 in each sequence.
         bounds: int32 `[B + 1]`: where each sequence begins in L, and L.
         longest: tokens of the longest sequence.
         targets_K: wanted targets, sequence by sequence.
         positions_K: places in L where the targets are predicted.
-        present_B_T: true for the K targets, false for padding.
-        behaviour_B_T: logprobs of the policy that made the targets.
-        advantages_B_T: advantage of each target.
-        weights_B_T: weight of each target in the loss, 0 on padding.
-        reference_B_T: logprobs of the reference policy, if the data have them.
+        present_B_T: true for the K targets, false for padding. Weights are 0 on padding.
         extra: additional input of some losses, by name `[B, T]`.
         indices: indices of the B sequences in the data.
         places: wanted places of each sequence.
@@ -85,12 +79,7 @@ class MicroBatch:
 def plan(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Split sequences into micro-batches of at most `max_tokens` tokens each. A longer sequence goes alone.
 
-    Args:
-        lengths: tokens of each sequence.
-        max_tokens: limit of the sum in a micro-batch.
-
-    Returns:
-        Indices into `lengths`, longest first, so that neighbours have similar lengths.
+    Returns indices into `lengths`, longest first, so that neighbours have similar lengths.
     """
     batches: list[list[int]] = []
     filled = 0
@@ -119,14 +108,8 @@ def micro_batches(
 ) -> list[MicroBatch]:
     """Return all data with a wanted place in micro-batches; data without a backward pass are separate.
 
-    Every rank calls this with the same data, before it waits for other ranks in any layer.
-
-    Args:
-        data: sequences to pack.
-        loss: loss to evaluate on them.
-        max_tokens: see `plan`. The limit is lower if several ranks would not all get a share.
-        vocabulary: number of tokens that the model knows.
-        ranks: number of ranks that share the micro-batches of each kind.
+    Every rank calls this with the same data, before it waits for other ranks in any layer. Micro-batches are smaller
+    than `max_tokens` if several ranks would not all get a share.
 
     Raises:
         UserError: a token is outside the vocabulary, a place is outside its sequence, a number is not finite, a loss is

@@ -44,12 +44,7 @@ def save(run_dir: Path, step: int, write: Callable[[Path], Mapping[str, Any]]) -
     """Write `run_dir/checkpoints/step-N`, and keep only the last `KEEP` checkpoints.
 
     The folder gets its name only when its whole content is on disk. A kill at any moment leaves the previous
-    checkpoint.
-
-    Args:
-        run_dir: folder of the run.
-        step: step of the checkpoint.
-        write: writes files into the given folder, and returns the JSON values that `load` shall return.
+    checkpoint. `write` writes files into the given folder, and returns the JSON values that `load` shall return.
 
     Raises:
         CheckpointError: the disk refused, or a value is not JSON.
@@ -118,12 +113,9 @@ def load(path: Path) -> tuple[int, Mapping[str, Any]]:
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Write tensors into a folder. Each rank writes its part of sharded ones.
+    """Write tensors into a folder that all ranks see. Each rank of `group` (on CPUs) writes its part of sharded ones.
 
-    Args:
-        folder: folder of the checkpoint, visible to all ranks.
-        tensors: tensors by names that are the same on every rank.
-        group: group of the ranks, on CPUs; None: this process alone.
+    Names are the same on every rank. `group` None: this process alone.
 
     Raises:
         CheckpointError: the disk refused on any rank.
@@ -140,10 +132,7 @@ def read_tensors(
 ) -> dict[str, Tensor]:
     """Read the tensors that `write_tensors` wrote, with any number of ranks.
 
-    Args:
-        folder: folder of the checkpoint.
-        blank: allocates a tensor for a name, shape and dtype. A sharded tensor receives this rank's part.
-        group: see `write_tensors`.
+    `blank` allocates a tensor for a name, shape and dtype. A sharded tensor receives this rank's part.
 
     Raises:
         CheckpointError: a tensor cannot be read on some rank.

@@ -43,13 +43,6 @@ REFUSED_ELSEWHERE = "another rank of the learner refused the data"
 class ShardedLearner(LocalLearner):
     """Holds a shard of all weights, gradients and optimiser state; reads a share of data.
 
-    Args:
-        group: group of the ranks.
-        model_path: see `LocalLearner`.
-        config: see `LocalLearner`.
-        seed: see `LocalLearner`.
-        served_dtype: see `LocalLearner`.
-
     Attributes:
         specs: specs of all tensors that `take` returns, over all units, with the engines' names and dtypes.
     """
@@ -78,7 +71,6 @@ class ShardedLearner(LocalLearner):
         return len(self._units)
 
     def check_merging(self, adapter: str) -> None:
-        """Raise the errors of `Learner.merged_weights`."""
         self._adapters_of(adapter).merged(adapter)
 
     def optim_step(self, adapter: str | None, adam: AdamSpec, *, scale: float) -> float:
@@ -92,9 +84,7 @@ class ShardedLearner(LocalLearner):
     def gather(self, unit: int, merged: str | None = None) -> dict[str, Gathering]:
         """Begin to gather a unit on every rank. It is a decoder layer, or one tensor outside of the layers.
 
-        Args:
-            unit: number of the unit, from 0.
-            merged: adapter whose product `take` adds.
+        `merged`: adapter whose product `take` adds.
         """
         narrow = {name for name in self._kept if merged is None}  # cast before sending, to send fewer bytes
         return {

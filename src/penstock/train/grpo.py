@@ -35,11 +35,8 @@ class Trainee:
     """The weights that a run trains: a learner's base weights, or one of its adapters.
 
     Attributes:
-        learner: learner that holds the weights.
-        config: settings of optimiser and loss.
         temperature: temperature of sampling.
         max_tokens: generation budget, the constant that Dr. GRPO divides by.
-        adapter: name of the adapter; None: the base's weights.
         merge: send engines the base's weights with the adapter merged in, and no adapter.
         reference: learner of the model that `kl_coefficient` compares with; None: the base without the adapter.
     """
@@ -63,7 +60,6 @@ class Trainee:
         return None if self.merge else self.adapter
 
     async def put_in_force(self, engine: Fleet) -> UpdateReport:
-        """Make engines serve the current version: all weights, or an adapter's tensors."""
         if self.adapter is None:
             return await engine.update_weights(self.learner.weights(None), version=self.version, kv=self.config.kv)
         if self.merge:
@@ -123,7 +119,6 @@ class Trainee:
         }
 
     def release_memory(self) -> None:
-        """See `Learner.release_memory`. It also releases the reference's memory."""
         self.learner.release_memory()
         if self.reference is not None:
             self.reference.release_memory()

@@ -90,13 +90,8 @@ class AdamSpec:
 class LoraSpec:
     """A low-rank adapter: `W + alpha / rank * B A` for the chosen matrices.
 
-    Attributes:
-        rank: columns of B.
-        alpha: numerator of the factor; None: `rank`, so the factor is 1.
-        train_attn: adapt the matrices of attention.
-        train_mlp: adapt the matrices of feed-forward layers.
-        train_unembed: adapt the output matrix.
-        seed: seed of A's random values. B starts at 0.
+    `alpha` None: `rank`, so the factor is 1. `train_mlp`: feed-forward layers; `train_unembed`: the output matrix.
+    `seed` draws A's values; B starts at 0.
     """
 
     rank: int = 16

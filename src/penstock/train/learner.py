@@ -40,11 +40,8 @@ ServedDtype = Literal["auto", "float32", "bfloat16", "float16"]
 class LocalLearner(Learner):
     """Trains in this process, with master weights in fp32.
 
-    Args:
-        model_path: folder or hub name of a causal language model.
-        config: sizes; see `TrainConfig`.
-        seed: seed of torch, for losses that draw numbers. Models compute without dropout, as engines do.
-        served_dtype: dtype that engines take (`weights`); `auto`: each tensor's dtype in the checkpoint.
+    Models compute without dropout, as engines do. `seed` is torch's, for losses that draw numbers. `served_dtype` is
+    the dtype that engines take (`weights`); `auto`: each tensor's dtype in the checkpoint.
 
     Raises:
         ConfigError: see `check_fits` and `PolicyModel`.
@@ -310,11 +307,9 @@ class LocalLearner(Learner):
         return micro_batches(data, loss, tokens, vocabulary=self.policy.vocabulary, ranks=ranks)
 
     def _dtype_of(self, name: str) -> torch.dtype:
-        """Return the dtype in which engines take a tensor of the checkpoint."""
         return self._stored_dtypes.get(name, self._served_dtype)
 
     def _blank(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Allocate a tensor of a checkpoint."""
         del name
         return torch.empty(tuple(shape), dtype=dtype)
 
@@ -353,7 +348,6 @@ class LocalLearner(Learner):
             raise StateError("the base's weights are frozen, as adapters are trained on them; name an adapter")
 
     def _activate(self, adapter: str | None) -> None:
-        """Select the adapter to compute with, or the base alone."""
         adapters = self._adapters if adapter is None else self._adapters_of(adapter)
         if adapters is not None:
             adapters.activate(adapter)

@@ -84,12 +84,9 @@ def stored_dtypes(model_path: str) -> dict[str, torch.dtype]:
 
 
 class ModuleLoader:
-    """Loads a model's weights module by module. A rank that shards each module holds only one whole.
+    """Loads the weights of a model from `without_weights` module by module, so a rank holds only one whole.
 
-    Args:
-        model: model from `without_weights`.
-        model_path: path or name of its checkpoint.
-        files: its `checkpoint_files`. They are mapped, so bytes that are not copied take no memory of this process.
+    The checkpoint's files are mapped, so bytes that are not copied take no memory of this process.
     """
 
     def __init__(self, model: Any, model_path: str, files: Sequence[str]) -> None:
@@ -150,14 +147,9 @@ def check_fits(
 ) -> None:
     """Refuse a model whose weights, gradients and optimiser exceed the free memory.
 
-    Activations are not counted. A model that passes may still be too large.
-
-    Args:
-        model_path: folder or hub name.
-        config: with `lora`, the base needs no gradients and no optimiser.
-        device: device of the learner. On CPUs, the host's memory is checked.
-        frozen_bytes: bytes of each parameter that is not trained itself.
-        ranks: number of ranks that share everything evenly, each with its own device.
+    Activations are not counted. A model that passes may still be too large. With `config.lora`, the base needs no
+    gradients and no optimiser, and each of its parameters takes `frozen_bytes`. On CPUs, the host's memory is checked.
+    `ranks` share everything evenly, each with its own device.
 
     Raises:
         ConfigError: it does not fit (the message has the sum and the free memory), or its config is unreadable.

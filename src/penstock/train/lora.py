@@ -29,11 +29,10 @@ _ROUTER = re.compile(r"\.(router|gate|shared_expert_gate)$")
 
 
 class Adapters:
-    """The adapters of one transformers model; see `Learner`.
+    """The adapters of one transformers model, which is changed in place; see `Learner`.
 
-    Args:
-        model: changed in place: matrices that an adapter changes are wrapped, and everything else is frozen.
-        compiled: the model's layers are compiled, so PEFT's functions compute; else our faster ones do.
+    Matrices that an adapter changes are wrapped, and everything else is frozen. If the layers are compiled, PEFT's
+    functions compute; else our faster ones do.
     """
 
     def __init__(self, model: Any, *, compiled: bool = False) -> None:
@@ -100,9 +99,7 @@ class Adapters:
     def together(self, stretches: Sequence[tuple[str, int]], device: torch.device) -> Generator[None]:
         """Compute each stretch of a packed row with its own adapter, forward and backward.
 
-        Args:
-            stretches: `(adapter, tokens)`, in the order of the row.
-            device: device of the row.
+        `stretches`: `(adapter, tokens)`, in the order of the row.
         """
         self._row = _Row([(self._keys[name], tokens) for name, tokens in stretches], device)
         try:
@@ -180,14 +177,10 @@ class Adapters:
 
 
 class _Row:
-    """A packed row whose stretches have their own adapters.
+    """A packed row whose stretches, `(PEFT's name, tokens)` in order, have their own adapters.
 
     All adapters of a matrix compute as one adapter, whose rank is the sum of theirs. A mask keeps each token's own
     adapter. A few large products are faster than many small ones.
-
-    Args:
-        stretches: `(PEFT's name, tokens)`, in order.
-        device: device of the row.
     """
 
     def __init__(self, stretches: Sequence[tuple[str, int]], device: torch.device) -> None:

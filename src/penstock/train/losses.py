@@ -28,16 +28,8 @@ LOG_RATIO_LIMIT = 20.0
 class Limits:
     """Bounds of losses and corrections; see `TrainConfig`.
 
-    Attributes:
-        low: lower width of the ratio's clip range [1 - low, 1 + high].
-        high: upper width of the clip range.
-        correction: key of `CORRECTIONS`.
-        importance_cap: maximum importance weight in every correction but `none`.
-        ratio_band: least and largest ratio that `mis` and `icepop` keep.
-        probability_gap: |pi - mu| above which `dppo` drops tokens that would move farther.
-        sequence_gap: mean of log mu - log pi (nats) above which `sequence_mask` drops tokens of negative advantage.
-        max_tokens: generation budget, the constant that `dr_grpo` divides by.
-        beta: factor of the quadratic penalty of `dro`.
+    `low` and `high` are the widths of the ratio's clip range [1 - low, 1 + high]. `max_tokens` is the generation
+    budget, the constant that `dr_grpo` divides by. `beta` is the factor of the quadratic penalty of `dro`.
     """
 
     low: float = 0.2
@@ -63,7 +55,6 @@ class LossSpec:
 
     Attributes:
         parts: names that `loss_named` takes, each with the factor of its sum in the gradient.
-        limits: bounds of losses and corrections.
         temperature: temperature of sampling. It divides the logits before the engine's logprobs are computed.
         all_logprobs: also return logprobs of targets of weight 0.
     """
@@ -429,15 +420,12 @@ class _Surrogate:
     keep_B_T: Tensor
 
     def kept(self) -> Tensor:
-        """Return the weighted loss of each token, 0 where it is not trained on."""
         return self.loss_B_T.masked_fill(~self.keep_B_T, 0.0) * self.terms.weights_B_T
 
     def sequences(self) -> Tensor:
-        """Return the number of sequences that are trained on."""
         return self.keep_B_T.any(-1).sum()
 
     def by_token(self) -> LossOutput:
-        """Sum over tokens, each with the same weight."""
         return self.output(self.kept().sum(), (self.terms.weights_B_T * self.keep_B_T).sum())
 
     def by_sequence(self) -> LossOutput:
@@ -459,7 +447,6 @@ class _Surrogate:
         }
 
     def output(self, loss: Tensor, denominator: Tensor) -> LossOutput:
-        """Return the loss output, with the metrics added."""
         return LossOutput(loss, denominator, self._sums())
 
 

@@ -32,14 +32,10 @@ _PACKED_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def use_packed_attention(model: Any, name: str) -> None:
-    """Make `model` attend only within the sequences of a packed row.
-
-    Args:
-        model: a transformers model.
-        name: name of the model in errors.
+    """Make a transformers model attend only within the sequences of a packed row.
 
     Raises:
-        ConfigError: the model's attention cannot be replaced.
+        ConfigError: the model's attention cannot be replaced. The message has the model's `name`.
     """
     config = model.config.get_text_config()
     kinds: Any = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
@@ -76,18 +72,9 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Attend causally within each sequence of one packed row.
 
-    Args:
-        module: the attention layer.
-        query: `[1, heads, tokens, width]`. Key and value may have fewer heads, each for a group of the query's.
-        key: see `query`.
-        value: see `query`.
-        attention_mask: the window, for models that have it only in their mask; see `_window_of_mask`.
-        cu_seq_lens_q: int32 `[sequences + 1]`, where each sequence begins, and where the last one ends.
-        max_length_q: tokens of the longest sequence.
-        scaling: factor of the products; default: 1 / sqrt(width).
-        dropout: dropout of the attention weights.
-        sliding_window: tokens that a token sees, itself included; None: all before it.
-        others: further arguments that the model passes.
+    Query, key and value are `[1, heads, tokens, width]`; key and value may have fewer heads, each for a group of the
+    query's. `attention_mask` is the window of models that have it only in their mask (`_window_of_mask`).
+    `sliding_window` counts the tokens that a token sees, itself included. `scaling` None: 1 / sqrt(width).
 
     Returns:
         `[1, tokens, heads, width]`, and None in place of the attention weights.

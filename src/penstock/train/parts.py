@@ -21,13 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """One step of the learner.
-
-    Attributes:
-        batch: trajectories of the step.
-        ages: policy tokens of the batch by age in versions.
-        figures: metrics that the learner returned.
-    """
+    """One step of the learner: its batch, policy tokens by age in versions, and metrics."""
 
     batch: Sequence[Trajectory]
     ages: Counter[int]
@@ -36,16 +30,7 @@ class Learned:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts that a schedule arranges.
-
-    Attributes:
-        rollouts: groups in flight and done.
-        trainee: the weights in training.
-        client: the engines.
-        watch: measures each part.
-        tracer: records what each engine did in an update.
-        staleness: largest age of a token, in versions.
-    """
+    """The parts that a schedule arranges. `staleness`: largest age of a token, in versions."""
 
     rollouts: Rollouts
     trainee: Trainee

@@ -40,15 +40,8 @@ _ATTENTION = {
 class PolicyModel(nn.Module):
     """A causal language model of transformers, without `[tokens, vocabulary]` logits.
 
-    Args:
-        model: transformers model, on `device` or still without weights.
-        model_path: folder or hub name for errors.
-        config: settings; this class uses `dtype`, `recompute`, `offload_activations` and `compile`.
-        device: device that computes.
-
-    Attributes:
-        model: the transformers model.
-        autocast: multiply matrices in bf16 by autocast; off if the weights themselves are cast.
+    `model` may still be without weights. `autocast`: multiply matrices in bf16 by autocast; off if the weights are
+    cast.
 
     Raises:
         ConfigError: the model's logits or attention are not supported.
@@ -68,12 +61,10 @@ class PolicyModel(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The model's decoder layers."""
         return self.model.base_model.layers
 
     @property
     def vocabulary(self) -> int:
-        """Number of tokens that the model knows, from 0."""
         return self.model.get_input_embeddings().num_embeddings
 
     def forward(self, batch: MicroBatch, temperature: float) -> TokenLogprobs:

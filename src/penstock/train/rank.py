@@ -43,12 +43,7 @@ def report_failure(launched: Mapping[str, str], message: str) -> None:
 
 
 def follow(place: Mapping[str, str], *, one_host: bool) -> int:
-    """Follow rank 0's commands until the end, and return the exit status.
-
-    Args:
-        place: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and other variables of torchrun's.
-        one_host: all ranks are on this host.
-    """
+    """Follow rank 0's commands until the end, and return the exit status. `place` has torchrun's variables."""
     # Importing torch takes seconds.
     from penstock.train.rank_group import RankGroup, place_of  # noqa: PLC0415
     from penstock.train.ranked import serve  # noqa: PLC0415

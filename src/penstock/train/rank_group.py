@@ -45,14 +45,7 @@ GPU = "gpu"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of a process among the ranks.
-
-    Attributes:
-        rank: number of the rank, from 0.
-        size: number of ranks.
-        local_rank: number on its host, which selects its GPU.
-        store: this process's client of the store where the ranks meet.
-    """
+    """The place of a process among the ranks. `local_rank`, its number on its host, selects its GPU."""
 
     rank: int
     size: int
@@ -75,7 +68,6 @@ class Message:
 
     @classmethod
     def unpack(cls, packed: Tensor) -> Message:
-        """Read a message that `pack` made."""
         tensors = load(packed.numpy().tobytes())
         return cls(json.loads(tensors.pop(_HEADER).numpy().tobytes()), tensors)
 
@@ -150,15 +142,8 @@ def place_of(taken: Mapping[str, str]) -> Place:
 class RankGroup:
     """This process as a member of the ranks. A process can be in one group at a time.
 
-    Args:
-        place: place of this process.
-        one_host: all ranks are on this host, so their traffic uses the loopback device.
-
-    Attributes:
-        rank: number of the rank, from 0.
-        size: number of ranks.
-        device: device on which this rank computes.
-        gloo: the ranks' gloo group, on any device. `COLLECTIVE` limits each wait in it.
+    If all ranks are on one host (`one_host`), their traffic uses the loopback device. `gloo` is the ranks' gloo group,
+    on any device; `COLLECTIVE` limits each wait in it.
 
     Raises:
         LearnerError: the other ranks did not join in time.

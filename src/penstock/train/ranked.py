@@ -29,16 +29,9 @@ from penstock.weights.manifest import TensorProvider
 
 
 class RankedLearner(Learner):
-    """The learner of all ranks. It lives on rank 0 and holds one shard itself.
+    """The learner of all ranks. It lives on rank 0 and holds one shard itself; the other ranks run `serve`.
 
     Any thread may call it, one at a time. Another thread may read `weights` at the same time.
-
-    Args:
-        group: group of the ranks; the others run `serve`.
-        model_path: see `LocalLearner`.
-        config: see `LocalLearner`.
-        seed: see `LocalLearner`.
-        served_dtype: see `LocalLearner`.
 
     Raises:
         ConfigError: see `PolicyModel`.
@@ -65,7 +58,6 @@ class RankedLearner(Learner):
 
     @property
     def versions(self) -> dict[str | None, int]:  # pyright: ignore[reportIncompatibleVariableOverride] - read only
-        """See `Learner.versions`."""
         return self._part.versions
 
     @property
@@ -77,7 +69,6 @@ class RankedLearner(Learner):
         return self._run("forward", adapter, loss, data)
 
     def forward_backward(self, adapter: str | None, loss: LossSpec, data: Sequence[Datum]) -> Outputs:
-        """See `Learner.forward_backward`. Each rank takes the same number of micro-batches."""
         return self._run("forward_backward", adapter, loss, data)
 
     def optim_step(self, adapter: str | None, adam: AdamSpec, *, scale: float) -> float:
@@ -87,7 +78,6 @@ class RankedLearner(Learner):
         self._call("discard_gradient", adapter=adapter)
 
     def create_adapter(self, name: str, spec: LoraSpec) -> None:
-        """See `Learner.create_adapter`. Every rank holds the whole adapter."""
         self._call("create_adapter", name=name, spec=spec)
 
     def drop_adapter(self, name: str) -> None:
@@ -107,7 +97,6 @@ class RankedLearner(Learner):
         return TensorProvider(self._gather_all, specs=part.specs)
 
     def merged_weights(self, adapter: str) -> TensorProvider:
-        """See `Learner.merged_weights`. The weights are gathered as in `weights`."""
         self._part.check_merging(adapter)
         return TensorProvider(lambda: self._gather_all(adapter), specs=self._part.specs)
 
@@ -116,11 +105,9 @@ class RankedLearner(Learner):
         return self._call("save", adapter=adapter, folder=folder.resolve())[0].values["returned"]
 
     def load(self, adapter: str | None, folder: Path, values: Mapping[str, Any]) -> None:
-        """See `Learner.load`. The number of ranks may differ from that of `save`."""
         self._call("load", adapter=adapter, folder=folder.resolve(), values=dict(values))
 
     def release_memory(self) -> None:
-        """See `Learner.release_memory`. It runs on every rank."""
         self._call("release_memory")
 
     def stop(self) -> None:

@@ -38,9 +38,6 @@ class Ranks:
         launched: torchrun's variables (`rank.take_launched`): the others already run, and torchrun ends them.
         ray_address: address of the Ray cluster that runs the others; None: they are processes of this machine.
 
-    Attributes:
-        count: number of all ranks.
-
     Raises:
         ConfigError: torchrun started another number of ranks.
     """

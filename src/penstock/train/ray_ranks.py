@@ -30,12 +30,8 @@ ROOM_S = 240.0
 class Options(Section):
     """Options of the driver.
 
-    Attributes:
-        address: address of the cluster.
-        size: number of all ranks; rank 0 is not an actor.
-        master: address and port where the ranks meet.
-        log_dir: folder of `rank-N.log`, on each rank's own node.
-        gpus: whether each rank takes a GPU; rank 0 takes one of this node.
+    `size` counts rank 0, which is no actor. The ranks meet at `master`. With `gpus`, each rank takes a GPU; rank 0
+    takes one of this node. `log_dir`: folder of `rank-N.log`, on each rank's own node.
     """
 
     address: str
@@ -52,7 +48,6 @@ class RankActor:
         threading.Thread(target=end_with, args=(os.getppid(),), name="penstock-node", daemon=True).start()
 
     async def gpus(self) -> list[str]:
-        """Return the GPUs of the bundle."""
         return list(visible_gpus())
 
     async def run(self, rank: int, env: dict[str, str], folder: str, log: str) -> str:

@@ -24,11 +24,8 @@ class Progress:
     """Progress of a run, which a checkpoint holds in addition to the learner.
 
     Attributes:
-        step: finished steps.
         generated_tokens: response tokens of all completed groups.
-        trained_tokens: tokens trained on.
-        wasted_tokens: tokens discarded.
-        aborted_samples: samples discarded because they were aborted; their tokens count as wasted.
+        wasted_tokens: tokens discarded, those of aborted samples among them.
         resumed_at: steps at which the run was resumed.
         seconds: seconds by activity (`Stopwatch.totals`), at the last checkpoint.
         carried: groups that were submitted and not trained on, at the last checkpoint.

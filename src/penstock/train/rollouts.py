@@ -31,17 +31,7 @@ def group_seed(run_seed: int, group: int) -> int:
 
 @dataclass(slots=True)
 class Rollouts:
-    """The rollouts of one run.
-
-    Attributes:
-        config: configuration of the run.
-        generator: plays the episodes.
-        environment: supplies the tasks.
-        progress: counters for tokens and aborted samples.
-        window: limits what may be submitted.
-        tasks: runs the groups. The first failure ends the run.
-        pacer: spreads the starts of groups that are submitted together.
-    """
+    """The rollouts of one run. Groups run in `tasks`, so the first failure ends the run."""
 
     config: RunConfig
     generator: Generator
@@ -129,11 +119,6 @@ def _episode(trajectory: Trajectory) -> str:
 
 async def greedy_accuracy(generator: Generator, tasks: Sequence[Task], max_tokens: int) -> float:
     """Return the fraction of tasks solved greedily. A task is solved by one response of reward 1 or more.
-
-    Args:
-        generator: generator of the policy to judge.
-        tasks: held-out tasks.
-        max_tokens: maximum number of tokens per response.
 
     Raises:
         StateError: some responses were aborted every time, so they say nothing about the policy.

@@ -21,11 +21,7 @@ _ALWAYS_NORMALISED = {"MixtralTopKRouter"}
 
 
 class RouterReplay:
-    """Replays experts in one model.
-
-    Args:
-        layers: the decoder layers. Layers without experts are skipped.
-    """
+    """Replays experts in one model. Layers without experts are skipped."""
 
     def __init__(self, layers: nn.ModuleList) -> None:
         self._layers = len(layers)
@@ -46,8 +42,7 @@ class RouterReplay:
     def begin(self, experts_L_N_K: Tensor | None) -> None:
         """Replay these experts from now on, also when a backward pass recomputes layers; None: replay nothing.
 
-        Args:
-            experts_L_N_K: ids, `[tokens, layers, experts a token]`; `UNKNOWN` where the engine reported none.
+        They are ids, `[tokens, layers, experts a token]`; `UNKNOWN` where the engine reported none.
         """
         self._experts_L_N_K = experts_L_N_K
 

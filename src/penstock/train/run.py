@@ -53,14 +53,8 @@ async def run(
 ) -> Summary:
     """Do a training run, as `penstock train` does. The folder is `config.run_dir / config.name`.
 
-    All checks that can refuse the run come before the first engine starts.
-
-    Args:
-        config: configuration of the run.
-        resume: continue the run in the folder.
-        reporter: receives every event of the run.
-        fresh: delete an existing run in the folder first.
-        launched: torchrun's variables, if it started this process as rank 0 of the learner (`rank.take_launched`).
+    All checks that can refuse the run come before the first engine starts. `fresh` deletes an existing run first.
+    `launched`: torchrun's variables, if it started this process as rank 0 of the learner (`rank.take_launched`).
 
     Raises:
         UserError: both `resume` and `fresh`, or another process holds the run (the message names it).
@@ -230,7 +224,6 @@ async def _load_asleep(config: RunConfig, ranks: Ranks, fleet: Fleet) -> Trainee
 
 
 async def _load(config: RunConfig, ranks: Ranks) -> Trainee:
-    """Load the learner on all ranks."""
     if ranks.count == 1:
         return await asyncio.to_thread(local_trainee, config)
     model, dtype = config.learner_model, _served_dtype(config)

@@ -30,12 +30,8 @@ class StalenessWindow:
     """Decides which groups may be submitted now, and which a step trains on. Pure counting: no clock, no I/O.
 
     Attributes:
-        groups_per_batch: groups that one step trains on.
-        max_staleness: largest age of a token, in versions, when it is trained on.
-        total_steps: steps of the whole run.
         start_version: weight version before the first step.
         version: weight version that the engines serve now.
-        next_group: number of the group that is submitted next.
         carried: groups that were submitted before a resume and must be submitted again.
         outstanding: groups submitted and not trained on, with the version that was served at their submission.
     """
@@ -57,8 +53,7 @@ class StalenessWindow:
     def take(self, ahead: int | None = None) -> list[int]:
         """Return the groups that may be submitted now. Each group is returned once.
 
-        Args:
-            ahead: maximum number of batches beyond the next step's batch; None: as many as the bound allows.
+        `ahead`: at most so many batches beyond the next step's; None: as many as the bound allows.
         """
         batches = self.version - self.start_version + self.max_staleness + 1
         if ahead is not None:
@@ -91,7 +86,7 @@ class StalenessWindow:
             del self.outstanding[group]
 
     def commit(self, version: int) -> None:
-        """Record that the engines serve `version`. Call this when they have confirmed it, not when it is made.
+        """Record that the engines have confirmed `version`.
 
         Raises:
             StateError: it is not the version after the present one.

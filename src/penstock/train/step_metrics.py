@@ -155,11 +155,7 @@ def update_metrics(report: UpdateReport) -> dict[str, float]:
 
 
 class Stopwatch:
-    """Adds up seconds by name.
-
-    Args:
-        earlier: `totals` of the run before it was resumed.
-        clock: monotonic seconds; tests inject their own.
+    """Adds up seconds by name, on top of the `totals` of the run before it was resumed.
 
     Attributes:
         on_span: callback for each measured block: its name, its start (see `now`), and its seconds.

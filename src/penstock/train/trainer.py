@@ -57,18 +57,9 @@ async def train(
 ) -> Summary:
     """Run `config.train.steps` steps and evaluations, and record all in `folder`.
 
-    A cancellation ends the rollouts and lets a step or an update under way finish. The folder can then be resumed.
-
-    Args:
-        config: configuration of the run.
-        client: the engines, freshly loaded with the learner's model.
-        trainee: the weights in training.
-        generator: plays the episodes with `client`.
-        environment: supplies the tasks.
-        folder: folder of this run: `RunFolder.create` for a new run, `RunFolder.open` to resume one.
-        reporter: receives every event of the run.
-        resume: continue from the folder's last checkpoint.
-        loads: returns the requests in flight on each engine, for the trace and the engines' idle share.
+    A cancellation ends the rollouts and lets a step or an update under way finish. The folder can then be resumed. The
+    engines of `client` are freshly loaded with the learner's model. `loads` returns the requests in flight on each
+    engine, for the trace and the engines' idle share.
 
     Raises:
         UserError: the folder holds a run and `resume` is off, or the run cannot be resumed with this configuration.

@@ -34,15 +34,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The result of a scenario.
-
-    Attributes:
-        scenario: name of the scenario.
-        profile: profile of the engines.
-        checks: checklist of the scenario.
-        seconds: wall time, including the engines' start.
-        shape: parts that are smaller than planned; empty: none.
-    """
+    """The result of a scenario. `shape`: parts that are smaller than planned; empty: none."""
 
     scenario: str
     profile: str

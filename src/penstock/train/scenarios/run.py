@@ -26,10 +26,7 @@ MARK = "scenario"
 async def run_scenario(scenario: Scenario, config: RunConfig, *, data: Path | None = None) -> Result:
     """Run a scenario and check it. The result is appended to `RESULTS` in `config.run_dir`.
 
-    Args:
-        scenario: see `SCENARIOS`.
-        config: from `Scenario.config`, with the caller's changes.
-        data: for `gsm8k`: a folder of GSM8K's form; None: a generated stand-in.
+    `data` is a folder of GSM8K's form for `gsm8k`; None: a generated stand-in.
 
     Raises:
         PenstockError: the scenario did not run to its end.
