@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 from wire_clients import WIRES, Chat
@@ -37,22 +36,6 @@ async def test_edited_reasoning_is_a_branch(tokenizer: Tokenizer, wire: type[Cha
     rows = await rig.rows()
     assert sorted(len(row["nodes"]) for row in rows) == [1, 2]
     assert (await rig.http.get("/sessions")).json()["breaks"] == {"edited reasoning": 1}
-
-
-async def test_a_call_that_was_removed_is_an_edit(tokenizer: Tokenizer) -> None:
-    rig = Rig(tokenizer)
-    rig.engine.texts = [f'{THOUGHT}<tool_call>\n{{"name": "add", "arguments": {{"a": 1}}}}\n</tool_call>', "done"]
-    tool = {"name": "add", "input_schema": {"type": "object"}}
-    body: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 200, "tools": [tool]}
-    blocks = (await rig.post("/v1/messages", body))["content"]
-    kept = [block for block in blocks if block["type"] == "thinking"]
-    body["messages"] += [
-        {"role": "assistant", "content": [*kept, {"type": "text", "text": "I shall not add"}]},
-        {"role": "user", "content": "go on"},
-    ]
-    await rig.post("/v1/messages", body)
-    assert len(await rig.rows()) == 2
-    assert (await rig.http.get("/sessions")).json()["breaks"] == {"edited arguments": 1}
 
 
 async def test_a_later_turn_continues_the_sibling_whose_ids_it_carries(tokenizer: Tokenizer) -> None:

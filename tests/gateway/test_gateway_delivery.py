@@ -170,18 +170,6 @@ async def test_a_read_answer_is_not_given_to_an_equal_request(tokenizer: Tokeniz
     assert len(ids) == len(rig.engine.seen) == 2
 
 
-async def test_a_stream_that_begins_before_its_turn_ends_names_its_node(tokenizer: Tokenizer) -> None:
-    rig = Rig(tokenizer, keepalive_s=0.01)
-    rig.engine.hold = asyncio.Event()
-    asking = asyncio.create_task(rig.http.post(CHAT, json={**BODY, "stream": True}))
-    await rig.engine.asked.wait()
-    await asyncio.sleep(0.05)
-    rig.engine.hold.set()
-    answer = await asking
-    assert answer.text.startswith(": keepalive")
-    assert answer.headers["X-Penstock-Node"] in rig.session().nodes
-
-
 async def test_read_turns_are_let_go_of_and_failed_ones_at_once(tokenizer: Tokenizer) -> None:
     rig = Rig(tokenizer)
     for number in range(service.MOST_REPLAYED + 5):

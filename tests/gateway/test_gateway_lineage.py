@@ -126,19 +126,6 @@ async def test_results_that_change_their_calls_are_another_history(tokenizer: To
     assert (await rig.http.get("/sessions")).json()["breaks"] == {"edited history": 1}
 
 
-async def test_a_written_call_behind_a_text_that_names_another_is_its_own_turn(tokenizer: Tokenizer) -> None:
-    rig = Rig(tokenizer)
-    client, call = await called(rig)
-    client.echo({"role": "assistant", "content": "so", "tool_calls": [call]})
-    rig.engine.texts = [f"{call['id']} was wrong\n{CALL}", "end"]
-    answer = await client.ask()
-    text = f"{answer['content']}\nCalling tools:\n{written(answer['tool_calls'][0])}"
-    client.items.append({"role": "assistant", "content": text})
-    client.user("Observation: 5")
-    await client.ask()
-    assert [len(row["nodes"]) for row in await rig.rows()] == [3]
-
-
 @pytest.mark.parametrize("given", ["5", '{"q": 1}', '"text"'])
 async def test_a_custom_call_with_any_input_continues(tokenizer: Tokenizer, given: str) -> None:
     rig = Rig(tokenizer)

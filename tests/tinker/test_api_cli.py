@@ -116,7 +116,7 @@ async def test_keys_that_change_count_when_their_file_has_settled(
             half.write("robert: tml-of-robert-0\n")
         aged(1.0)
         assert [await statuses(each) for each in (service, second)] == [[401, 200]] * 2
-        assert service.options.tenants.named("alice").max_queued == 7
+        assert service.options.tenants.of(new) == tenants.Tenant("alice", new, max_queued=7)
         for text, why in (
             ("alice: {key: short}", "tenant alice needs a key"),
             ('alice: "tml-of-alice-\\uD800"', "of ASCII"),

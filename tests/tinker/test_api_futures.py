@@ -18,7 +18,7 @@ from tinker_rig import KEY, OTHER_KEY, Rig, fleet_of, parts, rig, until
 from patience import WAIT_S
 from penstock.errors import ConfigError, UserError
 from penstock.tinker import bodies, futures
-from penstock.tinker.api_process import serving
+from penstock.tinker.api import serving
 from penstock.tinker.database import Database, usage
 from penstock.tinker.database import futures as table
 from penstock.tinker.futures import Futures, Operation, Outcome

@@ -19,7 +19,7 @@ from sdk_rig import MODEL, call, client_of, close_clients
 import tinker
 from penstock import Fleet
 from penstock.tinker import sampling
-from penstock.tinker.api_process import serving
+from penstock.tinker.api import serving
 from penstock.tinker.database import Database
 from penstock.tinker.service_state import Options
 from penstock.tinker.sessions import Sessions

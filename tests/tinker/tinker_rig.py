@@ -24,7 +24,7 @@ from penstock.asgi import listening_at, serving_app
 from penstock.router.server import Router
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
-from penstock.tinker.api_process import serving
+from penstock.tinker.api import serving
 from penstock.tinker.learner_client import FAILED_TYPE
 from penstock.tinker.schema import PROTO_TYPE, pb
 from penstock.tinker.service_state import About, Options

@@ -151,7 +151,7 @@ def tinker_api(
 
 
 async def _serve_api(options: Options, host: str, port: int) -> None:
-    from penstock.tinker.api_process import serving  # noqa: PLC0415
+    from penstock.tinker.api import serving  # noqa: PLC0415
 
     async with serving(options, host=host, port=port) as url:
         typer.echo(f"ready: Tinker API at {url}\nCtrl-C stops it.")

@@ -46,11 +46,9 @@ class Episode:
     """The data that an agent gets for one episode.
 
     Attributes:
-        task: task to do.
         base_url: URL of the gateway, without `/v1`.
         api_key: key for this episode's session only.
         model: model name to request.
-        session: name of the session.
     """
 
     task: Task
@@ -92,11 +90,9 @@ class AgentGenerator(Generator):
         environment: scores the last answer if the agent gives no reward.
         agent: a callable on this event loop, or the words of a command. In the words, `{prompt}`, `{model}` and
             `{base_url}` are replaced. All processes that a command started end with the episode.
-        concurrency: maximum number of episodes at once.
         timeout_s: seconds that one episode may take.
         log_dir: folder for the commands' output, one file per session, named after it.
         most_logs: maximum number of kept output files; the oldest is deleted first.
-        limits: budget of an episode.
     """
 
     gateway: Gateway

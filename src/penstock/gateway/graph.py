@@ -31,19 +31,13 @@ class Node:
     """One turn.
 
     Attributes:
-        id: 24 hexadecimal digits.
-        parent: the previous turn; None: this node is a root.
         added: ids between the parent's and the sampled ids. For a root, its whole prompt.
-        sample: output of the engine.
         message: the sample as a message, with the minted ids.
         inputs: messages between the parent's and `message`.
         seen: number of messages of the conversation, including `message`.
         digest: digest of the conversation, including `message`.
         length: tokens of the context, including the sample.
-        params: sampling parameters.
         cause: reason why the turn did not extend an earlier one. Empty: it did, or the session was new.
-        tools: tools that the turn could call.
-        reward: reward of this turn alone.
         children: number of turns that extend it. A list of them would be a reference cycle.
     """
 

@@ -75,11 +75,8 @@ class ChatMessage:
 
     Attributes:
         role: role of the author; `developer` counts as `system`.
-        text: joined text parts.
         reasoning: reasoning of an assistant; None or empty: the harness did not send it.
-        calls: calls of an assistant.
         call_id: id of the call that a tool result answers, as in `ToolCall.id`.
-        name: name of the tool.
         minted: minted ids found in the message, without prefix.
     """
 
@@ -153,11 +150,8 @@ class ChatRequest:
     """A harness's request, independent of its wire.
 
     Attributes:
-        messages: messages of the whole conversation.
-        tools: tools in the given order.
         max_tokens: limit of sampled tokens; None: as many as fit.
         sampling: given parameters, under vLLM's names.
-        stream: answer as events.
         model: requested model name, which is sent back.
         previous: bare id of the node that the conversation continues (`previous_response_id`, or Anthropic's threads).
         thread: take system prompt and tools from the turn that the request continues.

@@ -167,17 +167,11 @@ class Gateway:
     Args:
         client: source of samples: an engine, a fleet, or a `DataClient` of a router.
         template: template of the model. If it cannot be extended, the policy is `faithful`.
-        options: see `GatewayOptions`.
-        tenants: at least one.
         adapter: name of the LoRA adapter that every turn uses.
         parser: parser of answers; None: Penstock's own.
 
     Raises:
         ConfigError: no tenant, one without a name or key, or two that share a name or key.
-
-    Attributes:
-        codec: codec of the turns.
-        policy: policy in force.
     """
 
     def __init__(

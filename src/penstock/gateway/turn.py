@@ -39,12 +39,10 @@ class GatewayOptions:
     """Options of a gateway's answers.
 
     Attributes:
-        model: model name that the gateway shows.
         max_model_len: context length of the engines, in tokens.
         policy: `extend` keeps sampled tokens; `faithful` renders each prompt as the template would.
         sampling: parameters that replace the harness's own, such as `temperature`.
         max_tokens: maximum number of tokens per turn; None: as many as fit.
-        max_sessions: maximum number of sessions kept per tenant.
         force_calls: sample under a grammar if `tool_choice` forces a call.
     """
 
@@ -59,11 +57,6 @@ class GatewayOptions:
 
 class TurnCodec:
     """Translates the turns of one model. It keeps no state of a session, so it can be shared.
-
-    Args:
-        template: template of the model. If it cannot be extended, the policy is `faithful`.
-        options: see `GatewayOptions`.
-        parser: parser of answers.
 
     Attributes:
         policy: policy in force.

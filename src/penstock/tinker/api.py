@@ -1,9 +1,13 @@
-"""The HTTP API for the Tinker SDK, under `/api/v1`."""
+"""The HTTP API for the Tinker SDK, under `/api/v1`, and its process: `python -m penstock.tinker.api FD OPTIONS`."""
 
 from __future__ import annotations
 
+import os
+import sys
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -12,18 +16,21 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from penstock.asgi import listening, serving_app
 from penstock.errors import PenstockError, StateError, UserError
 from penstock.guard import cross_site
 from penstock.tinker import requests as body
 from penstock.tinker.bodies import MOST_BODY, BodyBudget, RefusedError, most_of_sample, read_body, training_request
 from penstock.tinker.checkpoints import MissingError, TinkerPath, as_json
+from penstock.tinker.children import run_child
+from penstock.tinker.database import DATABASE
 from penstock.tinker.futures import SAMPLE, GoneError, Operation
 from penstock.tinker.quotas import QuotaError
 from penstock.tinker.sampling import MOST_SAMPLES
 from penstock.tinker.schema import JSON_TYPE
-from penstock.tinker.service_state import ServiceState
+from penstock.tinker.service_state import About, Options, ServiceState, opened
 from penstock.tinker.sessions import FinishedError, UnknownError, new_model
-from penstock.tinker.tenants import Tenant
+from penstock.tinker.tenants import Tenant, read_keys, refuse_open_service
 
 PREFIX = "/api/v1"
 KEY_HEADER = "X-API-Key"
@@ -367,3 +374,39 @@ def _page(http: Request, limit: int) -> tuple[int, int]:
     if not 0 < limit <= MOST_PAGE or not 0 <= offset < 1 << 63:
         raise UserError(f"limit is from 1 to {MOST_PAGE} and offset from 0 to 2^63 - 1, got {limit} and {offset}")
     return limit, offset
+
+
+# --- the process -----------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def serving(options: Options, *, host: str = "127.0.0.1", port: int = 0) -> AsyncGenerator[str]:
+    """Serve the API while the block runs, and yield its base URL. Port 0 picks a free port.
+
+    Raises:
+        ConfigError: the address or the database cannot be used, or the service would be open to anyone.
+    """
+    refuse_open_service(host, options.tenants)
+    listener, what = listening(host, port, "the Tinker service"), "the Tinker service"
+    async with opened(options) as state, serving_app(build_app(state), listener, what, state.futures.release):
+        shown = f"[{host}]" if ":" in host else host
+        yield f"http://{shown}:{listener.getsockname()[1]}"
+
+
+@asynccontextmanager
+async def _serve(given: str) -> AsyncGenerator[str]:
+    values: dict[str, Any] = orjson.loads(given)
+    options = Options(
+        data=Path(values["data"]),
+        database=os.environ[DATABASE],
+        tenants=read_keys(None if values["keys"] is None else Path(values["keys"])),
+        learner=Path(values["learner"]),
+        fleet=str(values["fleet"]),
+        about=About(**values["about"]),
+    )
+    async with serving(options, host=values["host"], port=values["port"]) as url:
+        yield url
+
+
+if __name__ == "__main__":
+    sys.exit(run_child(_serve))

@@ -60,12 +60,7 @@ class MissingError(UserError):
 
 
 class Checkpoints:
-    """The checkpoints of a service.
-
-    Args:
-        database: database of their paths.
-        data: the data folder, which contains every checkpoint.
-    """
+    """The checkpoints of a service."""
 
     def __init__(self, database: Database, data: Path) -> None:
         self._database = database

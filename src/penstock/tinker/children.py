@@ -77,12 +77,7 @@ class SupervisedChild:
     """A child process `python -m MODULE FD OPTIONS` of a Penstock module. It reports on FD.
 
     Args:
-        name: name of the process in messages.
-        module: name of the module.
         options: makes the options, as JSON, at each start.
-        log: file to which stdout and stderr are appended.
-        start_s: deadline of a start.
-        env: variables added to our environment.
         health: path that answers a GET while the process is healthy.
         patience_s: seconds in which `PROBES` probes must all fail before the process is killed and restarted.
     """

@@ -16,7 +16,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from penstock.aio import cancelled
 from penstock.errors import LARGEST, PenstockError, StateError, UserError
 from penstock.tinker.database import Database, futures, models, processes, samplers, sessions
-from penstock.tinker.quotas import QuotaError, charge, discharge, take
+from penstock.tinker.quotas import charge, discharge, take
 from penstock.tinker.schema import JSON_TYPE
 from penstock.tinker.tenants import Tenant
 
@@ -67,10 +67,8 @@ class Operation:
 
     Attributes:
         id: id of the future: scope and the client's sequence number, so that a repeated request finds it.
-        tenant: tenant that sent the request.
         kind: `sample`, or the learner's name of the operation.
         scope: model or sampler of the operation. Operations of one model run in the order of arrival.
-        body: body as the client sent it.
         number: place in the order of arrival over all futures.
     """
 
@@ -87,9 +85,6 @@ class Outcome:
     """A result in the form for the client, or the reason for its absence.
 
     Attributes:
-        data: the result.
-        content_type: media type of the result.
-        error: reason why there is no result.
         category: the SDK's category of an error, `user` or `server`.
         also: further change to the database in the same transaction.
     """
@@ -133,11 +128,9 @@ class Futures:
     """The futures of all processes on one database. This process runs those whose executor it is.
 
     Args:
-        database: database of the futures.
         executor: name of this process. After a restart under the same name, it continues its futures.
         start: begins an operation of this process, and returns a callable that cancels it, or None. Calls come in the
             order of arrival.
-        hold_s: seconds that a poll is held.
     """
 
     def __init__(
@@ -181,17 +174,14 @@ class Futures:
         executor: str | None = None,
         also: Also | None = None,
         tenant: Tenant | None = None,
-    ) -> bool:
-        """Append an operation to the order. It begins here if this process is its executor.
+    ) -> None:
+        """Append an operation to the order, unless it was accepted before. It begins here if this is its executor.
 
         Args:
             operation: the operation; its `number` is ignored.
             executor: name of the process that runs it; default: this one.
             also: further change to the database in the same transaction.
             tenant: tenant whose limits apply; None: no limits, for the service's own operations.
-
-        Returns:
-            False if the operation was accepted before, so that it runs only once.
 
         Raises:
             QuotaError: the tenant must wait. UserError: it would wait for ever.
@@ -205,28 +195,17 @@ class Futures:
             )
         row = _row(operation, runs, state=PENDING, body=operation.body, size=size)
 
-        def work(connection: Connection) -> int | str | None:
-            refusal = take(connection, limits, size)
-            # A refusal is no error here, because an error would undo the transaction's other work.
-            number = None if refusal else connection.execute(_ADD[connection.dialect.name], row).scalar()
+        def work(connection: Connection) -> int | None:
+            number = connection.execute(_ADD[connection.dialect.name], row).scalar()
             if number is not None:
+                take(connection, limits, size)
                 if also is not None:
                     also(connection)
-                return int(number)
-            if refusal is None:
-                charge(connection, operation.tenant, -1, -size)
-                return None
-            known = connection.execute(select(futures.c.number).where(futures.c.id == operation.id)).first()
-            return refusal if known is None else None
+            return number
 
         number = await self._database.run(work)
-        if number is None:
-            return False
-        if isinstance(number, str):
-            raise QuotaError(number)
-        if runs == self.executor:
+        if number is not None and runs == self.executor:
             self._begin([replace(operation, number=number)])
-        return True
 
     async def fail(self, operation: Operation, reason: str) -> None:
         """Accept an operation that cannot run. Its future fails at once."""

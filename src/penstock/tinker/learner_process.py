@@ -97,6 +97,10 @@ class Answer:
         return self.media_type == FAILED_TYPE
 
 
+DONE = Answer(JSON_TYPE, b"{}")
+"""The answer without a result. The API process tells the client what was done."""
+
+
 class Answers:
     """Answers by request id, for repeated requests. The oldest are dropped first."""
 
@@ -121,8 +125,6 @@ class Waiting:
     """A part of a batch that waits for the thread.
 
     Attributes:
-        model: model of the part.
-        part: part to evaluate.
         found: outputs of the part, set if another part's turn evaluated it.
         alone: evaluate it alone, because shared passes with others failed.
     """
@@ -143,12 +145,8 @@ class LearnerQueue:
     """Runs operations: each model's in order, and one at a time in the only thread.
 
     Args:
-        models: models of the learner.
         adapters: adapters of the fleet that samples.
-        sizes: limits of the base model.
-        thread: the learner's only thread.
         turn_tokens: tokens of a large batch that are evaluated before other models have a turn.
-        answers: answers kept for repeated requests.
     """
 
     models: Models
@@ -219,7 +217,7 @@ class LearnerQueue:
         with reading("create_model request"):
             spec = spec_of(values["lora_config"])
         await self._in_thread(lambda: self.models.create(model, spec))
-        return Answer.of_json({"model_id": model, "type": "create_model"})
+        return DONE
 
     async def _add_gradient(self, model: str, body: bytes) -> Answer:
         try:
@@ -294,7 +292,7 @@ class LearnerQueue:
     async def _save(self, model: str, body: bytes) -> Answer:
         folder = _folder(_values(body))
         await self._in_thread(lambda: self.models.save(model, folder))
-        return Answer.of_json({"type": "save_weights"})
+        return DONE
 
     async def _save_for_sampler(self, model: str, body: bytes) -> Answer:
         values = _values(body)
@@ -307,19 +305,18 @@ class LearnerQueue:
             report = await self.adapters.load(str(adapter), str(folder), ADAPTER_S, fixed=True)
             took = written - began, time.perf_counter() - written, 0.0 if report is None else report.bubble
             logger.info("%s: written in %.3f s, on the engines in %.3f s, which stopped for %.3f s", adapter, *took)
-        return Answer.of_json({"type": "save_weights_for_sampler"})
+        return DONE
 
     async def _load(self, model: str, body: bytes) -> Answer:
         values = _values(body)
         _refuse_optimizer(values.get("optimizer_config"))
         folder, optimizer = _folder(values), bool(values.get("optimizer"))
         await self._in_thread(lambda: self.models.load(model, folder, optimizer=optimizer))
-        return Answer.of_json({"model_id": model, "type": "load_weights"})
+        return DONE
 
-    async def _drop(self, model: str, body: bytes) -> Answer:
-        del body
+    async def _drop(self, model: str, _: bytes) -> Answer:
         await self._in_thread(lambda: self.models.drop(model))
-        return Answer.of_json({"model_id": model, "type": "unload_model"})
+        return DONE
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         async with self._free:  # callers take turns

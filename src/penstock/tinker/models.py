@@ -37,7 +37,6 @@ class Model:
     """State of one model.
 
     Attributes:
-        spec: specification of its adapter.
         steps: optimiser steps since its creation.
         saved: folder of its last save or load; None: it was never saved.
         saved_steps: `steps` at that time.
@@ -56,7 +55,6 @@ class Models:
     """Models by id. Calls block, and must come from one thread at a time.
 
     Args:
-        learner: learner that holds the base model.
         folder: folder for what a restart needs, used by this object only.
         base_model: name of the base model for clients.
         max_rank: maximum rank of an adapter that the engines take.

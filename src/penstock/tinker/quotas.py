@@ -27,18 +27,18 @@ _TAKE = _CHARGE.where(
 )
 
 
-def take(connection: Connection, tenant: Tenant, size: int) -> str | None:
-    """Count an operation of `size` bytes. Return the reason if the tenant may not queue it, else None."""
+def take(connection: Connection, tenant: Tenant, size: int) -> None:
+    """Count an operation of `size` bytes. QuotaError: the tenant may not queue it."""
     limits = {"most_queued": tenant.max_queued, "most_bytes": tenant.max_bytes}
     if connection.execute(_TAKE, {"whose": tenant.name, "operations": 1, "more": size, **limits}).rowcount:
-        return None
+        return
     used = connection.execute(select(usage).where(_u.tenant == tenant.name)).first()
     if used is None:
         connection.execute(insert(usage).values(tenant=tenant.name, queued=1, bytes=size))
-        return None
+        return
     if used.queued >= tenant.max_queued:
-        return f"{tenant.max_queued} operations of yours are not finished yet; wait for them"
-    return (
+        raise QuotaError(f"{tenant.max_queued} operations of yours are not finished yet; wait for them")
+    raise QuotaError(
         f"your queued operations and results have {used.bytes} bytes, this one has {size} more, and you may have "
         f"{tenant.max_bytes}; wait for them and fetch their results"
     )

@@ -7,8 +7,8 @@ import fcntl
 import json
 import logging
 import os
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,12 +41,6 @@ class ServiceConfig:
     """Configuration of `penstock tinker`.
 
     Attributes:
-        engine: configuration of the fleet's engines.
-        fleet: see `FleetConfig`.
-        router: see `RouterConfig`.
-        train: sizes of the learner.
-        data: folder of all persistent data.
-        host: address of the API.
         port: port of the API; 0 picks a free port.
         keys: file of the tenants' keys; None: one tenant, any key.
         database: SQLAlchemy's URL; None: SQLite in the data folder.
@@ -74,9 +68,6 @@ class Service:
 
     Attributes:
         url: value of TINKER_BASE_URL for clients.
-        fleet: fleet of the engines.
-        learner: the learner process.
-        api: the API process.
     """
 
     url: str
@@ -215,7 +206,7 @@ def _api(config: ServiceConfig, data: Path, fleet_url: str, about: dict[str, Any
 
     api = SupervisedChild(
         "API process",
-        "penstock.tinker.api_process",
+        "penstock.tinker.api",
         with_port,
         data / "logs" / "api.log",
         API_START_S,
@@ -225,29 +216,23 @@ def _api(config: ServiceConfig, data: Path, fleet_url: str, about: dict[str, Any
     return api
 
 
-class _owned:  # noqa: N801 - a context manager
-    """Context manager: this process alone owns the data folder."""
-
-    def __init__(self, data: Path) -> None:
-        self._data = data.expanduser().resolve()
-
-    def __enter__(self) -> Path:
-        if len(os.fsencode(self._data / "learner.sock")) > LONGEST:
-            raise UserError(f"--data {self._data} is too long a path for a socket; choose a shorter one")
+@contextmanager
+def _owned(given: Path) -> Generator[Path]:
+    """Own the data folder in this process alone while the block runs. Yield its absolute path."""
+    data = given.expanduser().resolve()
+    if len(os.fsencode(data / "learner.sock")) > LONGEST:
+        raise UserError(f"--data {data} is too long a path for a socket; choose a shorter one")
+    try:
+        data.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if (mode := data.stat().st_mode) & 0o077:
+            raise ConfigError(f"--data {data} is open to other users (mode {mode & 0o777:o}): chmod 700 it")
+        (data / "logs").mkdir(exist_ok=True)
+        lock = (data / "owner.lock").open("w")
+    except OSError as error:
+        raise ConfigError(f"--data {data} cannot be used: {error}") from error
+    with lock:
         try:
-            self._data.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if (mode := self._data.stat().st_mode) & 0o077:
-                raise ConfigError(f"--data {self._data} is open to other users (mode {mode & 0o777:o}): chmod 700 it")
-            (self._data / "logs").mkdir(exist_ok=True)
-            self._lock = (self._data / "owner.lock").open("w")
-        except OSError as error:
-            raise ConfigError(f"--data {self._data} cannot be used: {error}") from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._lock.close()
-            raise StateError(f"another service uses --data {self._data}; stop it, or choose another folder") from None
-        return self._data
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.close()
+            raise StateError(f"another service uses --data {data}; stop it, or choose another folder") from None
+        yield data

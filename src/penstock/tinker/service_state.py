@@ -49,13 +49,10 @@ class Options:
 
     Attributes:
         data: the data folder. All its processes run as one user.
-        database: SQLAlchemy's URL.
-        tenants: tenants that may call.
         name: name of the process; `MAIN` reaches the learner.
         learner: socket of the learner; main process only.
         fleet: URL of the fleet's router; main process only.
         about: facts on the base model; main process only.
-        hold_s: seconds that a poll is held.
     """
 
     data: Path

@@ -40,11 +40,7 @@ class FinishedError(UserError):
 
 
 class Sessions:
-    """The rows of sessions, models and samplers.
-
-    Args:
-        database: database of the rows.
-    """
+    """The rows of sessions, models and samplers."""
 
     def __init__(self, database: Database) -> None:
         self._database = database

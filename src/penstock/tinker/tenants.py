@@ -31,12 +31,9 @@ class Tenant:
     """One user of the service. Other tenants' sessions, models and checkpoints are unknown to it.
 
     Attributes:
-        name: name in the database and in listings.
         key: API key; None: any key is accepted.
         max_queued: maximum number of unfinished operations. Beyond it, the answer is 429 and the SDK waits.
         max_bytes: maximum number of bytes in unfinished operations and kept results; also answered with 429.
-        max_sessions: maximum number of open sessions.
-        max_models: maximum number of models that the learner holds at once.
     """
 
     name: str
@@ -51,7 +48,6 @@ class Tenants:
     """Finds the tenant of a key.
 
     Args:
-        tenants: all tenants.
         file: file of the tenants. A thread reads it again when it has changed.
     """
 
@@ -61,10 +57,6 @@ class Tenants:
         self._stamp: tuple[int, ...] | None = None
         self.open = any(tenant.key is None for tenant in tenants)
         """True if any key is accepted."""
-
-    def named(self, name: str) -> Tenant:
-        """Return the named tenant, or one with default limits if the keys lack it."""
-        return next((tenant for tenant in self._tenants if tenant.name == name), Tenant(name))
 
     def of(self, key: str | None) -> Tenant | None:
         """Return the tenant of a key, compared in constant time, or None."""

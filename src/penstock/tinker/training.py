@@ -33,9 +33,7 @@ class Prepared:
     """A request to the learner, and the consequences of its success.
 
     Attributes:
-        body: body for the learner.
         result: result for the client; None: the learner's.
-        also: change to the database.
         recorded: makes `also` for a save, once its files are written.
     """
 
