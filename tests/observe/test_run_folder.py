@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -102,19 +101,6 @@ def test_a_run_that_another_process_holds_is_refused_and_its_death_frees_it(tmp_
                 pass
         finally:
             holder.kill()
-
-
-def test_the_lock_is_of_this_process_too_and_readers_need_none(tmp_path: Path) -> None:
-    with RunFolder.lock(tmp_path / "run"):
-        RunFolder.create(tmp_path / "run", config_of()).append_metrics(row(1))
-        with pytest.raises(UserError, match=f"held by process {os.getpid()} "), RunFolder.lock(tmp_path / "run"):
-            pass
-        assert len(RunFolder.open(tmp_path / "run").metrics()) == 1
-        RunFolder.remove(tmp_path / "run")
-        with pytest.raises(UserError, match="held by process"), RunFolder.lock(tmp_path / "run"):
-            pass
-    with RunFolder.lock(tmp_path / "another"):
-        pass
 
 
 def test_a_folder_that_takes_no_lock_is_named(tmp_path: Path) -> None:

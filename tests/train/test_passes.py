@@ -11,7 +11,6 @@ import torch
 from test_lora import SFT, data_of, learner_of, trained, untied  # noqa: F401 - a fixture
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from penstock.config import LoraConfig, TrainConfig
 from penstock.errors import StateError
 from penstock.train.interface import Datum, LoraSpec
 from penstock.train.learner import LocalLearner
@@ -88,11 +87,6 @@ def test_a_model_that_is_broken_changes_nobodys_gradient(untied: str, place: str
     assert all(torch.equal(after[key], before[key]) for key in before)
     learner.forward_backward_together([parts[0], parts[2]])
     assert all(gradient.isfinite().all() for gradient in gradients(learner).values())
-
-
-def test_compiled_layers_are_not_shared(untied: str):  # noqa: F811
-    assert learner_of(untied).joins
-    assert not LocalLearner(untied, TrainConfig(lora=LoraConfig(), compile=True), seed=0).joins
 
 
 def test_experts_of_one_adapters_data_are_replayed_in_a_shared_pass(tmp_path: Path):

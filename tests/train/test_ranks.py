@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import weakref
 from collections.abc import AsyncGenerator, Callable
@@ -14,6 +15,8 @@ import pytest
 import pytest_asyncio
 import torch
 from random_trajectories import trajectories_of
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 from training_setup import save_nano_model
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -26,6 +29,7 @@ from penstock.train.fsdp import ShardedLearner
 from penstock.train.grpo import Trainee, datum_of
 from penstock.train.interface import AdamSpec, Datum, Learner, LoraSpec
 from penstock.train.learner import LocalLearner
+from penstock.train.loading import ModuleLoader
 from penstock.train.losses import LossSpec
 from penstock.train.rank_group import RankGroup
 from penstock.train.ranked import RankedLearner, pack, unpack
@@ -336,6 +340,41 @@ async def test_weights_that_are_stored_in_half_precision_are_trained_in_fp32(gro
     for name, tensor in two.learner.weights(None):
         assert tensor.dtype == torch.float32
         assert (tensor - there[name]).abs().mean() < 1e-6  # in half precision 1e-5
+
+
+def save_mixed(folder: Path) -> str:
+    """A checkpoint of two dtypes and in several files."""
+    save_deep(folder, torch.bfloat16)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    files: dict[str, str] = {}
+    for number in range(2):
+        part = {
+            name: tensor.float() if "down_proj" in name or "norm" in name else tensor
+            for name, tensor in list(tensors.items())[number::2]
+        }
+        save_file(part, folder / f"model-{number}.safetensors", metadata={"format": "pt"})
+        files |= dict.fromkeys(part, f"model-{number}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    save_file({"x": torch.zeros(1)}, folder / "consolidated.safetensors")  # of another program
+    return str(folder)
+
+
+async def test_a_rank_holds_its_shards_and_a_layer_while_it_loads(
+    group: RankGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    model, load = save_mixed(tmp_path / "mixed"), ModuleLoader.load
+    whole: list[int] = []
+
+    def counting(self: ModuleLoader, module: torch.nn.Module) -> None:
+        load(self, module)
+        values = [p for p in self._model.parameters() if not p.is_meta and not isinstance(p, DTensor)]
+        whole.append(sum(p.numel() for p in values))
+
+    monkeypatch.setattr(ModuleLoader, "load", counting)
+    two, one = together(group, model), alone(model)
+    same(held(two), held(one))
+    assert whole[:-1] == [sum(p.numel() for p in layer.parameters()) for layer in one.learner.policy.layers]
 
 
 async def test_no_more_than_two_layers_are_whole_at_once(group: RankGroup, tmp_path: Path):

@@ -281,12 +281,8 @@ async def test_gsm8ks_options_are_the_callers(tmp_path: Path) -> None:
     "row",
     [
         {"question": "q", "answer": "She sold 48/2 = 24 in May.\nSo 72 in all."},
-        {"question": "q", "answer": "#### 1/2"},
-        {"question": "q", "answer": "#### 1e6"},
-        {"question": "q", "answer": "#### 7\nor #### more"},
         {"question": "q", "answer": 7},
         {"question": None, "answer": "#### 7"},
-        {"question": " ", "answer": "#### 7"},
         ["q", "#### 7"],
     ],
 )
@@ -296,21 +292,6 @@ def test_a_row_of_another_shape_is_named(row: object, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"row 2 of 'train' is none of GSM8K: each has .* '#### NUMBER'") as caught:
         GSM8K(seed=0, path=str(tmp_path))
     assert "\n" not in str(caught.value)
-
-
-def test_gsm8k_reads_the_lines_that_others_write(tmp_path: Path) -> None:
-    rows = [
-        {"question": "one\u2028line\u0085", "answer": "5+2=7\n#### $7.00."},
-        {"question": "q", "answer": "#### -7 "},
-    ]
-    text = "\ufeff" + "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n\n"
-    for split in ("train", "test"):
-        (tmp_path / f"{split}.jsonl").write_text(text)
-    tasks = GSM8K(seed=0, path=str(tmp_path), instruction="").heldout_tasks(2)
-    assert [(task.prompt, task.metadata["answer"]) for task in tasks] == [("one\u2028line\u0085", "7"), ("q", "-7")]
-    (tmp_path / "test.jsonl").write_text(text, "utf-16")
-    with pytest.raises(ConfigError, match=r"test.jsonl is not UTF-8 .*; save it in that encoding"):
-        GSM8K(seed=0, path=str(tmp_path))
 
 
 def test_the_model_of_experts_is_made_where_none_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,19 +49,6 @@ def test_the_bound_holds_and_is_reached(groups: int, staleness: int, steps: int,
     assert window.next_group == steps * groups
 
 
-def test_staleness_zero_is_the_synchronous_schedule() -> None:
-    window = StalenessWindow(groups_per_batch=3, max_staleness=0, total_steps=2)
-    for step in range(2):
-        groups = [*range(3 * step, 3 * step + 3)]
-        assert window.take() == groups
-        assert window.take() == []
-        assert window.batch(set(groups[1:])) is None
-        assert window.batch(set(groups)) == groups
-        window.trained(groups)
-        window.commit(step + 1)
-    assert not window.take()
-
-
 def test_the_rule_counts_versions_in_force_from_the_start_version() -> None:
     window = StalenessWindow(groups_per_batch=4, max_staleness=2, total_steps=100, start_version=10, version=10)
     assert window.take(ahead=0) == [*range(4)]
@@ -92,25 +79,6 @@ def test_a_version_that_does_not_follow_is_refused() -> None:
     for version in (0, 1, 3):
         with pytest.raises(StateError, match="go up by one"):
             window.commit(version)
-
-
-@given(
-    groups=st.integers(1, 6),
-    staleness=st.integers(0, 5),
-    steps=st.integers(1, 12),
-    version=st.integers(0, 40),
-    data=st.data(),
-)
-def test_a_resumed_window_goes_on_within_the_bound(
-    groups: int, staleness: int, steps: int, version: int, data: st.DataObject
-) -> None:
-    done = data.draw(st.integers(0, min(steps, version)))
-    window = StalenessWindow(
-        groups, staleness, steps, start_version=version - done, version=version, next_group=done * groups
-    )
-    ages = ages_of(window, first_step=done)
-    assert max(ages, default=0) <= staleness
-    assert sorted(itertools.chain(*ages.values())) == list(range(done * groups, steps * groups))
 
 
 @given(

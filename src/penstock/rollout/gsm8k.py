@@ -87,10 +87,7 @@ def _problem(row: Any, where: str) -> tuple[str, str]:
 
 
 def _json_lines(file: Path) -> list[Any]:
-    try:
-        text = file.read_text("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file} is not UTF-8 ({error}); save it in that encoding") from error
+    text = file.read_text("utf-8-sig")
     # JSON may contain other line ends that `splitlines` would split at.
     lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     return [parse_json(line, f"{file}, line {number}", ConfigError) for number, line in lines]
