@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from nano_models import History
     from penstock.engine.launch import EngineProcess
     from penstock.types import KV
+    from penstock.weights.manifest import WeightManifest
 
 # Models here are so small that a second thread costs more than it gives; before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -79,6 +80,12 @@ class LiveEngine:
         report = await self.engine.update_weights(model.named_parameters(), kv=kv)
         self.history.models[report.version] = model
         return report
+
+    def took(self, manifest: WeightManifest, model: Any) -> None:
+        """Note a version that came past `update`."""
+        self.engine._store.commit(manifest)
+        self.engine._version = manifest.version
+        self.history.models[manifest.version] = model
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,15 @@ class History:
         assert len(sample.versions()) == len(sample.token_ids) == len(sample.logprobs)
         again = self.replayed(prompt, sample, shift)
         return max((abs(a - b) for a, b in zip(again, sample.logprobs, strict=True)), default=0.0)
+
+    def unseen(self, prompt: Sequence[int], sample: Sample) -> int:
+        """How many of its spans could begin or end one token off without a difference; chance has it for few."""
+        found = 0
+        for left, right in pairwise(sample.spans):
+            for place, wrong in ((left.end, left.version), (left.end - 1, right.version)):
+                moved = logprobs_of(self.models[wrong], prompt, sample.token_ids)[place]
+                found += abs(moved - sample.logprobs[place]) < 1e-4
+        return found
 
     @torch.no_grad()
     def replayed(self, prompt: Sequence[int], sample: Sample, shift: int = 0) -> list[float]:

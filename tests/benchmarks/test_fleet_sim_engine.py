@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 from dataclasses import replace
 
 import pytest
 from fleet_sim_routers import RoundRobin
 
-from fleet_sim.engine import FleetEngine, FleetSequence
 from fleet_sim.run import START_SPACING_S, FleetRun, FleetSetup
 from fleet_sim.speed import EngineLimits, EngineSpeed
 from fleet_sim.trace import AgentShape, GroupShape, Lengths, Trajectory, agents, groups
@@ -18,52 +16,6 @@ from penstock.sim import SimConfig, SimEngine
 from penstock.types import SamplingParams
 from sim_verify import generate
 from virtual_time import VirtualClock, run_virtual
-
-SPEED = EngineSpeed(step_s=0.01, sequence_s=2e-4, context_s=1e-7, prefill_s=2e-5, prefill_context_s=1e-9)
-
-
-def drain(engine: FleetEngine) -> list[tuple[float, FleetSequence]]:
-    ended: list[tuple[float, FleetSequence]] = []
-    while not math.isinf(engine.wake):
-        now = engine.wake
-        ended += [(now, sequence) for sequence in engine.advance(now)]
-    return ended
-
-
-def test_one_sequence_takes_what_its_steps_take() -> None:
-    engine = FleetEngine("e", SPEED, EngineLimits(kv_tokens=10_000))
-    engine.submit(FleetSequence([("a", 100)], 50), 3.0)
-    ((end, sequence),) = drain(engine)
-    steps = sum(0.01 + 2e-4 + 1e-7 * (100 + i) for i in range(49))
-    assert end == pytest.approx(3.0 + 0.01 + 2e-4 + 100 * (2e-5 + 1e-9 * 50) + steps)
-    assert sequence.hit == 0
-    assert engine.counters.generated == 50
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_no_token_is_lost_and_kv_is_never_over_capacity(seed: int) -> None:
-    source = random.Random(seed)
-    limits = EngineLimits(kv_tokens=6000, max_num_seqs=24, max_num_batched_tokens=512)
-    engine = FleetEngine("e", SPEED, limits)
-    asked = [FleetSequence([("s", 64), (i, source.randint(1, 900))], source.randint(1, 700)) for i in range(300)]
-    arrivals = sorted(source.uniform(0, 60) for _ in asked)
-    ended: list[FleetSequence] = []
-    for at, sequence in zip(arrivals, asked, strict=True):
-        while engine.wake <= at:
-            ended += engine.advance(engine.wake)
-            assert engine.cache.pinned <= limits.kv_tokens
-            assert len(engine.running) <= limits.max_num_seqs
-        engine.submit(sequence, at)
-    ended += [sequence for _, sequence in drain(engine)]
-    assert engine.counters.preemptions > 20
-    assert {s.tag for s in ended} == {None}
-    assert len(ended) == len(set(ended)) == len(asked)
-    assert engine.counters.generated == sum(s.output_tokens for s in asked)
-    assert engine.cache.pinned == 0
-    assert (engine._context, engine._decoding, engine.outstanding) == (0, 0, 0)
-
-
-# --- against the fine-grained engine ----------------------------------------------------------------------------------
 
 FINE = SimConfig(
     tokens_per_second=100.0,

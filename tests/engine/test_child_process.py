@@ -110,13 +110,6 @@ async def test_when_wait_returns_the_whole_group_is_gone(end: str, tmp_path: Pat
     assert not alive(grandchild)
 
 
-async def test_the_end_of_what_a_child_said_is_of_this_child_alone(tmp_path: Path) -> None:
-    (tmp_path / "log").write_text("earlier")
-    child = await ChildProcess.start([sys.executable, "-c", "print('abcdef')"], name="says", log=tmp_path / "log")
-    await child.wait()
-    assert (child.said(), child.said(4), child.said(100)) == ("abcdef\n", "def\n", "abcdef\n")
-
-
 @pytest.mark.parametrize("killed", ["by us", "by others", "with its launcher"])
 async def test_names_that_a_killed_group_leaves_are_taken_away(killed: str, tmp_path: Path) -> None:
     """What C++ made in /dev/shm no resource tracker knows; and others may kill a tracker along."""

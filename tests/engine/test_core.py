@@ -144,7 +144,6 @@ def test_a_core_that_has_loaded_waits_for_the_others_until_it_commits():
 ])  # fmt: skip
 def test_the_api_server_gets_what_the_port_would_answer(path: str, given: Any, reply: tuple[int, Any]):
     core = Core(step_under_way=False)
-    core.scheduler.get_request_counts = lambda: (2, 1)
     core.get_weight_version = lambda: "4"
     done = control_of(core).control(path, orjson.dumps(given))
     if reply[0] != 400:
@@ -222,7 +221,6 @@ def test_a_core_says_how_long_it_was_held_whatever_held_it(monkeypatch: pytest.M
 
 def test_a_core_says_what_it_is_in_and_how_many_calls_may_have_changed_its_weights():
     core = Core(step_under_way=False)
-    core.scheduler.get_request_counts = lambda: (2, 1)
     core.get_weight_version = lambda: "4"
     pausing = control_of(core).pausing
 

@@ -23,14 +23,8 @@ MOE = {**DENSE, "num_experts": 4}
 
 
 def config(tp: int = 1, pp: int = 1, dp: int = 1, *, ep: bool = False, **more: Any) -> EngineConfig:
-    return EngineConfig(
-        model="m",
-        tensor_parallel_size=tp,
-        pipeline_parallel_size=pp,
-        data_parallel_size=dp,
-        enable_expert_parallel=ep,
-        **more,
-    )
+    ranks = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "data_parallel_size": dp}
+    return EngineConfig(model="m", enable_expert_parallel=ep, **ranks, **more)
 
 
 @pytest.mark.parametrize(
@@ -39,11 +33,7 @@ def config(tp: int = 1, pp: int = 1, dp: int = 1, *, ep: bool = False, **more: A
         (config(pp=2), DENSE, "with more than one stage vLLM's CPU build dies of the first request"),
         (config(tp=2, ep=True), MOE, "experts would be spread over 2 ranks, and vLLM's CPU build dies"),
         (config(dp=2, ep=True), MOE, "experts would be spread over 2 ranks, and vLLM's CPU build dies"),
-        (
-            config(dp=2),
-            {"num_local_experts": 8},
-            "which the 2 data-parallel replicas would share, and vLLM's CPU build",
-        ),
+        (config(dp=2), {"num_local_experts": 8}, "which the 2 data-parallel replicas would share, and vLLM's CPU"),
         (config(dp=2), {"text_config": {"n_routed_experts": 8}}, "which the 2 data-parallel replicas would share"),
         (config(enable_sleep_mode=True), DENSE, "answers that it sleeps but frees no memory"),
     ],

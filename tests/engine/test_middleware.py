@@ -31,8 +31,8 @@ class App:
             vllm_config = SimpleNamespace(model_config=None)
 
 
-async def status(method: str, path: str, key: str | None, **fields: bytes) -> int:
-    return (await answer(method, path, key, **fields))[0]["status"]
+def app_of(engine: Any, **more: Any) -> Any:
+    return SimpleNamespace(state=SimpleNamespace(engine_client=engine, **more))
 
 
 async def answer(
@@ -78,14 +78,14 @@ async def test_a_web_page_controls_nothing_with_a_key_or_without(
     monkeypatch.setenv("VLLM_API_KEY", key or "")
     for fields in ({"origin": b"http://evil"}, {"host": b"evil.example"}, {"host": b"evil.example:8000"}):
         for method in ("POST", "OPTIONS"):
-            assert (await status(method, path, key, **fields) == 403) == refused, (method, fields)
+            assert ((await answer(method, path, key, **fields))[0]["status"] == 403) == refused, (method, fields)
     if path != "/penstock/info":
-        assert await status("POST", path, key, host=b"127.0.0.1:8000") == 200
+        assert (await answer("POST", path, key, host=b"127.0.0.1:8000"))[0]["status"] == 200
 
 
 async def test_a_server_that_listens_everywhere_is_not_named_none() -> None:
     args = SimpleNamespace(host=None, api_key=None)
-    app = SimpleNamespace(state=SimpleNamespace(args=args, engine_client=App.state.engine_client))
+    app = app_of(App.state.engine_client, args=args)
     refused = await answer("POST", "/pause", app=app, host=b"none")
     assert refused[0]["status"] == 403
     args.host = "Engine7"
@@ -102,7 +102,7 @@ async def test_a_server_that_listens_everywhere_is_not_named_none() -> None:
     ],
 )
 async def test_a_field_of_another_type_is_named(path: str, body: dict[str, Any], why: str) -> None:
-    app = SimpleNamespace(state=SimpleNamespace(engine_client=Cores(), openai_serving_models=None))
+    app = app_of(Cores(), openai_serving_models=None)
     sent = await answer("POST", path, app=app, body=orjson.dumps(body))
     assert (sent[0]["status"], orjson.loads(sent[1]["body"])) == (400, {"error": why})
 
@@ -142,9 +142,8 @@ class Cores:
         )
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
-        return (await asyncio.gather(*(self._call_utility_async(method, *args, engine=e) for e in self.core_engines)))[
-            0
-        ]
+        calls = (self._call_utility_async(method, *args, engine=e) for e in self.core_engines)
+        return (await asyncio.gather(*calls))[0]
 
     async def _call_utility_async(self, method: str, *args: Any, engine: int) -> Any:
         if method == "penstock_control":
@@ -179,9 +178,7 @@ ROUND = b'{"version": 4, "kv": "recompute"}'
 
 
 async def info(cores: Cores, keys: list[str]) -> dict[str, Any]:
-    start, body = await answer(
-        "GET", "/penstock/info", *keys, app=SimpleNamespace(state=SimpleNamespace(engine_client=cores))
-    )
+    start, body = await answer("GET", "/penstock/info", *keys, app=app_of(cores))
     assert start["status"] == 200
     return json.loads(body["body"])
 
@@ -246,8 +243,7 @@ async def test_a_core_that_fails_fails_for_all_and_none_goes_on(
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     cores = Cores()
     cores.replies[step] = reply
-    app = SimpleNamespace(state=SimpleNamespace(engine_client=cores))
-    start, body = await answer("POST", f"/penstock/weights/{route}", app=app, body=ROUND)
+    start, body = await answer("POST", f"/penstock/weights/{route}", app=app_of(cores), body=ROUND)
     assert [start["status"], json.loads(body["body"])] == reply
     assert cores.done == [f"{step} 0", f"{step} 1"]
 

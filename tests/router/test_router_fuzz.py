@@ -1,8 +1,8 @@
 """Differential fuzz: whatever is sent, the router reads what llhttp and h11 read, and an engine behind it nothing else.
 
 Each case is a valid message with seeded mutations, cut at random places. Requests go through a router, and what each
-connection to an engine gets is read by uvicorn's protocol before the route table of the vLLM in use; answers go through
-it to an h11 client.
+connection to an engine gets is read by uvicorn's protocol before the route table of the vLLM in use. Answers are
+`test_router_splits.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
-import h11
 import httptools
 import pytest
 import router_rig
@@ -31,7 +30,7 @@ from uvicorn.server import ServerState
 from penstock.guard import CONTROL_PATHS
 from penstock.router.admin import DATA_PATHS
 
-CASES, MANY = 10_000, 1_000_000
+CASES, MANY = 5_000, 1_000_000
 SEED = 20_261_123
 HOP_BY_HOP = b"connection keep-alive proxy-connection proxy-authorization te upgrade http2-settings".split()
 ENDS_HERE = {*HOP_BY_HOP, b"expect", b"trailer", b"authorization", b"x-api-key", b"x-data-parallel-rank"}
@@ -92,14 +91,6 @@ def request(rng: random.Random) -> bytes:
     rng.shuffle(lines)
     version = rng.choice([b"1.1"] * 14 + [b"1.0", b"2.0"])
     return b"%b %b HTTP/%b\r\n%b\r\n\r\n" % (method, target, version, b"\r\n".join(lines)) + body_for(rng, lines)
-
-
-def answer(rng: random.Random) -> bytes:
-    lines = [*rng.choice(FRAMES), *rng.sample(HEADS[2:], rng.choice([0, 0, 1, 2, 4]))]
-    status = rng.choice([b"200 OK", b"200 OK", b"404 Not Found", b"500 Oh", b"204 No Content", b"304 x", b"200 "])
-    version = rng.choice([b"1.1"] * 9 + [b"1.0"])
-    interim = rng.choice([b""] * 9 + [b"HTTP/1.1 103 Early\r\nLink: a\r\n\r\n"])
-    return interim + b"HTTP/%b %b\r\n%b\r\n\r\n" % (version, status, b"\r\n".join(lines)) + body_for(rng, lines)
 
 
 # --- other readers ---------------------------------------------------------------------------------------------------
@@ -289,84 +280,20 @@ RUN_BY_DATA = {path.decode() for path in DATA_PATHS}
 SERVED = DATA_PATHS | {path.encode() for path in router_rig.DATA_PATHS.split(",")}
 
 
-# --- answers ---------------------------------------------------------------------------------------------------------
-
-
-def pass_answer(pieces: list[bytes]) -> tuple[Wire, Wire]:
-    """The client's wire and the engine's, after an answer and the end of its connection."""
-    pair = Pair()
-    pair.client.data_received(b"POST /a HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\n\r\nx")
-    connection, wire = pair.engines[0]
-    for piece in pieces:
-        if not wire.closing and connection.user is not None:
-            read(connection, piece)
-    if connection.user is not None:
-        connection.connection_lost(None)
-    pair.client.connection_lost(None)
-    return pair.wire, wire
-
-
-def by_client(data: bytes, *, closed: bool) -> tuple[list[tuple[int, bytes]], bool]:
-    """Answers as h11's client reads them (status and body, body None if it is not whole), and whether all is well."""
-    client = h11.Connection(h11.CLIENT)
-    client.send(h11.Request(method="POST", target="/a", headers=[("host", "a"), ("content-length", "1")]))
-    client.send(h11.Data(data=b"x"))
-    client.send(h11.EndOfMessage())
-    client.receive_data(data)
-    if closed:
-        client.receive_data(b"")
-    whole: list[tuple[int, bytes]] = []
-    status, body = 0, b""
-    try:
-        while True:
-            event = client.next_event()
-            if isinstance(event, h11.Response):
-                status = event.status_code
-            elif isinstance(event, h11.Data):
-                body += event.data
-            elif isinstance(event, h11.EndOfMessage):
-                whole.append((status, body))
-                return whole, True
-            elif event is h11.NEED_DATA or isinstance(event, h11.ConnectionClosed):
-                return whole, True
-    except h11.RemoteProtocolError:
-        return whole, False
-
-
-def check_answer(data: bytes, places: list[int], seen: Counter[str]) -> None:
-    client, engine = pass_answer(cut(data, places))
-    whole, well = by_client(client.written, closed=client.closing)
-    if b"X-Penstock-Error: " in client.written or not client.written:
-        seen["answers refused"] += 1
-        return
-    seen["answers passed"] += 1
-    assert well or client.closing, "a client cannot read what it gets"
-    direct, direct_well = by_client(data, closed=True)
-    if whole and direct_well and direct:
-        seen["answers whole"] += 1
-        assert whole == direct[:1]
-    assert client.written.count(b"\r\n\r\n") >= 1
-    assert engine is not client
-
-
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
 async def fuzz(cases: int, seed: int, server: VllmServer) -> Counter[str]:
-    """Half of the cases are requests, half are answers; each is passed through a router."""
     rng = random.Random(seed)
     seen: Counter[str] = Counter()
     for number in range(cases):
-        data = request(rng) if number % 2 else answer(rng)
-        if number % 8 == 1:
+        data = request(rng)
+        if number % 4 == 1:
             data += request(rng)
         data = mutated(rng, data)
         places = [rng.randrange(500) for _ in range(rng.randrange(3))]
         try:
-            if number % 2:
-                check_request(data, places, seen, server)
-            else:
-                check_answer(data, places, seen)
+            check_request(data, places, seen, server)
         except Exception as error:  # the case has to be named, whatever fails in it
             raise AssertionError(f"case {number} of seed {seed}, cut at {places}: {data!r}") from error
         if number % 500 == 0:
@@ -374,12 +301,7 @@ async def fuzz(cases: int, seed: int, server: VllmServer) -> Counter[str]:
     return seen
 
 
-BOTH_SIDES = {
-    "passed", "kept", "bad", "ran", "refused 400", "refused 501", "refused 505", "answers refused", "answers passed",
-    "answers whole",
-}  # fmt: skip
-
-
+BOTH_SIDES = {"passed", "kept", "bad", "ran", "refused 400", "refused 501", "refused 505"}
 pytestmark = pytest.mark.vllm
 
 

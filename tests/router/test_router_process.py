@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from worker_rig import running
 
 from patience import WAIT_S, eventually
 from penstock.errors import EngineStartError
@@ -44,29 +43,6 @@ async def test_wrong_options_are_one_line_and_exit_2() -> None:
         assert (status, out) == (2, "")
         assert message in err
         assert "Traceback" not in err
-
-
-async def test_it_ends_with_its_launcher(tmp_path: Path) -> None:
-    launcher = (
-        "import asyncio, pathlib, sys\n"
-        "from penstock.process import ChildProcess\n"
-        "async def main():\n"
-        "    child = await ChildProcess.start([sys.executable, '-m', 'penstock.router'], name='r',\n"
-        "        log=pathlib.Path(sys.argv[1]))\n"
-        "    print(child.pid, flush=True)\n"
-        "    await asyncio.sleep(600)\n"
-        "asyncio.run(main())\n"
-    )
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", launcher, str(tmp_path / "log"), stdout=asyncio.subprocess.PIPE
-    )
-    assert process.stdout is not None
-    async with asyncio.timeout(WAIT_S):
-        router = int(await process.stdout.readline())
-        await eventually(lambda: "ready" in (tmp_path / "log").read_text())
-        process.kill()
-        await process.wait()
-        await eventually(lambda: not running(router))
 
 
 async def test_it_stops_on_sigterm_with_requests_under_way(tmp_path: Path) -> None:

@@ -119,36 +119,6 @@ def client(rig: Rig) -> openai.AsyncOpenAI:
 # --- openai ----------------------------------------------------------------------------------------------------------
 
 
-async def test_openai_completions_and_their_streams_say_the_same(simulated):
-    given = {"model": "sim-model", "prompt": ["one", "two"], "max_tokens": 9, "n": 2, "logprobs": 0}
-    whole = await simulated.completions.create(**given)
-    assert [c.index for c in whole.choices] == [0, 1, 2, 3]
-    texts, usage = [""] * 4, None
-    async for piece in await simulated.completions.create(
-        **given, stream=True, stream_options={"include_usage": True}, extra_headers={"X-Session-ID": "s"}
-    ):
-        usage = piece.usage or usage
-        for choice in piece.choices:
-            texts[choice.index] += choice.text
-    assert texts == [c.text for c in whole.choices]
-    assert usage == whole.usage
-
-
-async def test_openai_chat_models_and_many_at_once(simulated):
-    given = {"model": "sim-model", "messages": MESSAGES, "max_completion_tokens": 9, "n": 2}
-    whole = await simulated.chat.completions.create(**given)
-    texts = ["", ""]
-    async for piece in await simulated.chat.completions.create(**given, stream=True):
-        for choice in piece.choices:
-            texts[choice.index] += choice.delta.content or ""
-    assert texts == [c.message.content for c in whole.choices]
-    assert [m.id async for m in await simulated.models.list()] == ["sim-model"]
-    answers = await asyncio.gather(
-        *(simulated.completions.create(model="sim-model", prompt=[i + 1], max_tokens=1 + i % 7) for i in range(100))
-    )
-    assert [a.usage.completion_tokens for a in answers] == [1 + i % 7 for i in range(100)]
-
-
 async def test_openai_a_megabyte_whole_and_as_a_stream(scripted):
     async with client(scripted) as c:
         whole = await c.chat.completions.create(model="big", messages=MESSAGES)

@@ -39,22 +39,6 @@ async def test_control_calls_reach_every_rank() -> None:
         assert [(rank.paused, rank.weights.version) for rank in client.server.ranks] == [(False, 5)] * 3
 
 
-async def test_without_the_plugin_it_neither_tells_nor_takes_up() -> None:
-    async with sim_client(SimConfig(plain=True)) as client:
-        assert (await client.call("GET", "/penstock/info"))[0] == 404
-        resumed = {"sampling_params": {**BODY["sampling_params"], "extra_args": {"penstock_resume": "[]"}}}  # type: ignore[dict-item]
-        url = client.server.url + "/inference/v1/generate"
-        async with client.session.post(url, json={**BODY, **resumed}, headers={"X-Penstock-Progress": "1"}) as answer:
-            assert answer.content_type == "application/json"
-            assert "X-Penstock-Weight-Versions" not in answer.headers
-            assert (await answer.json())["choices"][0]["weight_versions"] == [
-                {"version": "default", "start": 0, "end": 4}
-            ]
-        stream = {**BODY, "stream": True}
-        async with client.session.post(url, json=stream, headers={"X-Penstock-Progress": "stream"}) as answer:
-            assert b": penstock" not in await answer.read()
-
-
 async def test_vllm_0_26_says_nothing_of_versions() -> None:
     async with sim_client(SimConfig(plain=True, vllm_version="0.26.0")) as client:
         assert "weight_versions" not in (await client.generate(3))["choices"][0]

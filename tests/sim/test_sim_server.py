@@ -142,25 +142,6 @@ async def test_metrics_are_true():
         assert idle["vllm:num_preemptions_total"] == 0
 
 
-async def test_native_weight_protocol():
-    async with sim_client() as sim:
-        assert await sim.get("/weight_info") == {"weight_version": "default"}
-        await sim.post("/init_weight_transfer_engine", {"init_info": {}})
-        await sim.post("/sim/fault", {"kind": "exit", "phase": "load"})
-        status, answer = await sim.call("POST", "/update_weights", {"update_info": {}})
-        assert (status, answer["error"]["message"][:35]) == (500, "start_weight_update must be called ")
-        await sim.post("/sim/fault", {"clear": True})
-        await sim.post("/pause?mode=keep")
-        await sim.post("/start_weight_update")
-        await sim.post("/update_weights", {"update_info": {}})
-        await sim.post("/finish_weight_update", {"weight_version": "3"})
-        await sim.post("/resume")
-        assert await sim.get("/weight_info") == {"weight_version": "3"}
-        assert (await sim.generate(2))["choices"][0]["weight_versions"] == [{"version": "3", "start": 0, "end": 2}]
-        await sim.post("/update_weight_version", {"new_version": "4"})
-        assert (await sim.get("/penstock/info"))["weight_version"] == 4
-
-
 async def test_lora_calls(sim):
     load = {"lora_name": "style", "lora_path": "somewhere"}
     assert b"added successfully" in await sim.post("/v1/load_lora_adapter", load)

@@ -19,11 +19,6 @@ def sample_of(params: SamplingParams, config: SimConfig | None = None) -> list[S
     return run_virtual(lambda _: generate(SimEngine(config), PROMPT, params))
 
 
-def test_samples_of_one_request_differ_unless_greedy():
-    assert len({s.token_ids for s in sample_of(SamplingParams(max_tokens=20, n=4))}) == 4
-    assert len({s.token_ids for s in sample_of(SamplingParams(max_tokens=20, n=4, temperature=0))}) == 1
-
-
 def test_sample_i_has_the_seed_plus_i_as_in_vllm():
     both = sample_of(SamplingParams(max_tokens=20, n=2, seed=7))
     assert both[1].token_ids == sample_of(SamplingParams(max_tokens=20, seed=8))[0].token_ids
@@ -39,16 +34,6 @@ def test_other_weights_make_other_tokens(change):
     logprobs = [expected_logprob(p, 3, w, temperature=1.0) for p in prefixes for w in (old, new)]
     assert len(set(logprobs)) == len(logprobs)
     assert all(-8 <= logprob < 0 for logprob in logprobs)
-
-
-def test_going_on_with_the_partial_gives_the_rest():
-    whole = sample_of(SamplingParams(max_tokens=30, seed=3))[0]
-
-    async def rest(_):
-        engine = SimEngine()
-        return await generate(engine, [*PROMPT, *whole.token_ids[:12]], SamplingParams(max_tokens=18, seed=3))
-
-    assert run_virtual(rest)[0].token_ids == whole.token_ids[12:]
 
 
 def test_every_way_to_spoil_a_sample_is_seen():

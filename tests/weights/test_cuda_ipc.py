@@ -17,7 +17,6 @@ from penstock.errors import StateError, WeightsError
 from penstock.weights.cuda_ipc import CudaIpcStore, IpcSource, Lease, borrow
 from penstock.weights.manifest import TensorEntry, WeightManifest
 
-CHILD = "from penstock.weights.cuda_ipc import Lease; print(Lease().path, flush=True); input()"
 FORKING = """
 import os, sys
 from penstock.weights.cuda_ipc import Lease
@@ -48,16 +47,6 @@ def test_a_lease_ends_when_it_is_closed():
     assert ended.wait(WAIT_S)
     with pytest.raises(WeightsError, match="lends its weights"):
         borrow(lease.path, ended.set)
-
-
-def test_a_lease_ends_with_its_process():
-    child = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    ended = threading.Event()
-    borrow(child.stdout.readline().strip(), ended.set)
-    assert not ended.wait(0.05)
-    child.kill()
-    assert ended.wait(WAIT_S)
-    child.communicate()
 
 
 @pytest.mark.parametrize("how", ["closed", "killed"])
