@@ -282,11 +282,12 @@ class Host:
 
 @pytest.mark.parametrize("torn", [False, True])
 @virtual
-async def test_who_does_not_come_to_the_second_group_is_torn(*, torn: bool) -> None:
+async def test_who_does_not_come_to_the_second_group_is_released_if_torn(*, torn: bool) -> None:
     bench = await Bench("a").started()
     member = bench.roster.members[0]
     member.control = shy = Shy("a", bench.journal)
     member.process = None
+    member.torn = "half" if torn else None
     host: Any = Host()
-    assert await Delivery(host, bench.roster, 0.05).gather([member], torn=torn) == []
-    assert (member.torn is not None, shy.released) == (torn, torn)
+    assert await Delivery(host, bench.roster, 0.05).gather([member]) == []
+    assert (member.state, shy.released) == (State.DEAD, torn)

@@ -56,8 +56,8 @@ class Delivery(Fetching):
         try:
             for _ in range(SENDINGS):
                 if not self.holds(waiting):
-                    waiting = await self.gather(waiting, torn=True)
-                    await self._prepare(waiting, manifest, torn=True)
+                    waiting = await self.gather(waiting)
+                    await self._prepare(waiting, manifest)
                     waiting = updatable(waiting)
                 if not waiting:
                     break
@@ -70,36 +70,31 @@ class Delivery(Fetching):
                 problem = str(cut[waiting[0].name])
         except (PenstockError, RuntimeError, OSError) as error:  # torch's and the system's too: engines are torn by now
             problem = str(error)
-        # Servers of others that a watch found dead during the transfer are torn as well.
-        torn = (m for m in members if m in waiting or (m.name not in results and m.process is None and m.torn is None))
-        for member in torn:
-            reason = f"apply of weight version {manifest.version} failed: {problem}"
-            await self.roster.mark_dead(member, reason, torn=True)
+        for member in waiting:
+            await self.roster.mark_dead(member, f"apply of weight version {manifest.version} failed: {problem}")
         return results
 
     def forget(self) -> None:
         self.sender.forget()
 
-    async def _prepare(
-        self, members: Sequence[Member], manifest: WeightManifest, *, torn: bool = False
-    ) -> Mapping[str, float]:
-        return await self.prepare(members, self.sender.addressed(manifest), torn=torn)
+    async def _prepare(self, members: Sequence[Member], manifest: WeightManifest) -> Mapping[str, float]:
+        return await self.prepare(members, self.sender.addressed(manifest))
 
     def holds(self, members: Sequence[Member]) -> bool:
         """Return whether the group is whole and has exactly these engine instances."""
         return self.sender.formed() and self._joined == tuple(member.control for member in members)
 
-    async def gather(self, members: Sequence[Member], *, torn: bool = False) -> list[Member]:
+    async def gather(self, members: Sequence[Member]) -> list[Member]:
         """Form the group of these engines while they generate, and return its engines.
 
-        An engine that does not join is DEAD. `torn`: they already hold half of the version.
+        An engine that does not join is DEAD.
 
         WeightsError: an engine refuses to join, or none can reach the trainer.
         """
         left = updatable(members)
         while left and not self.holds(left):
             self._joined = ()
-            if await self._form(left, torn=torn):
+            if await self._form(left):
                 self._joined = tuple(member.control for member in left)
             left = updatable(left)
         return left
@@ -117,7 +112,7 @@ class Delivery(Fetching):
             if isinstance(error, TransferError):
                 self.sender.interrupt(str(error))  # it names the engine, for which the others would wait
             else:
-                await self.roster.mark_dead(member, f"apply of new weights failed: {error}", torn=True)
+                await self.roster.mark_dead(member, f"apply of new weights failed: {error}")
 
         async with self._cut_by_a_death(members):
             # The sender may never return, so neither the event loop nor the process waits for its thread.
@@ -151,7 +146,7 @@ class Delivery(Fetching):
             raise error
         return outcome
 
-    async def _form(self, members: Sequence[Member], *, torn: bool) -> bool:
+    async def _form(self, members: Sequence[Member]) -> bool:
         """Try once to form the group; False: an engine has left, or did not join."""
         layouts = [member.layout for member in members]
         invited = await in_thread(lambda: self.sender.invite(layouts))
@@ -163,7 +158,7 @@ class Delivery(Fetching):
             if isinstance(error, (WeightsError, EngineHTTPError)):
                 self.sender.interrupt(f"an engine does not join: {error}")
             else:
-                await self.roster.mark_dead(member, f"did not join the group for new weights: {error}", torn=torn)
+                await self.roster.mark_dead(member, f"did not join the group for new weights: {error}")
 
         async with self._cut_by_a_death(members):
             forming = asyncio.create_task(in_thread(self.sender.form), name="form-group")
@@ -189,7 +184,7 @@ class Delivery(Fetching):
             raise problem
         absent = self.sender.absent(layouts)
         for index in absent:
-            await self.roster.mark_dead(members[index], f"did not join the group for new weights: {problem}", torn=torn)
+            await self.roster.mark_dead(members[index], f"did not join the group for new weights: {problem}")
         if not absent and len(updatable(members)) == len(members):
             raise WeightsError(f"the group for new weights was not formed: {problem}") from problem
         return False

@@ -188,7 +188,7 @@ class Member:
     again: Callable[[], Awaitable[Member]] | None = None
     """Restarts it after its death, or joins it again if others started it; None: it stays dead."""
     torn: str | None = None
-    """The instance in which an update failed, so that its weights may mix two versions; None: none."""
+    """The instance that began to replace its weights and has not confirmed them, so they may mix two versions."""
     foreign: int | None = None
     """`CoreState.foreign` when it was last well; None: not asked since a call of ours that may change it."""
     asleep: frozenset[str] = frozenset()

@@ -204,7 +204,8 @@ class AllOperations(Operations):
             return
         if (wrong := wrong_weights(member, said)) is not None:
             member.asleep = MEMORY_TAGS if said.asleep else member.asleep
-            await self._roster.mark_dead(member, wrong, torn=True)
+            member.torn = member.info.instance
+            await self._roster.mark_dead(member, wrong)
             return
         member.foreign = said.foreign
         if said.paused != self.paused:
@@ -348,12 +349,17 @@ async def command(
     """
     members = roster.live()
     asked = {m.name: m.control for m in members}
+    for member in members if tears else ():
+        member.torn = member.info.instance
 
     async def failed(member: Member, error: PenstockError) -> None:
         if not (refusable and isinstance(error, EngineHTTPError)):
-            await roster.mark_dead(member, f"{what} failed: {error}", torn=tears)
+            await roster.mark_dead(member, f"{what} failed: {error}")
 
-    outcome = await fan_out(members, roster.tears(call) if tears else call, deadline_s=deadline_s, on_failure=failed)
+    outcome = await fan_out(members, call, deadline_s=deadline_s, on_failure=failed)
+    for member in members if tears else ():
+        if member.name in outcome.results:
+            member.torn = None
     # Engines that were spared and not restarted in the call:
     refused = [m for m in members if m.name in outcome.failures and m.state in SERVABLE and m.control is asked[m.name]]
     if refused and not outcome.results:

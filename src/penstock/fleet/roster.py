@@ -11,7 +11,6 @@ from typing import Any, Protocol, TypeVar
 
 from penstock.aio import Changes
 from penstock.engine.capabilities import Capabilities
-from penstock.engine.control import ControlClient
 from penstock.errors import (
     DeadlineError,
     EngineDeadError,
@@ -19,7 +18,7 @@ from penstock.errors import (
     StateError,
     UserError,
 )
-from penstock.fleet.member import SERVABLE, Call, Member, State, ask, updatable, why
+from penstock.fleet.member import SERVABLE, Member, State, ask, updatable, why
 from penstock.rooms import plugged_in
 from penstock.router.admin_client import RouterState
 from penstock.router.memory import Membership
@@ -117,7 +116,6 @@ class Roster(Changes):
         self.occupation = Occupation()
         """Calls under way that may keep engines from answering others."""
         self.admin = admin
-        self._tearing: set[ControlClient] = set()
         self._closed = closed
         self.policy: Mapping[str, Any] = {}
         """Policy options that override the router's own."""
@@ -311,15 +309,11 @@ class Roster(Changes):
 
     # --- the engines -------------------------------------------------------------------------------------------------
 
-    async def mark_dead(self, member: Member, reason: str, *, torn: bool = False) -> None:
+    async def mark_dead(self, member: Member, reason: str) -> None:
         """Make a failed engine DEAD, take it from the router, and kill its process.
 
-        The first reason stays. `torn` weights may be half written; a later caller may be the first to know. A torn
-        server of others is at least paused, for clients that do not use this router.
+        The first reason stays. A torn server of others is at least paused, for clients that do not use this router.
         """
-        torn = torn or member.control in self._tearing
-        if torn and member.torn is None:
-            member.torn = member.info.instance
         if member.state is State.STOPPED:
             return
         if member.state not in {State.DEAD, State.LAUNCHING}:  # LAUNCHING: it has died, and is being restarted
@@ -328,20 +322,8 @@ class Roster(Changes):
                 member.process.kill()  # half updated or hung, it must not serve direct clients either
             self.announce()
             await self.push_or_defer(f"engine {member.name} died")
-        if torn and member.process is None:
+        if member.torn is not None and member.process is None:
             try:
                 await ask(member, lambda engine: engine.release(), deadline_s=SILENCING_S)
             except PenstockError as error:
                 logger.warning("engine %s may make tokens of unconfirmed weights: %s", member.name, error)
-
-    def tears(self, call: Call[T]) -> Call[T]:
-        """Wrap a `call` that replaces weights: an engine that dies during it is torn."""
-
-        async def tearing(engine: ControlClient) -> T:
-            self._tearing.add(engine)
-            try:
-                return await call(engine)
-            finally:
-                self._tearing.discard(engine)
-
-        return tearing

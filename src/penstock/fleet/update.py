@@ -51,18 +51,14 @@ class Fetching:
         """Make every engine apply a version by `call`; one that fails is DEAD."""
 
         async def failed(member: Member, error: PenstockError) -> None:
-            await self.roster.mark_dead(
-                member, f"apply of weight version {manifest.version} failed: {error}", torn=True
-            )
+            await self.roster.mark_dead(member, f"apply of weight version {manifest.version} failed: {error}")
 
         return (await fan_out(members, call, deadline_s=self.deadline_s, on_failure=failed)).results
 
     def forget(self) -> None:
         """Free the published version."""
 
-    async def prepare(
-        self, members: Sequence[Member], manifest: WeightManifest, *, torn: bool = False
-    ) -> Mapping[str, float]:
+    async def prepare(self, members: Sequence[Member], manifest: WeightManifest) -> Mapping[str, float]:
         """Make engines prepare a version; raise a refusal; on other errors one is DEAD."""
 
         async def seconds(engine: ControlClient) -> float:
@@ -72,8 +68,7 @@ class Fetching:
 
         async def failed(member: Member, error: PenstockError) -> None:
             if not isinstance(error, UserError):
-                reason = f"prepare of weight version {manifest.version} failed: {error}"
-                await self.roster.mark_dead(member, reason, torn=torn)
+                await self.roster.mark_dead(member, f"prepare of weight version {manifest.version} failed: {error}")
 
         outcome = await fan_out(members, seconds, deadline_s=self.deadline_s, on_failure=failed)
         for error in outcome.failures.values():
@@ -197,15 +192,18 @@ class Updater:
         if kv == "keep":  # for `keep_in_flight`, engines report which tokens attend to kept KV
             self.roster.keep_kv(version)
 
+        for member in members:
+            member.torn = member.info.instance  # until it has a version that is committed
+
         async def call(engine: ControlClient) -> EngineUpdate:
             return await engine.apply_weights(version, kv=kv)
 
-        results = await way.apply(members, manifest, self.roster.tears(call))
+        results = await way.apply(members, manifest, call)
         layouts = {m.name: m.layout for m in members if m.name in results}
         odd = odd_ones_out({name: update.checksum for name, update in results.items()}, layouts)
         for member in members:
             if member.name in odd:
-                await self.roster.mark_dead(member, f"weight version {version}: {odd[member.name]}", torn=True)
+                await self.roster.mark_dead(member, f"weight version {version}: {odd[member.name]}")
         return results
 
     async def _roll_back(self, members: Sequence[Member], version: int) -> None:
@@ -213,17 +211,17 @@ class Updater:
         before = self.store.current
         if before is None or before.version != self.roster.version:
             for member in members:  # loaded from disk, or sent natively: no process here has the bytes
-                await self.roster.mark_dead(
-                    member, f"holds weight version {version}, which was not committed", torn=True
-                )
+                await self.roster.mark_dead(member, f"holds weight version {version}, which was not committed")
             return
 
         async def failed(member: Member, error: PenstockError) -> None:
-            await self.roster.mark_dead(
-                member, f"going back to weight version {before.version} failed: {error}", torn=True
-            )
+            await self.roster.mark_dead(member, f"going back to weight version {before.version} failed: {error}")
 
-        await fan_out(members, lambda engine: put(engine, before), deadline_s=2 * self.deadline_s, on_failure=failed)
+        back = await fan_out(
+            members, lambda engine: put(engine, before), deadline_s=2 * self.deadline_s, on_failure=failed
+        )
+        for member in members:
+            member.torn = None if member.name in back.results else member.torn
 
     def _need(self, members: Sequence[Member], version: int, when: str) -> None:
         if len(members) >= self.min_engines:
