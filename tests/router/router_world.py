@@ -157,7 +157,7 @@ class World:
         def quiet() -> bool:
             self.collect()
             have = Counter(pending.engine for pending in self.pending if in_the_set(pending))
-            known = {name: engine.view.outstanding for name, engine in self.dispatcher.placement.engines.items()}
+            known = {name: engine.outstanding for name, engine in self.dispatcher.placement.engines.items()}
             told = all(have[name] == outstanding for name, outstanding in known.items())
             return told and len(self.asked) == len(self.pending) + len(self.dispatcher.gate)
 

@@ -6,7 +6,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ import pytest
 from penstock.prefix_hash import prefix_hashes
 from penstock.router.memory import Engine, EngineEntry, SessionTable
 from penstock.router.placement import Placement
-from penstock.router.policies import Defer, EngineView, Hints
+from penstock.router.policies import Defer, Hints
 from penstock.settings import RouterConfig
 
 
@@ -36,9 +36,6 @@ class NamedPlacement:
 
     def report_kv(self, name: str, **given: Any) -> None:
         self.own.report_kv(self.own.engines[name], **given)
-
-    def views(self) -> Mapping[str, EngineView]:
-        return {name: engine.view for name, engine in self.own.engines.items()}
 
 
 def entries(count: int, **more: object) -> list[EngineEntry]:
@@ -67,7 +64,7 @@ def turn(
 
 
 def resident(p: NamedPlacement) -> dict[str, int]:
-    return {name: view.resident_tokens for name, view in p.views().items()}
+    return {name: engine.resident_tokens for name, engine in p.engines.items()}
 
 
 def test_a_session_stays_and_what_lives_there_is_counted() -> None:
@@ -79,7 +76,7 @@ def test_a_session_stays_and_what_lives_there_is_counted() -> None:
     request = Hints("s", prompt_tokens=1500, expected_tokens=200)
     assert p.place(request, 1.0) == home
     assert resident(p)[home] == 1700
-    assert (p.views()[home].outstanding, p.views()[home].outstanding_tokens) == (1, 1700)
+    assert (p.engines[home].outstanding, p.engines[home].outstanding_tokens) == (1, 1700)
     p.done(request, home, 2.0)
     assert resident(p)[home] == 1500, "what the answer added is known at the next turn"
     assert turn(p, "s", 3.0, tokens=1600) == home
@@ -201,9 +198,9 @@ def test_kv_usage_is_what_the_engine_said_and_what_came_since() -> None:
     p.report_kv("e1", kv_usage=0.25, kv_capacity=1000)
     request = Hints(prompt_tokens=100)
     assert [p.place(request, 0.0) for _ in range(4)] == ["e1", "e0", "e1", "e0"]
-    assert p.views()["e0"].kv_usage == pytest.approx(0.5)
+    assert p.engines["e0"].kv_usage == pytest.approx(0.5)
     p.report_kv("e0", kv_usage=0.5, kv_capacity=1000)
-    assert p.views()["e0"].kv_usage == pytest.approx(0.5)
+    assert p.engines["e0"].kv_usage == pytest.approx(0.5)
 
 
 def test_every_process_places_alike() -> None:

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from penstock.prefix_hash import BLOCK, MOST, parse_prefix_hashes, prefix_hashes, stride_of
 from penstock.router.kv import Prefixes
 from penstock.router.memory import Engine, EngineEntry
-from penstock.router.policies import PrefixHolder
 
 
 def boundaries(token_ids: list[int]) -> list[tuple[int, bytes]]:
@@ -85,8 +84,8 @@ def test_holders_come_with_their_longest_beginning() -> None:
     prefixes.note(engines["e1"], boundaries(prompt[:256]))
     prefixes.note(engines["e2"], boundaries([9] * 640))
     found = prefixes.holders(boundaries([*prompt, *[5] * 64]), 3)
-    assert found == (PrefixHolder("e0", 640), PrefixHolder("e1", 256))
-    assert prefixes.holders(boundaries([8] * 64), 3) == ()
+    assert found == {"e0": 640, "e1": 256}
+    assert prefixes.holders(boundaries([8] * 64), 3) == {}
 
 
 def test_the_table_is_bounded_and_forgets_what_was_not_used() -> None:
@@ -97,5 +96,5 @@ def test_the_table_is_bounded_and_forgets_what_was_not_used() -> None:
         prefixes.note(engines["e0"], used)
         prefixes.note(engines["e0"], boundaries([i + 2] * 128))
         assert len(prefixes) <= 10
-    assert prefixes.holders(used, 3) == (PrefixHolder("e0", 128),)
-    assert prefixes.holders(boundaries([2] * 128), 3) == ()
+    assert prefixes.holders(used, 3) == {"e0": 128}
+    assert prefixes.holders(boundaries([2] * 128), 3) == {}

@@ -213,8 +213,8 @@ class RouterMachine(RuleBasedStateMachine):
         )
         assert metrics.requests == world.count == sum(world.over.values())
         assert (len(dispatcher.gate), dispatcher.gate.held_bytes) == (0, 0)
-        for view in (engine.view for engine in dispatcher.placement.engines.values()):
-            assert (view.outstanding, view.outstanding_tokens, view.resident_tokens) == (0, 0, 0)
+        for engine in dispatcher.backends.values():
+            assert (engine.outstanding, engine.outstanding_tokens, engine.resident_tokens) == (0, 0, 0)
 
 
 def test_nothing_is_lost_whatever_happens() -> None:

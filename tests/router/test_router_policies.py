@@ -11,26 +11,29 @@ import pytest
 from penstock.config import load_config
 from penstock.errors import ConfigError
 from penstock.rooms import plugged_as, plugged_in
+from penstock.router.memory import Engine, EngineEntry
 from penstock.router.policies import (
     Defer,
-    EngineView,
     Policies,
     Policy,
-    PrefixHolder,
     RequestView,
-    Snapshot,
     rendezvous,
 )
 from penstock.settings import PolicyName, RouterConfig, validate
 
 
-def fleet(*outstanding: int, **columns: Sequence[float]) -> tuple[EngineView, ...]:
+def fleet(*outstanding: int, kv_usage: Sequence[float] = (), **columns: Sequence[float]) -> list[Engine]:
     """Engines e0, e1, ... with so many requests; columns give other figures."""
-    given = [{name: values[i] for name, values in columns.items()} for i in range(len(outstanding))]
-    return tuple(EngineView(f"e{i}", outstanding=n, **given[i]) for i, n in enumerate(outstanding))
+    engines = [Engine(EngineEntry(f"e{i}", f"http://h:{i + 1}")) for i in range(len(outstanding))]
+    for engine, usage in zip(engines, kv_usage, strict=False):
+        engine.report_kv(usage, 0)
+    for name, values in {**columns, "outstanding": outstanding}.items():
+        for engine, value in zip(engines, values, strict=True):
+            setattr(engine, name, value)
+    return engines
 
 
-def resident(*tokens: int, **columns: Sequence[float]) -> tuple[EngineView, ...]:
+def resident(*tokens: int, **columns: Sequence[float]) -> list[Engine]:
     return fleet(*[0] * len(tokens), resident_tokens=tokens, **columns)
 
 
@@ -39,14 +42,14 @@ def policy(name: str, **options: float) -> Policy:
 
 
 def choose(
-    name: str, engines: Sequence[EngineView], request: RequestView | None = None, placed: int = 0, **options: float
+    name: str, engines: Sequence[Engine], request: RequestView | None = None, placed: int = 0, **options: float
 ) -> str | Defer:
-    answer = policy(name, **options).choose(Snapshot.of(engines, placed), request or RequestView())
+    answer = policy(name, **options).choose(engines, (request or RequestView())._replace(placed=placed))
     return answer if isinstance(answer, Defer) else answer.name
 
 
 def chosen(
-    name: str, engines: Sequence[EngineView], request: Callable[[int], RequestView] | None, times: int, **options: float
+    name: str, engines: Sequence[Engine], request: Callable[[int], RequestView] | None, times: int, **options: float
 ) -> list[str | Defer]:
     return [choose(name, engines, request and request(i), i, **options) for i in range(times)]
 
@@ -75,7 +78,7 @@ def test_kv_cache(usage: Sequence[float], outstanding: Sequence[int], expected: 
 
 # --- by prefix -------------------------------------------------------------------------------------------------------
 
-HELD = (PrefixHolder("e2", 8192), PrefixHolder("e1", 4096), PrefixHolder("e0", 1024))
+HELD = {"e2": 8192, "e1": 4096, "e0": 1024}
 
 
 @pytest.mark.parametrize(
@@ -91,12 +94,12 @@ HELD = (PrefixHolder("e2", 8192), PrefixHolder("e1", 4096), PrefixHolder("e0", 1
     ],
 )
 def test_prefix_aware(outstanding: Sequence[int], options: dict[str, float], expected: str | Defer) -> None:
-    assert choose("prefix-aware", fleet(*outstanding), RequestView(prefix_holders=HELD), **options) == expected
+    assert choose("prefix-aware", fleet(*outstanding), RequestView(prefixes=HELD), **options) == expected
 
 
 def test_prefix_aware_takes_the_idlest_of_equal_holders_and_none_that_may_not_serve() -> None:
-    equal = (PrefixHolder("gone", 9999), PrefixHolder("e0", 4096), PrefixHolder("e1", 4096))
-    assert choose("prefix-aware", fleet(3, 2, 1), RequestView(prefix_holders=equal)) == "e1"
+    equal = {"gone": 9999, "e0": 4096, "e1": 4096}
+    assert choose("prefix-aware", fleet(3, 2, 1), RequestView(prefixes=equal)) == "e1"
     assert choose("prefix-aware", fleet(3, 2, 1), RequestView()) is Defer.PASS
 
 
@@ -114,7 +117,7 @@ BOUNDED = "bounded-sticky"
 TIGHT = {"slack_tokens": 1000}
 
 
-def later(home: EngineView, tokens: int = 1000) -> RequestView:
+def later(home: Engine, tokens: int = 1000) -> RequestView:
     return RequestView("s", home, tokens, known=True, prompt_tokens=tokens, expected_tokens=100)
 
 
@@ -170,17 +173,17 @@ def test_a_move_does_not_call_for_its_return() -> None:
 @pytest.mark.parametrize(
     ("request_", "options", "expected"),
     [
-        (RequestView(prompt_tokens=5000, prefix_holders=(PrefixHolder("e2", 4096),)), {}, "e2"),
-        (RequestView(prompt_tokens=5000, prefix_holders=(PrefixHolder("e2", 1024),)), {}, "e0"),
-        (RequestView(prompt_tokens=5000, prefix_holders=(PrefixHolder("e2", 2500),)), {"prefix_length": 2600}, "e0"),
-        (RequestView(prompt_tokens=9000, prefix_holders=(PrefixHolder("e2", 4096),)), {}, "e0"),  # less than half
-        (RequestView(prompt_tokens=5000, prefix_holders=(PrefixHolder("e1", 4096),)), {}, "e0"),  # over the bound
+        (RequestView(prompt_tokens=5000, prefixes={"e2": 4096}), {}, "e2"),
+        (RequestView(prompt_tokens=5000, prefixes={"e2": 1024}), {}, "e0"),
+        (RequestView(prompt_tokens=5000, prefixes={"e2": 2500}), {"prefix_length": 2600}, "e0"),
+        (RequestView(prompt_tokens=9000, prefixes={"e2": 4096}), {}, "e0"),  # less than half
+        (RequestView(prompt_tokens=5000, prefixes={"e1": 4096}), {}, "e0"),  # over the bound
         (
-            RequestView(prompt_tokens=5000, prefix_holders=(PrefixHolder("e1", 4096), PrefixHolder("e2", 2560))),
+            RequestView(prompt_tokens=5000, prefixes={"e1": 4096, "e2": 2560}),
             {},
             "e2",
         ),
-        (RequestView(prompt_tokens=5000, prefix_holders=(PrefixHolder("gone", 4096),)), {}, "e0"),
+        (RequestView(prompt_tokens=5000, prefixes={"gone": 4096}), {}, "e0"),
     ],
 )
 def test_a_shared_beginning_restricts_to_its_holders(
@@ -190,17 +193,17 @@ def test_a_shared_beginning_restricts_to_its_holders(
 
 
 def test_samples_of_a_group_are_spread_before_they_share_a_prompt() -> None:
-    group = (("e0", 2), ("e1", 1))
+    group = {"e0": 2, "e1": 1}
     engines = resident(100, 200, 300)
     assert choose(BOUNDED, engines, RequestView(group=group)) == "e2"
-    held = (PrefixHolder("e0", 4096),)
-    assert choose(BOUNDED, engines, RequestView(group=group, prompt_tokens=4096, prefix_holders=held)) == "e2"
-    everywhere = tuple(PrefixHolder(f"e{i}", 4096) for i in range(2))
-    evened = RequestView(group=(("e0", 1), ("e1", 1), ("e2", 1)), prompt_tokens=4096, prefix_holders=everywhere)
+    held = {"e0": 4096}
+    assert choose(BOUNDED, engines, RequestView(group=group, prompt_tokens=4096, prefixes=held)) == "e2"
+    everywhere = {"e0": 4096, "e1": 4096}
+    evened = RequestView(group={"e0": 1, "e1": 1, "e2": 1}, prompt_tokens=4096, prefixes=everywhere)
     assert choose(BOUNDED, engines, evened) == "e0"
     far = resident(100, 200, 300_000)
     assert choose(BOUNDED, far, RequestView(group=group), **TIGHT) == "e1", "spread within the bound only"
-    uneven, once = resident(50_000, 50_500, 54_000), RequestView(group=(("e0", 1), ("e1", 1)))
+    uneven, once = resident(50_000, 50_500, 54_000), RequestView(group={"e0": 1, "e1": 1})
     assert choose(BOUNDED, uneven, once) == "e2"
     assert choose(BOUNDED, uneven, once, **TIGHT) == "e0", "a group breaks near ties, no more"
 
@@ -242,11 +245,11 @@ def test_an_empty_engine_and_one_that_has_not_said_always_have_room() -> None:
 def test_a_list_asks_the_next_where_one_has_no_opinion() -> None:
     listed = Policies(RouterConfig(policy="prefix-aware,kv-cache"))
     by_usage, silent = fleet(0, 5, 0, kv_usage=(0.9, 0.1, 0.9)), fleet(7, 5, 6)
-    held = RequestView(prefix_holders=(PrefixHolder("e2", 4096),))
-    assert listed.ask(Snapshot.of(by_usage), held)[0] == "prefix-aware"
-    assert listed.ask(Snapshot.of(by_usage), held)[1] == by_usage[2]
-    assert listed.ask(Snapshot.of(by_usage), RequestView()) == ("kv-cache", by_usage[1])
-    assert listed.ask(Snapshot.of(silent), RequestView()) == ("requests", silent[1])
+    held = RequestView(prefixes={"e2": 4096})
+    assert listed.ask(by_usage, held)[0] == "prefix-aware"
+    assert listed.ask(by_usage, held)[1] == by_usage[2]
+    assert listed.ask(by_usage, RequestView()) == ("kv-cache", by_usage[1])
+    assert listed.ask(silent, RequestView()) == ("requests", silent[1])
 
 
 def test_configured_names_are_those_of_the_registry() -> None:

@@ -98,13 +98,13 @@ class BackendConnection(asyncio.BufferedProtocol):
 class Backend(Engine):
     """One engine with its pool of connections and its counts."""
 
-    openings = 0
+    breaker_openings = 0
     """Times that the breaker opened."""
     dead_answers = 0
     """Answers that reported a dead engine core."""
     failure = ""
     """Cause in the last such answer; empty: none came."""
-    sent = 0
+    requests = 0
     """Requests sent by this process."""
     fields: bytes
     """Header lines that the router adds to every request for this engine."""

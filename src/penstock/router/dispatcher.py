@@ -34,6 +34,13 @@ _SLICE = 64
 """Most requests placed in one turn of the event loop, so that ten thousand of them do not delay new connections."""
 
 
+_FIGURES = (
+    "name", "weight_version", "down", "outstanding", "requests", "outstanding_tokens", "resident_tokens", "sessions",
+    "kv_usage", "kv_capacity", "breaker_openings", "dead_answers", "failure",
+)  # fmt: skip
+"""Attributes of `Backend` that its state shows."""
+
+
 class Wait(Enum):
     """The event that a request waits for."""
 
@@ -300,7 +307,7 @@ class Dispatcher:
             return Wait.ROOM  # it opens a session, as the requests that wait for room do
         found = placement.place(request, time.monotonic(), waiter.tried)
         if isinstance(found, Backend):
-            found.sent += 1
+            found.requests += 1
             return found
         if found is Defer.WAIT:
             return Wait.ROOM
@@ -336,7 +343,7 @@ class Dispatcher:
         """Open the breaker of an engine that refused a connection or is dead."""
         if backend.left or backend.down:
             return
-        backend.openings += 1
+        backend.breaker_openings += 1
         self.placement.mark(backend, down=True)
         self.gate.room()
         asyncio.get_running_loop().call_later(_DEAD_S if dead else _DOWN_S, self._close_breaker, backend)
@@ -375,20 +382,11 @@ class Dispatcher:
         )
 
     def _load_of(self, backend: Backend) -> EngineLoad:
-        entry, view = backend.entry, backend.view
+        drained = backend.entry.draining and not backend.outstanding and not backend.sessions
         return EngineLoad(
-            **view._asdict(),
-            url=entry.url,
-            eligible=entry.eligible,
-            draining=entry.draining,
-            dp_rank=entry.dp_rank,
-            drained=entry.draining and not view.outstanding and not backend.sessions,
-            down=backend.down,
-            breaker_openings=backend.openings,
-            dead_answers=backend.dead_answers,
-            failure=backend.failure,
-            sessions=backend.sessions,
-            requests=backend.sent,
+            **{name: getattr(backend.entry, name) for name in ("url", "eligible", "draining", "dp_rank")},
+            **{name: getattr(backend, name) for name in _FIGURES},
+            drained=drained,
         )
 
     async def close(self) -> None:

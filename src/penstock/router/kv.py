@@ -13,7 +13,6 @@ from penstock.prefix_hash import parse_prefix_hashes
 from penstock.router.backend import Backend
 from penstock.router.dispatcher import Dispatcher
 from penstock.router.memory import Engine
-from penstock.router.policies import PrefixHolder
 
 # --- usage ------------------------------------------------------------------------------------------------------------
 
@@ -120,16 +119,16 @@ class Prefixes:
         while len(holders) > self._capacity:
             holders.popitem(last=False)
 
-    def holders(self, boundaries: Sequence[tuple[int, bytes]], most: int) -> tuple[PrefixHolder, ...]:
-        """Return up to `most` engines that have seen one of these prefixes, longest first."""
-        found: dict[Engine, PrefixHolder] = {}
+    def holders(self, boundaries: Sequence[tuple[int, bytes]], most: int) -> dict[str, int]:
+        """Return the names of up to `most` engines that have seen one of these prefixes, with the longest's tokens."""
+        found: dict[str, int] = {}
         for tokens, digest in reversed(boundaries):
             for engine, filling in self._holders.get(digest, {}).items():
-                if engine not in found and _has(engine, filling):
-                    found[engine] = PrefixHolder(engine.name, tokens)
+                if engine.name not in found and _has(engine, filling):
+                    found[engine.name] = tokens
             if len(found) == most:
                 break
-        return tuple(found.values())
+        return found
 
 
 def _has(engine: Engine, filling: int) -> bool:

@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, ConfigDict, Field
 
 from penstock.errors import StateError, UserError
-from penstock.router.policies import EngineView
 
 # --- the fleet's announcement: always the full set with an epoch, never a delta --------------------------------------
 
@@ -101,29 +100,32 @@ class Membership:
 
 
 class Engine:
-    """One engine as it was announced, with its load and its present state."""
+    """One engine as it was announced, with its load and its present state. Policies read it and change nothing."""
 
     down = False
     """Whether the breaker is open: a connection was refused, or an answer reported a dead core."""
     left = False
     """Whether it has left the set; its sessions then have no home."""
-    kv_usage = -1.0
+    outstanding = 0
+    """Requests sent and not answered in full."""
+    outstanding_tokens = 0
+    """Prompt and expected tokens of those requests."""
+    resident_tokens = 0
+    """Tokens of context that live there: of sessions that count, and those that requests in flight add (all tokens of a
+    request without a session)."""
+    sessions = 0
+    """Sessions that live there."""
     kv_capacity = 0
-    kv_reported_at = 0
-    """Tokens in flight when it reported its KV usage."""
-    requests = tokens = resident = 0
-    """Load in flight: requests; their prompt and expected tokens; and the tokens that no session's context includes yet
-    (all tokens of a request without a session, else the tokens that it may add)."""
-    sessions = context = 0
-    """Sessions that live there, and the tokens of those that count."""
+    """Tokens that its KV cache holds; 0: unknown."""
     fillings = 0
     """Times that its cache was emptied."""
+    _kv_reported = -1.0
+    _kv_reported_at = 0
+    """Tokens in flight when it reported its KV usage."""
 
     def __init__(self, entry: EngineEntry) -> None:
         self.name = entry.name
         self.announce(entry)
-        self.view = self.look()
-        """The engine as policies see it."""
 
     def announce(self, entry: EngineEntry) -> None:
         self.entry = entry
@@ -139,18 +141,22 @@ class Engine:
         """Whether any request may go there."""
         return self.serves and not self.entry.draining
 
+    @property
+    def kv_usage(self) -> float:
+        """Fraction of its KV cache in use: the last report and tokens placed since, so it may exceed 1; -1: unknown."""
+        placed = self.outstanding_tokens - self._kv_reported_at
+        if placed > 0 and self.kv_capacity and self._kv_reported >= 0:
+            return self._kv_reported + placed / self.kv_capacity
+        return self._kv_reported
+
+    def report_kv(self, usage: float, capacity: int) -> None:
+        self._kv_reported, self.kv_capacity, self._kv_reported_at = usage, capacity, self.outstanding_tokens
+
     def add(self, requests: int, tokens: int, resident: int) -> None:
         """Add to the load in flight; negative values take a finished request out again."""
-        self.requests += requests
-        self.tokens += tokens
-        self.resident += resident
-
-    def look(self) -> EngineView:
-        usage = self.kv_usage
-        if self.tokens > self.kv_reported_at and self.kv_capacity and usage >= 0:
-            usage += (self.tokens - self.kv_reported_at) / self.kv_capacity
-        resident = self.resident + self.context
-        return EngineView(self.name, self.weight_version, self.requests, self.tokens, resident, usage, self.kv_capacity)
+        self.outstanding += requests
+        self.outstanding_tokens += tokens
+        self.resident_tokens += resident
 
 
 @dataclass(slots=True)
@@ -188,7 +194,7 @@ class SessionTable:
         """Note that a session lives on `engine` with `tokens` of context; `now`: seconds."""
         record = self._counted.get(session_id)
         if record is not None and record.engine is engine:  # a later turn that stays
-            engine.context += tokens - record.tokens
+            engine.resident_tokens += tokens - record.tokens
             record.tokens = tokens
             record.used = now
             self._counted.move_to_end(session_id)
@@ -197,7 +203,7 @@ class SessionTable:
         if len(self) >= self._capacity:
             self.drop(next(iter(self._idle or self._counted)))
         engine.sessions += 1
-        engine.context += tokens
+        engine.resident_tokens += tokens
         self._counted[session_id] = Session(engine, tokens, now)
 
     def touch(self, session_id: str, now: float) -> None:
@@ -210,7 +216,7 @@ class SessionTable:
         """Forget a session; return its record, or None if it was unknown."""
         record = self._counted.pop(session_id, None)
         if record is not None:
-            record.engine.context -= record.tokens
+            record.engine.resident_tokens -= record.tokens
         else:
             record = self._idle.pop(session_id, None)
         if record is not None:
@@ -228,7 +234,7 @@ class SessionTable:
             if record.used >= idle_before:
                 break
             del self._counted[session_id]
-            record.engine.context -= record.tokens
+            record.engine.resident_tokens -= record.tokens
             self._idle[session_id] = record
             ceased += 1
         while self._idle:

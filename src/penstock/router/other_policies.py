@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from penstock.router.policies import Defer, EngineView, Policy, RequestView, Snapshot
+from collections.abc import Sequence
+
+from penstock.router.memory import Engine
+from penstock.router.policies import Defer, Policy, RequestView
 
 
 class RoundRobin(Policy):
     """Takes the engines in turn, with or without sessions."""
 
-    def choose(self, snapshot: Snapshot, request: RequestView) -> EngineView:  # noqa: ARG002 - the interface
-        return snapshot.engines[snapshot.placed % len(snapshot.engines)]
+    def choose(self, engines: Sequence[Engine], request: RequestView) -> Engine:
+        return engines[request.placed % len(engines)]
 
 
 class KVCache(Policy):
@@ -18,11 +21,11 @@ class KVCache(Policy):
     It ignores engines that have reported no usage. If none has reported any, it has no opinion.
     """
 
-    def choose(self, snapshot: Snapshot, request: RequestView) -> EngineView | Defer:  # noqa: ARG002 - the interface
-        known = [engine for engine in snapshot.engines if engine.kv_usage >= 0]
+    def choose(self, engines: Sequence[Engine], request: RequestView) -> Engine | Defer:
+        known = [engine for engine in engines if engine.kv_usage >= 0]
         if not known:
             return Defer.PASS
-        start = snapshot.placed % len(known)  # equals take turns
+        start = request.placed % len(known)  # equals take turns
         return min(known[start:] + known[:start], key=lambda engine: (engine.kv_usage, engine.outstanding))
 
 
@@ -36,11 +39,10 @@ class PrefixAware(Policy):
 
     reads_prefixes = True
 
-    def choose(self, snapshot: Snapshot, request: RequestView) -> EngineView | Defer:
-        held = {h.engine: h.tokens for h in request.prefix_holders if h.tokens >= self._config.prefix_length}
+    def choose(self, engines: Sequence[Engine], request: RequestView) -> Engine | Defer:
+        held = {name: tokens for name, tokens in request.prefixes.items() if tokens >= self._config.prefix_length}
         if not held:
             return Defer.PASS
-        engines = snapshot.engines
         most = self._config.overload_threshold * max(1.0, sum([e.outstanding for e in engines]) / len(engines))
         able = [e for e in engines if e.name in held and e.outstanding <= most]
         return max(able, key=lambda e: (held[e.name], -e.outstanding)) if able else Defer.PASS

@@ -12,13 +12,14 @@ from typing import Any
 
 from penstock.rooms import plugged_in
 from penstock.router.memory import Engine, EngineEntry, Session, SessionStats, SessionTable
-from penstock.router.policies import Defer, Hints, Policies, RequestView, Snapshot
+from penstock.router.policies import Defer, Hints, Policies, RequestView
 from penstock.settings import RouterConfig
 
 MOST_GROUPS = 16_384
 """Most groups that are remembered; one more replaces the least recently used."""
 MOST_TOKENS = 1 << 20
 """Most tokens that a request's headers can claim if no engine reports a limit: today's longest contexts."""
+_NO_SAMPLES: Counter[str] = Counter()
 
 
 class Placement:
@@ -92,7 +93,7 @@ class Placement:
 
     def report_kv(self, engine: Engine, *, kv_usage: float, kv_capacity: int) -> None:
         """Note an engine's report of its KV cache; negative usage and capacity 0: unknown."""
-        engine.kv_usage, engine.kv_capacity, engine.kv_reported_at = kv_usage, kv_capacity, engine.tokens
+        engine.report_kv(kv_usage, kv_capacity)
         self._arrange()
 
     # --- requests ----------------------------------------------------------------------------------------------------
@@ -114,8 +115,8 @@ class Placement:
         home = None if record is None else self._home(record.engine, request, tried)
         if home is not None and not home.takes_new:
             return self._record(request, now, tried, record, home, home, "draining")
-        snapshot = self._snapshot(request, tried)
-        if snapshot is None:
+        engines = self._able(request, tried)
+        if not engines:
             return None
         boundaries = ()
         if self._policy.reads_prefixes and request.prefix_hashes:
@@ -123,22 +124,22 @@ class Placement:
         group_id = None if home is not None else request.group_id
         seen = RequestView(
             session_id,
-            None if home is None else home.view,
+            home,
             0 if record is None else record.tokens,
             record is not None,
             request.prompt_tokens,
             int(request.expected_tokens * self._added_share),
-            self._prefixes.holders(boundaries, len(self.engines)) if boundaries else (),
-            tuple(self._groups[group_id].items()) if group_id in self._groups else (),
+            self._prefixes.holders(boundaries, len(self.engines)) if boundaries else {},
+            self._groups.get(group_id or "", _NO_SAMPLES),
+            self._placed,
         )
-        rule, answer = self._policy.ask(snapshot, seen)
-        if isinstance(answer, Defer):
-            return answer
-        engine = self.engines[answer.name]
+        rule, engine = self._policy.ask(engines, seen)
+        if isinstance(engine, Defer):
+            return engine
         if boundaries:
             self._prefixes.note(engine, boundaries, self.config.prefix_length)
         if group_id is not None:
-            self._groups.setdefault(group_id, Counter())[answer.name] += 1
+            self._groups.setdefault(group_id, Counter())[engine.name] += 1
             self._groups.move_to_end(group_id)
             if len(self._groups) > MOST_GROUPS:
                 self._groups.popitem(last=False)
@@ -157,7 +158,7 @@ class Placement:
 
     def could_serve(self, request: Hints) -> bool:
         """Return whether an engine may serve the request if none counted as tried."""
-        return self._snapshot(request, ()) is not None
+        return bool(self._able(request, ()))
 
     def done(self, request: Hints, engine: Engine, now: float) -> None:
         """Stop counting a request on an engine, once for each answer of `place`."""
@@ -174,14 +175,10 @@ class Placement:
                 del self._in_flight[session_id]
             self.sessions.touch(session_id, now)
             self._stats.ended += 1
-        engine.view = engine.look()
 
     def finish_session(self, session_id: str) -> bool:
         """Forget a session that has ended; return False if it was not known."""
-        record = self.sessions.drop(session_id)
-        if record is not None:
-            record.engine.view = record.engine.look()
-        return record is not None
+        return self.sessions.drop(session_id) is not None
 
     def expire(self, now: float) -> int:
         """Forget sessions unused for `session_ttl_s`; stop counting idle ones as resident.
@@ -197,30 +194,25 @@ class Placement:
         ttl = self.config.session_ttl_s
         idle = min(ttl, self._stats.idle_s)
         self._added_share = self._stats.added_share
-        ceased = self.sessions.expire(idle_before=now - idle, gone_before=now - ttl)
-        if ceased:
-            self._arrange()
-        return ceased
+        return self.sessions.expire(idle_before=now - idle, gone_before=now - ttl)
 
     # --- parts of it -------------------------------------------------------------------------------------------------
 
     def _arrange(self) -> None:
-        """Recompute views, open engines and limits after a change of engines or loads."""
+        """Recompute open engines and limits after a change of engines."""
         engines = self.engines.values()
-        for engine in engines:
-            engine.view = engine.look()
         self._open = [engine for engine in engines if engine.takes_new]
         self._oldest = min([engine.weight_version for engine in self._open], default=0)
         limits = [min(filter(None, (e.entry.max_model_len, e.kv_capacity)), default=MOST_TOKENS) for e in engines]
         self.most_tokens = max(limits, default=MOST_TOKENS)
         """Most tokens of one sequence on any engine."""
 
-    def _snapshot(self, request: Hints, tried: Collection[Engine]) -> Snapshot | None:
-        """Return the engines that may serve a new request; None: there is none."""
-        able, version = self._open, request.min_weight_version
-        if version > self._oldest or tried:
-            able = [e for e in able if e.weight_version >= version and e not in tried]
-        return Snapshot.of([e.view for e in able], self._placed) if able else None
+    def _able(self, request: Hints, tried: Collection[Engine]) -> Sequence[Engine]:
+        """Return the engines that may serve a new request."""
+        version = request.min_weight_version
+        if version <= self._oldest and not tried:
+            return self._open
+        return [e for e in self._open if e.weight_version >= version and e not in tried]
 
     def _home(self, home: Engine, request: Hints, tried: Collection[Engine]) -> Engine | None:
         if home in tried or home.weight_version < request.min_weight_version:
@@ -244,20 +236,16 @@ class Placement:
             engine.add(1, tokens, tokens or 1)
             turn = "single"
         else:
-            context, turn, left = request.prompt_tokens, "opened", None
+            context, turn = request.prompt_tokens, "opened"
             if record is not None:
                 context = context or record.tokens
                 if session_id not in self._in_flight and not tried:
                     self._stats.came_back(now - record.used, context - record.tokens, request.expected_tokens)
                 turn = "rehomed" if home is None else "stayed" if home is engine else "moved"
-                left = record.engine
             request.counted_tokens = int(request.expected_tokens * self._added_share)
             engine.add(1, tokens, request.counted_tokens)
             self._in_flight[session_id] = self._in_flight.get(session_id, 0) + 1
             self.sessions.record(session_id, engine, context or 1, now)
-            if left is not None and left is not engine:
-                left.view = left.look()
-        engine.view = engine.look()
         self._placed += 1
         self.rules[rule] += 1
         self.turns[turn] += 1

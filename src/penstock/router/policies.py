@@ -1,41 +1,23 @@
 """Placement policies: their input, their answers, and the default, `bounded-sticky`.
 
-Views are made for every request, so they are named tuples, which take a quarter of a dataclass's time. A policy keeps
-nothing between calls and does no I/O. `penstock.router.placement.Placement` remembers the state: where a session lives,
-which engine holds a prefix, where the other samples of a group went. It passes them in with the request. So the same
-policies run in the router and in the discrete-event fleet of `benchmarks/fleet_sim`.
+A policy keeps nothing between calls, changes nothing and does no I/O. `penstock.router.placement.Placement` remembers
+the state: where a session lives, which engine holds a prefix, where the other samples of a group went. It passes them
+in with the request. So the same policies run in the router and in the discrete-event fleet of `benchmarks/fleet_sim`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from hashlib import blake2b
 from operator import attrgetter
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from penstock.rooms import plugged_in
+from penstock.router.memory import Engine
 from penstock.settings import RouterConfig
-
-
-class EngineView(NamedTuple):
-    """An engine as policies see it."""
-
-    name: str
-    weight_version: int = 0
-    outstanding: int = 0
-    """Requests sent and not answered in full."""
-    outstanding_tokens: int = 0
-    """Prompt and expected tokens of those requests."""
-    resident_tokens: int = 0
-    """Tokens of context that live there: of its sessions, and of requests in flight without a session."""
-    kv_usage: float = -1.0
-    """Fraction of its KV cache in use: the engine's last report plus tokens placed since, so it may exceed 1; -1:
-    unknown."""
-    kv_capacity: int = 0
-    """Tokens that its KV cache holds; 0: unknown."""
 
 
 @dataclass(eq=False)
@@ -58,22 +40,13 @@ class Hints:
     """Tokens of `expected_tokens` that count on the engine; the placement sets it."""
 
 
-class PrefixHolder(NamedTuple):
-    """An engine that has seen a prefix of this prompt."""
-
-    engine: str
-    tokens: int
-    """Length of that prefix."""
-
-
 class RequestView(NamedTuple):
     """A request as policies see it."""
 
     session_id: str | None = None
     """Text of `X-Session-ID`; an integer id and its decimal text are one session."""
-    home: EngineView | None = None
-    """The engine of the snapshot where this session lives; None if it is new, or that engine may not serve this
-    request."""
+    home: Engine | None = None
+    """The engine where this session lives; None if it is new, or that engine may not serve this request."""
     home_tokens: int = 0
     """Tokens of this session's context that are resident there."""
     known: bool = False
@@ -83,25 +56,12 @@ class RequestView(NamedTuple):
     expected_tokens: int = 0
     """Tokens that the answer will probably add, all samples together: `X-Expected-Tokens` times the fraction of it that
     answers usually add; 0: not given."""
-    prefix_holders: tuple[PrefixHolder, ...] = ()
-    """Engines that hold a prefix of this prompt, the longest first; some may not be allowed to serve it."""
-    group: tuple[tuple[str, int], ...] = ()
-    """Placements of the other samples of `X-Group-ID`: (engine, count)."""
-
-
-class Snapshot(NamedTuple):
-    """The engines, at least one, that may serve this request at one moment. Build it with `of`."""
-
-    engines: tuple[EngineView, ...]
-    placed: int
+    prefixes: Mapping[str, int] = {}
+    """Names of engines that hold a prefix of this prompt, with its tokens; some may not be allowed to serve it."""
+    group: Mapping[str, int] = {}
+    """Placements of the other samples of `X-Group-ID`, by the engine's name."""
+    placed: int = 0
     """Requests placed so far by this process, for rotation."""
-    resident_tokens: int
-    """Sum over all `engines`, for the mean."""
-
-    @classmethod
-    def of(cls, engines: Iterable[EngineView], placed: int = 0) -> Self:
-        views = tuple(engines)
-        return cls(views, placed, sum([engine.resident_tokens for engine in views]))
 
 
 class Defer(Enum):
@@ -123,13 +83,13 @@ class Policy:
     sticky = False
     """Whether a session stays on its engine while that drains."""
     reads_prefixes = False
-    """Whether the policy reads `prefix_holders` of requests."""
+    """Whether the policy reads `prefixes` of requests."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
 
-    def choose(self, snapshot: Snapshot, request: RequestView) -> EngineView | Defer:
-        """Return one of `snapshot.engines`, or a `Defer`."""
+    def choose(self, engines: Sequence[Engine], request: RequestView) -> Engine | Defer:
+        """Return one of `engines`, at least one, which may serve this request; or a `Defer`."""
         raise NotImplementedError
 
 
@@ -148,14 +108,14 @@ def _hash64(name: bytes) -> int:
     return int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
 
 
-def rendezvous(key: bytes, engines: Sequence[EngineView]) -> EngineView:
+def rendezvous(key: bytes, engines: Sequence[Engine]) -> Engine:
     """Choose by highest random weight (Thaler and Ravishankar 1998)."""
     # If an engine is lost, only its own keys move.
     of_key = int.from_bytes(blake2b(key, digest_size=8).digest(), "little")
     return max(engines, key=lambda engine: mix64(of_key ^ _hash64(engine.name.encode())))
 
 
-def breaking_tie(engines: Sequence[EngineView], session_id: str | None, placed: int) -> EngineView:
+def breaking_tie(engines: Sequence[Engine], session_id: str | None, placed: int) -> Engine:
     """Choose among equals: by rendezvous for a session, else in turn."""
     if len(engines) == 1:
         return engines[0]
@@ -164,12 +124,12 @@ def breaking_tie(engines: Sequence[EngineView], session_id: str | None, placed: 
     return engines[placed % len(engines)]
 
 
-Measure = Callable[[EngineView], int]
+Measure = Callable[[Engine], int]
 OUTSTANDING: Measure = attrgetter("outstanding")
 RESIDENT_TOKENS: Measure = attrgetter("resident_tokens")
 
 
-def lowest(engines: Sequence[EngineView], measure: Measure) -> Sequence[EngineView]:
+def lowest(engines: Sequence[Engine], measure: Measure) -> Sequence[Engine]:
     """Return the engines, at least one, with the lowest value of `measure`."""
     values = list(map(measure, engines))
     least = min(values)
@@ -181,8 +141,8 @@ def lowest(engines: Sequence[EngineView], measure: Measure) -> Sequence[EngineVi
 class Requests(Policy):
     """Takes the engine with the fewest outstanding requests, equals in turn. Every list of policies ends with it."""
 
-    def choose(self, snapshot: Snapshot, request: RequestView) -> EngineView:  # noqa: ARG002 - the interface
-        return breaking_tie(lowest(snapshot.engines, OUTSTANDING), None, snapshot.placed)
+    def choose(self, engines: Sequence[Engine], request: RequestView) -> Engine:
+        return breaking_tie(lowest(engines, OUTSTANDING), None, request.placed)
 
 
 _MOVE_COST = 2.0
@@ -221,12 +181,13 @@ class BoundedSticky(Policy):
         self._balance_factor = config.balance_factor
         self._slack = config.slack_tokens / config.workers
 
-    def choose(self, snapshot: Snapshot, request: RequestView) -> EngineView | Defer:
-        bound = self._balance_factor * snapshot.resident_tokens / len(snapshot.engines) + self._slack
+    def choose(self, engines: Sequence[Engine], request: RequestView) -> Engine | Defer:
+        mean = sum(map(RESIDENT_TOKENS, engines)) / len(engines)
+        bound = self._balance_factor * mean + self._slack
         home = request.home
         if home is not None:
-            return home if home.resident_tokens <= bound else self._stay_or_move(home, snapshot, request)
-        able: Sequence[EngineView] = snapshot.engines
+            return home if home.resident_tokens <= bound else self._stay_or_move(home, engines, mean, request)
+        able = engines
         if request.session_id is not None and not request.known:
             able = [engine for engine in able if self._has_room(engine, request)]
             if not able:
@@ -234,31 +195,29 @@ class BoundedSticky(Policy):
         if self._processes > 1 and request.session_id is not None:
             within = [engine for engine in able if engine.resident_tokens <= bound]
             return rendezvous(request.session_id.encode(), within or able)
-        if request.group or request.prefix_holders:
+        if request.group or request.prefixes:
             able = self._preferred([engine for engine in able if engine.resident_tokens <= bound] or able, request)
         idlest = lowest(able, RESIDENT_TOKENS)  # it is within the bound if any is
         if len(idlest) > 1:
             idlest = lowest(idlest, OUTSTANDING)
-        return breaking_tie(idlest, request.session_id, snapshot.placed)
+        return breaking_tie(idlest, request.session_id, request.placed)
 
-    def _has_room(self, engine: EngineView, request: RequestView) -> bool:
+    def _has_room(self, engine: Engine, request: RequestView) -> bool:
         if not engine.kv_capacity or not engine.resident_tokens:
             return True
         context = engine.resident_tokens + request.prompt_tokens + request.expected_tokens
         return context <= self._config.kv_admission * engine.kv_capacity / self._processes
 
-    def _preferred(self, engines: Sequence[EngineView], request: RequestView) -> Sequence[EngineView]:
+    def _preferred(self, engines: Sequence[Engine], request: RequestView) -> Sequence[Engine]:
         """Return engines with the fewest samples of the group, then those with a prefix."""
         if request.group:
-            placed = dict(request.group)
             near = min(map(RESIDENT_TOKENS, engines)) + self._slack
             engines = [engine for engine in engines if engine.resident_tokens <= near]
-            engines = lowest(engines, lambda engine: placed.get(engine.name, 0))
+            engines = lowest(engines, lambda engine: request.group.get(engine.name, 0))
         least = max(self._config.prefix_length, request.prompt_tokens / _SHARED_SHARE)
-        holders = {holder.engine for holder in request.prefix_holders if holder.tokens >= least}
-        return [engine for engine in engines if engine.name in holders] or engines
+        return [engine for engine in engines if request.prefixes.get(engine.name, 0) >= least] or engines
 
-    def _stay_or_move(self, home: EngineView, snapshot: Snapshot, request: RequestView) -> EngineView:
+    def _stay_or_move(self, home: Engine, engines: Sequence[Engine], mean: float, request: RequestView) -> Engine:
         """Return home, or the least loaded engine if moving there clearly beats staying.
 
         Moving gains the difference in resident tokens that share the engine with the session. It costs recomputing the
@@ -268,10 +227,10 @@ class BoundedSticky(Policy):
         """
         context = max(request.home_tokens, request.prompt_tokens)
         if home.kv_capacity and home.resident_tokens > home.kv_capacity / self._processes:
-            able = [engine for engine in snapshot.engines if engine is not home and self._has_room(engine, request)]
+            able = [engine for engine in engines if engine is not home and self._has_room(engine, request)]
             cost = 0.0
-        elif home.resident_tokens * len(snapshot.engines) > _FAR_OVER * snapshot.resident_tokens:
-            able = [engine for engine in snapshot.engines if engine is not home]
+        elif home.resident_tokens > _FAR_OVER * mean:
+            able = [engine for engine in engines if engine is not home]
             cost = _MOVE_COST * context
         else:
             return home
@@ -294,9 +253,9 @@ class Policies:
         self.sticky = any(policy.sticky for _, policy in self._policies)
         self.reads_prefixes = any(policy.reads_prefixes for _, policy in self._policies)
 
-    def ask(self, snapshot: Snapshot, request: RequestView) -> tuple[str, EngineView | Defer]:
+    def ask(self, engines: Sequence[Engine], request: RequestView) -> tuple[str, Engine | Defer]:
         for name, policy in self._policies:
-            answer = policy.choose(snapshot, request)
+            answer = policy.choose(engines, request)
             if answer is not Defer.PASS:
                 return name, answer
         raise AssertionError(f"policy {_LAST_RESORT} has an opinion")
