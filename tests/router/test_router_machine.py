@@ -25,7 +25,7 @@ from router_world import NAMES, World
 from patience import WAIT_S, eventually
 from penstock.rooms import plugged_as
 from penstock.router.backend import Backend
-from penstock.router.dispatcher import Dispatcher, Wait, Waiter
+from penstock.router.exchange import Exchange
 
 NAMES_OF_SESSIONS = ("s0", "s1", "s2", "s3", "s4", "s5")
 SESSIONS = st.sampled_from([None, *NAMES_OF_SESSIONS])
@@ -54,16 +54,14 @@ class RouterMachine(RuleBasedStateMachine):
         super().__init__()
         self.runner = asyncio.Runner()
         self.world = World()
-        world, find = self.world, Dispatcher.find
+        world, placed = self.world, Exchange.placed
 
-        def judged(dispatcher: Dispatcher, waiter: Waiter) -> Backend | Wait:
-            found = find(dispatcher, waiter)
-            if isinstance(found, Backend):
-                world.judge(waiter, found)
-            return found
+        def judged(exchange: Exchange, backend: Backend) -> None:
+            world.judge(exchange, backend)
+            placed(exchange, backend)
 
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(Dispatcher, "find", judged)
+        self.patch.setattr(Exchange, "placed", judged)
 
     def run(self, act: Any) -> None:
         async def acting() -> None:

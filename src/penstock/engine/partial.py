@@ -100,39 +100,28 @@ class Partials:
         return orjson.dumps([self.get(i).as_json() for i in range(size)]).decode()
 
 
-def span_of(version: int, start: int, end: int, notes: Notes | None = None) -> VersionSpan:
-    """Read a span `[version, start, end]` or `[version, start, end, notes]`."""
-    return VersionSpan(version, start, end, **(notes or {}))
-
-
-def sample_of(part: Partial, params: SamplingParams) -> Sample:
-    """Convert a partial sample. Before its end, its finish reason is `abort`.
-
-    Raises:
-        EngineError: its parts do not fit together (one logprob and one version per token).
-    """
-    length = len(part.ids)
-    logprobs = None
-    if params.logprobs:
-        with reading("logprobs of the engine", EngineError):
-            logprobs = tuple(float(position[0][1]) for chunk in part.logprobs for position in orjson.loads(chunk))
-        if len(logprobs) != length:
-            raise EngineError(f"the engine reported {length} tokens but {len(logprobs)} logprobs")
-    spans = tuple(span_of(*span) for span in spans_of(part.versions))
-    if (spans[-1].end if spans else 0) != length:
-        raise EngineError(f"the weight versions {part.versions} do not cover the {length} reported tokens exactly")
-    return Sample(tuple(part.ids), finish_of(part.finish or "abort"), logprobs, spans)
-
-
 def whole_of(part: Partial, params: SamplingParams, spans: Sequence[Sequence[int]]) -> Sample:
     """Return a finished sample. `spans` is the engine's own count at the end.
 
     Raises:
-        EngineError: as `sample_of`; or no report has its end; or a token was reported twice or never.
+        EngineError: no report has its end; a token was reported twice or never; or a token lacks logprob or version.
     """
     length = len(part.ids)
     if part.finish is None:
         raise EngineError(f"the answer has ended, but the engine reported {length} tokens of it and no end")
     if (made := spans[-1][2] if spans else 0) != length:
         raise EngineError(f"the engine made {made} tokens of a sample but reported {length}")
-    return sample_of(part, params)
+    logprobs = None
+    if params.logprobs:
+        with reading("logprobs of the engine", EngineError):
+            logprobs = tuple(float(position[0][1]) for chunk in part.logprobs for position in orjson.loads(chunk))
+        if len(logprobs) != length:
+            raise EngineError(f"the engine reported {length} tokens but {len(logprobs)} logprobs")
+    made_by = tuple(_span(*span) for span in spans_of(part.versions))
+    if (made_by[-1].end if made_by else 0) != length:
+        raise EngineError(f"the weight versions {part.versions} do not cover the {length} reported tokens exactly")
+    return Sample(tuple(part.ids), finish_of(part.finish), logprobs, made_by)
+
+
+def _span(version: int, start: int, end: int, notes: Notes | None = None) -> VersionSpan:
+    return VersionSpan(version, start, end, **(notes or {}))

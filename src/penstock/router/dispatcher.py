@@ -296,11 +296,10 @@ class Dispatcher:
         self.gate.room()
         return known
 
-    def find(self, waiter: Waiter) -> Backend | Wait:
-        """Return an engine, which counts the request until `left`, or the event to await.
+    def _place(self, waiter: Waiter) -> Wait | None:
+        """Place the request on an engine, which counts it until `left`, or return the event to await.
 
-        Raises:
-            RefusalError: 502, only engines that already failed under it could serve it.
+        It is refused with 502 if only engines that already failed under it could serve it.
         """
         request, placement, session_id = waiter.request, self.placement, waiter.request.session_id
         if self.gate.crowded and session_id is not None and placement.sessions.get(session_id) is None:
@@ -308,11 +307,13 @@ class Dispatcher:
         found = placement.place(request, time.monotonic(), waiter.tried)
         if isinstance(found, Backend):
             found.requests += 1
-            return found
+            waiter.placed(found)
+            return None
         if found is Defer.WAIT:
             return Wait.ROOM
         if waiter.tried and placement.could_serve(request):
-            raise _engines_failed(waiter.tried)
+            waiter.refuse(_engines_failed(waiter.tried))
+            return None
         return Wait.NOWHERE
 
     def left(self, request: RequestHead, backend: Backend, now: float) -> None:
@@ -327,17 +328,6 @@ class Dispatcher:
             return
         self.metrics.retries[reason] += 1
         self.gate.submit(waiter)
-
-    def _place(self, waiter: Waiter) -> Wait | None:
-        try:
-            found = self.find(waiter)
-        except RefusalError as refusal:
-            waiter.refuse(refusal)
-            return None
-        if isinstance(found, Wait):
-            return found
-        waiter.placed(found)
-        return None
 
     def backend_refused(self, backend: Backend, *, dead: bool = False) -> None:
         """Open the breaker of an engine that refused a connection or is dead."""
