@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 
-from penstock.config import EnvironmentConfig
+from penstock.config import EnvironmentConfig, RunConfig
 from penstock.engine.launch import server_command
 from penstock.errors import ConfigError, UserError
 from penstock.observe.run_folder import RunFolder
@@ -149,35 +150,37 @@ async def test_a_training_scenario_runs_and_is_checked(name: str, tmp_path: Path
     assert row["ok"] is True
 
 
+def checklist(config: RunConfig, rows: list[dict[str, float]], reports: list[UpdateReport], **summary: Any) -> Any:
+    """The checks of a run with these rows of metrics, by name."""
+    folder = RunFolder.create(config.run_dir / config.name, config)
+    for row in rows:
+        folder.append_metrics(row)
+    totals = Mock(**{"logprob_difference": 1e-5, "accuracy_before": 0.4, "accuracy_after": 0.51, **summary})
+    checks = training_checks(config, totals, reports, engines=2, gains=config.name == "async")
+    return {check.name: check for check in checks}
+
+
+def report(version: int, *checksums: str) -> UpdateReport:
+    engines = tuple(EngineUpdate(name, {}, 0, checksum) for name, checksum in zip("ab", checksums, strict=False))
+    return UpdateReport(version, 1, {}, engines, {})
+
+
 @pytest.mark.parametrize("broken", ["", "engines", "versions", "checksums", "staleness", "accuracy"])
 def test_each_point_of_the_checklist_can_fail(broken: str, tmp_path: Path) -> None:
     config = SCENARIOS["async"].config(profile="cpu", run_dir=tmp_path, model=MODEL, overrides=["train.steps=2"])
-    folder = RunFolder.create(tmp_path / config.name, config)
-    reports: list[UpdateReport] = []
-    for version in (1, 2):
-        wrong = broken if version == 2 else ""
-        folder.append_metrics({"step": version, "version": version, "staleness_max": 2 if wrong == "staleness" else 1})
-        sums = ("x", "y") if wrong == "checksums" else ("x", "x")
-        engines = tuple(EngineUpdate(name, {}, 0, checksum) for name, checksum in zip("ab", sums, strict=True))
-        made = version + 1 if wrong == "versions" else version
-        reports.append(UpdateReport(made, 1, {}, engines[:1] if wrong == "engines" else engines, {}))
-    after = 0.49 if broken == "accuracy" else 0.51
-    summary = Mock(logprob_difference=1e-5, accuracy_before=0.4, accuracy_after=after)
-    checks = training_checks(config, summary, reports, engines=2, gains=True)
-    assert [check.name for check in checks if not check.ok] == ([broken] if broken else [])
+    sums = {"engines": ["x"], "checksums": ["x", "y"]}.get(broken, ["x", "x"])
+    reports = [report(1, "x", "x"), report(3 if broken == "versions" else 2, *sums)]
+    rows = [{"step": 1, "staleness_max": 1}, {"step": 2, "staleness_max": 2 if broken == "staleness" else 1}]
+    checks = checklist(config, rows, reports, accuracy_after=0.49 if broken == "accuracy" else 0.51)
+    assert [name for name, check in checks.items() if not check.ok] == ([broken] if broken else [])
 
 
 def test_an_adapters_updates_are_not_asked_for_checksums(tmp_path: Path) -> None:
     """Engines report none of an adapter, and the scenario failed for it."""
     config = SCENARIOS["lora"].config(profile="sim", run_dir=tmp_path, model=MODEL, overrides=["train.steps=1"])
-    folder = RunFolder.create(tmp_path / config.name, config)
-    folder.append_metrics({"step": 1, "version": 2, "staleness_max": 0})
-    report = UpdateReport(2, 1, {}, (EngineUpdate("a", {}, 0, ""), EngineUpdate("b", {}, 0, "")), {})
-    checks = training_checks(
-        config, Mock(logprob_difference=None, accuracy_before=0, accuracy_after=0), [report], engines=2, gains=False
-    )
-    assert (
-        [check.name for check in checks if check.ok] == ["engines", "versions", "staleness"] == [c.name for c in checks]
+    checks = checklist(config, [{"step": 1, "staleness_max": 0}], [report(2, "", "")])
+    assert {name: check.ok for name, check in checks.items()} == dict.fromkeys(
+        ("engines", "versions", "staleness"), True
     )
 
 
@@ -186,10 +189,7 @@ def test_a_mixture_of_experts_is_asked_whether_its_experts_were_replayed(
     share: float, tmp_path: Path, *, ok: bool
 ) -> None:
     config = SCENARIOS["moe"].config(profile="gpu", run_dir=tmp_path, model=MODEL.parent, gpus=1)
-    folder = RunFolder.create(tmp_path / config.name, config)
-    folder.append_metrics({"step": 1, "version": 1, "staleness_max": 0, "replayed_share": share})
-    summary = Mock(logprob_difference=0.0, accuracy_before=0, accuracy_after=0)
-    [check] = [c for c in training_checks(config, summary, [], engines=1, gains=False) if c.name == "replayed"]
+    check = checklist(config, [{"step": 1, "staleness_max": 0, "replayed_share": share}], [])["replayed"]
     assert (check.ok, check.figure) == (ok, f"{share:.1%} of tokens at least")
 
 
