@@ -9,11 +9,9 @@ from wire_clients import WIRES, Chat
 
 from gateway_rig import THOUGHT, Rig
 from penstock.gateway.messages import ToolCall
-from penstock.rollout.tokenizer import Tokenizer
 
 
-async def test_half_a_character_in_a_call_is_no_500(tokenizer: Tokenizer) -> None:
-    rig = Rig(tokenizer)
+async def test_half_a_character_in_a_call_is_no_500(rig: Rig) -> None:
     rig.engine.texts = ['<tool_call>\n{"name": "add", "arguments": {"a": "\\ud800"}}\n</tool_call>']
     tool = {"name": "add", "input_schema": {"type": "object"}}
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 200, "tools": [tool]}
@@ -22,8 +20,7 @@ async def test_half_a_character_in_a_call_is_no_500(tokenizer: Tokenizer) -> Non
 
 
 @pytest.mark.parametrize("wire", WIRES)
-async def test_edited_reasoning_is_a_branch(tokenizer: Tokenizer, wire: type[Chat]) -> None:
-    rig = Rig(tokenizer)
+async def test_edited_reasoning_is_a_branch(rig: Rig, wire: type[Chat]) -> None:
     rig.engine.texts = [f"{THOUGHT}five", "six", "seven"]
     client = wire(rig)
     client.user("x")
@@ -38,8 +35,7 @@ async def test_edited_reasoning_is_a_branch(tokenizer: Tokenizer, wire: type[Cha
     assert (await rig.http.get("/sessions")).json()["breaks"] == {"edited reasoning": 1}
 
 
-async def test_a_later_turn_continues_the_sibling_whose_ids_it_carries(tokenizer: Tokenizer) -> None:
-    rig = Rig(tokenizer)
+async def test_a_later_turn_continues_the_sibling_whose_ids_it_carries(rig: Rig) -> None:
     rig.engine.texts = ["same", "same", "same again", "same again", "end"]
     asked = [{"role": "user", "content": "x"}]
     first = await rig.post("/v1/responses", {"input": asked})

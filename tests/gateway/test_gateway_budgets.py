@@ -101,8 +101,7 @@ async def test_the_rest_of_a_budget_may_be_less_than_a_harness_s_least_tokens(to
     assert [(params.min_tokens, params.max_tokens) for params in rig.engine.params] == [(6, 6), (2, 2)]
 
 
-async def test_seconds_end_a_session_and_its_turn_under_way(tokenizer: Tokenizer) -> None:
-    rig = Rig(tokenizer)
+async def test_seconds_end_a_session_and_its_turn_under_way(rig: Rig) -> None:
     opened = await rig.post("/sessions", {"max_seconds": 0.3})
     rig.engine.hold = asyncio.Event()
     for text in ("x", "y"):

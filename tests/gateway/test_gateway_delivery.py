@@ -82,16 +82,14 @@ async def left_at_the_end_of_its_turn(rig: Rig) -> int:
     return answers[0]["status"]
 
 
-async def test_a_client_that_leaves_as_its_turn_ends_has_not_read_it(tokenizer: Tokenizer) -> None:
-    rig = Rig(tokenizer)
+async def test_a_client_that_leaves_as_its_turn_ends_has_not_read_it(rig: Rig) -> None:
     assert await left_at_the_end_of_its_turn(rig) == 499
     await rig.http.post(CHAT, content=json.dumps(BODY).encode())
     assert len(rig.engine.seen) == 1
 
 
-async def test_a_retry_of_a_failed_turn_is_a_turn_of_its_own(tokenizer: Tokenizer) -> None:
+async def test_a_retry_of_a_failed_turn_is_a_turn_of_its_own(rig: Rig) -> None:
     """Four equal requests at once, one of which fails: its client must not get the answer of another."""
-    rig = Rig(tokenizer)
     real, number = rig.engine.sample, 0
 
     async def sample(*given: Any) -> list[Sample]:
@@ -116,8 +114,7 @@ async def test_a_retry_of_a_failed_turn_is_a_turn_of_its_own(tokenizer: Tokenize
 
 
 @pytest.mark.parametrize("headers", [RETRY, {}])
-async def test_a_retry_of_two_equal_requests_reads_its_own_turn(tokenizer: Tokenizer, headers: dict[str, str]) -> None:
-    rig = Rig(tokenizer)
+async def test_a_retry_of_two_equal_requests_reads_its_own_turn(rig: Rig, headers: dict[str, str]) -> None:
     rig.engine.hold = asyncio.Event()
     async with (
         serving(rig.gateway) as base,
@@ -160,8 +157,7 @@ async def test_an_answer_that_was_cut_off_is_read_again(tokenizer: Tokenizer, *,
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_read_answer_is_not_given_to_an_equal_request(tokenizer: Tokenizer, *, stream: bool) -> None:
-    rig = Rig(tokenizer)
+async def test_a_read_answer_is_not_given_to_an_equal_request(rig: Rig, *, stream: bool) -> None:
     ids = set[str]()
     for _ in range(2):
         answer = await rig.http.post(CHAT, json={**BODY, "stream": stream})
@@ -170,8 +166,7 @@ async def test_a_read_answer_is_not_given_to_an_equal_request(tokenizer: Tokeniz
     assert len(ids) == len(rig.engine.seen) == 2
 
 
-async def test_read_turns_are_let_go_of_and_failed_ones_at_once(tokenizer: Tokenizer) -> None:
-    rig = Rig(tokenizer)
+async def test_read_turns_are_let_go_of_and_failed_ones_at_once(rig: Rig) -> None:
     for number in range(service.MOST_REPLAYED + 5):
         await rig.post(CHAT, {"messages": [{"role": "user", "content": str(number)}]})
     assert len(kept(rig).turns) == service.MOST_REPLAYED + 1
@@ -206,8 +201,7 @@ async def test_rows_of_finish_that_did_not_arrive_are_given_again(tokenizer: Tok
 
 
 @pytest.mark.parametrize("name", ["..", ".", "a?b", "#", "a%2fb", " ", "a b", "", {"a": 1}, True, "x" * 201])
-async def test_a_session_s_name_stands_in_a_path_as_it_is(tokenizer: Tokenizer, name: Any) -> None:
-    rig = Rig(tokenizer)
+async def test_a_session_s_name_stands_in_a_path_as_it_is(rig: Rig, name: Any) -> None:
     answer = await rig.http.post("/sessions", json={"session": name})
     assert answer.status_code == 400
     assert "session" in answer.text

@@ -43,10 +43,7 @@ def body_of(path: str, **fields: Any) -> dict[str, Any]:
         (MESSAGES, {"output_config": {"format": SCHEMA}}),
     ],
 )
-async def test_fields_that_would_change_the_answer_are_refused(
-    tokenizer: Tokenizer, path: str, fields: dict[str, Any]
-) -> None:
-    rig = Rig(tokenizer)
+async def test_fields_that_would_change_the_answer_are_refused(rig: Rig, path: str, fields: dict[str, Any]) -> None:
     answer = await rig.http.post(path, json=body_of(path, **fields))
     assert answer.status_code == 400
     assert f"{next(iter(fields))} is not served here" in answer.text
@@ -88,8 +85,7 @@ async def test_fields_that_ask_for_nothing_pass_in_silence(
     assert "X-Penstock-Note" not in answer.headers
 
 
-async def test_a_row_says_how_each_turn_was_sampled(tokenizer: Tokenizer) -> None:
-    rig = Rig(tokenizer)
+async def test_a_row_says_how_each_turn_was_sampled(rig: Rig) -> None:
     client = Chat(rig)
     client.user("say")
     body = body_of(CHAT, temperature=0.5, top_p=0.9, top_k=7, seed=3, stop=["x"], repetition_penalty=1.5)
@@ -106,9 +102,8 @@ async def test_a_row_says_how_each_turn_was_sampled(tokenizer: Tokenizer) -> Non
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
-async def test_a_prefill_is_refused(tokenizer: Tokenizer, path: str) -> None:
+async def test_a_prefill_is_refused(rig: Rig, path: str) -> None:
     """A turn for it would put a second assistant's message behind the first."""
-    rig = Rig(tokenizer)
     body = body_of(path)
     body["input" if path == RESPONSES else "messages"].append({"role": "assistant", "content": "The answer is"})
     answer = await rig.http.post(path, json=body)
@@ -117,20 +112,19 @@ async def test_a_prefill_is_refused(tokenizer: Tokenizer, path: str) -> None:
     assert rig.engine.seen == []
 
 
-async def test_a_developer_item_behind_a_named_response_is_a_message_of_its_own(tokenizer: Tokenizer) -> None:
-    rig = Rig(tokenizer)
+async def test_a_developer_item_behind_a_named_response_is_a_message_of_its_own(rig: Rig) -> None:
     rig.engine.texts = ["one", "two", "three"]
     first = await rig.post(RESPONSES, {"instructions": "be kind", "input": "say"})
     developer = [{"role": "developer", "content": "be short"}, {"role": "user", "content": "more"}]
     second = await rig.post(RESPONSES, {"previous_response_id": first["id"], "input": developer})
     (row,) = await rig.rows()
     assert [node["cause"] for node in row["nodes"]] == ["", ""]
-    text = tokenizer.decode([*row["prompt_ids"], *row["response_ids"]])
+    text = rig.tokenizer.decode([*row["prompt_ids"], *row["response_ids"]])
     assert text.index("be kind") < text.index("one") < text.index("be short") < text.index("more")
     await rig.post(RESPONSES, {"previous_response_id": second["id"], "instructions": "be rude", "input": "again"})
     rows = await rig.rows()
     assert rows[-1]["nodes"][0]["cause"] == "other system prompt"
-    text = tokenizer.decode(rows[-1]["prompt_ids"])
+    text = rig.tokenizer.decode(rows[-1]["prompt_ids"])
     assert "be rude" in text
     assert "be kind" not in text
     assert "be short" in text
@@ -212,9 +206,8 @@ async def test_a_long_body_is_rendered_in_a_thread(
     assert threading.get_ident() in threads
 
 
-async def test_a_client_that_resets_and_asks_again_at_once_has_one_turn(tokenizer: Tokenizer) -> None:
+async def test_a_client_that_resets_and_asks_again_at_once_has_one_turn(rig: Rig) -> None:
     """The second request comes before the gateway has seen that the first one's client is gone."""
-    rig = Rig(tokenizer)
     rig.engine.hold = asyncio.Event()
     body = json.dumps(body_of(CHAT)).encode()
     head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"

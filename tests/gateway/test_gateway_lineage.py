@@ -28,9 +28,8 @@ async def called(rig: Rig) -> tuple[Chat, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("head", ["so\nCalling tools:\n", "so\n"])
-async def test_a_call_written_as_text_continues_its_turn(tokenizer: Tokenizer, head: str) -> None:
+async def test_a_call_written_as_text_continues_its_turn(rig: Rig, head: str) -> None:
     """smolagents writes the calls behind the assistant's text, and the result as a user's message."""
-    rig = Rig(tokenizer)
     client, call = await called(rig)
     client.items.append({"role": "assistant", "content": head + written(call)})
     client.user("Observation: 5")
@@ -53,21 +52,19 @@ async def test_a_call_written_as_text_continues_its_turn(tokenizer: Tokenizer, h
         "so\nCalling tools:\n[{'id': 'ID', 'name': 'add'",
     ],
 )
-async def test_a_text_that_only_names_a_call_is_what_the_harness_sent(tokenizer: Tokenizer, text: str) -> None:
-    rig = Rig(tokenizer)
+async def test_a_text_that_only_names_a_call_is_what_the_harness_sent(rig: Rig, text: str) -> None:
     client, call = await called(rig)
     text = text.replace("ID", call["id"]) if "EDITED" not in text else text
     text = text.replace("EDITED", written(call, arguments={"a": 999})).replace("CALL", written(call))
     client.items.append({"role": "assistant", "content": text})
     client.user("go on")
     await client.ask()
-    assert text in tokenizer.decode(rig.engine.seen[-1])
+    assert text in rig.tokenizer.decode(rig.engine.seen[-1])
     assert len(await rig.rows()) == 2
     assert (await rig.http.get("/sessions")).json()["breaks"] == {"edited arguments": 1}
 
 
-async def test_a_named_response_is_continued_and_not_its_twin(tokenizer: Tokenizer) -> None:
-    rig = Rig(tokenizer)
+async def test_a_named_response_is_continued_and_not_its_twin(rig: Rig) -> None:
     rig.engine.texts = ["same", "same", "end", "again"]
     await rig.post("/v1/responses", {"input": "x"})
     second = await rig.post("/v1/responses", {"input": "x"})
@@ -82,9 +79,8 @@ async def test_a_named_response_is_continued_and_not_its_twin(tokenizer: Tokeniz
 
 
 @pytest.mark.parametrize("wire", WIRES)
-async def test_reasoning_that_comes_back_empty_was_dropped(tokenizer: Tokenizer, wire: type[Chat]) -> None:
+async def test_reasoning_that_comes_back_empty_was_dropped(rig: Rig, wire: type[Chat]) -> None:
     """Clients with omitted thinking send an empty text with our signature."""
-    rig = Rig(tokenizer)
     rig.engine.texts = [f"{THOUGHT}five", "six"]
     client = wire(rig)
     client.user("x")
@@ -96,8 +92,7 @@ async def test_reasoning_that_comes_back_empty_was_dropped(tokenizer: Tokenizer,
 
 
 @pytest.mark.parametrize("wire", WIRES)
-async def test_new_ids_of_calls_in_each_request_are_no_edit(tokenizer: Tokenizer, wire: type[Chat]) -> None:
-    rig = Rig(tokenizer)
+async def test_new_ids_of_calls_in_each_request_are_no_edit(rig: Rig, wire: type[Chat]) -> None:
     rig.engine.texts = [f"{CALL}\n{CALL.replace('1,', '2,')}", "mid", "end"]
     client = wire(rig)
     client.user("x")
@@ -111,8 +106,7 @@ async def test_new_ids_of_calls_in_each_request_are_no_edit(tokenizer: Tokenizer
     assert [len(row["nodes"]) for row in await rig.rows()] == [3]
 
 
-async def test_results_that_change_their_calls_are_another_history(tokenizer: Tokenizer) -> None:
-    rig = Rig(tokenizer)
+async def test_results_that_change_their_calls_are_another_history(rig: Rig) -> None:
     rig.engine.texts = [f"{CALL}\n{CALL.replace('1,', '2,')}", "mid", "end"]
     client = Chat(rig)
     client.user("x")
@@ -127,8 +121,7 @@ async def test_results_that_change_their_calls_are_another_history(tokenizer: To
 
 
 @pytest.mark.parametrize("given", ["5", '{"q": 1}', '"text"'])
-async def test_a_custom_call_with_any_input_continues(tokenizer: Tokenizer, given: str) -> None:
-    rig = Rig(tokenizer)
+async def test_a_custom_call_with_any_input_continues(rig: Rig, given: str) -> None:
     rig.engine.texts = [f'<tool_call>\n{{"name": "run", "arguments": {{"input": {given}}}}}\n</tool_call>', "done"]
     body: dict[str, Any] = {"input": [{"role": "user", "content": "x"}], "tools": [{"type": "custom", "name": "run"}]}
     (call,) = (await rig.post("/v1/responses", body))["output"]

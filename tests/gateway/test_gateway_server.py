@@ -52,8 +52,7 @@ async def _ended(reader: asyncio.StreamReader) -> bool:
         return False
 
 
-async def test_idle_connections_are_bounded_and_the_oldest_make_room(tokenizer: Tokenizer) -> None:
-    rig = Rig(tokenizer)
+async def test_idle_connections_are_bounded_and_the_oldest_make_room(rig: Rig) -> None:
     async with (
         serving(rig.gateway, max_connections=8) as base,
         httpx.AsyncClient(base_url=base, timeout=WAIT_S) as http,
@@ -69,8 +68,7 @@ async def test_idle_connections_are_bounded_and_the_oldest_make_room(tokenizer: 
             writer.close()
 
 
-async def test_a_turn_under_way_is_not_cut_off_for_new_connections(tokenizer: Tokenizer) -> None:
-    rig = Rig(tokenizer)
+async def test_a_turn_under_way_is_not_cut_off_for_new_connections(rig: Rig) -> None:
     rig.engine.hold = asyncio.Event()
     async with (
         serving(rig.gateway, max_connections=2) as base,
@@ -87,8 +85,7 @@ async def test_a_turn_under_way_is_not_cut_off_for_new_connections(tokenizer: To
 
 
 @pytest.mark.parametrize("begun", [b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\nGET"])
-async def test_a_head_has_a_deadline(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
-    rig = Rig(tokenizer)
+async def test_a_head_has_a_deadline(rig: Rig, monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
     first, _, second = begun.rpartition(b"\r\n\r\n")
     if not first:
         monkeypatch.setattr(server, "HEAD_S", 0.2)
@@ -125,8 +122,7 @@ async def test_a_prompt_far_over_the_context_is_refused_before_all_of_it_is_enco
 
 
 @pytest.mark.parametrize("depth", [900, 100_000])
-async def test_what_is_nested_too_deeply_is_a_400(tokenizer: Tokenizer, depth: int) -> None:
-    rig = Rig(tokenizer)
+async def test_what_is_nested_too_deeply_is_a_400(rig: Rig, depth: int) -> None:
     nested = json.dumps(0).join(('{"a":' * depth, "}" * depth))
     function = f'{{"type": "function", "function": {{"name": "f", "parameters": {nested}}}}}'
     body = f'{{"messages": [{{"role": "user", "content": "a"}}], "tools": [{function}]}}'
@@ -138,8 +134,7 @@ async def test_what_is_nested_too_deeply_is_a_400(tokenizer: Tokenizer, depth: i
     assert depth < 1000 or answer.json()["error"]["code"] == "context_length_exceeded"
 
 
-async def test_asking_for_models_or_a_count_opens_no_session(tokenizer: Tokenizer) -> None:
-    rig = Rig(tokenizer)
+async def test_asking_for_models_or_a_count_opens_no_session(rig: Rig) -> None:
     assert (await rig.http.get("/v1/models")).json()["data"][0]["id"] == "m"
     assert (await rig.post("/v1/messages/count_tokens", BODY))["input_tokens"] > 1
     assert rig.gateway.sessions(rig.gateway.tenant_of(KEY)) == []

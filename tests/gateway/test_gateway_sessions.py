@@ -38,8 +38,7 @@ async def causes(rig: Rig) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("wire", WIRES)
-async def test_edited_arguments_branch_and_the_shared_turn_trains_once(tokenizer: Tokenizer, wire: type[Chat]) -> None:
-    rig = Rig(tokenizer)
+async def test_edited_arguments_branch_and_the_shared_turn_trains_once(rig: Rig, wire: type[Chat]) -> None:
     rig.engine.texts = ["first", CALL, "edited", "as it was", "more"]
     client = wire(rig)
     client.user("x")
@@ -60,8 +59,7 @@ async def test_edited_arguments_branch_and_the_shared_turn_trains_once(tokenizer
     assert await causes(rig) == {"edited arguments": 1}
 
 
-async def test_each_kind_of_break_is_counted_by_its_cause(tokenizer: Tokenizer) -> None:
-    rig = Rig(tokenizer)
+async def test_each_kind_of_break_is_counted_by_its_cause(rig: Rig) -> None:
     rig.engine.texts = ["one", "two"]
     await rig.post(CHAT, body("a", system="s"))
     await rig.post(CHAT, body("a", "one", "b", system="s"))
@@ -78,8 +76,7 @@ async def test_each_kind_of_break_is_counted_by_its_cause(tokenizer: Tokenizer) 
     }  # fmt: skip
 
 
-async def test_an_edit_late_in_a_conversation_keeps_the_turns_before_it(tokenizer: Tokenizer) -> None:
-    rig = Rig(tokenizer)
+async def test_an_edit_late_in_a_conversation_keeps_the_turns_before_it(rig: Rig) -> None:
     rig.engine.texts = ["one", "two", "three"]
     await rig.post(CHAT, body("a"))
     await rig.post(CHAT, body("a", "one", "b"))
@@ -87,13 +84,12 @@ async def test_an_edit_late_in_a_conversation_keeps_the_turns_before_it(tokenize
     rows = await rig.rows()
     assert [len(row["nodes"]) for row in rows] == [2, 2]
     assert rows[0]["nodes"][0]["id"] == rows[1]["nodes"][0]["id"]
-    assert "zwei" in tokenizer.decode(rows[1]["response_ids"])
+    assert "zwei" in rig.tokenizer.decode(rows[1]["response_ids"])
     assert await causes(rig) == {"edited history": 1}
 
 
-async def test_a_row_shows_reasoning_and_calls(tokenizer: Tokenizer) -> None:
+async def test_a_row_shows_reasoning_and_calls(rig: Rig) -> None:
     """A turn without text was an empty text."""
-    rig = Rig(tokenizer)
     rig.engine.texts = [THOUGHT + CALL]
     tool = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
     await rig.post(CHAT, body("x", tools=[tool]))
@@ -176,8 +172,7 @@ def test_a_template_that_cannot_be_extended_makes_the_gateway_faithful(tmp_path:
 
 
 @pytest.mark.parametrize("headers", [{"Idempotency-Key": "1"}, {"X-Stainless-Retry-Count": "1"}])
-async def test_a_retry_reads_the_first_answer(tokenizer: Tokenizer, headers: dict[str, str]) -> None:
-    rig = Rig(tokenizer)
+async def test_a_retry_reads_the_first_answer(rig: Rig, headers: dict[str, str]) -> None:
     first = await rig.post(CHAT, body("a"), **({"Idempotency-Key": "1"} if "Idempotency-Key" in headers else {}))
     again = await rig.post(CHAT, body("a"), **headers)
     assert again == first
@@ -187,8 +182,7 @@ async def test_a_retry_reads_the_first_answer(tokenizer: Tokenizer, headers: dic
     assert len(await rig.rows()) == 2
 
 
-async def test_retries_while_the_turn_is_under_way_join_it(tokenizer: Tokenizer) -> None:
-    rig = Rig(tokenizer)
+async def test_retries_while_the_turn_is_under_way_join_it(rig: Rig) -> None:
     rig.engine.hold = asyncio.Event()
     asking = [asyncio.create_task(rig.post(CHAT, body("a"), **{"Idempotency-Key": "1"})) for _ in range(5)]
     await asyncio.sleep(0.1)
@@ -200,8 +194,7 @@ async def test_retries_while_the_turn_is_under_way_join_it(tokenizer: Tokenizer)
 # --- rewards ---------------------------------------------------------------------------------------------------------
 
 
-async def test_rewards_of_session_leaf_and_turn_also_after_the_fact(tokenizer: Tokenizer) -> None:
-    rig = Rig(tokenizer)
+async def test_rewards_of_session_leaf_and_turn_also_after_the_fact(rig: Rig) -> None:
     rig.engine.texts = ["one", "two", "other"]
     first = await rig.post(CHAT, body("a"))
     second = await rig.post(CHAT, body("a", "one", "b"))
@@ -229,8 +222,7 @@ async def test_rewards_of_session_leaf_and_turn_also_after_the_fact(tokenizer: T
 # --- sessions, tenants, budgets --------------------------------------------------------------------------------------
 
 
-async def test_sessions_by_path_header_and_key(tokenizer: Tokenizer) -> None:
-    rig = Rig(tokenizer)
+async def test_sessions_by_path_header_and_key(rig: Rig) -> None:
     opened = await rig.post("/sessions", {"session": "ep/1".replace("/", "-"), "max_turns": 2})
     await rig.post(CHAT, body("a"), **{**auth(opened["api_key"]), "X-Claude-Code-Session-Id": "mine"})
     await rig.post("/s/by-path/v1/chat/completions", body("a"))
@@ -242,8 +234,7 @@ async def test_sessions_by_path_header_and_key(tokenizer: Tokenizer) -> None:
     assert [len(await rig.rows(name)) for name in ("ep-1", "by-path", "by-header", "default")] == [1, 1, 1, 1]
 
 
-async def test_a_session_is_nobody_else_s(tokenizer: Tokenizer) -> None:
-    rig = Rig(tokenizer)
+async def test_a_session_is_nobody_else_s(rig: Rig) -> None:
     opened = await rig.post("/sessions", {"session": "mine"})
     await rig.post("/s/mine/v1/chat/completions", body("secret"))
     post, get = rig.http.post, rig.http.get

@@ -19,9 +19,8 @@ from penstock.rollout.tokenizer import Tokenizer
 @pytest.mark.parametrize("how", ECHOES)
 @pytest.mark.parametrize("wire", WIRES)
 async def test_a_tool_turn_is_extended_whatever_the_harness_sends_back(
-    tokenizer: Tokenizer, wire: type[Chat], how: str, *, stream: bool
+    rig: Rig, wire: type[Chat], how: str, *, stream: bool
 ) -> None:
-    rig = Rig(tokenizer)
     rig.engine.texts = [f"{THOUGHT}calling\n{CALL}\n{CALL}", f"{THOUGHT}so 5", "bye"]
     client = wire(rig, stream=stream)
     client.user("add 1 and 2")
@@ -36,7 +35,7 @@ async def test_a_tool_turn_is_extended_whatever_the_harness_sends_back(
     (row,) = await rig.rows()
     assert [node["cause"] for node in row["nodes"]] == ["", "", ""]
     assert all(node["trained"] for node in row["nodes"])
-    text = tokenizer.decode(row["response_ids"], skip_special_tokens=False)
+    text = rig.tokenizer.decode(row["response_ids"], skip_special_tokens=False)
     assert text.count(CALL) == 2  # as sampled, and never rendered again
     assert text.count("let me see") == 2  # thinking of earlier turns stays
     assert text.count("<tool_response>\n5\n</tool_response>") == 2
@@ -47,9 +46,8 @@ async def test_a_tool_turn_is_extended_whatever_the_harness_sends_back(
 
 
 @pytest.mark.parametrize("wire", WIRES)
-async def test_one_conversation_may_change_its_wire_s_form_of_text(tokenizer: Tokenizer, wire: type[Chat]) -> None:
+async def test_one_conversation_may_change_its_wire_s_form_of_text(rig: Rig, wire: type[Chat]) -> None:
     """Parts for strings, and white space at the ends."""
-    rig = Rig(tokenizer)
     rig.engine.texts = ["one", "two"]
     client = wire(rig)
     client.user("say")
@@ -63,16 +61,14 @@ async def test_one_conversation_may_change_its_wire_s_form_of_text(tokenizer: To
     assert len(row["nodes"]) == 2
 
 
-async def test_tokens_are_counted_as_the_turn_will_count_them(tokenizer: Tokenizer) -> None:
-    rig = Rig(tokenizer)
+async def test_tokens_are_counted_as_the_turn_will_count_them(rig: Rig) -> None:
     body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hello"}]}
     counted = await rig.post("/v1/messages/count_tokens", body)
     answer = await rig.post("/v1/messages", body)
     assert counted["input_tokens"] == answer["usage"]["input_tokens"] == len(rig.engine.seen[0])
 
 
-async def test_limits_of_tokens_show_as_each_wire_says_it(tokenizer: Tokenizer) -> None:
-    rig = Rig(tokenizer)
+async def test_limits_of_tokens_show_as_each_wire_says_it(rig: Rig) -> None:
     rig.engine.texts = ["too long a text"] * 3
     user = [{"role": "user", "content": "x"}]
     chat = await rig.post("/v1/chat/completions", {"messages": user, "max_completion_tokens": 3})
@@ -86,8 +82,7 @@ async def test_limits_of_tokens_show_as_each_wire_says_it(tokenizer: Tokenizer) 
 
 
 @pytest.mark.parametrize("wire", WIRES)
-async def test_an_error_before_the_stream_begins_keeps_its_status(tokenizer: Tokenizer, wire: type[Chat]) -> None:
-    rig = Rig(tokenizer)
+async def test_an_error_before_the_stream_begins_keeps_its_status(rig: Rig, wire: type[Chat]) -> None:
     rig.engine.error = DeadlineError("no answer", seconds=1.0)
     client = wire(rig)
     client.user("x")
@@ -170,9 +165,8 @@ async def _official(openai: Any, anthropic: Any, base: str) -> None:
     ],
 )
 async def test_wrong_requests_are_refused_in_the_wire_s_form(
-    tokenizer: Tokenizer, path: str, body: Any, status: int, message: str
+    rig: Rig, path: str, body: Any, status: int, message: str
 ) -> None:
-    rig = Rig(tokenizer)
     answer = await rig.http.post(path, json=body, headers=auth(KEY))
     assert answer.status_code == status, answer.text
     assert message in answer.json()["error"]["message"]
@@ -183,9 +177,8 @@ def test_integers_of_more_than_64_bits_are_written() -> None:
     assert dumps({"a": 10**30}) == b'{"a":1000000000000000000000000000000}'
 
 
-async def test_a_thread_of_messages_goes_on_with_its_tools_and_system_prompt(tokenizer: Tokenizer) -> None:
+async def test_a_thread_of_messages_goes_on_with_its_tools_and_system_prompt(rig: Rig) -> None:
     """Anthropic's SDK sends only new messages, and the whole again where the thread is unknown."""
-    rig = Rig(tokenizer)
     rig.engine.texts = [CALL, "three"]
     tools = [{"name": "add", "input_schema": PARAMETERS}]
     question = {"role": "user", "content": "1 + 2?"}

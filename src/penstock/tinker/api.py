@@ -25,12 +25,11 @@ from penstock.tinker.checkpoints import MissingError, TinkerPath, as_json
 from penstock.tinker.children import run_child
 from penstock.tinker.database import DATABASE
 from penstock.tinker.futures import SAMPLE, GoneError, Operation
-from penstock.tinker.quotas import QuotaError
 from penstock.tinker.sampling import MOST_SAMPLES
 from penstock.tinker.schema import JSON_TYPE
 from penstock.tinker.service_state import About, Options, ServiceState, opened
 from penstock.tinker.sessions import FinishedError, UnknownError, new_model
-from penstock.tinker.tenants import Tenant, read_keys, refuse_open_service
+from penstock.tinker.tenants import QuotaError, Tenant, read_keys, refuse_open_service
 
 PREFIX = "/api/v1"
 KEY_HEADER = "X-API-Key"

@@ -16,9 +16,8 @@ from sqlalchemy.dialects import postgresql, sqlite
 from penstock.aio import cancelled
 from penstock.errors import LARGEST, PenstockError, StateError, UserError
 from penstock.tinker.database import Database, futures, models, processes, samplers, sessions
-from penstock.tinker.quotas import charge, discharge, take
 from penstock.tinker.schema import JSON_TYPE
-from penstock.tinker.tenants import Tenant
+from penstock.tinker.tenants import Tenant, charge, discharge, take
 
 HOLD_S = 30.0
 """Seconds until a poll is answered. The SDK gives up at 45 s, and polls again at once after an answer."""
