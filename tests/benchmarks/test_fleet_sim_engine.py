@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from dataclasses import replace
 
 import pytest
 from fleet_sim_routers import RoundRobin
 
+from fleet_sim.engine import FleetEngine, FleetSequence
 from fleet_sim.run import START_SPACING_S, FleetRun, FleetSetup
 from fleet_sim.speed import EngineLimits, EngineSpeed
 from fleet_sim.trace import AgentShape, GroupShape, Lengths, Trajectory, agents, groups
@@ -16,6 +18,22 @@ from penstock.sim import SimConfig, SimEngine
 from penstock.types import SamplingParams
 from sim_verify import generate
 from virtual_time import VirtualClock, run_virtual
+
+SPEED = EngineSpeed(step_s=0.01, sequence_s=2e-4, context_s=1e-7, prefill_s=2e-5, prefill_context_s=1e-9)
+
+
+def test_one_sequence_takes_what_its_steps_take() -> None:
+    engine = FleetEngine("e", SPEED, EngineLimits(kv_tokens=10_000))
+    engine.submit(FleetSequence([("a", 100)], 50), 3.0)
+    ended: list[FleetSequence] = []
+    while not math.isinf(end := engine.wake):
+        at, ended = end, engine.advance(end)
+    (sequence,) = ended
+    steps = sum(0.01 + 2e-4 + 1e-7 * (100 + i) for i in range(49))
+    assert at == pytest.approx(3.0 + 0.01 + 2e-4 + 100 * (2e-5 + 1e-9 * 50) + steps)
+    assert sequence.hit == 0
+    assert engine.counters.generated == 50
+
 
 FINE = SimConfig(
     tokens_per_second=100.0,

@@ -97,7 +97,7 @@ class Ends:
         self.receivers: list[Receiver] = []
         self.new()
 
-    def new(self, timeout_s: float = 20.0) -> BroadcastStore:
+    def new(self, timeout_s: float = WAIT_S) -> BroadcastStore:
         """Another store, and receivers that can take part."""
         self.store = BroadcastStore(timeout_s=timeout_s, bucket_bytes=5 * 2**20)
         for receiver in [receiver for receiver in self.receivers if not receiver.usable]:
