@@ -71,6 +71,19 @@ async def test_a_pause_that_takes_longer_than_it_may_is_taken_back_and_nobody_di
 
 
 @virtual
+async def test_a_pause_that_waited_for_another_operation_names_it_and_no_request_as_the_cause() -> None:
+    bench = await Bench("a").started()
+    bench.engine["a"].faults["sleep"] = "hang"
+    sleeping = asyncio.create_task(bench.operations.sleep(1))
+    await until(lambda: bench.operations.queue.turns)
+    with pytest.raises(DeadlineError, match="waited for an earlier operation of this fleet"):
+        await bench.operations.pause(PauseMode.WAIT, clear_cache=True, timeout_s=0.01)
+    assert "pause" not in {step for _, step in bench.journal}
+    with pytest.raises(EngineDeadError):
+        await sleeping
+
+
+@virtual
 async def test_who_cannot_go_on_after_a_pause_that_was_taken_back_is_dead() -> None:
     bench = await Bench("abc").started()
     bench.engine["a"].faults["pause"] = "die"

@@ -58,15 +58,20 @@ class AllOperations(Operations):
                 # Engines that wait for requests go on with their steps.
                 await self.queue.run(lambda: self._pause(mode, attempt, clear_cache=clear_cache), occupies=False)
         except (TimeoutError, asyncio.CancelledError) as error:
+            begun = not attempt.over.is_set()
             attempt.given_up.set()
             if isinstance(error, asyncio.CancelledError):
                 raise
             await attempt.over.wait()
             if attempt.done:
                 return
+            why = (
+                "A pause that waits takes as long as the longest request in flight"
+                if begun
+                else "It waited for an earlier operation of this fleet, such as an update, and never began"
+            )
             raise DeadlineError(
-                f"pause ({mode}) took longer than {timeout_s:g} s; every engine goes on as before. A pause that waits "
-                "takes as long as the longest request in flight",
+                f"pause ({mode}) took longer than {timeout_s:g} s; every engine goes on as before. {why}",
                 seconds=timeout_s or 0.0,
             ) from None
         if not attempt.done:
