@@ -66,7 +66,7 @@ def test_a_state_has_its_own_substates_only(state: str, substate: Substate) -> N
 def test_a_dead_engine_restarts_or_is_final_and_a_change_of_state_ends_a_substate() -> None:
     life = engine_in("syncing")
     life.stay(Substate.AWAITING_WEIGHTS)
-    life.restarts = True
+    life.may_restart = lambda: True
     life.to(State.DEAD, "killed")
     assert life.substate is Substate.RESTARTING
     life.restarts = False

@@ -156,6 +156,25 @@ async def test_starts_that_fail_are_tried_again_after_twice_the_wait_until_the_b
 
 
 @virtual
+async def test_a_used_up_budget_ends_requests_only_at_a_death_that_no_restart_follows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = await Bench("a").started()
+    lost: list[bool] = []
+    monkeypatch.setattr(bench.roster.all_lost, "set", lambda: lost.append(True))
+    async with restarting(bench, FleetConfig(health_interval_s=3600.0, max_restarts=1)) as restarts:
+        for starts in (1, 2):
+            bench.process["a"].kill()
+            await until(lambda starts=starts: len(restarts.engines.starts) == starts)
+            await until_serves(bench, "a", 0)
+            assert lost == [], "a restart follows, or it joins"
+            restarts.now += 1000.0 if starts == 1 else 0.0  # longer than `restart_window_s`
+        bench.process["a"].kill()
+        await until(lambda: lost)
+        assert len(restarts.engines.starts) == 2
+
+
+@virtual
 async def test_an_engine_is_tried_again_without_end_and_the_last_reason_is_told() -> None:
     bench = await Bench("ab").started()
     async with restarting(bench) as restarts:

@@ -106,8 +106,10 @@ class Lifecycle:
         self.engine = engine
         self.history: list[Change] = []
         """Every change so far, oldest first."""
+        self.may_restart: Callable[[], bool] = lambda: False
+        """Asked at each death: whether the supervisor restarts the engine."""
         self.restarts = False
-        """Whether a restart follows a death. The supervisor decides this before the engine dies."""
+        """Whether a restart is under way, or follows the last death."""
         self.state = State.LAUNCHING
         """The present state. Read only: `to` changes it."""
         self.reason = ""
@@ -134,6 +136,8 @@ class Lifecycle:
             )
         self._substate = self._checked(new, substate)
         self.state, self.reason = new, reason
+        if new is State.DEAD:  # it must count as restarting from the moment of its death, or requests would give up
+            self.restarts = self.may_restart()
         self.history.append(Change(old, new, reason))
         level = logging.WARNING if new is State.DEAD else logging.INFO
         logger.log(level, "engine %s: %s -> %s: %s", self.engine, old, new, reason)

@@ -173,11 +173,8 @@ class Supervisor:
         fleet, again = self._fleet, member.again
         budget = RestartBudget(fleet.max_restarts, fleet.restart_window_s, fleet.restart_backoff_s, self._clock)
         launched = again is not None and member.process is not None
-
-        async def until_dead() -> None:
-            # An engine must count as restarting from the moment of its death, or requests would give up.
-            member.lifecycle.restarts = launched and budget.left()
-            await self._until_dead(member)
+        member.lifecycle.may_restart = lambda: launched and budget.left()
+        member.lifecycle.restarts = launched
 
         async def wait(seconds: float) -> None:
             if launched:
@@ -186,9 +183,9 @@ class Supervisor:
             await self._sleep(seconds)
 
         if again is None:
-            await until_dead()
+            await self._until_dead(member)
         else:
-            await keep_running(until_dead, lambda: self._start_again(member, again), budget, wait)
+            await keep_running(lambda: self._until_dead(member), lambda: self._start_again(member, again), budget, wait)
         member.lifecycle.restarts = False
         self._roster.announce()
         if again is not None:
