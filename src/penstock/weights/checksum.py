@@ -70,7 +70,7 @@ class DeviceSums:
         if (kernel := _kernel(flat[0].device)) is not None:
             exponents = [_EXPONENTS.get(tensor.dtype, (0, 0)) for tensor in tensors]
             return kernel([_words(part) for part in flat], exponents, (_ODD, _EVEN, WIDTH))
-        sums = _sums([_rows(part) for part in flat])
+        sums = torch.stack([_sum(part) for part in flat])
         bad = [_bad(tensor) if self._finite else sums.new_zeros(()) for tensor in tensors]
         return torch.stack([sums, torch.stack(bad)])
 
@@ -139,26 +139,15 @@ def _words(flat: torch.Tensor) -> torch.Tensor:
     return _aligned(flat).view(torch.int64)
 
 
-def _rows(flat: torch.Tensor) -> list[torch.Tensor]:
-    """Return the bytes as rows of 8-byte integers. At most the last row is a copy."""
+def _sum(flat: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a tensor's bytes, an int64 without dimensions. At most the last row is a copy."""
     whole = len(flat) // _ROW * _ROW
-    rest = len(flat) - whole
-    parts = [_aligned(flat[:whole])] if whole else []
-    if rest or not whole:
-        parts.append(torch.nn.functional.pad(flat[whole:], (0, _ROW - rest)))
-    return [part.view(torch.int64).view(-1, WIDTH) for part in parts]
-
-
-def _sums(matrices: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
-    """Return the sum of each matrix (upper and lower part); int64 `[matrices]`."""
-    device = matrices[0][0].device
-    lengths = [sum(len(part) for part in parts) for parts in matrices]
-    numbers = torch.cat([_mixed(length, device) for length in lengths])
-    running = (torch.cat([part.sum(1) for parts in matrices for part in parts]) * numbers).cumsum(0)
-    until = running[torch.tensor(lengths, device=device).cumsum(0) - 1]
-    rows = until - torch.cat([until.new_zeros(1), until[:-1]])
-    columns = torch.stack([torch.stack([part.sum(0) for part in parts]).sum(0) for parts in matrices])
-    return 2 * WIDTH * rows + (columns * (2 * _mixed(WIDTH, device) + 1)).sum(1)
+    rest = torch.nn.functional.pad(flat[whole:], (0, -len(flat) % _ROW))
+    parts = [_aligned(part).view(torch.int64).view(-1, WIDTH) for part in (flat[:whole], rest)]
+    of_rows = torch.cat([part.sum(1) for part in parts])
+    of_columns = parts[0].sum(0) + parts[1].sum(0)
+    columns = of_columns * (2 * _mixed(WIDTH, flat.device) + 1)
+    return 2 * WIDTH * (of_rows * _mixed(len(of_rows), flat.device)).sum() + columns.sum()
 
 
 def _bad(tensor: torch.Tensor) -> torch.Tensor:
