@@ -8,12 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.engine.partial import span_of
 from penstock.errors import EngineDeadError
 from penstock.sim import SimEngine
 from penstock.sim.scheduler import SimSequence
 from penstock.sim.tokens import Model, Prefix, Weights, banned_before_min, expected_logprob, expected_token
-from penstock.types import Sample, SamplingParams
+from penstock.types import Sample, SamplingParams, VersionSpan
 from penstock.wire import spans_of, version_of_tokens
 
 
@@ -37,7 +36,10 @@ def _sample_of(sequence: SimSequence) -> Sample:
         token_ids=tuple(sequence.output),
         finish_reason=sequence.finish_reason or "abort",
         logprobs=tuple(sequence.logprobs) if params.logprobs else None,
-        spans=tuple(span_of(version_of_tokens(label), *rest) for label, *rest in spans_of(sequence.versions)),
+        spans=tuple(
+            VersionSpan(version_of_tokens(label), start, end, **(notes[0] if notes else {}))
+            for label, start, end, *notes in spans_of(sequence.versions)
+        ),
         text=sequence.text if params.detokenize else "",
     )
 
