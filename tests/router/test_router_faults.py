@@ -53,7 +53,7 @@ async def test_a_client_that_leaves_ends_the_engines_work(*, process: bool, answ
 
 
 BROKEN = {
-    "length": b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\npart",
+    "length": b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\npart",
     "chunked": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\npart\r\n",
     "inside a chunk": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n9\r\npart",
 }
@@ -95,6 +95,16 @@ async def test_an_answer_that_is_no_http_is_a_502(wire: bytes) -> None:
         assert answer.header("x-penstock-error") in errors
         assert len(r.backends[0].seen) == 1
         assert (await client.ask()).status == 502  # the connection goes on
+
+
+@pytest.mark.parametrize("wire", [b"", b"part"], ids=["before the body", "inside it"])
+async def test_an_engine_that_dies_behind_the_head_of_a_short_answer_costs_no_request(wire: bytes) -> None:
+    async with rig(
+        says(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n", wire, then=hang_up), answer_name, policy="round-robin"
+    ) as r:
+        answer = await (await r.client()).ask()
+        assert (answer.status, answer.body) == (200, b"e1")
+        assert len(r.backends[0].seen) == 1
 
 
 @both_loops

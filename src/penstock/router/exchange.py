@@ -287,8 +287,8 @@ class Exchange(Call, Waiter, ConnectionUser):
 
 # --- The engine's answer ---------------------------------------------------------------------------------------------
 
-_MOST_HELD_BACK = 16_384
-"""Most bytes of a body that may report a dead core; vLLM's error has about 200."""
+_MOST_HELD_BACK = 65_536
+"""Most bytes of a body that is held back until it is whole, as nearly all answers without a stream are."""
 _STREAMS = (b"application/x-ndjson", b"text/event-stream")
 _MAX_HEAD = 262_144
 """Most bytes of an engine's head: more than of a client's, but bounded."""
@@ -303,7 +303,8 @@ class Answer:
     Call `feed`, then read the attributes. vLLM's API server outlives its engine core by about a second. In vLLM 0.26
     and 0.32 it then answers 500 with the message of `EngineDeadError`. A stream has its 200 already and begins with a
     chunk that holds the same error; so do Penstock's lines of progress. The reader therefore holds back the beginning
-    of such answers until it is whole. Any other error concerns the request and not the engine.
+    of such answers until it is whole. Any other error concerns the request and not the engine. A short answer without a
+    stream is held back as well: an engine may die between its head and its body.
     """
 
     response: ResponseHead | None = None
@@ -361,9 +362,11 @@ class Answer:
 
 
 def _beginning(head: ResponseHead, body: bytes) -> bytes | None:
-    """Return the body or first chunk that may report a dead core; None: incomplete."""
-    if head.status == _ERROR and 0 < head.length <= _MOST_HELD_BACK:
-        return body if len(body) >= head.length else None
+    """Return the body or first chunk that may report a dead core; None: wait for more of it."""
+    if 0 < head.length <= _MOST_HELD_BACK:  # until it is whole, another engine can answer
+        if len(body) < head.length:
+            return None
+        return body if head.status == _ERROR else b""
     if head.status != _OK or head.length != CHUNKED or not head.content_type.startswith(_STREAMS):
         return b""
     line, ended, chunk = body.partition(b"\r\n")
