@@ -34,7 +34,25 @@ TOKENS_ONLY = SamplingParams(logprobs=False, detokenize=False)
 async def test_a_server_that_is_no_engine_is_said_to_be_none(body: bytes) -> None:
     async with canned(answer(body)) as server:
         control = ControlClient("e0", server.url)
-        with pytest.raises(EngineError, match=r"engine e0: .*answered"):
+        with pytest.raises(EngineError, match=r"engine e0: .*answer"):
+            await control.info()
+        await control.close()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("dp", None), ("dp", 0), ("dp", 2**40), ("dp", 1.0), ("dp", True), ("tp", {}), ("pp", -1),
+        ("weight_version", "x"), ("weight_version", -1), ("paused", 1), ("vocab_size", None), ("max_model_len", []),
+        ("transports", "x"), ("model", 5), ("instance", None), ("kv_kept", "x"), ("weight_transfer", 5),
+        ("control_port", -1), ("control_port", "x"),
+    ],
+)  # fmt: skip
+async def test_a_description_with_a_wrong_value_is_refused_by_name(key: str, value: object) -> None:
+    async with canned(answer({**INFO, key: value})) as server:
+        control = ControlClient("e0", server.url)
+        says = key.removeprefix("control_")
+        with pytest.raises(EngineError, match=f"engine e0: malformed answer to GET /penstock/info: .*{says}"):
             await control.info()
         await control.close()
 

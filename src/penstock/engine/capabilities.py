@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, fields
-from typing import Any, Literal, Self
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
+from pydantic import Field, Strict, TypeAdapter, ValidationError
+
+from penstock.errors import LARGEST
 from penstock.rooms import plugged_in
 
 Capability = Literal[
@@ -44,6 +47,9 @@ PENSTOCK = Capabilities()
 SAMPLED_FROM = ("processed_logprobs",)
 """Values of vLLM's `--logprobs-mode` that give log-softmax of the sampled distribution."""
 
+Count = Annotated[int, Field(strict=True, ge=0, le=LARGEST)]
+Ranks = Annotated[int, Field(strict=True, ge=1, le=1024)]
+
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
@@ -53,15 +59,15 @@ class EngineInfo:
     """`vllm` or `sim`."""
     vllm: str
     """Version of vLLM."""
-    weight_version: int
-    paused: bool
-    tp: int
-    pp: int
-    dp: int
+    weight_version: Count
+    paused: Annotated[bool, Strict()]
+    tp: Ranks
+    pp: Ranks
+    dp: Ranks
     """Data-parallel ranks behind its address. A request's header can choose a rank."""
-    vocab_size: int
+    vocab_size: Count
     """Token ids are smaller than this; 0: unknown."""
-    max_model_len: int
+    max_model_len: Count
     transports: tuple[str, ...]
     capabilities: Capabilities = PENSTOCK
     kv_kept: bool = False
@@ -73,25 +79,28 @@ class EngineInfo:
     model: str = ""
     """Name under which it serves its model. Empty: unknown."""
 
-    @classmethod
-    def of(cls, answer: Mapping[str, Any]) -> Self:
-        """Read the answer of our plugin. KeyError, TypeError: it has another form."""
-        known: dict[str, Any] = {field.name: answer[field.name] for field in fields(cls) if field.default is MISSING}
-        known["transports"] = tuple(known["transports"])
-        return cls(
-            **known,
-            kv_kept=bool(answer.get("kv_kept", False)),
-            dtype=str(answer.get("dtype", "")),
-            instance=str(answer.get("instance", "")),
-            model=str(answer.get("model", "")),
-            capabilities=Capabilities(
-                kv_in_flight=bool(answer.get("kv_in_flight", False)),
-                sleep=bool(answer.get("sleep", True)),
-                lora=bool(answer.get("lora", True)),
-                weight_transfer=answer.get("weight_transfer"),
-                sampled_logprobs=answer["logprobs_mode"] in SAMPLED_FROM,
-            ),
-        )
+
+_INFO = TypeAdapter(EngineInfo)
+
+
+def checked_info(**values: Any) -> EngineInfo:
+    """Build the description of an engine. ValueError: a value is missing, of another type, or out of range."""
+    try:
+        return _INFO.validate_python(values)
+    except ValidationError as error:
+        raise ValueError("; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())) from None
+
+
+def info_of(answer: Mapping[str, Any]) -> EngineInfo:
+    """Read the answer of our plugin. KeyError, TypeError, ValueError: it has another form."""
+    capabilities = {
+        "kv_in_flight": answer.get("kv_in_flight", False),
+        "sleep": answer.get("sleep", True),
+        "lora": answer.get("lora", True),
+        "weight_transfer": answer.get("weight_transfer"),
+        "sampled_logprobs": answer["logprobs_mode"] in SAMPLED_FROM,
+    }
+    return checked_info(**{**answer, "capabilities": capabilities})
 
 
 def require(engines: Iterable[tuple[str, Capabilities]], needed: Capability, operation: str) -> None:

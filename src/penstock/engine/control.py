@@ -7,13 +7,13 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 from yarl import URL
 
-from penstock.engine.capabilities import EngineInfo
+from penstock.engine.capabilities import EngineInfo, info_of
 from penstock.errors import (
     DeadlineError,
     EngineError,
@@ -22,6 +22,7 @@ from penstock.errors import (
     PenstockError,
     TransferError,
     WeightsError,
+    reading,
 )
 from penstock.http import TORN, HttpTransport, UnreachableError
 from penstock.rooms import plugged_in
@@ -134,11 +135,9 @@ class ControlClient:
 
     async def _info(self) -> EngineInfo:
         answer: Any = await self.http.get(INFO, timeout_s=self.timeout_s)
-        try:
-            info = EngineInfo.of(answer)
+        with reading(f"answer to GET {INFO}", partial(EngineError, engine=self.name)):
+            info = info_of(answer)
             await self._connect_core(answer.get("control_port"))
-        except (KeyError, TypeError) as error:
-            raise EngineError(f"GET {INFO} answered {answer!r}, without {error}", engine=self.name) from error
         return info
 
     async def health(self, timeout_s: float) -> None:

@@ -19,7 +19,7 @@ import orjson
 
 from penstock import wire
 from penstock.aio import all_or_first_error
-from penstock.engine.capabilities import SAMPLED_FROM, Capabilities, EngineInfo, require
+from penstock.engine.capabilities import SAMPLED_FROM, Capabilities, EngineInfo, checked_info, require
 from penstock.engine.client import Answer, Continuation
 from penstock.engine.control import ControlClient, CoreState
 from penstock.engine.openai import Stream
@@ -119,7 +119,7 @@ async def identify(http: HttpTransport, *, timeout_s: float) -> EngineInfo:
         config = _section(settings, "vllm_config")
         model, parallel = _section(config, "model_config"), _section(config, "parallel_config")
         number = str(version["version"])  # pyright: ignore[reportUnknownArgumentType] - a JSON object
-        return EngineInfo(
+        return checked_info(
             engine="vllm",
             vllm=number,
             weight_version=0 if weights is None else _version(http, weights["weight_version"]),
