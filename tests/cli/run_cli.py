@@ -84,6 +84,17 @@ def forked(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(args, status, out.read_text(), err.read_text())
 
 
+def python_without(folder: Path, *absent: str) -> dict[str, str]:
+    """The environment of this Python, told not to find some modules."""
+    (folder / "sitecustomize.py").write_text(
+        "import importlib.util\n"
+        "find = importlib.util.find_spec\n"
+        f"absent = {absent!r}\n"
+        "importlib.util.find_spec = lambda name, *rest: None if name in absent else find(name, *rest)\n"
+    )
+    return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+
+
 @dataclass(frozen=True, slots=True)
 class Server:
     """A `penstock serve` (or `sim`) that is ready."""

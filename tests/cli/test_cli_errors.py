@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from run_cli import environment, forked, penstock
+from run_cli import environment, forked, penstock, python_without
 
 from penstock import __version__
 
@@ -109,17 +108,6 @@ def test_a_port_in_use_is_one_line(command: list[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert f"port {port} of 127.0.0.1 is in use" in one_line(penstock(*command, "--port", str(port)))
-
-
-def python_without(folder: Path, *absent: str) -> dict[str, str]:
-    """The environment of this Python, told not to find some modules."""
-    (folder / "sitecustomize.py").write_text(
-        "import importlib.util\n"
-        "find = importlib.util.find_spec\n"
-        f"absent = {absent!r}\n"
-        "importlib.util.find_spec = lambda name, *rest: None if name in absent else find(name, *rest)\n"
-    )
-    return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
 
 
 def test_engines_of_others_need_no_vllm_here(tmp_path: Path) -> None:

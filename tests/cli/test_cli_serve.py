@@ -12,7 +12,17 @@ from pathlib import Path
 import psutil
 import pytest
 from openai import AuthenticationError, OpenAI
-from run_cli import END_S, PENSTOCK, Server, environment, penstock, serving, wait_for_children, wait_for_text
+from run_cli import (
+    END_S,
+    PENSTOCK,
+    Server,
+    environment,
+    penstock,
+    python_without,
+    serving,
+    wait_for_children,
+    wait_for_text,
+)
 
 from penstock.config import RunConfig
 from penstock.observe.run_folder import RunFolder
@@ -115,14 +125,9 @@ def test_interrupted_while_it_starts(tmp_path: Path) -> None:
 
 
 def test_attached_servers_are_all_there_is_and_need_neither_vllm_nor_the_model_here(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
-        "import importlib.util\n"
-        "find = importlib.util.find_spec\n"
-        "importlib.util.find_spec = lambda name, *rest: None if name == 'vllm' else find(name, *rest)\n"
-    )
     with serving(tmp_path / "sim", "sim", "--port", "0") as other:
         args = ("serve", "./not-here", "--attach", other.url, "--port", "0")
-        with serving(tmp_path / "log", *args, PYTHONPATH=str(tmp_path)) as server:
+        with serving(tmp_path / "log", *args, **python_without(tmp_path, "vllm")) as server:
             assert len(server.family) == 1 + ROUTER
             (engine,) = json.loads(penstock("status", server.url, "--json").stdout)["engines"]
             assert (engine["url"], engine["state"]) == (other.url, "serving")

@@ -245,6 +245,8 @@ class Chaos:
 
 def short(body: dict[str, Any], answers: list[Any]) -> str:
     """What an answer, or the events of a stream, lack of what was asked for; empty: nothing."""
+    if strange := [answer for answer in answers if "choices" not in answer]:
+        return f"no answer, though its status is 200: {strange[0]}"
     reasons = [c["finish_reason"] for a in answers for c in a["choices"] if c.get("finish_reason") is not None]
     made = sum(a["usage"]["completion_tokens"] for a in answers if a.get("usage"))
     if reasons == ["length"] and made == body["max_tokens"]:

@@ -5,8 +5,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,10 +24,12 @@ from penstock.router.state import EngineLoad, RouterState
 from penstock.settings import FleetConfig
 from penstock.types import KV, EngineStats, EngineUpdate, PauseMode
 from penstock.weights.manifest import WeightManifest
+from virtual_time import virtual
 
 Kind = Literal["refuse", "hang", "die", "unfit", "garbage", "wrong"]
 DEADLINE_S = 0.05
 Journal = list[tuple[str, str]]
+BenchTest = Callable[..., Coroutine[Any, Any, None]]
 
 
 async def until(reached: Callable[[], bool]) -> None:
@@ -282,6 +286,30 @@ class FakeStore:
 
     def close(self) -> None:
         pass
+
+
+def on_bench(names: str = "abc", *, settled: bool = True, **options: Any) -> Callable[[BenchTest], Any]:
+    """Run a test in virtual time, with a `Bench` that has started as its first argument; then check its belief.
+
+    Args:
+        names: of the engines.
+        settled: False where the test ends in the middle of a change.
+        options: of the bench.
+    """
+
+    def of(test: BenchTest) -> Any:
+        async def benched(*args: Any, **kwargs: Any) -> None:
+            bench = await Bench(names, **options).started()
+            await test(bench, *args, **kwargs)
+            if settled:
+                bench.check_belief()
+
+        signature = inspect.signature(test)
+        run: Any = wraps(test)(virtual(benched))
+        run.__signature__ = signature.replace(parameters=[*signature.parameters.values()][1:])  # what pytest gives
+        return run
+
+    return of
 
 
 class Bench:

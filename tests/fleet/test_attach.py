@@ -125,7 +125,7 @@ async def test_launched_and_attached_with_and_without_plugin_in_one_fleet() -> N
         assert len(await generate(plain.engine, [1], {"max_tokens": 2})) == 1, "it runs on"
 
 
-async def test_what_one_lacks_is_refused_before_any_other_is_asked() -> None:
+async def test_a_call_that_one_engine_lacks_reaches_no_engine() -> None:
     async with server() as ours, server(plain=True, dev_mode=False) as bare, plain_fleet(ours, bare) as fleet:
         calls = {
             "pause_generation": fleet.pause_generation(),
@@ -148,7 +148,7 @@ async def test_what_one_lacks_is_refused_before_any_other_is_asked() -> None:
             await fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS)
 
 
-async def test_one_that_dies_is_out_and_in_again_with_the_fleets_weights() -> None:
+async def test_a_server_that_dies_is_out_and_in_again_with_the_fleets_weights() -> None:
     async with server() as lasting, server() as dying:
         port = int(dying.url.rpartition(":")[2])
         async with plain_fleet(lasting, dying) as fleet:
@@ -221,7 +221,7 @@ async def test_weights_are_torn_though_a_health_check_was_the_first_to_find_the_
         assert fleet.weight_version == 0
 
 
-async def test_one_that_was_paused_when_it_died_of_an_update_serves_again() -> None:
+async def test_a_server_that_was_paused_when_it_died_of_an_update_serves_again() -> None:
     async with server() as lasting, server() as failing, plain_fleet(lasting, failing) as fleet:
         await fleet.update_weights(GOOD)
         failing.engine.faults.add(Fault(FaultKind.REFUSE, Phase.LOAD))
@@ -233,7 +233,7 @@ async def test_one_that_was_paused_when_it_died_of_an_update_serves_again() -> N
 
 
 @pytest.mark.parametrize("level", [1, 2])
-async def test_one_that_was_out_while_the_others_woke_up_is_woken_before_it_serves(level: int) -> None:
+async def test_a_server_that_was_out_while_the_others_woke_up_is_woken_before_it_serves(level: int) -> None:
     async with server() as lasting, server() as failing, plain_fleet(lasting, failing) as fleet:
         await fleet.update_weights(GOOD)
         await fleet.sleep(level)
@@ -249,7 +249,7 @@ async def test_one_that_was_out_while_the_others_woke_up_is_woken_before_it_serv
         await check_serves(fleet, engines=2)
 
 
-async def test_one_that_comes_back_to_a_fleet_that_sleeps_takes_no_memory_meanwhile(
+async def test_a_server_that_comes_back_to_a_fleet_that_sleeps_takes_no_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with server() as lasting, server() as failing, plain_fleet(lasting, failing) as fleet:
@@ -334,7 +334,7 @@ async def test_a_server_that_two_calls_attach_at_once_joins_once() -> None:
         await fleet.remove("e1")
 
 
-async def test_what_cannot_be_attached() -> None:
+async def test_servers_that_cannot_be_attached_are_refused() -> None:
     async with server(data_parallel_size=2) as two:
         with pytest.raises(UserError, match="has 2 data-parallel ranks, not dp=3"):
             await Fleet.connect([f"{two.url}#dp=3"])
@@ -374,7 +374,7 @@ async def test_what_cannot_be_attached() -> None:
         Fleet.launch("any", attach=["http://h:1#dp=2"], kind="vllm-router", url="http://127.0.0.1:9", **SIM)
 
 
-async def test_none_but_attached() -> None:
+async def test_a_fleet_of_attached_servers_alone_can_grow() -> None:
     async with server(plain=True) as one, Fleet.launch("any", engines=0, attach=[one.url], **SIM) as fleet:
         await check_serves(fleet, engines=1)
         assert await fleet.add_engines(1) == ("e1",)

@@ -82,7 +82,9 @@ async def test_one_group_carries_every_version(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("kind", ["exit", "refuse", "hang"])
-async def test_who_fails_in_it_takes_nobody_along(fleet: Fleet, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_fails_in_a_broadcast_takes_no_other_along(
+    fleet: Fleet, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if kind == "hang":
         monkeypatch.setattr(delivery, "ANSWER_S", 10.0)  # it gives no answer
         impatient(fleet._roster.members[1], 15.0)

@@ -99,7 +99,7 @@ async def test_engines_that_do_not_agree_are_not_made_a_fleet() -> None:
             await Fleet.connect([server.url for server in servers])
 
 
-async def test_what_is_not_there_or_something_else() -> None:
+async def test_connect_refuses_addresses_and_options_that_make_no_fleet() -> None:
     async with engines(1) as (server,):
         with pytest.raises(EngineDeadError, match="no process of yours on this machine owns a fleet at"):
             await Fleet.connect(server.url)
@@ -161,7 +161,7 @@ async def test_a_stopped_engine_that_nobody_can_end_keeps_no_request(tmp_path: P
         await check_serves(fleet, engines=1)
 
 
-async def test_what_an_engine_of_others_has_not_ended_when_it_is_removed_goes_on_elsewhere() -> None:
+async def test_requests_on_an_engine_of_others_go_on_elsewhere_when_it_is_removed() -> None:
     async with engines(2) as servers, connected(servers) as fleet:
         async with slowed(fleet):
             running = await begun(fleet, PROMPTS, PARAMS)

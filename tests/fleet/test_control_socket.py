@@ -245,7 +245,7 @@ async def _connect(url: str) -> None:
         pass
 
 
-async def test_whoever_adopted_a_fleet_that_is_stopped_is_told_so() -> None:
+async def test_calls_on_an_adopted_fleet_that_was_stopped_say_so() -> None:
     async with detached() as fleet:
         holder = await holder_of(fleet)
         async with FleetClient.to(fleet.url) as link:
@@ -323,7 +323,7 @@ def test_a_folder_that_others_may_enter_or_that_lies_elsewhere_is_refused(runtim
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "localhost:8000"])
-async def test_what_is_no_address_is_said_so(url: str) -> None:
+async def test_connect_refuses_what_is_no_address(url: str) -> None:
     with pytest.raises(UserError, match=r"is not an address; give one such as http://127\.0\.0\.1:8000"):
         await Fleet.connect(url)
 

@@ -115,7 +115,7 @@ async def test_wrong_options_are_said_at_once(options, message: str) -> None:
         ("runs/demo/model", "model path runs/demo/model does not exist"),
     ],
 )
-def test_what_is_no_model_is_said_before_an_engine_is_started_with_it(model, message: str) -> None:
+def test_a_model_that_is_none_starts_no_engine(model, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Fleet.launch(model, profile="cpu")
 
@@ -125,7 +125,7 @@ def test_a_model_in_a_bucket_is_left_to_vllm(model: str) -> None:
     Fleet.launch(model, profile="cpu")
 
 
-def test_who_forgets_to_open_a_fleet_is_told_how() -> None:
+def test_a_fleet_that_was_not_opened_says_how() -> None:
     fleet = Fleet.launch("any-name", profile="sim")
     with pytest.raises(AttributeError, match=r"not open yet, so it has no 'generate'; open it by `async with"):
         fleet.generate(["a"])  # type: ignore[attr-defined]

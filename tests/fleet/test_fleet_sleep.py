@@ -77,13 +77,3 @@ async def test_the_memory_of_weights_comes_back_first(fleet: Fleet, level: int) 
     if level == 2:
         await fleet.update_weights(weights())
     await check_serves(fleet, engines=2)
-
-
-async def test_fifty_rounds_of_sleep_and_update(fleet: Fleet) -> None:
-    for round_ in range(50):
-        await fleet.sleep(level=1 + round_ % 2)
-        await fleet.wake_up(["weights"])
-        await fleet.update_weights(weights())
-        await fleet.wake_up(["kv_cache"])
-    assert fleet.weight_version == 50
-    await check_serves(fleet, engines=2)

@@ -90,7 +90,7 @@ async def test_a_reset_of_the_prefix_cache_recomputes_what_runs(fleet: Fleet) ->
     assert await preemptions(fleet) > before
 
 
-async def test_what_is_no_pairs_and_no_mode_is_said_before_anything_is_done() -> None:
+async def test_weights_that_are_no_pairs_and_unknown_modes_change_nothing() -> None:
     async with Fleet.launch("sim-model", profile="sim") as fleet:
         for given in ({"w": torch.ones(1)}, None):
             with pytest.raises(UserError, match=r"takes pairs of a name and a tensor, not a (dict|NoneType)"):

@@ -48,7 +48,9 @@ async def asleep_and_updated(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize(("between", "updates"), [(paused, 0), (asleep_and_updated, 1)])
-async def test_nothing_is_cut(fleet: Fleet, between: Any, updates: int) -> None:
+async def test_the_answer_of_a_client_that_knows_nothing_of_us_is_whole(
+    fleet: Fleet, between: Any, updates: int
+) -> None:
     start = fleet.weight_version
     async with slowed(fleet):
         foreign = asyncio.create_task(ask(fleet))

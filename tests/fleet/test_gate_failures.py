@@ -12,8 +12,7 @@ from fleet_fakes import Bench, FakeProcess, FakeRouter, until
 
 from patience import WAIT_S
 from penstock import Fleet
-from penstock.errors import DeadlineError, EngineHTTPError, PenstockError, UserError
-from penstock.fleet.elastic import Elastic
+from penstock.errors import DeadlineError, EngineHTTPError, PenstockError
 from penstock.fleet.member import State
 from penstock.fleet.router_process import RouterGuard
 from penstock.fleet.running_router import Guard
@@ -156,21 +155,6 @@ async def test_an_operation_goes_on_when_a_router_that_stood_still_was_told_agai
         await asyncio.wait_for(OPERATIONS["pause"](bench), 5.0)
         assert router.closed
         bench.check_belief()
-
-
-@virtual
-async def test_a_policy_is_kept_by_the_fleet_and_a_wrong_one_changes_nothing() -> None:
-    bench, router = await failing(("e0", "e1"))
-    elastic: Any = Elastic(bench.roster, bench.operations, None, FleetConfig(), engines=None, attached=None)
-    await elastic.set_policy({"policy": "prefix-aware, requests", "prefix_length": 77})
-    await elastic.set_policy({"policy": "round-robin"})
-    router.known = Membership()  # it was started again
-    await bench.roster.restore()
-    assert router.known.policy == {"policy": "round-robin", "prefix_length": 77}
-    for wrong, says in (({"policy": "fastest"}, "no policy 'fastest'"), ({"prefix_length": 0}, "prefix_length")):
-        with pytest.raises(UserError, match=says):
-            await elastic.set_policy(wrong)
-    assert router.known.policy == {"policy": "round-robin", "prefix_length": 77}
 
 
 async def test_a_gate_that_was_left_closed_by_who_died_is_opened_by_who_connects() -> None:

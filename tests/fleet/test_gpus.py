@@ -51,7 +51,7 @@ def test_too_few_are_said_before_anything_starts(
         Fleet.launch(config(tp, share), engines=engines)
 
 
-def test_those_of_the_environment_and_else_those_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_visible_gpus_are_those_of_the_environment_or_else_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,3")
     assert visible_gpus() == ("GPU-a", "3")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")

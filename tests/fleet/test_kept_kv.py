@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fleet_fakes import Bench
+from fleet_fakes import Bench, on_bench
 
 from http_engine import HTTPEngine
 from patience import WAIT_S
@@ -17,7 +17,6 @@ from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 from penstock.types import KV, EngineUpdate
 from sim_fleets import SIM, begun, generated, slowed, stepped, whole
-from virtual_time import virtual
 
 PARAMS = SamplingParams(max_tokens=450, detokenize=False)
 SHORT = SamplingParams(max_tokens=8, detokenize=False)
@@ -80,9 +79,8 @@ async def test_every_process_can_ask_what_an_update_cost():
         await running
 
 
-@virtual
-async def test_engines_that_share_kv_are_named_before_anything_is_done():
-    bench = await Bench("ab").started()
+@on_bench("ab")
+async def test_engines_that_share_kv_are_named_before_anything_is_done(bench: Bench) -> None:
     member = bench.roster.members[1]
     capabilities = replace(member.info.capabilities, kv_in_flight=False)
     member.info = replace(member.info, capabilities=capabilities)
@@ -92,7 +90,7 @@ async def test_engines_that_share_kv_are_named_before_anything_is_done():
     await bench.operations.update([], None)
 
 
-async def test_who_takes_an_engine_over_has_it_until_an_update_recomputes() -> None:
+async def test_the_next_owner_of_an_engine_has_its_kept_kv_until_an_update_recomputes() -> None:
     async with SimServer(SimConfig(tokens_per_second=500)) as server:
         before = await HTTPEngine.connect(server.url)
         await before.update_weights(WEIGHTS, kv="keep")
@@ -106,9 +104,8 @@ async def test_who_takes_an_engine_over_has_it_until_an_update_recomputes() -> N
             assert [(span.version, span.kv_kept) for span in sample.spans] == [(2, False)]
 
 
-@virtual
-async def test_who_follows_the_fleet_is_told_before_any_engine_makes_such_tokens() -> None:
-    bench = await Bench().started()
+@on_bench()
+async def test_followers_of_a_fleet_know_of_kept_kv_before_an_engine_makes_such_tokens(bench: Bench) -> None:
     told = asyncio.create_task(bench.roster.until(lambda: bench.roster.kv_kept_versions == {1}))
     apply, heard = bench.engine["a"].apply_weights, list[bool]()
 

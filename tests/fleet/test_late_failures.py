@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fleet_fakes import Bench, until
+from fleet_fakes import Bench, on_bench, until
 from launched_rig import Launcher
 from supervise_rig import begins_to_return, dies_and_returns, restarting, until_serves
 
@@ -13,7 +13,6 @@ from penstock.engine.control import ControlClient
 from penstock.errors import StateError
 from penstock.fleet.member import Lifecycle, State
 from penstock.fleet.pausing import command
-from virtual_time import virtual
 
 
 async def asked(bench: Bench) -> None:
@@ -21,9 +20,8 @@ async def asked(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("refusable", [False, True])
-@virtual
-async def test_an_engine_lives_though_its_predecessor_fails_a_command_late(*, refusable: bool) -> None:
-    bench = await Bench("ab").started()
+@on_bench("ab")
+async def test_an_engine_lives_though_its_predecessor_fails_a_command_late(bench: Bench, *, refusable: bool) -> None:
     async with restarting(bench) as restarts:
         go = asyncio.Event()
         bench.engine["a"].faults["abort"] = "refuse"
@@ -42,9 +40,8 @@ async def test_an_engine_lives_though_its_predecessor_fails_a_command_late(*, re
         bench.check_belief()
 
 
-@virtual
-async def test_an_engine_that_is_being_started_is_not_given_up_for_what_its_predecessor_failed() -> None:
-    bench = await Bench("ab").started()
+@on_bench("ab")
+async def test_an_engine_that_is_being_started_is_not_given_up_for_what_its_predecessor_failed(bench: Bench) -> None:
     async with restarting(bench) as restarts:
         bench.engine["a"].faults["abort"] = "hang"
         asking = asyncio.create_task(command(bench.roster, lambda e: e.abort(), what="abort", deadline_s=0.1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from fleet_fakes import Bench
+from fleet_fakes import Bench, on_bench
 
 from penstock.engine.capabilities import PENSTOCK, Capabilities
 from penstock.errors import MissingCapabilityError, StateError
@@ -75,9 +75,8 @@ async def test_kv_that_a_native_update_keeps_is_labelled() -> None:
     bench.check_belief()
 
 
-@virtual
-async def test_a_server_that_rejoins_a_paused_fleet_keeps_no_prefix_for_a_native_update() -> None:
-    bench = await Bench("ab").started()
+@on_bench("ab")
+async def test_a_server_that_rejoins_a_paused_fleet_keeps_no_prefix_for_a_native_update(bench: Bench) -> None:
     member = bench.roster.members[1]
     await bench.roster.mark_dead(member, "died")
     member.process = None  # of others
@@ -89,4 +88,3 @@ async def test_a_server_that_rejoins_a_paused_fleet_keeps_no_prefix_for_a_native
     await bench.operations.native.update(NAMES, 1)
     assert bench.roster.kv_kept_versions == set()
     await bench.operations.resume()
-    bench.check_belief()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
-from fleet_fakes import DEADLINE_S, Bench, until
+from fleet_fakes import DEADLINE_S, Bench, Kind, on_bench, until
 
 from penstock.errors import (
     DeadlineError,
@@ -22,16 +22,15 @@ from penstock.fleet.member import State, fan_out
 from penstock.types import PauseMode
 from virtual_time import virtual
 
-KINDS = ["refuse", "hang", "die", "garbage"]
+KINDS: list[Kind] = ["refuse", "hang", "die", "garbage"]
 
 
 async def pause(bench: Bench, mode: PauseMode = PauseMode.KEEP) -> None:
     await bench.operations.pause(mode, clear_cache=True)
 
 
-@virtual
-async def test_pause_closes_the_gate_first_and_resume_opens_it_last() -> None:
-    bench = await Bench("ab").started()
+@on_bench("ab")
+async def test_pause_closes_the_gate_first_and_resume_opens_it_last(bench: Bench) -> None:
     await bench.operations.pause(PauseMode.ABORT, clear_cache=False)
     assert bench.journal[0] == ("router", "gate closed")
     assert bench.router.closed
@@ -40,12 +39,10 @@ async def test_pause_closes_the_gate_first_and_resume_opens_it_last() -> None:
     bench.journal.clear()
     await bench.operations.resume()
     assert bench.journal[-1] == ("router", "gate open")
-    bench.check_belief()
 
 
-@virtual
-async def test_pause_wait_has_the_deadline_of_a_request() -> None:
-    bench = await Bench("a").started()
+@on_bench("a")
+async def test_pause_wait_has_the_deadline_of_a_request(bench: Bench) -> None:
     bench.engine["a"].busy.clear()
     call = asyncio.create_task(pause(bench, PauseMode.WAIT))
     await asyncio.sleep(2 * DEADLINE_S)
@@ -54,9 +51,8 @@ async def test_pause_wait_has_the_deadline_of_a_request() -> None:
     assert bench.state("a") is State.PAUSED
 
 
-@virtual
-async def test_a_pause_that_takes_longer_than_it_may_is_taken_back_and_nobody_dies_of_it() -> None:
-    bench = await Bench("abc").started()
+@on_bench("abc")
+async def test_a_pause_that_takes_longer_than_it_may_is_taken_back_and_nobody_dies_of_it(bench: Bench) -> None:
     bench.engine["b"].idle.clear()
     with pytest.raises(DeadlineError, match=r"pause \(wait\) took longer than 0.03 s; every engine goes on"):
         await bench.operations.pause(PauseMode.WAIT, clear_cache=True, timeout_s=0.03)
@@ -67,12 +63,10 @@ async def test_a_pause_that_takes_longer_than_it_may_is_taken_back_and_nobody_di
     bench.check_belief()
     bench.engine["b"].idle.set()
     await bench.operations.pause(PauseMode.WAIT, clear_cache=True, timeout_s=5.0)
-    bench.check_belief()
 
 
-@virtual
-async def test_a_pause_that_waited_for_another_operation_names_it_and_no_request_as_the_cause() -> None:
-    bench = await Bench("a").started()
+@on_bench("a")
+async def test_a_pause_that_waited_for_another_operation_names_it_and_no_request_as_the_cause(bench: Bench) -> None:
     bench.engine["a"].faults["sleep"] = "hang"
     sleeping = asyncio.create_task(bench.operations.sleep(1))
     await until(lambda: bench.operations.queue.turns)
@@ -83,9 +77,8 @@ async def test_a_pause_that_waited_for_another_operation_names_it_and_no_request
         await sleeping
 
 
-@virtual
-async def test_who_cannot_go_on_after_a_pause_that_was_taken_back_is_dead() -> None:
-    bench = await Bench("abc").started()
+@on_bench("abc")
+async def test_an_engine_that_cannot_go_on_after_a_pause_was_taken_back_is_dead(bench: Bench) -> None:
     bench.engine["a"].faults["pause"] = "die"
     bench.engine["b"].faults |= {"pause": "hang", "resume": "refuse"}
     with pytest.raises(DeadlineError, match="took longer than"):
@@ -117,20 +110,17 @@ async def waiting_for_requests(bench: Bench, *queued: Callable[[], Coroutine[Any
     return tasks
 
 
-@virtual
-async def test_an_abort_queued_behind_a_pause_passes_it_and_so_ends_it() -> None:
+@on_bench("ab")
+async def test_an_abort_queued_behind_a_pause_passes_it_and_so_ends_it(bench: Bench) -> None:
     """One that comes later: `test_real_fleet.py`."""
-    bench = await Bench("ab").started()
     pausing, aborting = await waiting_for_requests(bench, bench.operations.abort)
     async with asyncio.timeout(5.0):
         await asyncio.gather(aborting, pausing)
     assert {bench.state(name) for name in "ab"} == {State.PAUSED}
-    bench.check_belief()
 
 
-@virtual
-async def test_a_resume_queued_behind_a_pause_ends_it() -> None:
-    bench = await Bench("ab").started()
+@on_bench("ab")
+async def test_a_resume_queued_behind_a_pause_ends_it(bench: Bench) -> None:
     pausing, resuming = await waiting_for_requests(bench, bench.operations.resume)
     async with asyncio.timeout(5.0):
         await resuming
@@ -140,36 +130,33 @@ async def test_a_resume_queued_behind_a_pause_ends_it() -> None:
             await pausing
 
 
-@virtual
-async def test_a_resume_as_a_pause_has_ended_its_wait_resumes() -> None:
-    bench = await Bench("ab").started()
+@on_bench("ab")
+async def test_a_resume_as_a_pause_has_ended_its_wait_resumes(bench: Bench) -> None:
     (pausing,) = await waiting_for_requests(bench)
     bench.engine["b"].idle.set()
     async with asyncio.timeout(5.0):
         await bench.operations.resume()
         await asyncio.gather(pausing, return_exceptions=True)
     assert not bench.operations.paused
-    bench.check_belief()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("step", ["pause", "resume"])
-@virtual
-async def test_an_engine_that_fails_to_pause_or_resume_is_dead_and_the_others_go_on(step: str, kind) -> None:
-    bench = await Bench("abc").started()
+@on_bench("abc")
+async def test_an_engine_that_fails_to_pause_or_resume_is_dead_and_the_others_go_on(
+    bench: Bench, step: str, kind
+) -> None:
     bench.engine["b"].faults[step] = kind
     await pause(bench)
     await bench.operations.resume()
     assert bench.state("b") is State.DEAD
     assert bench.router.serves() == {"a": 0, "c": 0}
     assert not bench.router.closed
-    bench.check_belief()
 
 
 @pytest.mark.parametrize("step", ["pause", "resume"])
-@virtual
-async def test_when_none_is_left_the_gate_is_open_and_the_caller_is_told(step: str) -> None:
-    bench = await Bench("ab").started()
+@on_bench("ab")
+async def test_when_none_is_left_the_gate_is_open_and_the_caller_is_told(bench: Bench, step: str) -> None:
     for engine in bench.engine.values():
         engine.faults[step] = "die"
     if step == "resume":
@@ -179,12 +166,10 @@ async def test_when_none_is_left_the_gate_is_open_and_the_caller_is_told(step: s
         await failing
     assert not bench.router.closed
     assert not bench.operations.paused
-    bench.check_belief()
 
 
-@virtual
-async def test_a_cancelled_pause_is_taken_back() -> None:
-    bench = await Bench("ab").started()
+@on_bench("ab")
+async def test_a_cancelled_pause_is_taken_back(bench: Bench) -> None:
     bench.engine["b"].busy.clear()
     caller = asyncio.create_task(pause(bench))
     await until(lambda: ("b", "pause") in bench.journal)
@@ -194,12 +179,10 @@ async def test_a_cancelled_pause_is_taken_back() -> None:
     bench.engine["b"].busy.set()
     await bench.operations.reset_prefix_cache()  # takes its turn
     assert not bench.operations.paused
-    bench.check_belief()
 
 
-@virtual
-async def test_a_pause_cancelled_while_it_waits_its_turn_never_happens() -> None:
-    bench = await Bench("ab").started()
+@on_bench("ab")
+async def test_a_pause_cancelled_while_it_waits_its_turn_never_happens(bench: Bench) -> None:
     bench.engine["b"].busy.clear()
     update = asyncio.create_task(bench.operations.update([], None))
     await asyncio.sleep(0)
@@ -209,13 +192,11 @@ async def test_a_pause_cancelled_while_it_waits_its_turn_never_happens() -> None
     bench.engine["b"].busy.set()
     await update
     assert not bench.operations.paused
-    bench.check_belief()
 
 
 @pytest.mark.parametrize("step", ["abort", "reset", "sleep"])
-@virtual
-async def test_a_refusal_by_all_is_the_callers_error_and_kills_nobody(step: str) -> None:
-    bench = await Bench("ab").started()
+@on_bench("ab")
+async def test_a_refusal_by_all_is_the_callers_error_and_kills_nobody(bench: Bench, step: str) -> None:
     for engine in bench.engine.values():
         engine.faults[step] = "refuse"
     with pytest.raises(EngineHTTPError, match=f"engine a: no {step}"):
@@ -230,23 +211,20 @@ async def test_a_refusal_by_all_is_the_callers_error_and_kills_nobody(step: str)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@virtual
-async def test_a_failure_of_some_takes_these_out(kind) -> None:
-    bench = await Bench("abc").started()
+@on_bench("abc")
+async def test_a_failure_of_some_takes_these_out(bench: Bench, kind: Kind) -> None:
     bench.engine["c"].faults["sleep"] = kind
     await bench.operations.sleep(1)
     assert [m.name for m in bench.roster.live()] == ["a", "b"]
     assert bench.router.closed
     await bench.operations.wake_up(None)
     assert not bench.router.closed
-    bench.check_belief()
 
 
 @pytest.mark.parametrize(("tags", "told"), [(["weights", "kv_cache"], ["kv_cache"]), (["kv_cache"], ["kv_cache"])])
-@virtual
-async def test_engines_are_not_asked_for_memory_that_is_back(tags: list[str], told: list[str]) -> None:
+@on_bench("ab")
+async def test_engines_are_not_asked_for_memory_that_is_back(bench: Bench, tags: list[str], told: list[str]) -> None:
     """Of such a call vLLM says "not in sleeping tags", answers 200, and takes nothing back."""
-    bench = await Bench("ab").started()
     await bench.operations.sleep(1)
     await bench.operations.wake_up(["weights"])
     bench.journal.clear()
@@ -258,9 +236,8 @@ async def test_engines_are_not_asked_for_memory_that_is_back(tags: list[str], to
     assert not bench.router.closed
 
 
-@virtual
-async def test_a_paused_fleet_that_slept_is_still_paused_though_waking_resumes_engines() -> None:
-    bench = await Bench("ab").started()
+@on_bench("ab")
+async def test_a_paused_fleet_that_slept_is_still_paused_though_waking_resumes_engines(bench: Bench) -> None:
     await pause(bench)
     await bench.operations.sleep(1)
     await bench.operations.wake_up(["weights"])
@@ -269,12 +246,10 @@ async def test_a_paused_fleet_that_slept_is_still_paused_though_waking_resumes_e
     bench.check_belief()
     await bench.operations.resume()
     assert not bench.router.closed
-    bench.check_belief()
 
 
-@virtual
-async def test_unknown_sleep_levels_and_tags() -> None:
-    bench = await Bench("a").started()
+@on_bench("a")
+async def test_unknown_sleep_levels_and_tags(bench: Bench) -> None:
     with pytest.raises(UserError, match="sleep level must be 1 or 2"):
         await bench.operations.sleep(3)
     with pytest.raises(UserError, match=r"unknown memory tags \['kv'\]; known: kv_cache, weights"):
@@ -282,9 +257,8 @@ async def test_unknown_sleep_levels_and_tags() -> None:
     assert bench.journal == []
 
 
-@virtual
-async def test_a_native_update_needs_a_pause_and_labels_every_engine() -> None:
-    bench = await Bench("abc").started()
+@on_bench("abc")
+async def test_a_native_update_needs_a_pause_and_labels_every_engine(bench: Bench) -> None:
     with pytest.raises(StateError, match="pause generation before"):
         await bench.operations.native.update({}, 1)
     await pause(bench)
@@ -296,9 +270,8 @@ async def test_a_native_update_needs_a_pause_and_labels_every_engine() -> None:
         await bench.operations.native.update({}, 1)
 
 
-@virtual
-async def test_a_native_update_of_weights_that_sleep_is_refused_before_anyone_is_asked() -> None:
-    bench = await Bench().started()
+@on_bench()
+async def test_a_native_update_of_weights_that_sleep_is_refused_before_anyone_is_asked(bench: Bench) -> None:
     await bench.operations.pause(PauseMode.KEEP, clear_cache=True)
     await bench.operations.sleep(1)
     bench.journal.clear()
@@ -311,9 +284,8 @@ async def test_a_native_update_of_weights_that_sleep_is_refused_before_anyone_is
 
 
 @pytest.mark.parametrize("way", ["update", "native"])
-@virtual
-async def test_a_number_that_an_engine_may_have_served_is_given_to_no_other_weights(way: str) -> None:
-    bench = await Bench("ab").started()
+@on_bench("ab")
+async def test_a_number_that_an_engine_may_have_served_is_given_to_no_other_weights(bench: Bench, way: str) -> None:
     for engine in bench.engine.values():
         engine.faults |= {"apply-resume": "die", "native": "die"}
     if way == "native":
@@ -330,9 +302,8 @@ async def test_a_number_that_an_engine_may_have_served_is_given_to_no_other_weig
         await bench.operations.update([], None)
 
 
-@virtual
-async def test_after_a_close_nothing_begins_and_what_runs_is_cut_short() -> None:
-    bench = await Bench("ab").started()
+@on_bench("ab", settled=False)
+async def test_after_a_close_nothing_begins_and_what_runs_is_cut_short(bench: Bench) -> None:
     bench.engine["a"].faults["pause"] = "hang"
     bench.operations._control_s = 60.0
     running = asyncio.create_task(pause(bench))

@@ -92,7 +92,7 @@ def test_calls_that_come_often_do_not_hide_a_core_that_hangs(tokens: int, window
     assert found_s == pytest.approx(INTERVAL_S + windows * HANG_S / unoccupied, abs=1.0)
 
 
-def test_what_this_process_does_not_hear_while_its_loop_stands_still_is_no_silence() -> None:
+def test_a_loop_that_stands_still_takes_no_core_for_silent() -> None:
     """As where a trainer computes in the thread of the loop: an answer that came meanwhile is read after it."""
 
     async def main(clock: VirtualClock) -> float:

@@ -74,7 +74,7 @@ def left(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [group for group in groups if group["state"] != "REMOVED"]
 
 
-def test_what_an_engine_asks_of_a_node() -> None:
+def test_an_engine_asks_a_node_for_its_ranks() -> None:
     config = EngineConfig(model="m", profile="gpu", tensor_parallel_size=2, data_parallel_size=2)
     ray = FleetConfig(launcher="ray")
     assert bundles_of(config, ray) == [{"CPU": 1.0, "GPU": 1.0}] * 4
@@ -158,7 +158,7 @@ async def test_a_killed_launcher_leaves_no_engine_and_no_placement_group(nodes: 
     ],
     ids=["does not start", "asks for nothing", "too large"],
 )
-async def test_what_cannot_be_is_said_and_nothing_is_left(
+async def test_a_start_that_cannot_be_leaves_no_placement_group(
     nodes: RayNodes, more: dict[str, Any], error: type[Exception], says: str
 ) -> None:
     with pytest.raises(error, match=says):

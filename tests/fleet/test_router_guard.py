@@ -90,7 +90,7 @@ async def test_a_router_hangs_after_the_time_that_the_fleet_says_whatever_deadli
 
 
 @virtual
-async def test_one_that_answers_now_and_then_does_not_hang() -> None:
+async def test_a_router_that_answers_now_and_then_does_not_hang() -> None:
     router = Answers([])
     questions = 0
 
@@ -145,7 +145,9 @@ async def test_a_router_that_does_not_start_is_tried_again_without_end(
 # --- its start -----------------------------------------------------------------------------------------------------
 
 
-async def test_one_that_ends_without_a_word_shows_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_error_of_a_router_that_ends_without_a_word_shows_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = tmp_path / "program"
     program.write_text("#!/bin/sh\necho 'OSError: what it was'\nexit 3\n")
     program.chmod(0o755)

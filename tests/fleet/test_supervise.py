@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fleet_fakes import Bench, until
+from fleet_fakes import Bench, on_bench, until
 from supervise_rig import (
     NEVER,
     restarting,
@@ -19,7 +19,6 @@ from penstock.fleet.member import State
 from penstock.fleet.pausing import AllOperations as Operations
 from penstock.settings import FleetConfig
 from penstock.types import PauseMode
-from virtual_time import virtual
 
 # --- what is noticed -------------------------------------------------------------------------------------------------
 
@@ -29,9 +28,8 @@ from virtual_time import virtual
 SLOW_HEALTH = {"health_interval_s": 0.01, "hang_timeout_s": 0.15}
 
 
-@virtual
-async def test_a_core_whose_connection_breaks_is_asked_at_once() -> None:
-    bench = await Bench("ab").started()
+@on_bench("ab")
+async def test_a_core_whose_connection_breaks_is_asked_at_once(bench: Bench) -> None:
     async with watched(bench, NEVER):
         await asyncio.sleep(0)
         bench.engine["a"].faults["question"] = "die"
@@ -41,9 +39,8 @@ async def test_a_core_whose_connection_breaks_is_asked_at_once() -> None:
 
 
 @pytest.mark.parametrize("kind", ["refuse", "garbage"])
-@virtual
-async def test_any_answer_of_a_core_is_a_sign_of_life(kind) -> None:
-    bench = await Bench("ab").started()
+@on_bench("ab")
+async def test_any_answer_of_a_core_is_a_sign_of_life(bench: Bench, kind) -> None:
     bench.engine["a"].faults["question"] = kind
     async with watched(bench, FleetConfig(**SLOW_HEALTH)):
         # One every 15 ms at most: that is twice the time after which it would be dead.
@@ -51,9 +48,8 @@ async def test_any_answer_of_a_core_is_a_sign_of_life(kind) -> None:
         assert bench.state("a") is State.SERVING
 
 
-@virtual
-async def test_a_core_may_be_silent_while_a_call_of_ours_keeps_it_busy() -> None:
-    bench = await Bench("ab").started()
+@on_bench("ab")
+async def test_a_core_may_be_silent_while_a_call_of_ours_keeps_it_busy(bench: Bench) -> None:
     bench.operations = Operations(
         bench.roster, bench.store, FleetConfig(), control_timeout_s=60.0, request_timeout_s=60.0
     )
@@ -80,9 +76,8 @@ async def test_a_core_may_be_silent_while_a_call_of_ours_keeps_it_busy() -> None
         await until_dead(bench, "a")
 
 
-@virtual
-async def test_a_pause_that_waits_hides_no_core_that_hangs() -> None:
-    bench = await Bench("ab").started()
+@on_bench("ab")
+async def test_a_pause_that_waits_hides_no_core_that_hangs(bench: Bench) -> None:
     bench.operations._request_s = 3600.0
     engine = bench.engine["a"]
     async with watched(bench, FleetConfig(**SLOW_HEALTH)):
@@ -93,31 +88,12 @@ async def test_a_pause_that_waits_hides_no_core_that_hangs() -> None:
         await asyncio.gather(pausing, return_exceptions=True)
 
 
-@virtual
-async def test_a_core_that_has_made_no_token_yet_compiles_its_kernels_in_peace() -> None:
-    bench = await Bench("ab").started()
-    engine = bench.engine["a"]
-    engine.tokens = 0
-    engine.faults["question"] = "hang"
-    async with watched(bench, FleetConfig(**SLOW_HEALTH)):
-        await asyncio.sleep(0.5)
-        assert bench.state("a") is State.SERVING
-        engine.tokens = 1
-        assert (await until_dead(bench, "a")).startswith("its core has answered nothing for 0.")
-    bench = await Bench("ab").started()
-    bench.engine["a"].tokens = 0
-    bench.engine["a"].faults["question"] = "hang"
-    async with watched(bench, FleetConfig(**SLOW_HEALTH)):
-        assert await until_dead(bench, "a") == "its core has answered nothing for 1.5 s, though its server is well"
-
-
 # --- what somebody else does to an engine ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("paused", [True, False])
-@virtual
-async def test_an_engine_that_another_process_pauses_or_resumes_is_brought_back(*, paused: bool) -> None:
-    bench = await Bench("ab").started()
+@on_bench("ab")
+async def test_an_engine_that_another_process_pauses_or_resumes_is_brought_back(bench: Bench, *, paused: bool) -> None:
     async with watched(bench, FleetConfig(health_interval_s=0.01)):
         if not paused:
             await bench.operations.pause(PauseMode.KEEP, clear_cache=True)
@@ -127,9 +103,8 @@ async def test_an_engine_that_another_process_pauses_or_resumes_is_brought_back(
     assert State.DEAD not in [c.new for c in bench.roster.members[0].lifecycle.history]
 
 
-@virtual
-async def test_what_an_engine_said_before_a_call_of_ours_is_held_against_nobody() -> None:
-    bench = await Bench("a").started()
+@on_bench("a")
+async def test_an_answer_from_before_a_call_of_ours_changes_nothing(bench: Bench) -> None:
     (member,) = bench.roster.members
     answer = asyncio.get_running_loop().create_future()
     checking = asyncio.create_task(bench.operations.check(member, answer))
@@ -141,9 +116,8 @@ async def test_what_an_engine_said_before_a_call_of_ours_is_held_against_nobody(
 
 
 @pytest.mark.parametrize("what", ["version", "torn", "foreign"])
-@virtual
-async def test_an_engine_whose_weights_somebody_else_changed_gets_those_of_the_fleet(what: str) -> None:
-    bench = await Bench("ab").started()
+@on_bench("ab")
+async def test_an_engine_whose_weights_somebody_else_changed_gets_those_of_the_fleet(bench: Bench, what: str) -> None:
     async with restarting(bench, FleetConfig(health_interval_s=0.01)) as restarts:
         await bench.operations.update([], None)
         member = bench.roster.members[0]
@@ -156,9 +130,8 @@ async def test_an_engine_whose_weights_somebody_else_changed_gets_those_of_the_f
         bench.check_belief()
 
 
-@virtual
-async def test_what_the_fleet_itself_does_to_engines_is_put_right_by_nobody() -> None:
-    bench = await Bench("ab").started()
+@on_bench("ab")
+async def test_operations_of_the_fleet_itself_restart_no_engine(bench: Bench) -> None:
     async with restarting(bench, FleetConfig(health_interval_s=0.001)) as restarts:
 
         async def counts() -> list[str]:

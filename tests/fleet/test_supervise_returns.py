@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fleet_fakes import Bench, until
+from fleet_fakes import Bench, on_bench, until
 from supervise_rig import (
     begins_to_return,
     dies_and_returns,
@@ -24,9 +24,8 @@ from virtual_time import virtual
 
 
 @pytest.mark.parametrize("watch", ["health", "admit"])
-@virtual
-async def test_an_engine_whose_watch_breaks_is_started_anew(watch: str, caplog) -> None:
-    bench = await Bench("a").started()
+@on_bench("a")
+async def test_an_engine_whose_watch_breaks_is_started_anew(bench: Bench, watch: str, caplog) -> None:
 
     async def breaks(*_: object) -> None:
         restarts.supervisor._admit = bench.operations.admit
@@ -44,9 +43,8 @@ async def test_an_engine_whose_watch_breaks_is_started_anew(watch: str, caplog) 
     assert "a watch of engine a broke: KeyError('version')" in caplog.text
 
 
-@virtual
-async def test_an_engine_sees_no_request_before_its_weights_are_confirmed() -> None:
-    bench = await Bench("ab").started()
+@on_bench("ab", settled=False)
+async def test_an_engine_sees_no_request_before_its_weights_are_confirmed(bench: Bench) -> None:
     async with restarting(bench):
         await bench.operations.update([], None)
         bench.engine["a"].faults["again apply-load"] = "hang"
@@ -57,9 +55,8 @@ async def test_an_engine_sees_no_request_before_its_weights_are_confirmed() -> N
 
 @pytest.mark.parametrize("kind", ["refuse", "hang", "die", "garbage"])
 @pytest.mark.parametrize("step", ["prepare", "apply-pause", "apply-load", "apply-resume"])
-@virtual
-async def test_an_engine_that_cannot_take_the_weights_does_not_serve_and_is_tried_again(step: str, kind) -> None:
-    bench = await Bench("ab").started()
+@on_bench("ab", settled=False)
+async def test_an_engine_that_cannot_take_the_weights_is_started_again(bench: Bench, step: str, kind) -> None:
     async with restarting(bench) as restarts:
         await bench.operations.update([], None)
         bench.engine["a"].faults[f"again {step}"] = kind
@@ -69,9 +66,8 @@ async def test_an_engine_that_cannot_take_the_weights_does_not_serve_and_is_trie
         assert any("could not join" in c.reason for c in bench.roster.members[0].lifecycle.history)
 
 
-@virtual
-async def test_weights_that_are_not_its_peers_are_not_served() -> None:
-    bench = await Bench("ab").started()
+@on_bench("ab")
+async def test_weights_that_are_not_its_peers_are_not_served(bench: Bench) -> None:
     async with restarting(bench, FleetConfig(health_interval_s=3600.0, max_restarts=1)) as restarts:
         await bench.operations.update([], None)
         bench.engine["a"].faults["again checksum"] = "wrong"
@@ -81,9 +77,8 @@ async def test_weights_that_are_not_its_peers_are_not_served() -> None:
         assert bench.router.serves() == {"b": 1}
 
 
-@virtual
-async def test_an_update_while_an_engine_starts_is_the_version_it_comes_in_with() -> None:
-    bench = await Bench("ab").started()
+@on_bench("ab")
+async def test_an_update_while_an_engine_starts_is_the_version_it_comes_in_with(bench: Bench) -> None:
     async with restarting(bench) as restarts:
         await begins_to_return(bench, restarts, "a")
         for _ in range(3):
@@ -93,9 +88,8 @@ async def test_an_update_while_an_engine_starts_is_the_version_it_comes_in_with(
         bench.check_belief()
 
 
-@virtual
-async def test_an_update_waits_for_an_engine_that_is_being_admitted_and_brings_it_along() -> None:
-    bench = await Bench("ab").started()
+@on_bench("ab")
+async def test_an_update_waits_for_an_engine_that_is_being_admitted_and_brings_it_along(bench: Bench) -> None:
     bench.operations._control_s = 60.0
     async with restarting(bench) as restarts:
         await bench.operations.update([], None)
@@ -155,11 +149,10 @@ async def test_starts_that_fail_are_tried_again_after_twice_the_wait_until_the_b
         assert (await bench.operations.update([], None)).failures == {}, "the fleet goes on"
 
 
-@virtual
+@on_bench("a", settled=False)
 async def test_a_used_up_budget_ends_requests_only_at_a_death_that_no_restart_follows(
-    monkeypatch: pytest.MonkeyPatch,
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = await Bench("a").started()
     lost: list[bool] = []
     monkeypatch.setattr(bench.roster.all_lost, "set", lambda: lost.append(True))
     async with restarting(bench, FleetConfig(health_interval_s=3600.0, max_restarts=1)) as restarts:
@@ -174,9 +167,8 @@ async def test_a_used_up_budget_ends_requests_only_at_a_death_that_no_restart_fo
         assert len(restarts.engines.starts) == 2
 
 
-@virtual
-async def test_an_engine_is_tried_again_without_end_and_the_last_reason_is_told() -> None:
-    bench = await Bench("ab").started()
+@on_bench("ab")
+async def test_an_engine_is_tried_again_without_end_and_the_last_reason_is_told(bench: Bench) -> None:
     async with restarting(bench) as restarts:
         restarts.engines.failing = 20
         bench.process["a"].kill()
@@ -186,9 +178,8 @@ async def test_an_engine_is_tried_again_without_end_and_the_last_reason_is_told(
         await until_serves(bench, "a", 0)
 
 
-@virtual
-async def test_an_update_waits_for_engines_that_come_back_where_too_few_are_left() -> None:
-    bench = await Bench("a").started()
+@on_bench("a")
+async def test_an_update_waits_for_engines_that_come_back_where_too_few_are_left(bench: Bench) -> None:
     bench.operations._recovery_s = 60.0
     async with restarting(bench) as restarts:
         await begins_to_return(bench, restarts, "a")
@@ -202,9 +193,8 @@ async def test_an_update_waits_for_engines_that_come_back_where_too_few_are_left
         bench.check_belief()
 
 
-@virtual
-async def test_an_update_waits_no_longer_than_its_deadline() -> None:
-    bench = await Bench("a").started()
+@on_bench("a", settled=False)
+async def test_an_update_waits_no_longer_than_its_deadline(bench: Bench) -> None:
     bench.operations._recovery_s = 0.05
     async with restarting(bench) as restarts:
         await begins_to_return(bench, restarts, "a")

@@ -76,14 +76,14 @@ def one_left(report: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["refused", "hung", "killed"])
 @pytest.mark.parametrize("phase", ["prepare", "pause", "load", "resume"])
-async def test_an_engine_fails(fleet: Fleet, phase: str, kind: str) -> None:
+async def test_an_engine_that_fails_in_a_phase_leaves_alone(fleet: Fleet, phase: str, kind: str) -> None:
     version = fleet.weight_version
     one_left(await update_under_load(fleet, GOOD, lambda: arm(fleet._roster.members[1], phase, kind)))
     assert fleet.weight_version == version + 1
 
 
 @pytest.mark.parametrize("kind", ["refused", "hung", "killed"])
-async def test_while_the_trainer_publishes(fleet: Fleet, kind: str) -> None:
+async def test_an_update_meets_a_failure_while_the_trainer_publishes(fleet: Fleet, kind: str) -> None:
     version = fleet.weight_version
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
@@ -102,7 +102,7 @@ async def test_while_the_trainer_publishes(fleet: Fleet, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["refused", "hung", "killed"])
-async def test_at_the_gate(fleet: Fleet, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_update_meets_a_failure_at_the_gate(fleet: Fleet, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The router refuses, an engine stops, the router is killed, each when the gate is to close."""
     version, roster = fleet.weight_version, fleet._roster
     gate = roster.gate
@@ -132,12 +132,15 @@ async def test_at_the_gate(fleet: Fleet, kind: str, monkeypatch: pytest.MonkeyPa
 async def test_too_few_made_it_and_all_are_back_at_the_version_before(tmp_path: Path) -> None:
     async with Fleet.launch("sim-model", engines=2, min_engines=2, log_dir=tmp_path, **OPTIONS) as fleet:
         await fleet.update_weights(GOOD)
-        await arm(fleet._roster.members[1], "load", "killed")
+        good, killed = fleet._roster.members
+        process = good.process
+        await arm(killed, "load", "killed")
         with pytest.raises(UpdateError, match="version 2 was not committed: 1 engines were good when it was applied"):
             await fleet.update_weights(GOOD)
         assert fleet.weight_version == 1
         assert await fleet._roster.until(lambda: len(fleet._roster.live()) == 2, deadline_s=WAIT_S)
         await check_serves(fleet, engines=2)
-        for member in fleet._roster.members:
+        assert good.process is process, "it went back, and was not started anew"
+        for member in (good, killed):
             assert (await member.control.info()).weight_version == 1
         assert (await fleet.update_weights(GOOD)).version == 3, "tokens were made under 2"

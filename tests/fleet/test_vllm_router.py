@@ -182,6 +182,6 @@ async def test_a_router_of_ours_that_runs_already_gets_the_fleet_too() -> None:
         ({"kind": "penstock", "url": "http://127.0.0.1:9", "workers": 2}, "router.workers=2 would have no effect"),
     ],
 )
-def test_what_a_router_cannot_do_is_refused_before_anything_starts(config: dict[str, Any], message: str) -> None:
+def test_options_that_a_router_cannot_follow_start_nothing(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Fleet.launch("sim-model", api_key="secret", **{"kind": "vllm-router", **SIM, **config})

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fleet_fakes import Bench, FakeEngine, until
+from fleet_fakes import Bench, FakeEngine, on_bench, until
 
 from patience import HANG_S, WAIT_S
 from penstock import Fleet, SamplingParams
@@ -20,7 +20,6 @@ from penstock.fleet.delivery import Delivery
 from penstock.fleet.member import State
 from penstock.types import PauseMode
 from sim_fleets import SIM, begun, check_serves, engine_process, slowed, whole
-from virtual_time import virtual
 
 WEIGHTS = [("w", torch.ones(500_000)), ("norm", torch.ones(7))]
 OPTIONS: dict[str, Any] = {
@@ -57,7 +56,7 @@ async def serve_again(fleet: Fleet, engines: int) -> None:
     await check_serves(fleet, engines=engines)
 
 
-async def test_who_died_and_who_was_added_serve_after_the_next_update(tmp_path: Any) -> None:
+async def test_engines_that_died_or_were_added_serve_after_the_next_update(tmp_path: Any) -> None:
     async with Fleet.launch("sim-model", engines=2, log_dir=tmp_path, **OPTIONS) as fleet:
         await updated(fleet)
         assert fleet._operations._store.current is None  # type: ignore[attr-defined]
@@ -188,9 +187,8 @@ async def waiting(bench: Bench, index: int) -> asyncio.Task[None]:
 
 
 @pytest.mark.parametrize("paused", [False, True])
-@virtual
-async def test_it_joins_as_the_fleet_is(*, paused: bool) -> None:
-    bench = await Bench("ab").started()
+@on_bench("ab")
+async def test_an_engine_that_waited_for_weights_joins_paused_where_the_fleet_is(bench: Bench, *, paused: bool) -> None:
     await bench.operations.update([], None)
     bench.store.current = None
     if paused:
@@ -199,12 +197,10 @@ async def test_it_joins_as_the_fleet_is(*, paused: bool) -> None:
     bench.store.commit = lambda _: None  # type: ignore[method-assign] - nothing is kept of this one either
     assert len((await bench.operations.update([], None)).engines) == 2
     await asyncio.wait_for(admitting, 5.0)
-    bench.check_belief()
 
 
-@virtual
-async def test_it_misses_no_update_where_one_follows_another_at_once() -> None:
-    bench = await Bench("ab").started()
+@on_bench("ab")
+async def test_an_engine_that_waits_misses_no_update_where_one_follows_another(bench: Bench) -> None:
     bench.store.commit = lambda _: None  # type: ignore[method-assign] - nothing is kept of any
     await bench.operations.update([], None)
     member = bench.roster.members[1]
@@ -219,12 +215,10 @@ async def test_it_misses_no_update_where_one_follows_another_at_once() -> None:
     bench.engine["a"].busy.set()
     assert [len((await update).engines) for update in (first, bench.operations.update([], None))] == [1, 2]
     await asyncio.wait_for(admitting, 5.0)
-    bench.check_belief()
 
 
-@virtual
-async def test_it_waits_on_where_the_update_does_not_commit() -> None:
-    bench = await Bench("abc", min_engines=3).started()
+@on_bench("abc", min_engines=3, settled=False)
+async def test_an_engine_that_waits_goes_on_waiting_where_the_update_does_not_commit(bench: Bench) -> None:
     await bench.operations.update([], None)
     bench.store.current = None
     admitting = await waiting(bench, 2)
@@ -238,9 +232,8 @@ async def test_it_waits_on_where_the_update_does_not_commit() -> None:
 
 
 @pytest.mark.parametrize("error", [WeightsError("the second pass"), OSError("no space left")])
-@virtual
-async def test_a_store_that_cannot_keep_a_version_does_not_fail_the_update(error: Exception) -> None:
-    bench = await Bench("ab").started()
+@on_bench("ab")
+async def test_a_store_that_cannot_keep_a_version_does_not_fail_the_update(bench: Bench, error: Exception) -> None:
 
     def commit(_: object) -> None:
         raise error
@@ -249,7 +242,6 @@ async def test_a_store_that_cannot_keep_a_version_does_not_fail_the_update(error
     report = await bench.operations.update([], None)
     assert (report.version, len(report.engines), bench.roster.version) == (1, 2, 1)
     assert bench.store.current is None
-    bench.check_belief()
 
 
 class Shy(FakeEngine):
@@ -281,9 +273,8 @@ class Host:
 
 
 @pytest.mark.parametrize("torn", [False, True])
-@virtual
-async def test_who_does_not_come_to_the_second_group_is_released_if_torn(*, torn: bool) -> None:
-    bench = await Bench("a").started()
+@on_bench("a", settled=False)
+async def test_an_engine_that_does_not_come_to_a_second_group_is_released_if_torn(bench: Bench, *, torn: bool) -> None:
     member = bench.roster.members[0]
     member.control = shy = Shy("a", bench.journal)
     member.process = None

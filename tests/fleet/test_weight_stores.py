@@ -137,7 +137,7 @@ def test_tensors_that_were_changed_meanwhile_are_no_copy_of_what_was_sent() -> N
     stores.close()
 
 
-def test_who_gave_a_version_is_asked_for_it_again_and_gives_the_same_or_nothing() -> None:
+def test_a_module_that_gave_a_version_gives_the_same_again_or_nothing() -> None:
     stores = Stores(FleetConfig(weight_transport="broadcast"), lambda: [member(HERE), member(HERE)], 10.0)
     module = torch.nn.Linear(2, 2)
     stores.commit(stores.publish(3, as_named_tensors(module)))
