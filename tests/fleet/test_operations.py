@@ -19,6 +19,7 @@ from penstock.errors import (
     UserError,
 )
 from penstock.fleet.member import State, fan_out
+from penstock.router.memory import Membership
 from penstock.types import PauseMode
 from virtual_time import virtual
 
@@ -168,17 +169,49 @@ async def test_when_none_is_left_the_gate_is_open_and_the_caller_is_told(bench: 
     assert not bench.operations.paused
 
 
+@pytest.mark.parametrize("mode", list(PauseMode))
+@virtual
+async def test_a_pause_cancelled_at_any_moment_is_undone(mode: PauseMode) -> None:
+    for moment in range(1000):
+        bench = await Bench("ab").started()
+        caller = asyncio.create_task(pause(bench, mode))
+        for _ in range(moment):
+            await asyncio.sleep(0)
+        if caller.done():
+            break
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+        await until(lambda ops=bench.operations: not (ops.paused or ops.queue.turns))
+        assert not bench.router.closed
+        bench.check_belief()
+    assert moment > len(["gate", "pause", "gate"])
+    assert bench.operations.paused
+
+
 @on_bench("ab")
-async def test_a_cancelled_pause_is_taken_back(bench: Bench) -> None:
-    bench.engine["b"].busy.clear()
-    caller = asyncio.create_task(pause(bench))
-    await until(lambda: ("b", "pause") in bench.journal)
+async def test_a_pause_cancelled_while_the_router_hangs_is_undone_before_the_router_goes_on(bench: Bench) -> None:
+    """Its deadline is over too, so its caller waits for the last call to the router."""
+    announce, goes_on = bench.router.announce, asyncio.Event()
+
+    async def hangs(membership: Membership) -> None:
+        if bench.engine["a"].paused and not goes_on.is_set():
+            await asyncio.sleep(10.0)
+            raise DeadlineError("the router did not answer", seconds=10.0)
+        await announce(membership)
+
+    bench.router.announce = hangs
+    caller = asyncio.create_task(bench.operations.pause(PauseMode.KEEP, clear_cache=True, timeout_s=1.0))
+    await asyncio.sleep(2.0)
+    assert bench.operations.paused
     caller.cancel()
     with pytest.raises(asyncio.CancelledError):
         await caller
-    bench.engine["b"].busy.set()
-    await bench.operations.reset_prefix_cache()  # takes its turn
-    assert not bench.operations.paused
+    await until(lambda: not (bench.operations.paused or bench.operations.queue.turns))
+    assert {bench.state(name) for name in "ab"} == {State.SERVING}
+    goes_on.set()
+    await bench.roster.check_router()
+    assert not bench.router.closed
 
 
 @on_bench("ab")

@@ -238,23 +238,26 @@ class Operations:
 
     @asynccontextmanager
     async def _gate_closed(self) -> AsyncGenerator[None]:
-        """Close the gate for this block; then set it as the fleet's state requires.
-
-        The last call also sends the engines' versions. If it fails, `Roster.check_router` sends them later: changes of
-        the engines hold even if the router fails.
-        """
+        """Close the gate for this block; then set it as the fleet's state requires."""
         try:
             await self._roster.gate(closed=True)
             yield
         finally:
-            stale = self._roster.version < self._usable_from
-            closed = self.paused or bool(self._asleep) or stale
-            try:
-                await self._roster.gate(closed=closed)
-            except PenstockError as error:
-                state, version = "closed" if closed else "open", self._roster.version
-                message = "the router does not know yet that its gate is %s and its engines serve weight version %d: %s"
-                logger.warning(message, state, version, error)
+            await self._set_gate()
+
+    async def _set_gate(self) -> None:
+        """Set the gate as the fleet's state requires, and send the engines' versions.
+
+        If it fails, `Roster.check_router` sends them later: changes of the engines hold even if the router fails.
+        """
+        stale = self._roster.version < self._usable_from
+        closed = self.paused or bool(self._asleep) or stale
+        try:
+            await self._roster.gate(closed=closed)
+        except PenstockError as error:
+            state, version = "closed" if closed else "open", self._roster.version
+            message = "the router does not know yet that its gate is %s and its engines serve weight version %d: %s"
+            logger.warning(message, state, version, error)
 
     # --- an engine that joins or returns ----------------------------------------------------------------------------
 

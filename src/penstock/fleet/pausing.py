@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -36,6 +37,9 @@ class AllOperations(Operations):
     """Every operation of a fleet, one at a time; it takes the arguments of `Operations`."""
 
     _waiting_pause: _Pause | None = None
+    _in_force: _Pause | None = None
+    """The last pause that came into force."""
+    _undoing: asyncio.Task[None] | None = None
 
     async def pause(self, mode: PauseMode | str, *, clear_cache: bool, timeout_s: float | None = None) -> None:
         """Close the gate, then pause every engine.
@@ -54,14 +58,22 @@ class AllOperations(Operations):
         attempt = _Pause()
         attempt.over.set()
         try:
+            await self._pause_in_time(mode, attempt, clear_cache=clear_cache, timeout_s=timeout_s)
+        except asyncio.CancelledError:
+            attempt.given_up.set()
+            self._undoing = asyncio.create_task(self._undo(attempt), name="undo-pause")
+            raise
+
+    async def _pause_in_time(
+        self, mode: PauseMode, attempt: _Pause, *, clear_cache: bool, timeout_s: float | None
+    ) -> None:
+        try:
             async with asyncio.timeout(timeout_s):
                 # Engines that wait for requests go on with their steps.
                 await self.queue.run(lambda: self._pause(mode, attempt, clear_cache=clear_cache), occupies=False)
-        except (TimeoutError, asyncio.CancelledError) as error:
+        except TimeoutError:
             begun = not attempt.over.is_set()
             attempt.given_up.set()
-            if isinstance(error, asyncio.CancelledError):
-                raise
             await attempt.over.wait()
             if attempt.done:
                 return
@@ -91,8 +103,24 @@ class AllOperations(Operations):
                     return
                 self._move_all(State.PAUSED, f"pause_generation ({mode})")
                 self.paused, self.kv_stays, attempt.done = True, not clear_cache, True
+                self._in_force = attempt
         finally:
             attempt.over.set()
+
+    async def _undo(self, attempt: _Pause) -> None:
+        """Resume if a cancelled pause came into force all the same, as in its last call to the router."""
+
+        async def run() -> None:
+            if self.paused and self._in_force is attempt:
+                self.paused = False
+                try:
+                    await self._resume_engines("resume after the cancelled pause")
+                    self._move_all(State.SERVING, "pause_generation was cancelled")
+                finally:  # no need to close it first, for which a hanging router could keep the fleet paused
+                    await self._set_gate()
+
+        with suppress(PenstockError):  # no engine is left, or the fleet ends
+            await self.queue.run(run)
 
     async def resume(self) -> None:
         """Resume every engine, then open the gate. StateError: not paused."""
