@@ -12,6 +12,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -30,6 +31,7 @@ from penstock.errors import (
     WeightsError,
 )
 from penstock.fleet import remote as link_module
+from penstock.fleet import service
 from penstock.fleet.member import State
 from penstock.fleet.remote import AdoptedRoster, FleetClient
 from penstock.fleet.service import folder, present, refuse_second, shown, socket_of, state_of
@@ -272,6 +274,25 @@ async def test_a_socket_of_a_fleet_that_was_killed_is_in_nobodys_way(fleet: Flee
     with pytest.raises(UserError, match=r"no process of yours on this machine owns a fleet at .* known here: none"):
         FleetClient.to(fleet.url)
     assert not path.exists()
+
+
+async def test_a_look_for_fleets_leaves_a_starting_one_its_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Watched(socket.socket):
+        def bind(self, address: Any, /) -> None:
+            super().bind(address)
+            present()  # as another process may, between any two steps
+
+    monkeypatch.setattr(socket, "socket", Watched)
+    async with Fleet.launch("sim-model", engines=1, **OPTIONS) as fleet:
+        path = socket_of(fleet.url)
+        assert path is not None
+        assert [*present().values()] == [*path.parent.iterdir()] == [path]
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        monkeypatch.setattr(service, "refuse_second", lambda _: None)  # a second owner, as fast as the first
+        with pytest.raises(StateError, match=r"cannot make the control socket .*fleet-\d+\.sock: .*exists"):
+            await fleet.endpoint.open(fleet.endpoint.close)
+        async with FleetClient.to(fleet.url) as link:
+            assert (await link.state()).pid == os.getpid()
 
 
 async def test_bad_calls_are_answered(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,6 +137,23 @@ def alive(path: Path) -> bool:
     return True
 
 
+def _listen_at(path: Path) -> socket.socket:
+    """Return a socket that listens at `path`. StateError: another process has just taken the path."""
+    listening, new = socket.socket(socket.AF_UNIX), path.with_name(f"new.{os.getpid()}")
+    try:
+        # `alive` removes sockets that do not listen, so this one gets its final name afterwards.
+        listening.bind(str(new))
+        new.chmod(SOCKET_MODE)
+        listening.listen()
+        path.hardlink_to(new)
+    except OSError as error:
+        listening.close()
+        raise StateError(f"cannot make the control socket {path}: {error}") from error
+    finally:
+        new.unlink(missing_ok=True)
+    return listening
+
+
 # --- what goes over it -----------------------------------------------------------------------------------------------
 
 
@@ -260,9 +277,7 @@ class Endpoint:
         calls |= {"state": self._state, "stop": partial(self._stop, end)}
         server = CallServer(PREFIX, calls)
         add_skyrl_paths(server.app, operations.adapters)
-        listening = socket.socket(socket.AF_UNIX)
-        listening.bind(str(path))
-        os.chmod(path, SOCKET_MODE)  # noqa: PTH101 - in a coroutine; it takes microseconds
+        listening = _listen_at(path)
         self._opened.push_async_callback(server.close)
         self._opened.callback(path.unlink, missing_ok=True)
         await server.start(listening)
