@@ -131,6 +131,31 @@ async def test_a_fleet_runs_on_when_those_who_adopted_it_leave(runtime: Path) ->
             await check_serves(again, engines=2)
 
 
+@pytest.mark.parametrize("mode", list(PauseMode))
+async def test_a_pause_cancelled_here_is_undone_at_the_owner(mode: PauseMode, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, in_force, goes_on = FleetClient.call, asyncio.Event(), asyncio.Event()
+
+    async def held(client: FleetClient, name: str, /, **arguments: Any) -> Any:
+        result = await call(client, name, **arguments)
+        if name == "pause":
+            in_force.set()
+            await goes_on.wait()
+        return result
+
+    async with detached() as fleet:
+        monkeypatch.setattr(FleetClient, "call", held)
+        caller = asyncio.create_task(fleet.pause_generation(mode))
+        await asyncio.wait_for(in_force.wait(), WAIT_S)
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+        goes_on.set()
+        await fleet.teardown()
+        async with Fleet.connect(fleet.url) as again:
+            assert {status.state for status in await again.engines()} == {State.SERVING}
+            await check_serves(again, engines=2)
+
+
 async def test_everything_a_fleet_can_do_can_be_done_by_who_adopted_it() -> None:
     async with detached() as fleet:
         async with slowed(fleet):

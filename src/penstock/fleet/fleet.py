@@ -227,7 +227,7 @@ class Fleet(Engine):
         """Stop making tokens on every engine (R22, R23). New requests wait in the router.
 
         While mode `wait` waits for requests, `abort_generation` ends them at once and `resume_generation` undoes the
-        pause. Cancelling this call undoes a pause of any mode.
+        pause. Cancelling this call undoes a pause of any mode; over `connect`, `wait` waits first.
 
         Args:
             mode: the treatment of requests in flight.

@@ -53,7 +53,7 @@ from penstock.http import UnreachableError
 from penstock.rooms import plugged_in
 from penstock.router.admin_client import RouterAdmin
 from penstock.settings import FleetConfig, RouterConfig, ServerSpec, check_key, refuse_unknown, section
-from penstock.types import KV, UpdateReport
+from penstock.types import KV, PauseMode, UpdateReport
 from penstock.weights.adapter_files import AdapterFiles
 from penstock.weights.shared_memory import SharedMemoryStore
 
@@ -125,7 +125,7 @@ class AdoptedRoster(Roster):
 
     def __init__(self, admin: RouterAdmin, client: FleetClient) -> None:
         super().__init__(admin)
-        self._client = client
+        self.client = client
         self.router_returns = True
         self.lost: str | None = None
         """Reason why the owner can no longer be reached; None: it can."""
@@ -151,8 +151,8 @@ class AdoptedRoster(Roster):
         """Run a call at the owner, and take over the state after it."""
         self.check_reachable()
         try:
-            result = await self._client.call(name, **arguments)
-            await self.take(await self._client.state())
+            result = await self.client.call(name, **arguments)
+            await self.take(await self.client.state())
         except EngineDeadError as error:
             raise EngineDeadError(self.lost or str(error)) from error
         return result
@@ -249,6 +249,22 @@ class RemoteOperations(Remote):
         self.adapters = RemoteAdapters(roster.call)
         self.native = Remote(NativeCalls, roster.call)
         self._update: asyncio.Task[UpdateReport] | None = None
+        self._undoing: asyncio.Task[None] | None = None
+
+    async def pause(self, mode: PauseMode | str, *, clear_cache: bool, timeout_s: float | None = None) -> None:
+        """Pause at the owner. If the caller is cancelled, resume as soon as the pause is in force."""
+        call = self._roster.call("pause", mode=mode, clear_cache=clear_cache, timeout_s=timeout_s)
+        pausing = asyncio.create_task(call, name="remote-pause")
+        try:
+            await asyncio.shield(pausing)
+        except asyncio.CancelledError:
+            self._undoing = asyncio.create_task(self._undo(pausing), name="undo-remote-pause")
+            raise
+
+    async def _undo(self, pausing: asyncio.Task[Any]) -> None:
+        with suppress(PenstockError):  # the pause failed, or the owner is gone
+            await pausing
+            await self._roster.client.call("resume")  # also while the fleet is torn down here
 
     async def update(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int | None, *, kv: KV = "recompute"
@@ -263,9 +279,11 @@ class RemoteOperations(Remote):
         return await asyncio.shield(self._update)
 
     async def close(self) -> None:
-        """Wait for an update under way, since it reads our memory."""
+        """Wait for an update under way, since it reads our memory, and a while for the undoing of a pause."""
         if self._update is not None:
             await asyncio.wait((self._update,))
+        if self._undoing is not None:
+            await asyncio.wait((self._undoing,), timeout=ANSWER_S)
 
     async def _publish_and_apply(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int, kv: KV
