@@ -121,6 +121,9 @@ def test_an_update_pauses_empties_the_caches_loads_labels_and_resumes_in_this_or
     assert (answer["version"], answer["checksum"], answer["preempted" if kv == "recompute" else "kept"]) == (4, "c", 3)
     assert set(answer["seconds"]) == {"pause", "load", "resume", "bubble", "load.load", "load.checksum"}
     assert control_of(core).kv_kept() == (None if kv == "recompute" else 4)
+    said = control_of(core).routes["/penstock/core"]({})
+    core.step()
+    assert said.result(0)["checksum"] == "c", "by which an owner notices the update of another"
 
 
 def test_a_core_that_has_loaded_waits_for_the_others_until_it_commits():
@@ -230,7 +233,7 @@ def test_a_core_says_what_it_is_in_and_how_many_calls_may_have_changed_its_weigh
         return done.result(0)
 
     calm = {"running": 2, "waiting": 1, "weight_version": 4, "held_s": 0.0}
-    assert state() == {**calm, "paused": False, "asleep": False, "torn": False, "foreign": 0}
+    assert state() == {**calm, "paused": False, "asleep": False, "torn": False, "foreign": 0, "checksum": None}
     for method in ("penstock_load", "compute_weight_checksums", "reset_weights", lambda worker: worker):
         control_of(core).count_foreign(method)
     pausing.pause("keep", clear_cache=False)

@@ -116,6 +116,7 @@ class FakeEngine:
         self.idle_s: dict[str, float] = {}
         self.paused_adapters: set[str] = set()
         self.foreign = 0
+        self.checksum: str | None = None
         self.gone = asyncio.Event()
         self.tokens = 10
         self.busy = asyncio.Event()
@@ -147,7 +148,7 @@ class FakeEngine:
 
     async def state(self) -> CoreState:
         await self.at("question")
-        return CoreState(self.paused, self.version, torn=self.torn, foreign=self.foreign)
+        return CoreState(self.paused, self.version, torn=self.torn, foreign=self.foreign, checksum=self.checksum)
 
     async def core_gone(self) -> None:
         await self.gone.wait()
@@ -204,9 +205,9 @@ class FakeEngine:
         await self.at("apply-pause")
         await self.at("apply-load")
         self.version = version
+        self.checksum = checksum = "other" if self.faults.get("checksum") == "wrong" else f"sum-{version}"
         await self.at("apply-resume")
         self.paused = was_paused
-        checksum = "other" if self.faults.get("checksum") == "wrong" else f"sum-{version}"
         seconds = {"pause": 0.25, "load": 0.5, "resume": 0.25, "bubble": 1.0}
         return EngineUpdate(self.name, seconds, preempted=3, checksum=checksum)
 

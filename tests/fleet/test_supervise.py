@@ -115,14 +115,16 @@ async def test_an_answer_from_before_a_call_of_ours_changes_nothing(bench: Bench
     assert member.state is State.PAUSED
 
 
-@pytest.mark.parametrize("what", ["version", "torn", "foreign"])
+@pytest.mark.parametrize(("what", "value"), [("version", 7), ("torn", True), ("foreign", 7), ("checksum", "sum-7")])
 @on_bench("ab")
-async def test_an_engine_whose_weights_somebody_else_changed_gets_those_of_the_fleet(bench: Bench, what: str) -> None:
+async def test_an_engine_whose_weights_somebody_else_changed_gets_those_of_the_fleet(
+    bench: Bench, what: str, value: object
+) -> None:
     async with restarting(bench, FleetConfig(health_interval_s=0.01)) as restarts:
         await bench.operations.update([], None)
         member = bench.roster.members[0]
         await until(lambda: member.foreign == 0)
-        setattr(bench.engine["a"], what, 7)
+        setattr(bench.engine["a"], what, value)
         await until(lambda: bool(restarts.engines.starts))
         await until_serves(bench, "a", 1)
         (reason,) = [change.reason for change in member.lifecycle.history if change.new is State.DEAD]

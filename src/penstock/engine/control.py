@@ -82,6 +82,8 @@ class CoreState:
     """Its weights were dropped or partly overwritten."""
     foreign: int | None = None
     """Number of calls other than our updates that may have changed its weights."""
+    checksum: str | None = None
+    """Checksum of the last `update_weights`, of any owner."""
 
 
 _CORE_FIELDS = [field.name for field in fields(CoreState)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from penstock.fleet.member import SERVABLE, Call, FanOut, Member, State, ask, fa
 from penstock.fleet.operations import MEMORY_TAGS, Operations
 from penstock.fleet.roster import Roster
 from penstock.types import PauseMode
+from penstock.weights.manifest import differ
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -235,7 +236,7 @@ class AllOperations(Operations):
             return
         if member.state not in SERVABLE or not member.info.capabilities.plugin:
             return
-        if (wrong := wrong_weights(member, said)) is not None:
+        if (wrong := wrong_weights(member, said, self._roster.checksums.get(member.layout, ()))) is not None:
             member.asleep = MEMORY_TAGS if said.asleep else member.asleep
             member.torn = member.info.instance
             await self._roster.mark_dead(member, wrong)
@@ -409,12 +410,17 @@ async def command(
 # --- Engines that other processes changed -----------------------------------------------------------------------------
 
 
-def wrong_weights(member: Member, state: CoreState) -> str | None:
-    """Return why an engine's weights differ from what it confirmed; None: they do not."""
+def wrong_weights(member: Member, state: CoreState, checksums: Collection[str]) -> str | None:
+    """Return why an engine's weights differ from what it confirmed; None: they do not.
+
+    `checksums`: of the fleet's weights on engines of its layout.
+    """
     if state.torn or state.asleep:
         return "its weights were dropped or half written by another process"
     if state.weight_version not in {None, member.weight_version}:
         return f"another process gave it weight version {state.weight_version}, the fleet {member.weight_version}"
+    if state.checksum is not None and any(differ(state.checksum, one) for one in checksums):
+        return f"another process gave it other weights under the same version {state.weight_version}"
     if None not in {state.foreign, member.foreign} and state.foreign != member.foreign:
         return "another process called a method of its workers, which may have changed its weights"
     return None

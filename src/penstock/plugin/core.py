@@ -135,6 +135,8 @@ class CoreControl:
             "/penstock/core/gone": lambda _: Future(),  # no answer: the connection breaks when this process ends
         }
         self._foreign = 0
+        self.checksum: str | None = None
+        """Checksum of our last update, as it answered."""
         self._spec: WeightSpec | None = None
         self._server: CoreServer | None = None
         self.adapters: Any = None
@@ -275,6 +277,7 @@ class CoreControl:
             "torn": WEIGHTS in self.pausing.holds,
             "weight_version": compat.core_label(self.core),
             "foreign": self._foreign,
+            "checksum": self.checksum,
         }
 
 
@@ -335,7 +338,7 @@ class CoreUpdate:
             self.commit()
             end = time.perf_counter()
             seconds |= {"resume": end - loaded, "bubble": end - self._began}
-        checksum = "-".join(rank["checksum"] for rank in ranks)
+        checksum = self._control.checksum = "-".join(rank["checksum"] for rank in ranks)
         requests = {"preempted": in_flight - kept, "kept": kept}
         return {"version": self._version, "seconds": seconds, **requests, "checksum": checksum}
 
