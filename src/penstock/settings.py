@@ -86,7 +86,7 @@ def _keys(section: type[Any], prefix: str = "") -> Iterator[str]:
 class EngineConfig(Section):
     """One vLLM engine (R4). Names follow vLLM's options; `extra_args` passes further options through."""
 
-    model: str
+    model: Annotated[str, Field(pattern=r"\S")]
     """Path or hub name of the checkpoint."""
     tokenizer: str | None = None
     served_model_name: str | None = None

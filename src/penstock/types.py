@@ -244,15 +244,19 @@ class GenerateBatch:
         if (self.prompts is None) == (self.prompt_token_ids is None):
             has = "neither" if self.prompts is None else "both"
             raise RequestError(f"give exactly one of prompts and prompt_token_ids; this batch has {has}")
+        for name in ("prompts", "prompt_token_ids", "session_ids"):
+            given: object = getattr(self, name)
+            # Text and mappings are also iterable, by character or key.
+            if isinstance(given, (str, Mapping)) or not (given is None or hasattr(given, "__len__")):
+                raise RequestError(
+                    f"{name} is of type {type(cast('object', given)).__name__}; give a list with one entry a prompt"
+                )
         if len(self) == 0:
             raise RequestError("empty batch: give at least one prompt")
         if self.session_ids is not None and len(self.session_ids) != len(self):
             raise RequestError(
                 f"session_ids has {len(self.session_ids)} entries for {len(self)} prompts; give one for each"
             )
-        for name in ("prompts", "prompt_token_ids"):
-            if isinstance(given := getattr(self, name), (str, Mapping)):  # also iterable, by character or key
-                raise RequestError(f"{name} is of type {type(cast('object', given)).__name__}; give a list of prompts")
         for i, prompt in enumerate(() if self.prompts is None else self.prompts):
             _check_prompt(prompt, f"prompts[{i}]")
         for i, ids in enumerate(() if self.prompt_token_ids is None else self.prompt_token_ids):
@@ -287,9 +291,9 @@ def _check_prompt(prompt: object, where: str) -> None:
     messages = cast("Sequence[object]", prompt)
     if not messages:
         raise RequestError(f"{where} is a chat without a message")
-    if wrong := next((m for m in messages if not isinstance(m, Mapping)), None):
-        hint = "; give token ids as prompt_token_ids" if isinstance(wrong, int) else ""
-        raise RequestError(f"{where} holds {wrong!r}, which is no message{hint}")
+    if wrongs := [message for message in messages if not isinstance(message, Mapping)]:
+        hint = "; give token ids as prompt_token_ids" if isinstance(wrongs[0], int) else ""
+        raise RequestError(f"{where} holds {wrongs[0]!r}, which is no message{hint}")
 
 
 @dataclass(frozen=True, slots=True)

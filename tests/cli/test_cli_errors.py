@@ -76,6 +76,7 @@ def test_help_loads_nothing_heavy() -> None:
         (["scenario", "run", "async", "--cpu"], "no model in examples/models/sorter-0.8m: run from a checkout"),
         (["status", "nowhere"], "'nowhere' is not an address"),
         (["status", "http://user:pass@127.0.0.1:9"], "a router's address has no user, query or fragment"),
+        (["serve", "", "--sim"], "engine.model"),
         (["serve", "m", "--sim", "max_modellen=3"], "did you mean 'max_model_len'?"),
         (["serve", "m", "--sim", "train.steps=3"], "a server has no section 'train'"),
         (["serve", "m", "--attach", "localhost:80"], "http://HOST:PORT, got 'localhost:80'\n"),

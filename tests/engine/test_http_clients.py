@@ -143,6 +143,13 @@ async def test_what_a_later_engine_says_further_is_not_read() -> None:
         await control.close()
 
 
+@pytest.mark.parametrize("line", [5, {}, {"samples": 5}, {"samples": [], "answer": {}}, {"samples": [{"index": 0}]}])
+async def test_a_malformed_progress_report_is_the_engines_fault(line: object) -> None:
+    async with client_of(answer([line], LINES), name="e0") as data:
+        with pytest.raises(EngineError, match="engine e0: malformed progress report"):
+            await data.sample([1], 1, TOKENS_ONLY)
+
+
 async def test_a_router_whose_address_cannot_be_reached_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     def reset(*_: object, **__: object) -> None:
         raise ConnectionResetError("Cannot write to closing transport")
@@ -157,7 +164,7 @@ async def test_a_router_whose_address_cannot_be_reached_is_gone(monkeypatch: pyt
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"prompts": "hello"}, "prompts is of type str; give a list of prompts"),
+        ({"prompts": "hello"}, "prompts is of type str; give a list with one entry a prompt"),
         (
             {"prompts": [{"role": "user", "content": "hi"}]},
             r"prompts\[0\] is of type dict; a prompt is a string or a list of messages",
@@ -165,6 +172,11 @@ async def test_a_router_whose_address_cannot_be_reached_is_gone(monkeypatch: pyt
         ({"prompt_token_ids": [1, 2]}, r"prompt_token_ids\[0\] is 1; give a list of token ids for each prompt"),
         ({"prompt_token_ids": [[1], []]}, r"prompt_token_ids\[1\] is empty"),
         ({"prompt_token_ids": {7: [1]}}, "prompt_token_ids is of type dict; give a list"),
+        ({"prompts": 5}, "prompts is of type int; give a list"),
+        ({"prompts": ["a"], "session_ids": 5}, "session_ids is of type int; give a list"),
+        ({"prompts": [[0, 5, 6]]}, r"prompts\[0\] holds 0, which is no message; give token ids as prompt_token_ids"),
+        ({"prompts": [[None]]}, r"prompts\[0\] holds None, which is no message"),
+        ({"prompts": [[""]]}, r"prompts\[0\] holds '', which is no message"),
         ({"prompts": ["a"], "prompt_token_ids": [[1]]}, "exactly one of prompts and prompt_token_ids; .* has both"),
         ({"sampling_params": {"n": 1}}, "exactly one of prompts and prompt_token_ids; .* has neither"),
     ],

@@ -86,6 +86,8 @@ def test_bad_calls_are_refused_and_the_service_goes_on(service):
         service.generate("a", SamplingParams(prompt_logprobs=1))
     with pytest.raises(UserError, match="no engine 7"):
         service.generate("a", SHORT, actor_index=7)
+    with pytest.raises(UserError, match="malformed timeout_seconds"):
+        service.generate("a", SHORT, timeout_seconds="x")
     with pytest.raises(UserError, match="no engine 2"):
         service.get_num_unfinished_requests(2)
     assert len(service.generate("a", SHORT).outputs[0].token_ids) == 6

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,6 +58,40 @@ async def test_a_mapping_is_the_batch_and_not_a_prompt_for_each_key(fleet: Fleet
         await fleet.generate({"prompts": ["ab"], "prompt_token_ids": ids})
     with pytest.raises(RequestError, match=r"a whole batch was given, and sampling_params, session_ids beside it"):
         await fleet.generate(batch, params, session_ids=["a", "b"])
+
+
+WRONG = {
+    "prompts": (lambda f: f.generate(5), "prompts is of type int"),
+    "session_ids": (lambda f: f.generate(["a"], session_ids=5), "session_ids is of type int"),
+    "bytes of ids": (lambda f: f.sample(b"12", 1), "prompt_token_ids must be a list of token ids, got b'12'"),
+    "num_samples": (lambda f: f.sample([1], [1]), "num_samples is \\[1\\]|parameter n must be"),
+    "completion": (lambda f: f.completion(None), "a request's body is a mapping, got NoneType"),
+    "chat_completion": (lambda f: f.chat_completion("x"), "a request's body is a mapping, got str"),
+    "completion_stream": (lambda f: anext(f.completion_stream(5)), "a request's body is a mapping, got int"),
+    "chat_completion_stream": (lambda f: anext(f.chat_completion_stream(5)), "a request's body is a mapping, got int"),
+    "policy": (lambda f: f.set_policy(None), "malformed policy"),
+    "policies": (lambda f: f.set_policy([5]), "malformed policy"),
+    "init_info": (lambda f: f.init_weight_update_communicator(None), "malformed init_info"),
+    "rank_offset": (lambda f: f.init_weight_update_communicator({"rank_offset": "x"}), "malformed init_info"),
+    "tags": (lambda f: f.wake_up(5), "malformed memory tags"),
+    "mixed tags": (lambda f: f.wake_up([None, "x"]), "malformed memory tags"),
+    "adapter's name": (lambda f: f.load_adapter(5, "/x", timeout_s=1), "an adapter's name is 1 to"),
+    "surrogate": (lambda f: f.load_adapter("\ud800", "/x", timeout_s=1), "an adapter's name is 1 to"),
+    "path": (lambda f: f.load_adapter("a", None, timeout_s=1), "malformed path of an adapter"),
+    "path with NUL": (lambda f: f.load_adapter("a", "\0", timeout_s=1), "malformed path of an adapter"),
+    "path with surrogate": (lambda f: f.load_adapter("a", "\ud800", timeout_s=1), "malformed path of an adapter"),
+    "pinned": (lambda f: f.pin_adapter(["a"]), "there is no adapter"),
+    "rpc's deadline": (lambda f: f.collective_rpc("x", None), "timeout_s is None, and this call needs a deadline"),
+    "NaN": (lambda f: f.collective_rpc("x", args=(math.nan,)), "malformed arguments of collective_rpc: ValueError"),
+    "infinity": (lambda f: f.collective_rpc("x", kwargs={"a": math.inf}), "malformed arguments of collective_rpc"),
+    "text as list": (lambda f: f.collective_rpc("x", args="ab"), "args is the text 'ab'; give a list"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "says"), WRONG.values(), ids=WRONG.keys())
+async def test_a_wrong_argument_is_an_error_of_penstock(fleet: Fleet, call: Callable[[Any], Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        await call(fleet)
 
 
 @pytest.mark.parametrize("session", [17, "conversation-a"])

@@ -21,9 +21,9 @@ import operator
 import secrets
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, cast
 
 import orjson
@@ -31,7 +31,7 @@ import orjson
 from penstock import wire
 from penstock.aio import all_or_first_error
 from penstock.engine.partial import Partials, whole_of
-from penstock.errors import DeadlineError, EngineDeadError, EngineError, EngineHTTPError, RequestError
+from penstock.errors import DeadlineError, EngineDeadError, EngineError, EngineHTTPError, RequestError, reading
 from penstock.http import MOST_DATA, HttpTransport, Reply, UnreachableError, as_json
 from penstock.rooms import plugged_in
 from penstock.types import GenerateBatch, GenerateOutput, Message, Sample, SamplingParams, SessionId
@@ -171,7 +171,7 @@ class DataClient:
         if not ids:
             raise RequestError("prompt_token_ids is empty")
         given = SamplingParams.of(sampling_params)
-        if given.n not in {1, num_samples}:
+        if given.n not in (1, num_samples):
             raise RequestError(f"num_samples is {num_samples}, and sampling parameter n is {given.n}; leave n out")
         params = given if given.n == num_samples else replace(given, n=num_samples)
         return await self._generate(ids, params, session_id, adapter=adapter)
@@ -256,10 +256,12 @@ class DataClient:
 
     def _checked_ids(self, given: Sequence[int], where: str) -> list[int]:
         """Return Python ints, because those of numpy and torch cannot be sent."""
-        try:
-            ids = list(map(operator.index, given))
-        except TypeError:
-            raise RequestError(f"{where} must be a list of token ids, got {str(given)[:80]}") from None
+        ids: list[int] | None = None
+        if not isinstance(given, (bytes, bytearray)):  # a text, although its items are ints
+            with suppress(TypeError):
+                ids = list(map(operator.index, given))
+        if ids is None:
+            raise RequestError(f"{where} must be a list of token ids, got {str(given)[:80]}")
         top = self.vocab_size
         if not ids or (min(ids) >= 0 and (top is None or max(ids) < top)):
             return ids
@@ -371,11 +373,12 @@ class Continuation:
         async with aclosing(reply.lines()) as lines:  # an iterator left to the collector costs another task
             async for line in lines:
                 report: dict[str, Any] = self.client.http.decode(line)
-                self.reported += self.partials.add(report["samples"])
-                if "answer" in report:
-                    if report["status"] >= 300:  # noqa: PLR2004 - HTTP's own boundary
-                        raise self.client.http.http_error(report["status"], orjson.dumps(report["answer"]))
-                    return Answer(report["answer"], report["versions"])
+                with reading("progress report", partial(EngineError, engine=self.client.http.name)):
+                    self.reported += self.partials.add(report["samples"])
+                    if "answer" in report:
+                        if report["status"] >= 300:  # noqa: PLR2004 - HTTP's own boundary
+                            raise self.client.http.http_error(report["status"], orjson.dumps(report["answer"]))
+                        return Answer(report["answer"], report["versions"])
         raise EngineDeadError("its answer broke off", engine=self.client.http.name)
 
     async def after_death(self, error: EngineError) -> None:

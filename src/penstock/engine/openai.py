@@ -56,6 +56,7 @@ class OpenAICalls:
 
         Each choice's last chunk has its `weight_versions`. RequestError: the body has several prompts.
         """
+        _check(body)
         part, *more = split(body)
         if more:
             raise RequestError(f"a stream is of one prompt, got {1 + len(more)}; iterate over one stream for each")
@@ -67,6 +68,7 @@ class OpenAICalls:
         self, body: Mapping[str, Any], session_id: SessionId | None = None
     ) -> AsyncGenerator[dict[str, Any]]:
         """Yield the chunks of OpenAI's `/v1/chat/completions`; see `completion_stream`."""
+        _check(body)
         async for chunk in self._request(CHAT, {**body, "stream": True}, session_id).chunks():
             yield chunk
 
@@ -97,7 +99,13 @@ class OpenAICalls:
         return Stream(client, path, body, headers=headers, timeout_s=client.request_timeout_s)
 
 
+def _check(body: object) -> None:
+    if not isinstance(body, Mapping):
+        raise RequestError(f"a request's body is a mapping, got {type(body).__name__}")
+
+
 def _refuse_stream(body: Mapping[str, Any], instead: str) -> None:
+    _check(body)
     if body.get("stream"):
         raise RequestError(f"stream=true gives no single answer; iterate over {instead}")
 

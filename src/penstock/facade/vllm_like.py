@@ -26,6 +26,7 @@ from penstock.errors import (
     EngineHTTPError,
     RequestError,
     UserError,
+    reading,
 )
 from penstock.facade.balancer import LoadBalancer
 from penstock.facade.forms import (
@@ -239,7 +240,8 @@ class AsyncVLLM:
         params = params_of(sampling_params, len(given))
         sampling = {id(one): completion_fields(one) for one in params}
         # TorchRL's convention: zero or negative seconds mean no limit.
-        limit = timeout_s if timeout_s is not None and timeout_s > 0 else None
+        with reading("timeout_seconds"):
+            limit = timeout_s if timeout_s is not None and timeout_s > 0 else None
         try:
             async with asyncio.timeout(limit):
                 items = [self.tokenized(prompt) for prompt in given]

@@ -20,6 +20,7 @@ from penstock.errors import (
     StateError,
     UserError,
     WeightsError,
+    reading,
     seconds,
 )
 from penstock.fleet.member import Member, fan_out
@@ -122,7 +123,8 @@ class FleetAdapters:
         if not seconds(timeout_s):
             raise UserError("timeout_s is 0: no engine can load an adapter in that; leave it out for the default")
         async with self._in_order(name):
-            stamp = stamp_of(path)
+            with reading("path of an adapter"):
+                stamp = stamp_of(path)
             known, saved = self.known.get(name), f"{path}\n{stamp}"
             same = stamp and known is not None and self._saved.get(name) == (saved, known.version)
             if same and await self._turn("load_adapter", lambda: self._bring_to_all(name, known)):
@@ -372,16 +374,16 @@ class FleetAdapters:
             )
         return self._folder / "adapters"
 
-    def _check(self, name: str, version: int | None) -> None:
+    def _check(self, name: Any, version: int | None) -> None:
         """Raise UserError for an invalid name or version."""
-        if not name or len(name.encode()) > MOST_NAME or not name.isprintable():
+        if not isinstance(name, str) or not name.isprintable() or not 0 < len(name.encode()) <= MOST_NAME:
             raise UserError(f"an adapter's name is 1 to {MOST_NAME} bytes of text, got {name!r}")
         highest = self._highest.get(name, 0)
         if version is not None and (type(version) is not int or not highest < version < 2**63):
             raise UserError(f"adapter {name!r} has had version {highest}; a new one is a greater int, got {version!r}")
 
-    def _of(self, name: str) -> FleetAdapter:
-        if (known := self.known.get(name)) is None:
+    def _of(self, name: Any) -> FleetAdapter:
+        if not isinstance(name, str) or (known := self.known.get(name)) is None:
             raise UserError(f"there is no adapter {name!r}; loaded: {', '.join(sorted(self.known)) or 'none'}")
         return known
 

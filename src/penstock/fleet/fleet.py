@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, closing
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from penstock.aio import settled
 from penstock.engine.client import Counters, DataClient
 from penstock.engine.interface import Engine
-from penstock.errors import EngineError, StateError, UserError
+from penstock.errors import ConfigError, EngineError, StateError, UserError, reading
 from penstock.fleet.member import EngineStatus, State
 from penstock.fleet.roster import Admin, Roster
 from penstock.rooms import plugged_in
@@ -177,7 +178,8 @@ class Fleet(Engine):
 
         See `RouterConfig` for the options; one left out stays as it is. ConfigError: an option is wrong.
         """
-        names = policy if isinstance(policy, str) else ",".join(policy)
+        with reading("policy", ConfigError):
+            names = policy if isinstance(policy, str) else ",".join(policy)
         given = {"policy": names, "prefix_length": prefix_length, "overload_threshold": overload_threshold}
         await self._elastic.set_policy({name: value for name, value in given.items() if value is not None})
 
@@ -410,6 +412,10 @@ class Fleet(Engine):
             FanOutError: some engines failed; it holds errors and answers. A single engine: its own error.
         """
         self._check_open()
+        if isinstance(args, str):
+            raise UserError(f"args is the text {args!r}; give a list of arguments")
+        with reading("arguments of collective_rpc"):  # the encoder of requests would write NaN as null
+            json.dumps((*args, kwargs), allow_nan=False, default=str)
         return await self._operations.collective_rpc(method, timeout_s, args, kwargs)
 
     async def update_adapter(

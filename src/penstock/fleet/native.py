@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.engine.capabilities import require
 from penstock.engine.control import ControlClient
-from penstock.errors import MissingCapabilityError, StateError
+from penstock.errors import MissingCapabilityError, StateError, reading
 from penstock.fleet.member import Member, foreign_to
 from penstock.fleet.pausing import command
 from penstock.fleet.roster import Roster
@@ -55,7 +55,8 @@ class NativeCalls:
             members = self._roster.live()
             _check_backends(members, INIT)
             as_json("init_info", init_info)
-            infos = _by_rank(members, init_info)
+            with reading("init_info"):
+                infos = _by_rank(members, init_info)
             with foreign_to(members):
                 await self._operations.refusable(
                     lambda engine: engine.native.init(infos[engine]), "initialisation of weight transfer"

@@ -19,6 +19,7 @@ from penstock.errors import (
     PenstockError,
     StateError,
     UserError,
+    reading,
     seconds,
 )
 from penstock.fleet.member import SERVABLE, Call, FanOut, Member, State, ask, fan_out, foreign_to, why
@@ -165,8 +166,9 @@ class AllOperations(Operations):
 
     async def wake_up(self, tags: Sequence[str] | None) -> None:
         """Take memory back, all or that of `tags`; weights first, since vLLM fills them."""
-        if unknown := set(tags or ()) - MEMORY_TAGS:
-            raise UserError(f"unknown memory tags {sorted(unknown)}; known: {', '.join(sorted(MEMORY_TAGS))}")
+        with reading("memory tags"):
+            if unknown := set(tags or ()) - MEMORY_TAGS:
+                raise UserError(f"unknown memory tags {sorted(unknown)}; known: {', '.join(sorted(MEMORY_TAGS))}")
 
         async def run() -> None:
             self._require("sleep", "wake_up")
@@ -211,7 +213,8 @@ class AllOperations(Operations):
             MissingCapabilityError: an engine has no such call.
         """
         self._require("rpc", "collective_rpc")
-        seconds(timeout_s)
+        if seconds(timeout_s) is None:
+            raise UserError("timeout_s is None, and this call needs a deadline; leave it out for the default")
         if not (members := self._roster.live()):
             raise EngineDeadError(f"no engine is left now ({why(self._roster.members)})")
         with self._roster.occupation.going_on(), foreign_to(members):
