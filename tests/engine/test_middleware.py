@@ -158,7 +158,7 @@ class Cores:
             return self.replies.get(step, [200, loaded]) if engine else [200, loaded]
         if engine == 0:
             self.done.append(" ".join(map(str, (method, *args))))
-        return {"penstock_control_port": 4001, "penstock_kv_kept": 3}.get(method)
+        return {"penstock_control_port": 4001, "penstock_kv_kept": 3, "penstock_checksum": "c"}.get(method)
 
     async def collective_rpc(self, method: str) -> list[Any]:
         self.done.append(method)
@@ -202,7 +202,7 @@ async def test_info_says_what_the_engine_is_and_warms_it_up_once(monkeypatch) ->
     said = await middleware._info([], cores, b"")
     await middleware._info([], cores, b"")
     assert cores.done.count("penstock_warm_up") == 1
-    assert (said["weight_version"], said["kv_kept"], said["logprobs_mode"]) == (3, True, "processed_logprobs")
+    assert (said["weight_version"], said["kv_kept"], said["checksum"]) == (3, True, "c")
     assert (said["lora"], said["dtype"], said["dp"], said["weight_transfer"]) == (False, "bfloat16", 2, "nccl")
     assert (said["model"], said["instance"]) == ("policy", "1f")
     cores.vllm_config.model_config.logprobs_mode, cores.label = "raw_logprobs", "4"

@@ -72,6 +72,8 @@ class EngineInfo:
     capabilities: Capabilities = PENSTOCK
     kv_kept: bool = False
     """Whether the update to this version kept the KV cache."""
+    checksum: str = ""
+    """Checksum of the last `update_weights`, of any owner. Empty: none or unknown."""
     dtype: str = ""
     """Torch's name of the dtype in which the engine computes, such as `bfloat16`. Empty: unknown."""
     instance: str = ""

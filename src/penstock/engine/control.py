@@ -178,7 +178,8 @@ class ControlClient:
         if answer is not _NO_CORE:
             return CoreState(**{name: answer[name] for name in _CORE_FIELDS if name in answer})
         paused = await self.is_paused()
-        return CoreState(paused, (await self.info()).weight_version)
+        info = await self.info()
+        return CoreState(paused, info.weight_version, checksum=info.checksum or None)
 
     async def core_gone(self) -> None:
         """Return once the connection to the core breaks. Without one, never return."""

@@ -57,7 +57,7 @@ def install() -> None:
 
     EngineCoreProc._handle_client_request = handle_or_call  # noqa: SLF001
     EngineCoreProc.collective_rpc = _sendable(EngineCoreProc.collective_rpc)
-    for name in ("control_port", "kv_kept", "control"):
+    for name in ("control_port", "kv_kept", "checksum", "control"):
         setattr(EngineCoreProc, f"penstock_{name}", _utility(getattr(CoreControl, name), control_of))
     for name in ("pause", "resume", "sleep", "wake_up", "weights_are_in"):
         method = _utility(getattr(PauseState, name), lambda core: control_of(core).pausing)
@@ -135,7 +135,7 @@ class CoreControl:
             "/penstock/core/gone": lambda _: Future(),  # no answer: the connection breaks when this process ends
         }
         self._foreign = 0
-        self.checksum: str | None = None
+        self.loaded: str | None = None
         """Checksum of our last update, as it answered."""
         self._spec: WeightSpec | None = None
         self._server: CoreServer | None = None
@@ -180,6 +180,10 @@ class CoreControl:
     def kv_kept(self) -> int | None:
         """Return the version of our last update, if that update kept the KV cache."""
         return self.kept_version
+
+    def checksum(self) -> str | None:
+        """Return the checksum of our last update."""
+        return self.loaded
 
     def count_foreign(self, method: Any) -> None:
         """Count a worker call that may change the weights and is not one of our updates."""
@@ -277,7 +281,7 @@ class CoreControl:
             "torn": WEIGHTS in self.pausing.holds,
             "weight_version": compat.core_label(self.core),
             "foreign": self._foreign,
-            "checksum": self.checksum,
+            "checksum": self.loaded,
         }
 
 
@@ -338,7 +342,7 @@ class CoreUpdate:
             self.commit()
             end = time.perf_counter()
             seconds |= {"resume": end - loaded, "bubble": end - self._began}
-        checksum = self._control.checksum = "-".join(rank["checksum"] for rank in ranks)
+        checksum = self._control.loaded = "-".join(rank["checksum"] for rank in ranks)
         requests = {"preempted": in_flight - kept, "kept": kept}
         return {"version": self._version, "seconds": seconds, **requests, "checksum": checksum}
 

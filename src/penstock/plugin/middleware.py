@@ -98,6 +98,7 @@ class PenstockMiddleware:
             self._warm = True
         # The answer follows the marks of updates on its channel, so it comes first: 0.26 reads the version from a mark.
         kept_version = await engine.engine_core.call_utility_async("penstock_kv_kept")
+        checksum = await engine.engine_core.call_utility_async("penstock_checksum")
         await self._hooks.versions.settle(engine)
         version = await self._hooks.versions.in_force(engine)
         return {
@@ -107,6 +108,7 @@ class PenstockMiddleware:
             "model": config.model_config.served_model_name,
             "weight_version": version,
             "kv_kept": version == kept_version,
+            "checksum": checksum or "",
             "kv_in_flight": config.kv_transfer_config is None,
             "paused": await engine.is_paused(),
             "tp": parallel.tensor_parallel_size,

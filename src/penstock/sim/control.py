@@ -40,6 +40,7 @@ async def _info(call: Call) -> dict[str, Any]:
         "model": config.served_model_name,
         "weight_version": weights.version,
         "kv_kept": weights.version == weights.kv_kept,
+        "checksum": weights.checksum,
         "kv_in_flight": True,
         "paused": call.engine.paused,
         "tp": 1,
