@@ -1,7 +1,7 @@
 """Checkpoints of a run: one folder each, complete or absent.
 
 The tensors are in the format of `torch.distributed.checkpoint`. Any number of ranks can write it, and another number
-can read it. `record.json` holds everything else.
+can read it. `record.json` holds everything else, and the CRC-32 of each file.
 """
 
 # torch.distributed.checkpoint ships partial types.
@@ -15,7 +15,9 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -57,7 +59,9 @@ def save(run_dir: Path, step: int, write: Callable[[Path], Mapping[str, Any]]) -
             shutil.rmtree(useless)
         unfinished.mkdir(parents=True)
         last.callback(shutil.rmtree, unfinished, ignore_errors=True)
-        record = {"format": FORMAT, "step": step, "values": write(unfinished)}
+        values = write(unfinished)
+        files = _checksums(unfinished, [file.name for file in unfinished.iterdir()])
+        record = {"format": FORMAT, "step": step, "files": files, "values": values}
         (unfinished / RECORD).write_text(json.dumps(record, allow_nan=False))
         for file in (*unfinished.iterdir(), unfinished):
             _flush(file)
@@ -96,12 +100,15 @@ def load(path: Path) -> tuple[int, Mapping[str, Any]]:
     """Read a checkpoint's step and the values that `write` returned. `read_tensors` reads its tensors.
 
     Raises:
-        CheckpointError: missing, damaged, or not Penstock's. The message has a remedy.
+        CheckpointError: missing, damaged, mixed with another, or not Penstock's. The message has a remedy.
     """
     try:
         record = parse_json((path / RECORD).read_bytes(), "its record", loads=json.loads)
         if not isinstance(record, dict) or record.get("format") != FORMAT:
             raise CheckpointError(f"{path} is no checkpoint of Penstock ({FORMAT}); {_REMEDY}")
+        for name, checksum in _checksums(path, record["files"]).items():
+            if checksum != record["files"][name]:  # torch reads the file of another checkpoint without complaint
+                raise CheckpointError(f"checkpoint {path} is damaged: {name} is not as it was written; {_REMEDY}")
         return int(record["step"]), record["values"]
     except FileNotFoundError as error:
         what = "is no checkpoint, or not all of one" if path.exists() else "does not exist"
@@ -202,6 +209,21 @@ def _checkpoints(folder: Path) -> list[Path]:
     """Return all checkpoints, oldest step first."""
     named = [(match, path) for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name))]
     return [path for _, path in sorted((int(match[1]), path) for match, path in named)]
+
+
+def _checksums(folder: Path, names: Iterable[str]) -> dict[str, int]:
+    """Return the CRC-32 of files by name. It takes a third of hashlib's fastest, and detects accidental damage."""
+
+    def checksum(name: str) -> int:
+        crc = 0
+        with (folder / name).open("rb") as file:
+            while chunk := file.read(1 << 20):
+                crc = zlib.crc32(chunk, crc)
+        return crc
+
+    chosen = list(names)
+    with ThreadPoolExecutor() as pool:  # zlib releases the GIL
+        return dict(zip(chosen, pool.map(checksum, chosen), strict=True))
 
 
 def _flush(path: Path) -> None:
