@@ -207,7 +207,11 @@ async def test_rows_of_an_ended_session_go_but_for_what_a_checkpoint_needs(
         owners = [model.partition(":")[0] for model in (with_files, plain, live)]
         drawn = [await service.sampler(session) for session in owners]
         path = (await service.result(await service.post("save_weights", {"model_id": with_files, "seq_id": 1})))["path"]
-        for session in owners[:2]:
+        saving = await service.post("save_weights_for_sampler", {"model_id": with_files, "seq_id": 2, "path": "kept"})
+        sampled = (await service.result(saving))["path"]
+        reader = await service.session()
+        drawn.append(await service.sampler(reader, model_path=sampled))
+        for session in (*owners[:2], reader):
             await service.post(f"sessions/{session}/finish", {}, status=204)
         database = Database(service.options.database)
         known = Sessions(database)
@@ -218,7 +222,7 @@ async def test_rows_of_an_ended_session_go_but_for_what_a_checkpoint_needs(
         await known.source("alice", drawn[1])
         await known.own_model("alice", plain)
         await known.forget()
-        assert len(await runs()) == len((await service.get("sessions"))["sessions"]) == 3, "it is not long ago"
+        assert len(await runs()) == len((await service.get("sessions"))["sessions"]) - 1 == 3, "it is not long ago"
         for name in ("KEEP_S", "UNUSED_S"):
             monkeypatch.setattr(sessions, name, -10.0)
         async with asyncio.timeout(60.0):
@@ -230,8 +234,8 @@ async def test_rows_of_an_ended_session_go_but_for_what_a_checkpoint_needs(
             await known.own_model("alice", plain)
         await database.close()
         assert set((await service.get("sessions"))["sessions"]) == {owners[0], owners[2]}
-        assert [c["tinker_path"] for c in (await service.get("checkpoints"))["checkpoints"]] == [path]
-        for sampler, status in zip(drawn, (200, 404, 200), strict=True):
+        assert [c["tinker_path"] for c in (await service.get("checkpoints"))["checkpoints"]] == [sampled, path]
+        for sampler, status in zip(drawn, (200, 404, 200, 404), strict=True):
             await service.get(f"samplers/{sampler}", status=status)
         assert "metrics" in await service.result(await service.step(live, 1))
         load = {"path": path, "optimizer": True, "model_id": live, "seq_id": 2}

@@ -215,11 +215,13 @@ class Sessions:
     async def forget(self) -> None:
         """Drop sessions that ended two days ago, with their samplers and models. No result is kept for so long.
 
-        A session stays with a model that the learner or a checkpoint has, and with a sampler that is used or has files.
+        A session stays with a model that the learner or a checkpoint has, and with a sampler that is used or has files
+        of its own.
         """
         now, m, s = time.time(), models.c, samplers.c
+        own_files = s.folder.is_not(None) & s.folder.not_in(select(checkpoints.c.folder))
         needed = select(m.session).where(m.live | m.id.in_(select(checkpoints.c.model)))
-        needed = needed.union(select(s.session).where(s.folder.is_not(None) | (s.used > now - UNUSED_S)))
+        needed = needed.union(select(s.session).where(own_files | (s.used > now - UNUSED_S)))
         long_ago = sessions.c.finished.is_not(None) & (sessions.c.seen < now - 2 * KEEP_S)
         found = select(sessions.c.id).where(long_ago & sessions.c.id.not_in(needed))
         dropped = [delete(column.table).where(column.in_(found)) for column in (s.session, m.session, sessions.c.id)]
