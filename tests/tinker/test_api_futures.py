@@ -388,6 +388,34 @@ async def test_a_second_process_serves_the_same_futures_and_samples(tmp_path: Pa
         assert await polls[0] == await polls[1] == {"metrics": {"grad_norm:mean": 1e-3}}
 
 
+async def test_polls_for_another_processs_futures_share_their_reads(tmp_path: Path) -> None:
+    databases = [Database(f"sqlite:///{tmp_path / 'futures.db'}") for _ in range(2)]
+    one, other = [
+        Futures(database, name, lambda _: None, hold_s=2.0)
+        for database, name in zip(databases, ("one", "other"), strict=True)
+    ]
+    operations = [Operation(f"model:{number}", "alice", "forward", "model", b"{}") for number in range(100)]
+    reads, run = 0, databases[1].run
+
+    async def counted(work: Any) -> Any:
+        nonlocal reads
+        reads += 1
+        return await run(work)
+
+    databases[1].run = counted  # type: ignore[method-assign]
+    await one.open()
+    await other.open()
+    await asyncio.gather(*(one.accept(operation) for operation in operations))
+    polls = [asyncio.create_task(other.retrieve("alice", operation.id)) for operation in operations]
+    await one.finish(operations[0], Outcome(b"done"))
+    found = await asyncio.gather(*polls)
+    assert found[0] == Outcome(b"done")
+    assert found[1:] == [None] * 99
+    assert reads < 300, "two of each poll, and those that all share"
+    for each in (one, other, *databases):
+        await each.close()
+
+
 async def test_the_database_names_the_engines_and_no_key(tmp_path: Path) -> None:
     async with rig(tmp_path) as service:
         database = Database(service.options.database)

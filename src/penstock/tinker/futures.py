@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 from sqlalchemy import Connection, bindparam, delete, exists, insert, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
@@ -23,8 +24,6 @@ HOLD_S = 30.0
 """Seconds until a poll is answered. The SDK gives up at 45 s, and polls again at once after an answer."""
 FOLLOW_S = 0.1
 """Seconds between two reads of other processes' changes, while there are other processes."""
-SLOW_FOLLOW_S = 1.0
-"""The same for a poll that has waited long."""
 BEAT_S = 2.0
 DEAD_S = 30.0
 """Seconds without a beat after which a process counts as dead. Others then take its samples."""
@@ -145,8 +144,9 @@ class Futures:
         self._start = start
         self._hold_s = hold_s
         self._running: dict[str, _Running] = {}
-        self._others = False
-        self._released = asyncio.Event()
+        self._foreign = WeakValueDictionary[str, asyncio.Event]()
+        """Set once the future has ended in another process. Its polls hold the event, and one read serves them all."""
+        self._others = self._released = False
         self._follower: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
@@ -163,9 +163,11 @@ class Futures:
 
     async def release(self) -> None:
         """Answer every held poll, because the process ends."""
-        self._released.set()
+        self._released = True
         for running in self._running.values():
             running.done.cancel()
+        for changed in self._foreign.values():
+            changed.set()
 
     async def accept(
         self,
@@ -253,15 +255,15 @@ class Futures:
             if running.done.done() and not running.done.cancelled():
                 return self._retrieved(request_id, running.done.result())
             return None
-        end, wait_s = asyncio.get_running_loop().time() + self._hold_s, FOLLOW_S
-        while (outcome := await self._stored(tenant, request_id)) is None:  # another process runs it
-            if self._released.is_set() or asyncio.get_running_loop().time() > end:
-                return None
+        changed = self._foreign.setdefault(request_id, asyncio.Event())
+        if (
+            outcome := await self._stored(tenant, request_id)
+        ) is None and not self._released:  # another process runs it
             with suppress(TimeoutError):
-                async with asyncio.timeout(wait_s):
-                    await self._released.wait()
-            wait_s = min(1.1 * wait_s, SLOW_FOLLOW_S)
-        return self._retrieved(request_id, outcome)
+                async with asyncio.timeout(self._hold_s):
+                    await changed.wait()
+            outcome = await self._stored(tenant, request_id)
+        return None if outcome is None else self._retrieved(request_id, outcome)
 
     async def cancel(self, tenant: str, request_id: str) -> None:
         """Fail a future as cancelled. An ended future stays as it is. GoneError: the tenant has no such future.
@@ -343,6 +345,8 @@ class Futures:
                     await self._beat()
                 if self._others:
                     await self._take_up()
+                if self._foreign:
+                    await self._look_at_foreign()
             except StateError as error:  # for example a full disk, which may pass
                 logger.warning("%s", error)
 
@@ -372,6 +376,12 @@ class Futures:
             rows = select(f.id, f.tenant, f.kind, f.scope, f.body, f.number).where(some).order_by(f.number)
             found_rows = await self._database.run(lambda c, rows=rows: c.execute(rows).all())
             self._begin([Operation(*row) for row in found_rows])
+
+    async def _look_at_foreign(self) -> None:
+        ended = select(futures.c.id).where(futures.c.id.in_(list(self._foreign)) & (futures.c.state != PENDING))
+        for request_id in await self._database.run(lambda c: list(c.execute(ended).scalars())):
+            if (changed := self._foreign.get(request_id)) is not None:
+                changed.set()
 
 
 def _row(operation: Operation, executor: str, **more: Any) -> dict[str, Any]:
