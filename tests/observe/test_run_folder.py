@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -101,6 +102,14 @@ def test_a_run_that_another_process_holds_is_refused_and_its_death_frees_it(tmp_
                 pass
         finally:
             holder.kill()
+
+
+def test_other_users_cannot_take_a_lock(tmp_path: Path) -> None:
+    (earlier := tmp_path / ".earlier.lock").touch(0o644)
+    for name in ("earlier", "new"):
+        with RunFolder.lock(tmp_path / name):
+            pass
+    assert [stat.S_IMODE(file.stat().st_mode) for file in (earlier, tmp_path / ".new.lock")] == [0o600, 0o600]
 
 
 def test_a_folder_that_takes_no_lock_is_named(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self, cast
@@ -75,7 +75,10 @@ class RunFolder:
         file = _lock_file(path)
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+            # Whoever can read a file can lock it. A colleague's file stays as it is.
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+            with suppress(PermissionError):
+                os.fchmod(descriptor, 0o600)
         except OSError as error:
             raise UserError(f"cannot write {file}, the lock of the run: {error}; choose another run_dir") from error
         try:
