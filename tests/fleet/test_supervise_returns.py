@@ -43,6 +43,16 @@ async def test_an_engine_whose_watch_breaks_is_started_anew(bench: Bench, watch:
     assert "a watch of engine a broke: KeyError('version')" in caplog.text
 
 
+@on_bench("ab")
+async def test_an_engine_that_is_watched_no_more_does_not_count_as_coming_back(bench: Bench) -> None:
+    async with restarting(bench) as restarts:
+        await asyncio.sleep(0.01)
+        member = bench.roster.members[0]
+        await restarts.supervisor.release(member)
+        await bench.roster.mark_dead(member, "an update failed")
+        assert not member.is_restarting
+
+
 @on_bench("ab", settled=False)
 async def test_an_engine_sees_no_request_before_its_weights_are_confirmed(bench: Bench) -> None:
     async with restarting(bench):

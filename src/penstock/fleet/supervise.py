@@ -130,6 +130,7 @@ class Supervisor:
             raise StateError(f"engine {member.name} cannot join: this fleet was torn down")
 
         def over(guard: asyncio.Task[None]) -> None:
+            member.lifecycle.may_restart = lambda: False
             if not guard.cancelled() and (error := guard.exception()) is not None:
                 logger.error("engine %s is watched no more: %r", member.name, error, exc_info=error)
                 member.lifecycle.restarts = False
