@@ -247,7 +247,7 @@ class FleetMachine(RuleBasedStateMachine):
         fleet, router = self.fleet, self.network.router
         assert await fleet.get_num_unfinished_requests() == 0
         assert not router.dispatcher.gate.closed
-        assert {e.requests for e in router.dispatcher.placement.engines.values()} <= {0}
+        assert {e.outstanding for e in router.dispatcher.placement.engines.values()} <= {0}
         live = {m.url: m for m in fleet._roster.live()}
         for url, node in self.network.nodes.items():
             engine = node.engine
