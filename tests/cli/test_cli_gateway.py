@@ -24,7 +24,8 @@ async def test_it_serves_tenants_of_a_file_and_ends_by_a_signal(tmp_path: Path) 
     tenants.chmod(0o600)
     async with SimServer(SimConfig(vocab_size=98, eos_token_id=2)) as engine, asyncio.timeout(DEADLINE_S):
         process = await asyncio.create_subprocess_exec(
-            PENSTOCK, "gateway", engine.url, "--tokenizer", tmp_path / "model", "--port", "0", "--tenants", tenants,
+            PENSTOCK, "gateway", f"{engine.url}/v1", "--tokenizer", tmp_path / "model",
+            "--port", "0", "--tenants", tenants,
             stdout=asyncio.subprocess.PIPE, env=environment(),
         )  # fmt: skip
         try:

@@ -46,7 +46,7 @@ LATER_ROOMS = tuple(
     )
 )  # fmt: skip
 """Rooms for agents, learners and the Tinker service, which came after the fleet and its engines."""
-SOURCE_FILES, SOURCE_LINES = 228, 45_074
+SOURCE_FILES, SOURCE_LINES = 228, 45_082
 """The most that `src` has now; the target is 230 files and 38,000 lines."""
 
 

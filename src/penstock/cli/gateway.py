@@ -104,6 +104,7 @@ async def _serve(
     parsers: dict[str, str | None],
 ) -> None:
     from penstock.engine.client import DataClient  # noqa: PLC0415
+    from penstock.fleet.service import router_address  # noqa: PLC0415
     from penstock.gateway.app import serving  # noqa: PLC0415
     from penstock.gateway.service import Gateway  # noqa: PLC0415
     from penstock.gateway.turn import GatewayOptions  # noqa: PLC0415
@@ -115,7 +116,7 @@ async def _serve(
     template = ChatTemplate(await asyncio.to_thread(load_tokenizer, tokenizer))
     parser = await asyncio.to_thread(output_parser, template.tokenizer, **parsers)
     raise_file_limit()
-    client = DataClient(url, api_key=router_key)
+    client = DataClient(router_address(url), api_key=router_key)
     try:
         model, context = await _model(client)
         kept = Gateway(client, template, GatewayOptions(model, context, **options), tenants, parser=parser)
