@@ -114,7 +114,7 @@ class World:
             case "error":
                 writer.write(reply(f"{backend.name} {pending.number}".encode(), "500 Internal Server Error"))
             case "break":
-                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\npart")
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\npart")
                 writer.close()
             case _:
                 writer.close()

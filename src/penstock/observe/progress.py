@@ -144,7 +144,7 @@ SECONDS_LABELS: Mapping[str, str] = {
 def end_table(summary: Summary) -> Table:
     """Return a table with every figure of a finished run, one per row."""
     resumed = f", resumed after step {', '.join(map(str, summary.resumed_at))}" if summary.resumed_at else ""
-    lost = "not measured" if summary.tokens_lost is None else f"{summary.tokens_lost:,.0f} to {summary.updates} updates"
+    lost = "not measured" if summary.tokens_lost is None else f"{summary.tokens_lost:,.0f} in {summary.updates} updates"
     rows: dict[str, RenderableType] = {
         "held-out accuracy": _accuracy(summary),
         "steps": f"{summary.steps}{resumed}",
