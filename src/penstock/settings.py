@@ -83,10 +83,16 @@ def _keys(section: type[Any], prefix: str = "") -> Iterator[str]:
                 yield from _keys(kind, f"{prefix}{name}.")
 
 
+def _not_blank(model: str) -> str:
+    if not model.strip():
+        raise ValueError("give a checkpoint folder or a hub name such as Qwen/Qwen3-0.6B")
+    return model
+
+
 class EngineConfig(Section):
     """One vLLM engine (R4). Names follow vLLM's options; `extra_args` passes further options through."""
 
-    model: Annotated[str, Field(pattern=r"\S")]
+    model: Annotated[str, AfterValidator(_not_blank)]
     """Path or hub name of the checkpoint."""
     tokenizer: str | None = None
     served_model_name: str | None = None

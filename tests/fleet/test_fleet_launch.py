@@ -111,7 +111,7 @@ async def test_wrong_options_are_said_at_once(options, message: str) -> None:
     [
         (None, "model must be a checkpoint folder, a hub name or an EngineConfig, got None"),
         (5, "got 5"),
-        ("  ", "the model is '  '; give a checkpoint folder or a hub name"),
+        ("  ", "config key 'model': give a checkpoint folder or a hub name such as Qwen/Qwen3-0.6B, got '  '"),
         ("runs/demo/model", "model path runs/demo/model does not exist"),
     ],
 )

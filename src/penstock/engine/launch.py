@@ -188,8 +188,6 @@ def _arguments(options: dict[str, Option]) -> Sequence[str]:
 
 def check_model(model: str) -> None:
     """Raise ConfigError for a path without a checkpoint. A hub name passes."""
-    if not model.strip():
-        raise ConfigError(f"the model is {model!r}; give a checkpoint folder or a hub name such as Qwen/Qwen3-0.6B")
     if "://" in model:  # a bucket; vLLM checks it
         return
     path = Path(model).expanduser()
