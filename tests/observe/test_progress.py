@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -81,7 +82,9 @@ def test_table_fits_the_terminal(width: int) -> None:
     assert f"{summary.staleness[0] / sum(summary.staleness.values()):.1%}" in text
     assert f"{summary.seconds['training']:.1f} s" in text
     run.console.print(end_table(sample_summary(run.rows, evaluations={})))
-    assert "not measured" in run.out.getvalue()
+    assert "held-out accuracy │ not measured" in " ".join(run.out.getvalue().split())
+    run.console.print(end_table(replace(summary, logprob_difference=None)))
+    assert "logprob difference │ not measured" in " ".join(run.out.getvalue().split())
 
 
 def test_times() -> None:

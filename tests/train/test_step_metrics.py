@@ -10,7 +10,14 @@ from penstock.config import load_config
 from penstock.errors import ConfigError, StateError
 from penstock.rollout.generator import Trajectory
 from penstock.train.rank_group import address_towards
-from penstock.train.step_metrics import LogprobAlarm, batch_metrics, check_ages, replayed_share, token_ages
+from penstock.train.step_metrics import (
+    LogprobAlarm,
+    batch_metrics,
+    check_ages,
+    learner_metrics,
+    replayed_share,
+    token_ages,
+)
 
 
 def trajectory(versions: tuple[int, ...], loss_mask: tuple[int, ...]) -> Trajectory:
@@ -56,8 +63,11 @@ def test_a_token_without_a_version_is_refused_however_stale_tokens_may_be() -> N
 def test_a_run_that_cannot_compare_trainer_and_engine_says_so_once() -> None:
     alarm = LogprobAlarm(0.1)
     older = {"logprob_diff_staleness/1": 3.0, "logprob_diff_equal_tokens": 0.0}
-    assert "train.logprob_alarm measures nothing" in (alarm.warning(older) or "")
-    assert alarm.warning(older) is None
+    assert [alarm.warning(older) for _ in range(5)] == [None] * 5
+    assert alarm.warning({"logprob_diff_staleness/0": 0.0}) is None  # a single step of an asynchronous run is usual
+    warnings = [alarm.warning(older) for _ in range(30)]
+    assert [step for step, warning in enumerate(warnings, 1) if warning] == [10]
+    assert "train.logprob_alarm measures nothing" in (warnings[9] or "")
     assert "disagree by 0.5 nats" in (alarm.warning({"logprob_diff_staleness/0": 0.5}) or "")
 
 
@@ -65,6 +75,9 @@ def test_a_simulated_run_says_once_that_its_logprobs_are_invented() -> None:
     alarm = LogprobAlarm(0.1, simulated=True)
     assert "simulated engines" in (alarm.warning({"logprob_diff_staleness/0": 4.0}) or "")
     assert alarm.warning({"logprob_diff_staleness/0": 4.0}) is None
+    learned = {"logprob_diff_max_equal": 4.0}
+    assert "logprob_difference" not in learner_metrics(learned, simulated=True)
+    assert learner_metrics(learned)["logprob_difference"] == 4.0
 
 
 def test_a_ray_cluster_for_one_rank_is_refused_and_so_is_one_that_is_not_there() -> None:

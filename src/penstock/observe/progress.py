@@ -149,16 +149,17 @@ def end_table(summary: Summary) -> Table:
         "held-out accuracy": _accuracy(summary),
         "steps": f"{summary.steps}{resumed}",
         "tokens": f"{summary.tokens:,} generated, {summary.tokens_per_second:,.0f} a second",
-        "weight updates": f"{summary.updates}, of which {summary.updates_in_flight} with requests in flight",
+        "weight updates": f"{summary.updates}, of which {summary.updates_in_flight} found requests running",
         "update bubble": f"median {milliseconds(summary.bubble_median)}, max {milliseconds(summary.bubble_max)}",
         "tokens lost": lost,
         "wasted tokens": Text(f"{summary.wasted_tokens:,}", style="red" if summary.wasted_tokens else "green"),
         "unused tokens": f"{summary.unconsumed_tokens:,} generated and not trained on when the run ended",
         "mixed versions": f"{summary.multi_version_share:.1%} of completions span an update",
         "staleness": _staleness(summary.staleness),
+        "logprob difference": "not measured"
+        if (gap := summary.logprob_difference) is None
+        else f"|trainer - engine| at most {gap:.1e} at equal weights",
     }
-    if summary.logprob_difference is not None:
-        rows["logprob difference"] = f"|trainer - engine| at most {summary.logprob_difference:.1e} at equal weights"
     if summary.idle:
         rows["idle"] = ", ".join(f"{side} {share:.0%}" for side, share in summary.idle.items()) + " of the steps"
     rows["time"] = _seconds(summary.seconds)

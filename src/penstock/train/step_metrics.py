@@ -14,6 +14,8 @@ from penstock.rollout.generator import Trajectory
 from penstock.types import UpdateReport
 
 LOGPROB_DIFFERENCE = "logprob_diff_max_equal"
+STEPS_WITHOUT_COMPARISON = 10
+"""So many in a row warn: an asynchronous run has single ones, because its first tokens of a version come late."""
 """The learner's name for the largest |trainer - engine logprob| over tokens of its own version."""
 SOLVED = 1 - 1e-9
 """Least reward of a solved episode. It is below 1 because ten turns of 0.1 add up to less than 1."""
@@ -94,10 +96,10 @@ def replayed_share(trajectories: Sequence[Trajectory]) -> float:
     return policy_tokens(replayed) / (policy_tokens(trajectories) or 1)
 
 
-def learner_metrics(learned: Mapping[str, float]) -> dict[str, float]:
-    """Return the learner's results under `learner/`, and `logprob_difference`."""
+def learner_metrics(learned: Mapping[str, float], *, simulated: bool = False) -> dict[str, float]:
+    """Return the learner's results under `learner/`, and `logprob_difference` unless the engines invent logprobs."""
     metrics = {f"learner/{name}": value for name, value in learned.items()}
-    if LOGPROB_DIFFERENCE in learned:
+    if LOGPROB_DIFFERENCE in learned and not simulated:
         metrics["logprob_difference"] = learned[LOGPROB_DIFFERENCE]
     return metrics
 
@@ -113,25 +115,26 @@ class LogprobAlarm:
 
     limit: float
     simulated: bool = False
-    _told_once: bool = False
+    _not_compared: int = 0
 
     def warning(self, learned: Mapping[str, float]) -> str | None:
-        """Return a warning about a step's results, or None. If nothing can be compared, warn once."""
+        """Return a warning about a step's results, or None. A run of steps that cannot be compared warns once."""
         gap = learned.get("logprob_diff_staleness/0")
         if self.simulated or gap is None:
-            told, self._told_once = self._told_once, True
-            if told:
-                return None
-            if self.simulated:
+            self._not_compared += 1
+            if self.simulated and self._not_compared == 1:
                 return (
                     "simulated engines (engine.profile: sim) invent tokens and logprobs: trainer and engine disagree, "
                     "and reward, ratios and accuracy say nothing of the model"
                 )
-            return (
-                "trainer and engine cannot be compared: none of the step's tokens is of the trainer's own weights and "
-                "their KV alone, so train.logprob_alarm measures nothing. Later steps like this one do not warn; a "
-                "run with train.schedule: sync measures every step"
-            )
+            if not self.simulated and self._not_compared == STEPS_WITHOUT_COMPARISON:
+                return (
+                    f"trainer and engine could not be compared for {STEPS_WITHOUT_COMPARISON} steps: no token "
+                    "was of the trainer's own weights and their KV alone, so train.logprob_alarm measures nothing; a "
+                    "run with train.schedule: sync measures every step"
+                )
+            return None
+        self._not_compared = 0
         if gap <= self.limit:
             return None
         return (

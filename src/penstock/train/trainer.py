@@ -220,7 +220,8 @@ class _Run:
             log.warning("step %d: %s", self.progress.step + 1, warning)
             self.reporter.on_warning(f"step {self.progress.step + 1}: {warning}")
         lost = await self._tokens_lost(report)
-        figures = {**batch_metrics(learned.batch, learned.ages), **learner_metrics(learned.figures), **lost}
+        learner = learner_metrics(learned.figures, simulated=self.alarm.simulated)
+        figures = {**batch_metrics(learned.batch, learned.ages), **learner, **lost}
         if failed := figures.get("agent/failed"):
             self.reporter.on_warning(f"step {self.progress.step + 1}: {failed:.0%} of the agents failed; see run.log")
         if self.config.engine.enable_return_routed_experts:
