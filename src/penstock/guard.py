@@ -33,41 +33,6 @@ _DATA = """
 DATA_PATHS = OPEN_PATHS | frozenset(_DATA.split())
 """Paths of an engine that a web page with the key may call. Every other path counts as control."""
 
-CONTROL_PATHS = frozenset(
-    b"/pause /resume /abort_requests /inference/v1/abort_requests /reset_prefix_cache /reset_mm_cache "
-    b"/reset_encoder_cache /sleep /wake_up /release_kv_cache_memory /collective_rpc /init_weight_transfer_engine "
-    b"/shutdown_weight_transfer_engine /start_weight_update /start_draft_weight_update /update_weights "
-    b"/finish_weight_update /update_weight_version /weight_checker /start_profile /stop_profile /scale_elastic_ep "
-    b"/is_scaling_elastic_ep /fault_tolerance/apply /v1/load_lora_adapter /v1/unload_lora_adapter /adapters".split()
-)
-"""Paths that change the state of the one engine that gets them."""
-PRIVATE_PATHS = frozenset(
-    b"/server_info /weight_info /is_paused /is_sleeping /get_world_size /load /kv_event_sources "
-    b"/fault_tolerance/status /metrics /invocations /v1/realtime /docs /docs/oauth2-redirect /redoc "
-    b"/openapi.json".split()
-)
-"""Paths whose answer or state belongs to one engine, or that need another protocol; stored responses too."""
-_CONTROL_PREFIXES = (b"/penstock/", b"/sim/", b"/adapters/")
-_PRIVATE_PREFIXES = (b"/v1/responses/",)
-_CANONICAL = re.compile(rb"/(?:[0-9A-Za-z._~-]+/)*(?:[0-9A-Za-z._~-]+)?")
-_DOTS = re.compile(rb"/\.\.?(?:/|$)")
-
-
-def is_canonical(path: bytes) -> bool:
-    """Return whether all servers read a path alike: no escapes, empty or dot segments, special characters."""
-    return _CANONICAL.fullmatch(path) is not None and _DOTS.search(path) is None
-
-
-def kind_of_path(path: bytes) -> str:
-    """Return a path's kind: `ambiguous`, `control`, `private` (of one engine) or `other`."""
-    if not is_canonical(path):
-        return "ambiguous"
-    bare = path.rstrip(b"/")
-    if bare in CONTROL_PATHS or path.startswith(_CONTROL_PREFIXES):
-        return "control"
-    return "private" if bare in PRIVATE_PATHS or path.startswith(_PRIVATE_PREFIXES) else "other"
-
-
 _address = functools.lru_cache(maxsize=64)(ipaddress.ip_address)  # parsing one takes 15 us
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^:\[\]@/]+))(?::[0-9]*)?")
 

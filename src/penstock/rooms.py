@@ -60,6 +60,8 @@ PLACES = {
     "router.prefixes": "penstock.router.kv:Prefixes",
     "router.running": "penstock.fleet.running_router:open_running",
     "router.running.check": "penstock.fleet.running_router:check",
+    "router.unserved": "penstock.router.unserved:refusal",
+    "router.unserved.kind": "penstock.router.unserved:kind_of_path",
     "router.workers": "penstock.router.workers:router_of_worker",
     "sums.kernel": "penstock.weights.sum_kernel:compiled",
     "token_meter": "penstock.token_meter:TokenMeter",

@@ -26,7 +26,7 @@ from pydantic import (
 )
 
 from penstock.errors import LARGEST, ConfigError, did_you_mean
-from penstock.guard import kind_of_path
+from penstock.rooms import plugged_in
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -160,7 +160,7 @@ def _policy_names(given: str) -> str:
 def _data_paths(names: str) -> str:
     """Refuse a path for one engine only, or one that servers read in different ways."""
     for name in filter(None, names.split(",")):
-        if (kind := kind_of_path(name.encode())) != "other":
+        if (kind := plugged_in("router.unserved.kind")(name.encode())) != "other":
             raise ValueError(f"cannot have {name!r}: that is {kind}, and not a call that any engine may answer")
     return names
 

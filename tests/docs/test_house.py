@@ -32,7 +32,8 @@ SIDE_ROOMS = tuple(
         "fleet.running_router", "gateway", "observe", "plugin.adapter_worker",
         "plugin.adapters", "plugin.answers", "plugin.cores", "plugin.direct", "plugin.kept_kv",
         "plugin.quantised", "plugin.served_adapters", "rollout", "prefix_hash", "router.figures", "router.kv",
-        "router.other_policies", "router.workers", "sim", "token_meter", "train", "weights.broadcast",
+        "router.other_policies", "router.unserved", "router.workers", "sim", "token_meter", "train",
+        "weights.broadcast",
         "weights.checkpoint_names", "weights.cuda_ipc", "weights.delta", "weights.disk", "weights.group",
         "weights.sum_kernel", "weights.transfer",
     )

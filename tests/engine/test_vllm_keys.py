@@ -6,7 +6,8 @@ import aiohttp
 import pytest
 from yarl import URL
 
-from penstock.guard import CONTROL_PATHS, DATA_PATHS, OPEN_PATHS
+from penstock.guard import DATA_PATHS, OPEN_PATHS
+from penstock.router.unserved import CONTROL_PATHS
 
 pytestmark = pytest.mark.vllm
 

@@ -27,8 +27,8 @@ from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from penstock.guard import CONTROL_PATHS
 from penstock.router.admin import DATA_PATHS
+from penstock.router.unserved import CONTROL_PATHS
 
 CASES, MANY = 5_000, 1_000_000
 SEED = 20_261_123

@@ -10,8 +10,9 @@ import time
 from collections.abc import Collection
 
 from penstock.errors import ConfigError, StateError
-from penstock.guard import cross_site, has_key, kind_of_path
+from penstock.guard import cross_site, has_key
 from penstock.process import most_connections
+from penstock.rooms import plugged_in
 from penstock.router.admin import DATA_PATHS, AdminCall
 from penstock.router.client_connection import HEALTH, Call, ClientConnection, Clients
 from penstock.router.dispatcher import Dispatcher
@@ -26,29 +27,6 @@ _OWN = {b"/", b"/router", b"/metrics"}
 """The router's own endpoints outside `/router/`; an engine's `/metrics` would cover one of many."""
 _CHANGES = {b"/router/engines"}
 _READS = {b"GET", b"HEAD"}
-
-
-def check_data_path(path: bytes, added: Collection[bytes] = ()) -> None:
-    """Check that requests for `path` go to an engine; `added`: configured paths.
-
-    Raises:
-        RefusalError: 400 for a path that servers read in different ways, 403 for a call to one engine, 404 for any
-            other path.
-    """
-    if path in added or path in DATA_PATHS:
-        return
-    kind = kind_of_path(path)
-    if kind == "ambiguous":
-        what = "without escapes, empty or dot segments and special characters"
-        raise RefusalError(400, "bad_path", f"path {shown(path)} is not canonical; send it {what}")
-    name = shown(path)[1:-1]
-    if kind == "control":
-        what = f"{name} would reach one engine only"
-        raise RefusalError(403, "control_call", f"{what}; control goes to every engine by the fleet's own client")
-    if kind == "private":
-        raise RefusalError(403, "control_call", f"{name} would tell of one engine only; ask that engine itself")
-    hint = "GET / lists the data calls that are; router.data_paths adds to them"
-    raise RefusalError(404, "unknown_path", f"{name} is not served here: {hint}")
 
 
 class Router:
@@ -143,7 +121,8 @@ class Router:
                 each = ", ".join(map(str, ports))
                 raise RefusalError(421, "several_processes", f"{what}; make the call on each control port: {each}")
             return AdminCall(client, request, self.dispatcher, ports)
-        check_data_path(path, self._added_paths)
+        if path not in DATA_PATHS and path not in self._added_paths:
+            raise plugged_in("router.unserved")(path)
         return Exchange(client, request, self.dispatcher)
 
     def _check_key(self, request: RequestHead) -> None:
