@@ -16,9 +16,9 @@ import orjson
 import pytest
 
 from penstock.plugin import compat
-from penstock.plugin.compat import MARK, TokenVersions
 from penstock.plugin.cores import CoreCalls
 from penstock.plugin.hooks import RequestHooks
+from penstock.plugin.token_versions import MARK, TokenVersions
 from penstock.types import SamplingParams
 from penstock.wire import FINAL_ONLY, PROGRESS_HEADER, SPANS_HEADER, generate_body
 

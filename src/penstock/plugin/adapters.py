@@ -31,6 +31,7 @@ from penstock.plugin import compat
 from penstock.plugin.adapter_worker import PLACE, READ_S
 from penstock.plugin.core import field, settle
 from penstock.plugin.spec import WeightSpec
+from penstock.plugin.token_versions import put_output, send_mark
 from penstock.wire import ADAPTERS
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ class CoreAdapters:
             preempted, kept = self._preempt(name), 0
         else:
             preempted, kept = self._control.kv.keep_of(self._requests(name))
-        compat.send_mark(self._core, engine_index=self._core.engine_index, adapter=name, adapter_version=version)
+        send_mark(self._core, engine_index=self._core.engine_index, adapter=name, adapter_version=version)
         end = time.perf_counter()
         seconds = {"pause": paused - began, "load": loaded - paused, "resume": end - loaded, "bubble": end - began}
         return {"version": version, "seconds": seconds, "preempted": preempted, "kept": kept}
@@ -231,7 +232,7 @@ def _abort_unknown(core: Any, request: Any) -> None:
     """End a request that the scheduler has not accepted."""
     from vllm.v1.engine import FinishReason  # noqa: PLC0415 - only inside vLLM
 
-    compat.put_output(core, (request.client_index,), request_id=request.request_id, finish_reason=FinishReason.ABORT)
+    put_output(core, (request.client_index,), request_id=request.request_id, finish_reason=FinishReason.ABORT)
 
 
 def _wake_replicas(core: Any) -> None:

@@ -25,6 +25,7 @@ from penstock.plugin.core import field
 from penstock.plugin.core_http import RefusedError
 from penstock.plugin.hooks import RequestHooks
 from penstock.plugin.pause import mode_in_core
+from penstock.plugin.token_versions import labels_weights
 from penstock.weights.manifest import kind_of
 
 _WEIGHTS = "/penstock/weights/"
@@ -121,7 +122,7 @@ class CoreCalls:
         core.sleep_async = self._sleep
         core.wake_up_async = functools.partial(core.call_utility_async, "penstock_wake_up")
         engine.collective_rpc = functools.partial(self._collective_rpc, engine.collective_rpc)
-        if compat.labels_weights(engine):  # others get their label later, from `/penstock/weights/label`
+        if labels_weights(engine):  # others get their label later, from `/penstock/weights/label`
             engine.finish_weight_update = functools.partial(self._finish, engine.finish_weight_update)
 
     async def _pause(

@@ -17,8 +17,8 @@ import time
 from typing import Any
 
 from penstock.errors import RequestError
-from penstock.plugin.compat import TokenVersions, seed_versions
 from penstock.plugin.progress import CURRENT, RequestProgress, SampleProgress, serve
+from penstock.plugin.token_versions import TokenVersions, seed_versions
 from penstock.wire import GENERATE, PROGRESS_HEADER, RESUME_ARG, check_part, parts_of
 
 GENERATION = frozenset({GENERATE, "/v1/completions", "/v1/chat/completions"})
