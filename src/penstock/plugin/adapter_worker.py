@@ -57,8 +57,8 @@ def load_adapter(worker: Any, order: Mapping[str, Any]) -> None:
 
 
 def worker_step(worker: Any, step: str, given: Any) -> Any:
-    """Do a step on a worker: `read` an order, or `unload` an adapter by vLLM's number."""
-    return {"read": read_ahead, "unload": unload_adapter}[step](worker, given)
+    """Do a step on a worker: `read` an order, `unload` an adapter by vLLM's number, or `copy` all when used."""
+    return {"read": read_ahead, "unload": unload_adapter, "copy": copy_again}[step](worker, given)
 
 
 def read_ahead(worker: Any, order: Mapping[str, Any]) -> bool:
@@ -101,6 +101,14 @@ def unload_adapter(worker: Any, number: int) -> None:
     manager = worker.model_runner.lora_manager
     manager.remove_adapter(number)
     _sources(manager).pop(number, None)
+
+
+def copy_again(worker: Any, _: None) -> None:
+    """Let LoRA adapters be copied again when used, although vLLM thinks them active."""
+    manager = worker.model_runner.lora_manager._adapter_manager  # noqa: SLF001 - vLLM has no call that only frees slots
+    for adapter in [adapter for adapter in manager.lora_index_to_id if adapter is not None]:
+        manager.deactivate_adapter(adapter)
+    manager._last_mapping = None  # noqa: SLF001 - the device's own table of slots is gone
 
 
 def _sources(manager: Any) -> dict[int, Mapping[str, Any]]:

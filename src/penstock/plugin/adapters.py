@@ -20,7 +20,7 @@ import re
 import select
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.errors import EngineError, StateError, WeightsError, parse_json
 from penstock.plugin import compat
 from penstock.plugin.adapter_worker import PLACE, READ_S
-from penstock.plugin.core import field, settle
+from penstock.plugin.core import at_boundary, field, settle
 from penstock.plugin.spec import WeightSpec
 from penstock.plugin.token_versions import put_output, send_mark
 from penstock.wire import ADAPTERS
@@ -142,7 +142,7 @@ class CoreAdapters:
         if order["kv"] != "recompute":
             self._control.kv.check()
         began = time.perf_counter()
-        return self._control.change(lambda: self._load(order, began), (order["name"], order["version"]))
+        return self._change(lambda: self._load(order, began), (order["name"], order["version"]))
 
     def _load(self, order: Mapping[str, Any], began: float) -> dict[str, Any]:
         name, version, paused = order["name"], order["version"], time.perf_counter()
@@ -177,7 +177,7 @@ class CoreAdapters:
         running = any(_adapter_of(request) == name for request in self._core.scheduler.running)
         # Data-parallel replicas that step together also hold together.
         together = hasattr(self._core, "dp_group")
-        return self._control.change(lambda: self._hold(name)) if running or together else self._hold(name)
+        return self._change(lambda: self._hold(name)) if running or together else self._hold(name)
 
     def resume(self, name: str) -> dict[str, Any]:
         """Let an adapter's requests continue. Harmless if it is not paused."""
@@ -187,6 +187,21 @@ class CoreAdapters:
                 scheduler._enqueue_waiting_request(request)  # noqa: SLF001
         _wake_replicas(self._core)
         return {"ok": True}
+
+    def _change(self, work: Callable[[], Any], update: Hashable = None) -> Any:
+        """Call `work` between steps. Return a future if a step runs now. `update` names the measured update."""
+        pausing = self._control.pausing
+
+        def changed() -> Any:
+            try:
+                return work()
+            finally:
+                pausing.let_go(changed)
+
+        if update is not None:
+            pausing.measure(update)
+        pausing.hold(changed)
+        return at_boundary(self._core, changed)
 
     def _add(self, add_request: Callable[..., None], request: Any, request_wave: int = 0) -> None:
         """Replace the core's `add_request`, for adapters that are gone or paused."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict
 from functools import cached_property
@@ -208,20 +208,6 @@ class CoreControl:
         manifest = WeightManifest.from_json(field(body, "manifest"))
         self.known_spec().check(manifest)
         return check_bytes(manifest).to_json()
-
-    def change(self, work: Callable[[], Any], update: Hashable = None) -> Any:
-        """Call `work` between steps. Return a future if a step runs now. `update` names the measured update."""
-
-        def changed() -> Any:
-            try:
-                return work()
-            finally:
-                self.pausing.let_go(changed)
-
-        if update is not None:
-            self.pausing.measure(update)
-        self.pausing.hold(changed)
-        return at_boundary(self.core, changed)
 
     def _find_spec(self) -> WeightSpec:
         if self._spec is not None:

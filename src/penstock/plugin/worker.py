@@ -112,16 +112,8 @@ class WorkerExtension:
         with torch.no_grad():
             for parameter in self.model_runner.get_model().parameters():
                 parameter.zero_()  # padding, which no update fills
-        of_worker: Any = getattr(self.model_runner, "lora_manager", None)
-        if of_worker is not None:
-            _forget_adapters(of_worker._adapter_manager)  # noqa: SLF001 - vLLM has no call that only frees slots
-
-
-def _forget_adapters(manager: Any) -> None:
-    """Let LoRA adapters be copied again when used, although vLLM thinks them active."""
-    for adapter in [adapter for adapter in manager.lora_index_to_id if adapter is not None]:
-        manager.deactivate_adapter(adapter)
-    manager._last_mapping = None  # noqa: SLF001 - the device's own table of slots is gone
+        if getattr(self.model_runner, "lora_manager", None) is not None:
+            self.penstock_adapter("copy", None)
 
 
 def _problem(work: Callable[[], None], what: str) -> str | None:
