@@ -20,22 +20,25 @@ FILES = {
     ("penstock." + ".".join(file.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__"): file
     for file in SOURCE.rglob("*.py")
 }
-ROOTS = ("fleet.fleet", "router.__main__", "plugin", "plugin.server", "plugin.middleware", "plugin.worker")
+ROOTS = (
+    "fleet.serving", "fleet.supervise", "fleet.engines", "router.server",
+    "plugin", "plugin.server", "plugin.middleware", "plugin.worker",
+)  # fmt: skip
 SIDE_ROOMS = tuple(
     f"penstock.{room}"
     for room in (
-        "cli", "engine.adapters", "engine.experts", "engine.lacking", "engine.layouts", "engine.openai",
-        "engine.vanilla", "facade",
-        "fleet.adapters", "fleet.attach", "fleet.calls", "fleet.delivery",
-        "fleet.elastic", "fleet.native", "fleet.pausing", "fleet.ray", "fleet.remote", "fleet.service",
-        "fleet.skyrl_paths",
-        "fleet.running_router", "gateway", "observe", "plugin.adapter_worker",
-        "plugin.adapters", "plugin.answers", "plugin.cores", "plugin.direct", "plugin.kept_kv",
-        "plugin.quantised", "plugin.served_adapters", "rollout", "prefix_hash", "router.figures", "router.kv",
-        "router.other_policies", "router.unserved", "router.workers", "sim", "token_meter", "train",
-        "weights.broadcast",
-        "weights.checkpoint_names", "weights.cuda_ipc", "weights.delta", "weights.disk", "weights.group",
-        "weights.sum_kernel", "weights.transfer",
+        "cli",
+        "engine.adapters", "engine.experts", "engine.lacking", "engine.layouts", "engine.openai", "engine.vanilla",
+        "facade",
+        "fleet.adapters", "fleet.attach", "fleet.calls", "fleet.delivery", "fleet.elastic", "fleet.fleet",
+        "fleet.launch", "fleet.native", "fleet.pausing", "fleet.ray", "fleet.remote", "fleet.router_process",
+        "fleet.running_router", "fleet.service", "fleet.skyrl_paths", "gateway", "observe",
+        "plugin.adapter_worker", "plugin.adapters", "plugin.answers", "plugin.cores", "plugin.direct", "plugin.kept_kv",
+        "plugin.quantised", "plugin.served_adapters", "prefix_hash", "rollout",
+        "router.__main__", "router.figures", "router.kv", "router.other_policies", "router.unserved", "router.workers",
+        "sim", "token_meter", "train",
+        "weights.broadcast", "weights.checkpoint_names", "weights.cuda_ipc", "weights.delta", "weights.disk",
+        "weights.group", "weights.sum_kernel", "weights.transfer",
     )
 )  # fmt: skip
 SPINE_FILES, SPINE_LINES = 60, 13_082

@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, closing
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from penstock.aio import settled
-from penstock.engine.client import Counters, DataClient
-from penstock.engine.interface import Engine
-from penstock.errors import ConfigError, EngineError, StateError, UserError, reading
+from penstock.engine.client import DataClient
+from penstock.errors import ConfigError, UserError, reading
 from penstock.fleet.member import EngineStatus, State
 from penstock.fleet.roster import Admin, Roster
+from penstock.fleet.serving import ServingFleet, T
 from penstock.rooms import plugged_in
 from penstock.settings import EngineConfig, FleetConfig, RouterConfig, ServerSpec
-from penstock.types import (
-    KV,
-    AdapterStatus,
-    NamedTensors,
-    PauseMode,
-    UpdateReport,
-)
-from penstock.weights.manifest import as_named_tensors
+from penstock.types import KV, AdapterStatus, PauseMode, UpdateReport
 
 if TYPE_CHECKING:
     from penstock.fleet.launch import PendingFleet
     from penstock.fleet.operations import Operations
 
-T = TypeVar("T")
 
-
-class Fleet(Engine):
+class Fleet(ServingFleet):
     """N engines behind one router, used as one engine (R1). Get a fleet with `launch` or `connect`.
 
     Generation goes through the router. Control goes to every engine directly and waits for every answer. An engine that
@@ -51,18 +40,8 @@ class Fleet(Engine):
         owned: AsyncExitStack,
         endpoint: Any = None,
     ) -> None:
-        self.url = url
-        """The router's address: an OpenAI endpoint for all engines together."""
-        self.endpoint = endpoint
-        """Control socket for other processes (`service.Endpoint`); None if another process owns the fleet."""
-        self._roster = roster
-        self._all_lost = roster.all_lost
-        self._operations: Any = operations
+        super().__init__(url, roster, operations, data, owned, endpoint)
         self._elastic = elastic
-        self.data = data
-        data.kept = lambda: roster.kv_kept_versions
-        self._owned = owned
-        self._ending: asyncio.Task[None] | None = None
 
     @staticmethod
     def launch(
@@ -133,13 +112,6 @@ class Fleet(Engine):
             target, options, api_key=api_key, control_timeout_s=control_timeout_s, request_timeout_s=request_timeout_s
         )
 
-    async def __aenter__(self) -> Self:
-        self._check_open()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.teardown()
-
     # --- sizes -------------------------------------------------------------------------------------------------------
 
     @property
@@ -187,34 +159,10 @@ class Fleet(Engine):
         """Return the key for direct calls to an engine, or None. Never show or log it."""
         return next((member.api_key for member in self._roster.members if member.name == engine), None)
 
-    @property
-    def weight_version(self) -> int:
-        """Version that every serving engine has confirmed: 0 as loaded; updates raise it."""
-        return self._roster.version
-
-    # --- generation --------------------------------------------------------------------------------------------------
-
-    async def while_serving(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `data`'s request; EngineDeadError: no engine is left."""
-        with closing(work):
-            self._check_open()
-            # Requests that find no engine wait in the router, which cannot know whether one will come.
-            done = await settled(work, self._all_lost.wait())
-        if done.cancelled():
-            raise self._roster.lost_error()
-        if isinstance(done.exception(), EngineError):
-            self._roster.raise_if_lost()
-        return done.result()
-
     def each_while_serving(self, items: AsyncGenerator[T]) -> AsyncGenerator[T]:
         """Yield the items of `data`'s stream, never None; raise as `while_serving`."""
         self._check_open()
         return plugged_in("openai.streams")(self._roster, items)
-
-    @property
-    def counters(self) -> Counters:
-        """Counters of requests sent again, and of tokens requeued and wasted."""
-        return self.data.counters
 
     # --- pause, resume, memory ---------------------------------------------------------------------------------------
 
@@ -304,32 +252,6 @@ class Fleet(Engine):
             UserError: `version` is not greater than every earlier one.
         """
         await self._operations.native.update(update_info, version)
-
-    async def update_weights(
-        self, named_tensors: NamedTensors, *, version: int | None = None, kv: KV = "recompute"
-    ) -> UpdateReport:
-        """Put new weights in force on every engine while requests are in flight.
-
-        A started update runs to its end even if this call is cancelled.
-
-        Args:
-            named_tensors: `(checkpoint name, tensor)` for every tensor of the model, as `model.named_parameters()`
-                gives them; tied weights once. A module, or a function that returns the pairs, is asked again when an
-                engine needs this version and no copy was kept (docs/how-to/weights.md).
-            version: label of the new weights, greater than every earlier one; default: the highest so far + 1. A
-                resumed run passes the version that it had reached.
-            kv: `recompute`: requests in flight attend only to KV of the new weights, at the price of their prefill.
-                `keep`: they go on at once, and cached prefixes stay. Until the next update that recomputes, the spans
-                of new tokens say `kv_kept`, and their logprobs belong to no single version. `keep_in_flight`: requests
-                that are making tokens go on at once and say `kv_kept`, until they are preempted or continue on another
-                engine. All others compute under the new weights alone, and new requests reuse no older KV.
-
-        Raises:
-            WeightsError: a missing, extra or misshapen tensor, a wrong dtype, or NaN; the weights are unchanged.
-            StateError: another update is under way.
-            UpdateError: too few engines committed it; the old version is still served.
-        """
-        return await self._operations.update(as_named_tensors(named_tensors), version, kv=kv)
 
     async def recovered(self, report: UpdateReport, *, timeout_s: float = 60.0) -> UpdateReport:
         """Return an update's report with `tokens_lost` once engines are as fast as before.
@@ -467,23 +389,3 @@ class Fleet(Engine):
         """Return each engine that ever joined: state, reason, and with `stats` its load."""
         self._check_open()
         return await self._elastic.statuses(stats=stats)
-
-    async def teardown(self) -> None:
-        """End what this object launched; requests in flight fail. Repeating is harmless."""
-        if self._ending is None:
-            self._roster.end()
-            self._ending = asyncio.create_task(self._end(), name="fleet-teardown")
-        await asyncio.shield(self._ending)
-
-    async def _end(self) -> None:
-        async with AsyncExitStack() as last:
-            if self.endpoint is not None:
-                last.push_async_callback(self.endpoint.close)
-            last.push_async_callback(self._owned.aclose)
-            await self._operations.close()
-
-    def _check_open(self) -> None:
-        if self._ending is not None:
-            if self.endpoint is not None and self.endpoint.stopping.is_set():
-                raise StateError(self.endpoint.STOPPED)
-            raise StateError("this fleet was torn down")
