@@ -5,14 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 
-import aiohttp
 import pytest
 from router_rig import Answer, answer_name, both_loops, read_chunks, reply, request, rig, says, stays
 
-from patience import WAIT_S, eventually
-from penstock.router.memory import EngineEntry
-from penstock.sim.config import SimConfig
-from penstock.sim.server import SimServer
+from patience import WAIT_S
 
 MESSAGE = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 ERROR = {"error": {"message": MESSAGE, "type": "InternalServerError", "param": None, "code": 500}}
@@ -115,26 +111,3 @@ async def test_a_death_after_the_first_event_ends_the_stream_as_the_engine_ended
         events = [piece async for piece in read_chunks(client.reader)]
         assert len(events) == 3
         assert json.loads(events[1].removeprefix(b"data: ")) == ERROR
-
-
-async def test_simulated_engines_that_die_under_load_lose_nothing_unbegun() -> None:
-    config = SimConfig(tokens_per_second=400)
-    async with SimServer(config) as one, SimServer(config) as two, rig() as r, aiohttp.ClientSession() as session:
-        await r.announce([EngineEntry("one", one.url), EngineEntry("two", two.url)])
-
-        async def ask(number: int) -> tuple[int, bytes]:
-            body = {"model": "sim-model", "prompt": [1, 2, number], "max_tokens": 8, "stream": number % 2 == 0}
-            async with session.post(f"{r.url}/v1/completions", json=body) as answer:
-                return answer.status, await answer.content.readany()
-
-        async def load(worker: int) -> list[tuple[int, bytes]]:
-            return [await ask(100 * worker + i) for i in range(20)]
-
-        working = asyncio.gather(*[load(worker) for worker in range(8)])
-        await eventually(lambda: one.engine.stats.generation_tokens > 100)
-        async with session.post(f"{one.url}/sim/fault", json={"kind": "core_death"}) as answer:
-            assert answer.status == 500  # it is dead at once
-        results = [result for results in await working for result in results]
-        assert {status for status, _ in results} == {200}
-        assert not any(first.startswith(b'data: {"error"') for _, first in results)
-        assert [e.breaker_openings > 0 for e in (await r.admin.engines()).engines] == [True, False]

@@ -13,8 +13,6 @@ from patience import eventually
 from penstock import process
 
 MB = 1 << 20
-FLOOD = 64 * MB
-"""The kernel alone buffers up to about 15 MB of requests and their answers."""
 
 
 class SilentTransport(asyncio.Transport):

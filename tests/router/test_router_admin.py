@@ -14,7 +14,6 @@ from penstock.errors import ConfigError, EngineHTTPError, StateError, UserError
 from penstock.router.admin_client import RouterAdmin
 from penstock.router.figures import histogram
 from penstock.router.memory import EngineEntry, Histogram, Membership
-from penstock.router.server import Router
 from penstock.settings import RouterConfig, refuse_open_host, validate
 
 
@@ -29,19 +28,6 @@ def test_an_address_beyond_loopback_needs_a_key(host: str) -> None:
         with pytest.raises(ConfigError, match="no API key"):
             refuse_open_host(host, key)
     refuse_open_host(host, "k")
-
-
-async def test_the_set_and_its_figures() -> None:
-    async with rig(answer_name, answer_name) as r:
-        client = await r.client()
-        for session in ("a", "b", "a"):
-            await client.ask(headers=f"X-Session-ID: {session}\r\n")
-        state = await r.settled()
-        assert (state.epoch, state.requests, state.sessions, state.held, state.gate_closed) == (1, 3, 2, 0, False)
-        assert [e.name for e in state.engines] == ["e0", "e1"]
-        assert sum(e.requests for e in state.engines) == 3
-        await r.gate(closed=True)
-        assert (await r.admin.engines()).gate_closed
 
 
 async def test_a_web_page_cannot_change_anything() -> None:
@@ -318,12 +304,3 @@ def test_a_histogram_counts_each_value_once_up_to_and_with_its_bound() -> None:
         ("0.001", 2), ("0.0025", 4), ("2500", 5), ("+Inf", 6),
     ]  # fmt: skip
     assert (total.value, count.value) == (pytest.approx(12499.0055), 6)
-
-
-async def test_a_port_that_is_taken_is_a_clear_error() -> None:
-    first = Router()
-    await first.start()
-    port = int(first.url.rsplit(":", 1)[1])
-    with pytest.raises(UserError, match=rf"cannot listen on 127\.0\.0\.1:{port}"):
-        await Router(RouterConfig(port=port)).start()
-    await first.close()

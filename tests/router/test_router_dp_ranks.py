@@ -59,14 +59,6 @@ async def test_the_header_is_ours_and_all_else_as_it_came() -> None:
         assert backend.seen[1].body == b"ok"
 
 
-async def test_a_client_chooses_no_rank() -> None:
-    async with rig(answer_name) as r:
-        client = await r.client()
-        for headers in ("", "X-data-parallel-rank: 1\r\n"):
-            assert (await client.ask(headers=headers)).status == 200
-        assert given(r.backends[0]) == [None, None]
-
-
 async def test_each_rank_has_its_own_figures() -> None:
     async with rig(answer_name, engine_metrics_interval_s=0.05) as r:
         (backend,) = r.backends

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.router.http import BodyReader, ChunkedReader
+from penstock.router.http import ChunkedReader
 
 BAD_BODIES = {  # see test_router_hostile.py
     "no digits": b"\r\nabc\r\n0\r\n\r\n",
@@ -56,11 +56,3 @@ def test_any_split_finds_the_same_end_and_payload(body: tuple[bytes, bytes], aft
     assert consumed == len(wire)
     assert b"".join(pieces) == payload
     assert reader.size == len(wire)
-
-
-def test_length_ends_where_it_says() -> None:
-    reader = BodyReader(5)
-    assert reader.feed(b"abc") == 3
-    assert reader.feed(b"HEADdefg", 4) == 6
-    assert reader.done
-    assert BodyReader(0).done

@@ -6,7 +6,7 @@ import asyncio
 import time
 
 import pytest
-from router_rig import Backend, RawClient, answer_name, both_loops, held, request, rig
+from router_rig import Backend, RawClient, answer_name, both_loops, request, rig
 
 from patience import WAIT_S
 from penstock.router.backend import Backend as RouterBackend
@@ -45,26 +45,6 @@ async def test_a_thousand_wait_and_go_on_in_order_while_new_clients_are_accepted
         assert len(r.backends[0].seen) == count
         state = await r.settled()
         assert (state.held, state.requests) == (0, count)
-
-
-async def test_the_gate_holds_new_requests_only() -> None:
-    go, slow = held()
-    async with rig(slow) as r:
-        before = await r.client()
-        await before.send(request())
-        await r.backends[0].arrived.wait()
-        await r.gate(closed=True)
-        go.set()
-        assert (await before.receive()).status == 200
-        after = await r.client()
-        await after.send(request())
-        await r.until_held(1)
-        opened = time.monotonic()
-        await r.gate(closed=False)
-        assert (await after.receive()).status == 200
-        assert time.monotonic() - opened < WAIT_S
-        assert r.router is not None
-        assert sum(r.router.metrics.gate.counts) == 1
 
 
 async def test_nothing_up_is_held_then_refused_with_retry_after() -> None:

@@ -17,7 +17,6 @@ from worker_rig import one_to_each, pid_of, running
 
 from patience import WAIT_S, eventually
 from penstock.errors import StateError, UserError
-from penstock.process import backoff_s
 from penstock.router.admin_client import RouterAdmin, RouterState
 from penstock.router.memory import Membership
 from penstock.router.workers import listen, router_of_worker
@@ -227,8 +226,3 @@ async def test_every_process_asks_for_the_key_and_only_loopback_needs_none() -> 
         assert (await r.admin.engines()).requests == 2
     with pytest.raises(UserError, match="there is no API key"):
         router_of_worker(RouterConfig(workers=2, host="0.0.0.0"), None, None, pytest.fail)
-
-
-def test_waits_before_restarts_double_up_to_a_bound() -> None:
-    assert [backoff_s(failures) for failures in (0, 1, 2, 1000)] == [0.05, 0.1, 0.2, 120.0]
-    assert backoff_s(5, 0.1, 2.0) == 2.0
