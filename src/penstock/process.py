@@ -8,17 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 import resource
 import signal
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-import orjson
-
-from penstock.errors import EngineStartError, error_from_json
 from penstock.process_group import (
     LIFELINE_ENV,
     SCRATCH_ENV,
@@ -66,31 +62,8 @@ def backoff_s(failures: int, base_s: float = 0.05, cap_s: float = 120.0) -> floa
     return min(base_s * 2.0 ** min(failures, 64), cap_s)
 
 
-def full_disk(log: Path) -> str:
-    """Return a warning if the disk of `log` is full, since the log may then be empty."""
-    free = os.statvfs(log.parent)
-    return "" if free.f_bavail and free.f_favail != 0 else f"the disk is full: {log.parent}\n"
-
-
-TELLING = re.compile(r"(^[\w.]*(Error|Exception)\b: .)|\berror: |^Value error, |out of memory|No space left|Killed")
-"""Matches an error's own line and not its traceback; for a config that vLLM's pydantic refuses, the reason's line."""
-
-LOG_PREFIX = re.compile(r"^(\([\w-]+ pid=\d+\) )?(ERROR|WARNING|INFO) \S+ \S+ \[[^]]*\] ")
-"""Prefix that vLLM puts before each line of a traceback that it logs."""
-
-
-MOST_LINES = 6
-
-
-def telling_lines(log: str) -> str:
-    """Return the last lines of a log that name an error, or else its last lines."""
-    lines = [LOG_PREFIX.sub("", line).strip() for line in log.splitlines() if line.strip()]
-    errors = [line for line in lines if TELLING.search(line)]
-    return "\n".join(dict.fromkeys((errors or lines)[-MOST_LINES:]))
-
-
 class ChildProcess:
-    """A running child process. Make it with `start` or `serving`. End it by `stop`; its lifeline ends it with us."""
+    """A running child process. Make it with `start`. End it by `stop`; its lifeline ends it with us."""
 
     url = ""
     """The URL where it serves, if it does."""
@@ -151,50 +124,6 @@ class ChildProcess:
             kept.pop_all()
         return cls(name, process, log, write_fd, earlier, scratch)
 
-    @classmethod
-    async def serving(
-        cls,
-        argv: Callable[[int], Sequence[str]],
-        *,
-        name: str,
-        log: Path,
-        start_s: float,
-        env: Mapping[str, str] | None = None,
-    ) -> Self:
-        """Start a child; return when it reports its `url` on the pipe given to `argv`.
-
-        Raises:
-            PenstockError: the error that it reported.
-            EngineStartError: it ended, was not ready in `start_s` seconds, or cannot be started. It is gone, and the
-                message holds the relevant lines of its log.
-        """
-        async with AsyncExitStack() as failed:
-            try:
-                read_fd, write_fd = os.pipe()
-                failed.callback(os.close, read_fd)
-                try:
-                    child = await cls.start(argv(write_fd), name=name, log=log, env=env, pass_fds=(write_fd,))
-                finally:
-                    os.close(write_fd)
-            except OSError as error:  # no memory, descriptor or disk space is left, or the log's folder is gone
-                raise EngineStartError(f"the {name} cannot be started: {error}") from error
-            failed.pop_all()  # the pipe is closed by the function that reads it
-            failed.push_async_callback(child.wait)
-            failed.callback(child.kill)
-            try:
-                async with asyncio.timeout(start_s):
-                    line = await _read_line(read_fd)
-            except TimeoutError:
-                raise EngineStartError(f"the {name} was not ready within {start_s:g} s; {child.says()}") from None
-            if not line.endswith(b"\n"):
-                raise EngineStartError(f"the {name} ended as it started; {child.says()}")
-            report: Any = orjson.loads(line)
-            if "error" in report:
-                raise error_from_json(report["error"])
-            child.url = str(report["url"])
-            failed.pop_all()
-        return child
-
     @property
     def pid(self) -> int:
         return self._process.pid
@@ -242,14 +171,6 @@ class ChildProcess:
             log.seek(max(self.earlier, log.seek(0, os.SEEK_END) - most))
             return log.read().decode(errors="replace")
 
-    def says(self) -> str:
-        """Quote the lines of its log about its end."""
-        try:
-            said = full_disk(self.log) + telling_lines(self.said())
-        except OSError as error:  # its folder may be gone
-            said = f"nothing, since it cannot be read: {error.strerror}"
-        return f"its log ({self.log}) says:\n{said}"
-
     async def _reap(self) -> int:
         status = await self._process.wait()
         self._kill_group()  # the group is usually empty
@@ -280,34 +201,3 @@ async def _ended(pid: int) -> None:
     finally:
         loop.remove_reader(fd)
         os.close(fd)
-
-
-MOST_REPORT = 2**20
-"""Most bytes of a child's start report."""
-
-
-class StartReport:
-    """A child's single report to `ChildProcess.serving`, its `url` or `error`, on a pipe, which no full disk stops."""
-
-    def __init__(self, fd: int | None) -> None:
-        self._fd = fd
-
-    def give(self, message: Mapping[str, Any]) -> None:
-        """Write the report and close the pipe; later calls have no effect."""
-        fd, self._fd = self._fd, None
-        if fd is not None:
-            with suppress(OSError):  # its launcher is gone
-                os.write(fd, orjson.dumps(message) + b"\n")
-            os.close(fd)
-
-
-async def _read_line(fd: int) -> bytes:
-    """Read a line from a pipe and close it; a part of one, or nothing, if the other end closes first."""
-    reader = asyncio.StreamReader(limit=MOST_REPORT)
-    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(fd, "rb", buffering=0)
-    )
-    try:
-        return await reader.readline()
-    finally:
-        transport.close()

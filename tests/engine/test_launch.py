@@ -9,8 +9,8 @@ import pytest
 
 from penstock.engine.launch import EngineProcess, server_command
 from penstock.errors import ConfigError, EngineStartError
-from penstock.process import telling_lines
 from penstock.settings import EngineConfig, validate
+from penstock.start_report import telling_lines
 
 
 def test_a_wrong_model_path_starts_nothing(tmp_path):

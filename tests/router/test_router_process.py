@@ -14,9 +14,10 @@ import pytest
 from patience import WAIT_S, eventually
 from penstock.errors import EngineStartError
 from penstock.fleet.router_process import RouterProcess
-from penstock.process import ChildProcess, StartReport
+from penstock.process import ChildProcess
 from penstock.router.admin_client import RouterAdmin
 from penstock.settings import RouterConfig
+from penstock.start_report import StartReport
 
 
 async def run(*argv: str, env: dict[str, str] | None = None) -> tuple[int | None, str, str]:

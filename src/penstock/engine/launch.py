@@ -24,6 +24,7 @@ from penstock.process import ChildProcess
 from penstock.process_group import remove_leftovers
 from penstock.rooms import plugged_in
 from penstock.settings import EngineConfig
+from penstock.start_report import says
 
 CPU_KV_CACHE_BYTES = 64 * 2**20
 CPU_BLOCK_SIZE = 32
@@ -253,7 +254,7 @@ class EngineProcess(ChildProcess):
         except TimeoutError:
             what = f"was not ready within {config.start_timeout_s:.0f} s (engine.start_timeout_s)"
         raise EngineStartError(
-            f"the {resolve_profile(config)} server for model {config.model} {what}; {self.says()}", engine=self.name
+            f"the {resolve_profile(config)} server for model {config.model} {what}; {says(self)}", engine=self.name
         )
 
     async def _probe(self, api_key: str | None) -> None:

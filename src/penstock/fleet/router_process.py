@@ -17,10 +17,10 @@ from penstock.aio import cancelled, settled
 from penstock.errors import DeadlineError, PenstockError
 from penstock.fleet.roster import Admin, Occupation, Roster
 from penstock.fleet.supervise import RestartBudget, keep_running
-from penstock.process import ChildProcess
 from penstock.rooms import plugged_in
 from penstock.router.admin_client import RouterAdmin
 from penstock.settings import ADMIN_KEY_ENV, KEY_ENV, FleetConfig, RouterConfig, refuse_open_host
+from penstock.start_report import ReportingProcess
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ START_S = 30.0
 """Deadline of the router's start, which takes a fraction of a second on an idle machine."""
 
 
-class RouterProcess(ChildProcess):
+class RouterProcess(ReportingProcess):
     """A running router."""
 
     @classmethod

@@ -18,8 +18,9 @@ from penstock.aio import cancelled
 from penstock.errors import EngineError, PenstockError, error_to_json
 from penstock.fleet.supervise import RestartBudget, keep_running
 from penstock.http import HttpTransport
-from penstock.process import ChildProcess, StartReport, raise_file_limit
+from penstock.process import ChildProcess, raise_file_limit
 from penstock.process_group import watch_lifeline
+from penstock.start_report import ReportingProcess, StartReport
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +159,7 @@ class SupervisedChild:
         return True
 
     async def _launch(self) -> ChildProcess:
-        child = await ChildProcess.serving(
+        child = await ReportingProcess.serving(
             lambda fd: [sys.executable, "-m", self.module, str(fd), self.options()],
             name=self.name,
             log=self.log,
