@@ -65,6 +65,8 @@ PLACES = {
     "router.workers": "penstock.router.workers:router_of_worker",
     "sums.kernel": "penstock.weights.sum_kernel:compiled",
     "token_meter": "penstock.token_meter:TokenMeter",
+    "transports": "penstock.fleet.transports:OtherTransports",
+    "transports.choose": "penstock.fleet.transports:choose_remote",
     # For each transport: the trainer's store, an engine core's check of the bytes, and a worker's source.
     "store.broadcast": "penstock.weights.broadcast:BroadcastStore",
     "store.cuda_ipc": "penstock.weights.cuda_ipc:CudaIpcStore",

@@ -49,7 +49,7 @@ async def test_updates_pass_many_outstanding_requests(fleet: Fleet) -> None:
 async def test_an_engine_that_never_joins_the_first_broadcast_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """verl #6967: the group's first sync, in which one side waits for the other."""
     monkeypatch.setattr("penstock.weights.broadcast.BroadcastSource.join", lambda *_: None)
-    monkeypatch.setattr("penstock.fleet.stores.SEND_SHARE", 0.05)  # of a minute, to form the group
+    monkeypatch.setattr("penstock.fleet.transports.SEND_SHARE", 0.05)  # of a minute, to form the group
     config = SimConfig(max_model_len=512)
     async with SimServer(config) as server, Fleet.connect([server.url], weight_transport="broadcast") as fleet:
         with pytest.raises((TransferError, UpdateError, WeightsError), match="e0"):

@@ -32,7 +32,7 @@ SIDE_ROOMS = tuple(
         "facade",
         "fleet.adapters", "fleet.attach", "fleet.calls", "fleet.delivery", "fleet.elastic", "fleet.fleet",
         "fleet.launch", "fleet.native", "fleet.pausing", "fleet.ray", "fleet.remote", "fleet.router_process",
-        "fleet.running_router", "fleet.service", "fleet.skyrl_paths", "gateway", "observe",
+        "fleet.running_router", "fleet.service", "fleet.skyrl_paths", "fleet.transports", "gateway", "observe",
         "plugin.adapter_worker", "plugin.adapters", "plugin.answers", "plugin.cores", "plugin.direct", "plugin.kept_kv",
         "plugin.quantised", "plugin.served_adapters", "prefix_hash", "rollout",
         "router.__main__", "router.figures", "router.kv", "router.other_policies", "router.unserved", "router.workers",

@@ -1,0 +1,149 @@
+"""Transports besides shared memory: their choice, their stores, and copies of weights that stay with the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from penstock.errors import WeightsError
+from penstock.fleet.engines import visible_gpus
+from penstock.fleet.member import Member
+from penstock.fleet.stores import LOOPBACK, is_local
+from penstock.rooms import plugged_in
+from penstock.settings import FleetConfig, Transport
+from penstock.weights.manifest import Store, TensorProvider, WeightManifest
+
+if TYPE_CHECKING:
+    import torch
+
+SEND_SHARE = 0.5
+"""Share of a control call's deadline for sending a version, so that an engine that is cut off can still answer."""
+
+
+def choose_remote(device: torch.device, members: Sequence[Member]) -> Transport:
+    """Return the transport for tensors that `stores.choose` does not put into shared memory at once.
+
+    An engine reads tensors directly on a GPU that it shares, since NCCL refuses two ranks on one GPU. Engines with GPUs
+    of their own receive them over NVLink or the network.
+    """
+    if device.type != "cuda":
+        return "broadcast"
+    local = all(is_local(member) for member in members)
+    of_engines = {gpu for member in members if is_local(member) for gpu in member.gpus}
+    if local and all(member.info.engine == "sim" for member in members):
+        return "shared_memory"
+    names = visible_gpus()
+    place = device.index or 0
+    shared = place < len(names) and names[place] in of_engines
+    return "cuda_ipc" if shared else "broadcast"
+
+
+class OtherTransports:
+    """The stores of other transports than shared memory; `stores` has those that were made."""
+
+    def __init__(
+        self,
+        settings: FleetConfig,
+        members: Callable[[], Sequence[Member]],
+        timeout_s: float,
+        stores: dict[str, Store],
+    ) -> None:
+        self._settings = settings
+        self._members = members
+        self._timeout_s = timeout_s
+        self._stores = stores
+        self._ipc_devices: list[str] = []
+
+    def make(self, transport: str) -> Store:
+        """Return a new store. WeightsError: there is no such transport."""
+        settings = self._settings
+        if transport == "broadcast":
+            return plugged_in("store.broadcast")(
+                address=settings.weight_address, timeout_s=SEND_SHARE * self._timeout_s
+            )
+        if transport == "cuda_ipc":
+            return plugged_in("store.cuda_ipc")(self._ipc_devices)
+        if transport in {"disk", "delta"} and settings.weight_folder is not None:
+            return plugged_in(f"store.{transport}")(settings.weight_folder)
+        raise WeightsError(f"this fleet has no transport {transport!r}; set fleet.weight_transport, and its folder")
+
+    def fit(self, transport: Transport, *, gathers: bool) -> None:
+        """Fit a transport's store to the present engines before it publishes.
+
+        Raises:
+            WeightsError: an engine cannot reach this trainer, or a learner of several ranks `gathers` the tensors.
+        """
+        members, address = self._members(), self._settings.weight_address
+        if gathers and transport == "cuda_ipc":
+            raise WeightsError(
+                "cuda_ipc shows engines weights that stay where they are, and a learner of several ranks gathers them "
+                "layer by layer: set fleet.weight_transport to auto, shared_memory or broadcast"
+            )
+        if transport == "broadcast" and address in LOOPBACK and not all(map(is_local, members)):
+            others = ", ".join(member.name for member in members if not is_local(member))
+            raise WeightsError(
+                f"{others} cannot reach this trainer at {address}: set fleet.weight_address to the address that this "
+                "host has in their network"
+            )
+        if transport == "cuda_ipc" and (devices := _devices(members)) != self._ipc_devices:
+            self._ipc_devices = devices
+            if (before := self._stores.pop(transport, None)) is not None:
+                before.close()
+
+    def lent(self, manifest: WeightManifest, provider: TensorProvider | None) -> LentVersion:
+        """Return a committed version whose bytes only the trainer has; `provider` can give them again."""
+        members = self._members()
+        keeps = self._settings.weight_host_copy
+        if keeps is None:
+            keeps = len(members) <= 1 and all(map(is_local, members))
+        return LentVersion(manifest, provider, self._stores["shared_memory"], keeps=keeps)
+
+
+class LentVersion:
+    """A committed version that its trainer lends, and its copy in shared memory once there is one.
+
+    `keeps`: whether the config asks for a copy at once.
+    """
+
+    def __init__(
+        self, manifest: WeightManifest, provider: TensorProvider | None, copies: Store, *, keeps: bool
+    ) -> None:
+        self._manifest = manifest
+        self._provider = provider
+        self._copies = copies
+        self._keeps = keeps
+        self._copied = False
+
+    @property
+    def copy(self) -> WeightManifest | None:
+        """The copy, which engines on other hosts cannot read."""
+        return self._copies.current if self._copied else None
+
+    def keep(self, offered: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy the tensors that were sent, if the config asks. WeightsError: they have changed."""
+        if self._keeps:
+            self._copy(offered)
+
+    def for_engine(self, member: Member, version: int) -> WeightManifest | None:
+        """Return the copy if it is of this version; without one, ask the provider. See `Stores.weights_for`."""
+        if version != self._manifest.version or not is_local(member):
+            return None
+        if self._copied or self._provider is None:
+            return self.copy
+        return self._copy(self._provider)
+
+    def _copy(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
+        """Keep the version in shared memory. WeightsError: the tensors were not those sent."""
+        copies = self._copies
+        copies.current = None  # the old copy is no longer the fleet's: one buffer is enough
+        copy = copies.publish(self._manifest.version, named_tensors)
+        plugged_in("lent.check")(self._manifest, copy, named_tensors)
+        copies.commit(copy)
+        self._copied = True
+        return copy
+
+
+def _devices(members: Sequence[Member]) -> list[str]:
+    """Return the engines' GPUs as this process numbers them, without unknown ones."""
+    names = visible_gpus()
+    return [f"cuda:{names.index(gpu)}" for gpu in sorted({g for m in members for g in m.gpus}) if gpu in names]
