@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.router.http import ChunkedReader
+from penstock.router.answer import ChunkedReader
 
 BAD_BODIES = {  # see test_router_hostile.py
     "no digits": b"\r\nabc\r\n0\r\n\r\n",

@@ -4,7 +4,8 @@ import time
 
 import pytest
 
-from penstock.router.http import CHUNKED, RefusalError, parse_request, parse_response
+from penstock.router.answer import parse_response
+from penstock.router.http import CHUNKED, RefusalError, parse_request
 
 BAD_HEADS = {  # see test_router_hostile.py
     "length and chunked": b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",

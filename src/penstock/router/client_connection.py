@@ -8,15 +8,8 @@ import time
 from collections.abc import Callable
 from typing import cast
 
-from penstock.router.http import (
-    CHUNKED,
-    BodyReader,
-    FramingError,
-    RefusalError,
-    RequestHead,
-    body_reader,
-    parse_request,
-)
+from penstock.router.answer import BodyReader, FramingError, body_reader
+from penstock.router.http import CHUNKED, RefusalError, RequestHead, parse_request
 from penstock.router.memory import Metrics
 from penstock.settings import RouterConfig
 

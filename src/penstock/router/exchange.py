@@ -8,26 +8,14 @@ a share of its KV cache. The router keeps the request until its answer begins, a
 from __future__ import annotations
 
 import time
-from typing import Any, cast
-
-import orjson
+from typing import cast
 
 from penstock.rooms import plugged_in
+from penstock.router.answer import WHOLE_CHUNK_LIMIT, WHOLE_CHUNK_OPENING, Answer, FramingError, ResponseHead
 from penstock.router.backend import OWN_SHORTAGES, Backend, BackendConnection, ConnectionUser
 from penstock.router.client_connection import Call, ClientConnection
 from penstock.router.dispatcher import Dispatcher, Waiter
-from penstock.router.http import (
-    CHUNKED,
-    WHOLE_CHUNK_LIMIT,
-    WHOLE_CHUNK_OPENING,
-    BodyReader,
-    FramingError,
-    RefusalError,
-    RequestHead,
-    ResponseHead,
-    body_reader,
-    parse_response,
-)
+from penstock.router.http import RefusalError, RequestHead
 
 _LONG = 65_536
 """Bytes from which on a body is sent by itself instead of copied behind its head."""
@@ -283,114 +271,3 @@ class Exchange(Call, Waiter, ConnectionUser):
             metrics.hold.observe(self.hold_seconds)
         if self.gate_seconds:
             metrics.gate.observe(self.gate_seconds)
-
-
-# --- The engine's answer ---------------------------------------------------------------------------------------------
-
-_MOST_HELD_BACK = 65_536
-"""Most bytes of a body that is held back until it is whole, as nearly all answers without a stream are."""
-_STREAMS = (b"application/x-ndjson", b"text/event-stream")
-_MAX_HEAD = 262_144
-"""Most bytes of an engine's head: more than of a client's, but bounded."""
-_OK, _ERROR = 200, 500
-_DEAD = b"EngineCore encountered an issue"
-"""First words of the message of vLLM's `EngineDeadError`."""
-
-
-class Answer:
-    """Reader of an engine's answer: its head, the end of its body, and a report of a dead core.
-
-    Call `feed`, then read the attributes. vLLM's API server outlives its engine core by about a second. In vLLM 0.26
-    and 0.32 it then answers 500 with the message of `EngineDeadError`. A stream has its 200 already and begins with a
-    chunk that holds the same error; so do Penstock's lines of progress. The reader therefore holds back the beginning
-    of such answers until it is whole. Any other error concerns the request and not the engine. A short answer without a
-    stream is held back as well: an engine may die between its head and its body.
-    """
-
-    response: ResponseHead | None = None
-    """The head, once it may go to the client."""
-    death = ""
-    """The error message of a dead core; such an answer has no `response`."""
-    done = False
-    between_chunks = False
-    """Whether the answer is being passed on and the next byte is the first of a chunk."""
-    _head: ResponseHead | None = None
-    _buffer = b""
-    """Bytes received before the head may go to the client."""
-    _body: BodyReader
-
-    def __init__(self, request: RequestHead) -> None:
-        self._request = request
-
-    def feed(self, data: bytes) -> bytes:
-        """Return bytes of the body for the client, behind `response` if that is new.
-
-        Raises:
-            FramingError: the body is malformed, or bytes follow the answer.
-            RefusalError: 502, the head is not valid HTTP.
-        """
-        if self.response is None:
-            data = self._begin(self._buffer + data)
-            if self.response is None:
-                return b""
-        body = self._body
-        if body.feed(data) < len(data):
-            # Bytes follow the answer: this answer or the next one would belong to another request.
-            raise FramingError("the engine sent more than its answer")
-        self.done = body.done
-        self.between_chunks = body.between_chunks and not body.done
-        return data
-
-    def _begin(self, data: bytes) -> bytes:
-        """Read the head; return the body once it cannot report a dead core."""
-        self._buffer = data
-        end = data.find(b"\r\n\r\n") + 4
-        if end < 4:  # noqa: PLR2004 - not found
-            if len(data) > _MAX_HEAD:
-                what = f"the engine's head is longer than {_MAX_HEAD} bytes"
-                raise RefusalError(502, "bad_engine_response", what)
-            return b""
-        head = self._head = self._head or parse_response(data[:end], self._request.method)
-        data = data[end:]
-        beginning = _beginning(head, data)
-        if beginning is None:
-            return b""
-        self.death = _cause_of_death(beginning)
-        if not self.death:
-            self.response, self._buffer, self._body = head, b"", body_reader(head.length)
-        return data
-
-
-def _beginning(head: ResponseHead, body: bytes) -> bytes | None:
-    """Return the body or first chunk that may report a dead core; None: wait for more of it."""
-    if 0 < head.length <= _MOST_HELD_BACK:  # until it is whole, another engine can answer
-        if len(body) < head.length:
-            return None
-        return body if head.status == _ERROR else b""
-    if head.status != _OK or head.length != CHUNKED or not head.content_type.startswith(_STREAMS):
-        return b""
-    line, ended, chunk = body.partition(b"\r\n")
-    if not ended:
-        return None if len(body) < _MOST_HELD_BACK else b""
-    try:
-        size = int(line, 16)
-    except ValueError:
-        return b""  # the body's reader raises for it
-    return chunk[:size] if len(chunk) >= size or size > _MOST_HELD_BACK else None
-
-
-def _cause_of_death(beginning: bytes) -> str:
-    """Return the error message of a dead core in a body; empty: there is none."""
-    if _DEAD not in beginning:
-        return ""
-    try:
-        answer: Any = orjson.loads(beginning.removeprefix(b"data: ").partition(b"\n")[0])
-    except orjson.JSONDecodeError:
-        return ""
-    match answer:
-        case {"error": {"message": str(message)}} | {"answer": {"error": {"message": str(message)}}} if (
-            message.startswith(_DEAD.decode())
-        ):
-            return message
-        case _:
-            return ""
