@@ -35,9 +35,9 @@ from _line_process import LineProcess
 from transformers import AutoModelForCausalLM
 
 from penstock.aio import all_or_first_error
+from penstock.control_types import PauseMode
 from penstock.engine.control import ControlClient
 from penstock.fleet.fleet import Fleet
-from penstock.types import PauseMode
 
 MODEL = Path(__file__).parent.parent / "examples" / "models" / "sorter-0.8m"
 ROUNDS = 4

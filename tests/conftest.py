@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from hold import Hold
     from http_engine import HTTPEngine
     from nano_models import History
+    from penstock.control_types import KV
     from penstock.engine.launch import EngineProcess
-    from penstock.types import KV
     from penstock.weights.manifest import WeightManifest
 
 # Models here are so small that a second thread costs more than it gives; before torch is imported.

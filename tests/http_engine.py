@@ -9,12 +9,12 @@ from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from typing import Any, Self
 
+from penstock.control_types import KV, NamedTensors, PauseMode, UpdateReport
 from penstock.engine.capabilities import EngineInfo
 from penstock.engine.client import STREAM_CHUNK_TOKENS, Counters, DataClient
 from penstock.engine.control import ControlClient
 from penstock.engine.interface import Engine
 from penstock.engine.vanilla import VanillaControl, VanillaReplies
-from penstock.types import KV, NamedTensors, PauseMode, UpdateReport
 from penstock.weights.adapter_files import AdapterFiles
 from penstock.weights.manifest import as_named_tensors
 from penstock.weights.shared_memory import SharedMemoryStore

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from penstock.control_types import TokenLoss
 from penstock.token_meter import TokenMeter
-from penstock.types import TokenLoss
 
 
 class Engine:

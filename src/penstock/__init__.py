@@ -2,16 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
+from penstock.control_types import PauseMode, UpdateReport
 from penstock.errors import PenstockError
-from penstock.types import (
-    GenerateBatch,
-    GenerateOutput,
-    PauseMode,
-    Sample,
-    SamplingParams,
-    UpdateReport,
-    VersionSpan,
-)
+from penstock.types import GenerateBatch, GenerateOutput, Sample, SamplingParams, VersionSpan
 
 if TYPE_CHECKING:
     from penstock.facade.vllm_like import AsyncVLLM

@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal, Self, cast
 import yaml
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from penstock.control_types import KV
 from penstock.errors import ConfigError, UserError, did_you_mean
 from penstock.settings import EngineConfig, FleetConfig, Positive, RouterConfig, Seconds, Section, validate
-from penstock.types import KV
 
 
 def _plain_name(name: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from penstock.types import TokenLoss
+from penstock.control_types import TokenLoss
 
 STEADY_S = 2.0
 """Seconds before an update that give the steady rate; fewer if requests came or generation resumed since."""

@@ -14,7 +14,7 @@ from complaint_rig import LONG, SHORT
 
 from nano_models import changed
 from penstock import Fleet, SamplingParams
-from penstock.types import KV
+from penstock.control_types import KV
 from sim_fleets import begun, check, slowed, stepped, whole
 
 PREFIX = [3 + i % 90 for i in range(160)]

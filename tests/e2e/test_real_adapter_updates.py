@@ -18,10 +18,11 @@ from transformers import AutoModelForCausalLM
 from hold import Hold
 from http_engine import HTTPEngine
 from nano_models import ADAPTER_CONFIG, History, adapter_tensors, changed, logprobs_of, merged
+from penstock.control_types import KV, UpdateReport
 from penstock.engine.launch import EngineProcess
 from penstock.errors import EngineHTTPError, WeightsError
 from penstock.settings import EngineConfig
-from penstock.types import KV, Sample, SamplingParams, UpdateReport
+from penstock.types import Sample, SamplingParams
 from penstock.weights.adapter_files import SETTINGS, TENSORS, AdapterFiles
 from penstock.wire import ADAPTERS
 

@@ -9,8 +9,9 @@ from transformers import AutoModelForCausalLM
 
 from nano_models import History, changed
 from penstock import Fleet
+from penstock.control_types import PauseMode
 from penstock.errors import EngineHTTPError, StateError, WeightsError
-from penstock.types import PauseMode, SamplingParams
+from penstock.types import SamplingParams
 from sim_fleets import samples_of
 
 pytestmark = pytest.mark.vllm

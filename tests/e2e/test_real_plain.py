@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM
 from hold import Hold
 from nano_models import History, changed
 from penstock import Fleet, SamplingParams
+from penstock.control_types import PauseMode
 from penstock.errors import MissingCapabilityError
 from penstock.fleet.member import State
 from penstock.router.admin_client import RouterAdmin
-from penstock.types import PauseMode
 from penstock.weights.shared_memory import SharedMemoryStore
 from plain_server import plain_server
 

@@ -17,10 +17,11 @@ from streams import joined, whole
 
 from http_engine import HTTPEngine
 from patience import WAIT_S
+from penstock.control_types import PauseMode
 from penstock.errors import EngineDeadError, EngineError, EngineHTTPError, RequestError
 from penstock.sim.config import Fault, FaultKind, Phase, SimConfig
 from penstock.sim.server import SimServer
-from penstock.types import PauseMode, SamplingParams
+from penstock.types import SamplingParams
 
 STEPS_PER_S = 4000
 TOKENS = 60

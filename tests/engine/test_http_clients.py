@@ -13,6 +13,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from canned import LINES, answer, canned, client_of
 
+from penstock.control_types import EngineStats
 from penstock.engine.capabilities import Capabilities
 from penstock.engine.client import DataClient
 from penstock.engine.control import ControlClient, engine_stats
@@ -20,7 +21,7 @@ from penstock.engine.vanilla import VanillaReplies
 from penstock.errors import ConfigError, DeadlineError, EngineDeadError, EngineError, EngineHTTPError, RequestError
 from penstock.http import HttpTransport
 from penstock.router.admin_client import RouterAdmin
-from penstock.types import EngineStats, GenerateBatch, GenerateOutput, SamplingParams
+from penstock.types import GenerateBatch, GenerateOutput, SamplingParams
 
 INFO = {
     "engine": "vllm", "vllm": "0.32.0", "weight_version": 3, "paused": False, "tp": 1, "pp": 1, "dp": 1,

@@ -11,8 +11,9 @@ from penstock.engine.client import DataClient
 from penstock.engine.openai import Stream, StreamDeduplicator
 from penstock.engine.partial import Partial, Partials, whole_of
 from penstock.errors import EngineError, RequestError
+from penstock.plugin.resume import check_part, parts_of
 from penstock.types import Sample, SamplingParams, VersionSpan
-from penstock.wire import COMMENT, check_part, parts_of
+from penstock.wire import COMMENT
 
 PARAMS = SamplingParams()
 NEWS = {"ids": [7, 8], "logprobs": "[[[7,-0.5,1,null]],[[8,-1.5,2,null],[9,-0.25,1,null]]]", "versions": [[0, 2]]}

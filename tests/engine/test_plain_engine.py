@@ -12,10 +12,11 @@ import pytest
 from http_engine import HTTPEngine
 from patience import WAIT_S, eventually
 from penstock import Fleet
+from penstock.control_types import PauseMode
 from penstock.errors import EngineError, MissingCapabilityError
 from penstock.sim.config import Fault, FaultKind, Phase, SimConfig
 from penstock.sim.server import SimServer
-from penstock.types import PauseMode, SamplingParams
+from penstock.types import SamplingParams
 from sim_verify import verify
 
 LONG = SamplingParams(max_tokens=120, detokenize=False)

@@ -19,8 +19,9 @@ from streams import joined, whole
 
 from nano_models import changed, taught
 from own_answers import samples_of
+from penstock.control_types import PauseMode
 from penstock.errors import EngineHTTPError
-from penstock.types import PauseMode, Sample, SamplingParams, VersionSpan
+from penstock.types import Sample, SamplingParams, VersionSpan
 from penstock.wire import GENERATE, PROGRESS_HEADER, generate_body
 
 pytestmark = pytest.mark.vllm

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from nano_models import changed
-from penstock.types import PauseMode, SamplingParams
+from penstock.control_types import PauseMode
+from penstock.types import SamplingParams
 
 pytestmark = pytest.mark.vllm
 

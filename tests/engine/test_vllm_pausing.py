@@ -14,7 +14,8 @@ import openai
 import pytest
 
 from nano_models import changed
-from penstock.types import PauseMode, Sample, SamplingParams, VersionSpan
+from penstock.control_types import PauseMode
+from penstock.types import Sample, SamplingParams, VersionSpan
 
 pytestmark = pytest.mark.vllm
 

@@ -12,6 +12,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Literal
 
+from penstock.control_types import KV, EngineStats, EngineUpdate, PauseMode
 from penstock.engine.adapters import AdapterLoad
 from penstock.engine.capabilities import PENSTOCK
 from penstock.engine.control import CoreState, EngineInfo
@@ -22,7 +23,6 @@ from penstock.fleet.roster import Roster
 from penstock.router.memory import Membership
 from penstock.router.state import EngineLoad, RouterState
 from penstock.settings import FleetConfig
-from penstock.types import KV, EngineStats, EngineUpdate, PauseMode
 from penstock.weights.manifest import WeightManifest
 from virtual_time import virtual
 

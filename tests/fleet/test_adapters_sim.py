@@ -14,12 +14,13 @@ from test_connect import GOOD, connected, engines
 
 from patience import WAIT_S
 from penstock import Fleet, SamplingParams
+from penstock.control_types import KV
 from penstock.errors import DeadlineError, EngineHTTPError, StateError, UserError
 from penstock.fleet.member import State
 from penstock.fleet.service import socket_of
 from penstock.sim.config import FaultKind
 from penstock.sim.server import SimServer
-from penstock.types import KV, Sample
+from penstock.types import Sample
 from sim_verify import verify
 
 CONFIG = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}

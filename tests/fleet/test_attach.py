@@ -13,6 +13,7 @@ import torch
 
 from patience import WAIT_S
 from penstock import Fleet, SamplingParams
+from penstock.control_types import PauseMode
 from penstock.errors import (
     ConfigError,
     EngineDeadError,
@@ -26,7 +27,6 @@ from penstock.router.admin_client import RouterAdmin
 from penstock.settings import ServerSpec
 from penstock.sim.config import Fault, FaultKind, Phase, SimConfig
 from penstock.sim.server import SimServer
-from penstock.types import PauseMode
 from sim_fleets import SIM, check, check_serves, in_flight, slowed, whole
 from sim_verify import generate
 

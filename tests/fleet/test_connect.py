@@ -16,6 +16,7 @@ import torch
 
 from patience import HANG_S, WAIT_S
 from penstock import Fleet, SamplingParams
+from penstock.control_types import TensorSpec
 from penstock.engine.launch import EngineProcess
 from penstock.errors import (
     ConfigError,
@@ -31,7 +32,6 @@ from penstock.router.server import Router
 from penstock.settings import EngineConfig
 from penstock.sim.config import Fault, FaultKind, Phase, SimConfig
 from penstock.sim.server import SimServer
-from penstock.types import TensorSpec
 from sim_fleets import begun, check_serves, impatient, in_flight, slowed, whole
 
 SPECS = (TensorSpec("a", "float32", (2, 3)), TensorSpec("b", "float32", (4,)))

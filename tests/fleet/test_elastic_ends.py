@@ -13,10 +13,10 @@ from launched_rig import launched
 from virtual_fleet import Network, VirtualEngines, open_fleet, virtual_time, without_sockets
 
 from patience import WAIT_S
+from penstock.control_types import PauseMode
 from penstock.errors import EngineError, EngineStartError, StateError, UserError
 from penstock.fleet.member import Member, State
 from penstock.sim.config import SimConfig
-from penstock.types import PauseMode
 from sim_fleets import check_serves
 
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from patience import WAIT_S
+from penstock.control_types import PauseMode
 from penstock.fleet.fleet import Fleet
-from penstock.types import PauseMode, SamplingParams
+from penstock.types import SamplingParams
 from sim_fleets import in_flight, slowed, stepped
 
 TOKENS = 1200

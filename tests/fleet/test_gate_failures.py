@@ -12,6 +12,7 @@ from fleet_fakes import Bench, FakeProcess, FakeRouter, until
 
 from patience import WAIT_S
 from penstock import Fleet
+from penstock.control_types import PauseMode
 from penstock.errors import DeadlineError, EngineHTTPError, PenstockError
 from penstock.fleet.member import State
 from penstock.fleet.router_process import RouterGuard
@@ -22,7 +23,6 @@ from penstock.router.server import Router
 from penstock.settings import FleetConfig
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
-from penstock.types import PauseMode
 from virtual_time import virtual
 
 LATE = DeadlineError("router http://127.0.0.1:1 did not answer within 10 s", seconds=10.0)

@@ -12,10 +12,10 @@ from fleet_fakes import Bench, on_bench
 from http_engine import HTTPEngine
 from patience import WAIT_S
 from penstock import Fleet, SamplingParams
+from penstock.control_types import KV, EngineUpdate
 from penstock.errors import MissingCapabilityError, UserError
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
-from penstock.types import KV, EngineUpdate
 from sim_fleets import SIM, begun, generated, slowed, stepped, whole
 
 PARAMS = SamplingParams(max_tokens=450, detokenize=False)

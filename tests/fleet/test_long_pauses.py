@@ -6,8 +6,8 @@ import asyncio
 
 from virtual_fleet import Network, VirtualEngines, open_fleet, virtual_time, without_sockets
 
+from penstock.control_types import PauseMode
 from penstock.sim.config import SimConfig
-from penstock.types import PauseMode
 
 
 def test_text_waits_for_a_long_pause_on_its_way_in_and_out() -> None:

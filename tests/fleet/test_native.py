@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from fleet_fakes import Bench, on_bench
 
+from penstock.control_types import PauseMode
 from penstock.engine.capabilities import PENSTOCK, Capabilities
 from penstock.errors import MissingCapabilityError, StateError
 from penstock.fleet.member import State
-from penstock.types import PauseMode
 from virtual_time import virtual
 
 JOIN = {"master_address": "127.0.0.1", "master_port": 1, "world_size": 4, "rank_offset": 1}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from fleet_fakes import DEADLINE_S, Bench, Kind, on_bench, until
 
+from penstock.control_types import PauseMode
 from penstock.errors import (
     DeadlineError,
     EngineDeadError,
@@ -20,7 +21,6 @@ from penstock.errors import (
 )
 from penstock.fleet.member import State, fan_out
 from penstock.router.memory import Membership
-from penstock.types import PauseMode
 from virtual_time import virtual
 
 KINDS: list[Kind] = ["refuse", "hang", "die", "garbage"]

@@ -14,11 +14,11 @@ from supervise_rig import (
     watched,
 )
 
+from penstock.control_types import PauseMode
 from penstock.engine.control import CoreState
 from penstock.fleet.member import State
 from penstock.fleet.pausing import AllOperations as Operations
 from penstock.settings import FleetConfig
-from penstock.types import PauseMode
 
 # --- what is noticed -------------------------------------------------------------------------------------------------
 

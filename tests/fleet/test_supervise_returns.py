@@ -13,11 +13,11 @@ from supervise_rig import (
     until_serves,
 )
 
+from penstock.control_types import PauseMode
 from penstock.errors import StateError, UpdateError
 from penstock.fleet.member import State
 from penstock.fleet.supervise import RestartBudget, keep_running
 from penstock.settings import FleetConfig
-from penstock.types import PauseMode
 from virtual_time import virtual
 
 # --- what returns ----------------------------------------------------------------------------------------------------

@@ -14,10 +14,10 @@ import torch
 from fleet_fakes import Bench, FakeEngine, on_bench, until
 
 from patience import WAIT_S
+from penstock.control_types import KV, EngineUpdate, PauseMode
 from penstock.errors import EngineDeadError, EngineError, StateError, UpdateError, UserError, WeightsError
 from penstock.fleet.member import State
 from penstock.fleet.update import odd_ones_out
-from penstock.types import KV, EngineUpdate, PauseMode
 from penstock.weights.manifest import WeightManifest
 
 AFTER_GATE = ["apply-pause", "apply-load", "apply-resume"]

@@ -14,11 +14,11 @@ from fleet_fakes import Bench, FakeEngine, on_bench, until
 
 from patience import HANG_S, WAIT_S
 from penstock import Fleet, SamplingParams
+from penstock.control_types import PauseMode
 from penstock.errors import EngineDeadError, UpdateError, WeightsError
 from penstock.fleet import delivery
 from penstock.fleet.delivery import Delivery
 from penstock.fleet.member import State
-from penstock.types import PauseMode
 from sim_fleets import SIM, begun, check_serves, engine_process, slowed, whole
 
 WEIGHTS = [("w", torch.ones(500_000)), ("norm", torch.ones(7))]

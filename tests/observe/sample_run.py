@@ -6,8 +6,8 @@ import math
 import random
 from collections.abc import Mapping
 
+from penstock.control_types import EngineUpdate, UpdateReport
 from penstock.observe.summary import Summary
-from penstock.types import EngineUpdate, UpdateReport
 
 
 def sample_rows(steps: int = 80, seed: int = 0) -> list[dict[str, float]]:

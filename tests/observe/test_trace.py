@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from penstock.config import RunConfig
+from penstock.control_types import EngineUpdate, UpdateReport
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import idle_shares
 from penstock.observe.trace import LEARNER, Tracer, chrome_trace
 from penstock.settings import EngineConfig
-from penstock.types import EngineUpdate, UpdateReport
 from virtual_time import run_virtual
 
 

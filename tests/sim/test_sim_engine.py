@@ -7,9 +7,10 @@ import asyncio
 import pytest
 from sim_http import now
 
+from penstock.control_types import KV, PauseMode
 from penstock.errors import EngineDeadError
 from penstock.sim import SimConfig, SimEngine
-from penstock.types import KV, PauseMode, SamplingParams
+from penstock.types import SamplingParams
 from penstock.weights.manifest import TensorEntry, WeightManifest
 from sim_verify import generate, verify
 from virtual_time import virtual

@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from penstock.control_types import KV, EngineUpdate, TokenLoss, UpdateReport
 from penstock.engine.interface import Engine
 from penstock.rollout.generator import Trajectory
-from penstock.types import KV, EngineUpdate, Sample, SamplingParams, SessionId, TokenLoss, UpdateReport, VersionSpan
+from penstock.types import Sample, SamplingParams, SessionId, VersionSpan
 
 NextToken = Callable[[Sequence[int], SamplingParams], tuple[int, float]]
 """Prompt and output so far, and the parameters, to the next token and its logprob."""

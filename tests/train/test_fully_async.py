@@ -18,13 +18,14 @@ from in_process_engine import InProcessEngine, Student
 from training_setup import config_of, run_with
 
 from penstock.config import RunConfig
+from penstock.control_types import UpdateReport
 from penstock.engine.interface import Engine
 from penstock.errors import StateError
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Reporter, Summary
 from penstock.rollout.generator import GeneratorInput, GeneratorOutput, Trajectory
 from penstock.rollout.single_turn import SingleTurnGenerator
-from penstock.types import Sample, UpdateReport
+from penstock.types import Sample
 
 
 class CountingLearner(Student):

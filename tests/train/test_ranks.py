@@ -22,6 +22,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from nano_models import SHAPE, save_moe, save_routed
 from penstock.config import LoraConfig, TrainConfig
+from penstock.control_types import TensorSpec
 from penstock.errors import CheckpointError, ConfigError, StateError, UserError
 from penstock.rollout.generator import Trajectory
 from penstock.train import checkpoint
@@ -34,7 +35,6 @@ from penstock.train.losses import LossSpec
 from penstock.train.rank_group import RankGroup
 from penstock.train.ranked import RankedLearner, pack, unpack
 from penstock.train.ranks import Ranks
-from penstock.types import TensorSpec
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 CONFIG = TrainConfig(threads=1, micro_batch_tokens=64, learning_rate=1e-2)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from penstock.config import EnvironmentConfig, RunConfig
+from penstock.control_types import EngineUpdate, UpdateReport
 from penstock.engine.launch import server_command
 from penstock.errors import ConfigError, UserError
 from penstock.observe.run_folder import RunFolder
@@ -24,7 +25,6 @@ from penstock.train.scenarios.checks import Result, training_checks
 from penstock.train.scenarios.run import RESULTS, run_scenario, stand_in
 from penstock.train.scenarios.table import SCENARIOS, check_machine, scenario_named
 from penstock.train.schedules import SCHEDULES, check_schedule
-from penstock.types import EngineUpdate, UpdateReport
 
 MODEL = Path(__file__).parents[2] / "examples" / "models" / "sorter-0.8m"
 SHORT = ("train.steps=2", "rollout.groups_per_batch=2", "rollout.group_size=2", "eval.size=4")

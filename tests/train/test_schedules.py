@@ -13,11 +13,11 @@ from in_process_engine import InProcessEngine, Student
 from training_setup import config_of, cut_off_after, run_on_sim, run_with, what_counts
 
 from penstock.config import RunConfig, load_config
+from penstock.control_types import UpdateReport
 from penstock.errors import ConfigError, StateError
 from penstock.observe.run_folder import RunFolder
 from penstock.rollout.generator import Trajectory
 from penstock.train.schedules import check_schedule
-from penstock.types import UpdateReport
 
 DEMO = Path(__file__).parents[2] / "examples" / "DEMO.yaml"
 

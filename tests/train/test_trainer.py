@@ -28,6 +28,7 @@ from training_setup import (
 
 from patience import WAIT_S
 from penstock.config import RunConfig
+from penstock.control_types import TensorSpec
 from penstock.errors import (
     CheckpointError,
     ConfigError,
@@ -42,7 +43,7 @@ from penstock.rollout.generator import Generator, GeneratorInput, GeneratorOutpu
 from penstock.sim.config import Fault, FaultKind, Phase
 from penstock.train import rollouts
 from penstock.train.rollouts import group_seed
-from penstock.types import FinishReason, Sample, SamplingParams, TensorSpec, VersionSpan
+from penstock.types import FinishReason, Sample, SamplingParams, VersionSpan
 from sim_verify import verify
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from http_engine import HTTPEngine
 from penstock.config import RunConfig
+from penstock.control_types import UpdateReport
 from penstock.engine.interface import Engine
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Reporter, Summary
@@ -21,7 +22,7 @@ from penstock.sim.tokens import decode, encode
 from penstock.train.grpo import Trainee
 from penstock.train.run import local_trainee
 from penstock.train.trainer import train
-from penstock.types import SamplingParams, UpdateReport
+from penstock.types import SamplingParams
 
 VOCAB = 96
 SIM = SimConfig(

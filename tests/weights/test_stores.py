@@ -16,11 +16,11 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from penstock.control_types import TensorSpec
 from penstock.errors import WeightsError
 from penstock.fleet.stores import Stores
 from penstock.rooms import plugged_in
 from penstock.settings import FleetConfig
-from penstock.types import TensorSpec
 from penstock.weights.broadcast import BroadcastStore
 from penstock.weights.delta import DeltaStore
 from penstock.weights.disk import DiskStore

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.control_types import KV, EngineUpdate
 from penstock.engine.control import BAD_REQUEST, ControlClient
 from penstock.errors import EngineHTTPError, WeightsError
-from penstock.types import KV, EngineUpdate
 from penstock.wire import ADAPTERS
 
 IN_FLIGHT = 409

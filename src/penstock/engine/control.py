@@ -13,6 +13,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 from yarl import URL
 
+from penstock.control_types import KV, EngineStats, EngineUpdate, PauseMode, TokenLoss
 from penstock.engine.capabilities import EngineInfo, info_of
 from penstock.errors import (
     DeadlineError,
@@ -26,7 +27,6 @@ from penstock.errors import (
 )
 from penstock.http import TORN, HttpTransport, UnreachableError
 from penstock.rooms import plugged_in
-from penstock.types import KV, EngineStats, EngineUpdate, PauseMode, TokenLoss
 from penstock.weights.manifest import WeightManifest
 from penstock.wire import INFO
 

@@ -59,7 +59,7 @@ class Partial:
         return wasted
 
     def as_json(self) -> dict[str, Any]:
-        """Return the data with which an engine can resume it (`wire.check_part`)."""
+        """Return the data with which an engine can resume it (`plugin.resume.check_part`)."""
         end = (self.finish, self.stop_reason) if self.ended else (None, None)
         return {
             "ids": self.ids, "logprobs": self.logprobs, "versions": self.versions, "finish": end[0],

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 from penstock.aio import all_or_first_error
+from penstock.control_types import UpdateReport
 from penstock.engine.client import DataClient
 from penstock.engine.launch import resolve_profile
 from penstock.errors import (
@@ -46,7 +47,6 @@ from penstock.fleet.member import SERVABLE, State
 from penstock.rollout.tokenizer import Tokenizer, load_tokenizer
 from penstock.router.admin_client import RouterAdmin
 from penstock.settings import EngineConfig
-from penstock.types import UpdateReport
 
 if TYPE_CHECKING:
     import torch

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.aio import in_thread
+from penstock.control_types import KV, AdapterStatus, UpdateReport
 from penstock.engine.adapters import IN_FLIGHT, AdapterLoad
 from penstock.engine.capabilities import Capability, require
 from penstock.engine.control import ControlClient
@@ -30,7 +31,6 @@ from penstock.fleet.roster import Roster
 from penstock.fleet.stores import is_local
 from penstock.fleet.update import check_kv
 from penstock.settings import FleetConfig
-from penstock.types import KV, AdapterStatus, UpdateReport
 from penstock.weights.adapter_files import AdapterFiles
 
 T = TypeVar("T")

@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from penstock.aio import abandonable, cancelled, in_thread, settled
+from penstock.control_types import EngineUpdate
 from penstock.engine.control import ControlClient
 from penstock.errors import DeadlineError, EngineHTTPError, PenstockError, TransferError, WeightsError
 from penstock.fleet.member import Call, FanOut, Member, fan_out, updatable
 from penstock.fleet.roster import Roster
 from penstock.fleet.update import Fetching
-from penstock.types import EngineUpdate
 from penstock.weights.broadcast import BroadcastStore
 from penstock.weights.manifest import WeightManifest
 

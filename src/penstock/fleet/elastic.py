@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from penstock.control_types import EngineStats, TokenLoss
 from penstock.errors import (
     DeadlineError,
     EngineDeadError,
@@ -27,7 +28,6 @@ from penstock.fleet.operations import Operations
 from penstock.fleet.roster import Roster
 from penstock.fleet.supervise import Supervisor
 from penstock.settings import MOST_ENGINES, FleetConfig, RouterConfig, ServerSpec, validate
-from penstock.types import EngineStats, TokenLoss
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

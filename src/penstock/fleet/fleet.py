@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.control_types import KV, AdapterStatus, PauseMode, UpdateReport
 from penstock.engine.client import DataClient
 from penstock.errors import ConfigError, UserError, reading
 from penstock.fleet.member import EngineStatus, State
@@ -16,7 +17,6 @@ from penstock.fleet.roster import Admin, Roster
 from penstock.fleet.serving import ServingFleet, T
 from penstock.rooms import plugged_in
 from penstock.settings import EngineConfig, FleetConfig, RouterConfig, ServerSpec
-from penstock.types import KV, AdapterStatus, PauseMode, UpdateReport
 
 if TYPE_CHECKING:
     from penstock.fleet.launch import PendingFleet

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.aio import Changes, in_thread
+from penstock.control_types import KV, UpdateReport
 from penstock.engine.capabilities import Capability, require
 from penstock.errors import EngineError, PenstockError, StateError
 from penstock.fleet.member import Member, State, Substate, ask, put
@@ -17,7 +18,6 @@ from penstock.fleet.stores import Stores
 from penstock.fleet.update import Updater, check_kv
 from penstock.rooms import plugged_in
 from penstock.settings import FleetConfig
-from penstock.types import KV, UpdateReport
 from penstock.weights.manifest import WeightManifest, differ
 
 if TYPE_CHECKING:

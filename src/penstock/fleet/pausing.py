@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from penstock.aio import settled
+from penstock.control_types import PauseMode
 from penstock.engine.capabilities import Capability, require
 from penstock.engine.control import ControlClient, CoreState
 from penstock.errors import (
@@ -25,7 +26,6 @@ from penstock.errors import (
 from penstock.fleet.member import SERVABLE, Call, FanOut, Member, State, ask, fan_out, foreign_to, why
 from penstock.fleet.operations import MEMORY_TAGS, Operations
 from penstock.fleet.roster import Roster
-from penstock.types import PauseMode
 from penstock.weights.manifest import differ
 
 logger = logging.getLogger(__name__)

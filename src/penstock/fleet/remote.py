@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self, get_type_hints
 from pydantic import TypeAdapter
 
 from penstock.aio import cancelled, in_thread
+from penstock.control_types import KV, PauseMode, UpdateReport
 from penstock.errors import (
     ConfigError,
     EngineDeadError,
@@ -53,7 +54,6 @@ from penstock.http import UnreachableError
 from penstock.rooms import plugged_in
 from penstock.router.admin_client import RouterAdmin
 from penstock.settings import FleetConfig, RouterConfig, ServerSpec, check_key, refuse_unknown, section
-from penstock.types import KV, PauseMode, UpdateReport
 from penstock.weights.adapter_files import AdapterFiles
 from penstock.weights.shared_memory import SharedMemoryStore
 

@@ -8,11 +8,11 @@ from contextlib import AsyncExitStack, closing
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from penstock.aio import settled
+from penstock.control_types import KV, NamedTensors, UpdateReport
 from penstock.engine.client import Counters, DataClient
 from penstock.engine.interface import Engine
 from penstock.errors import EngineError, StateError
 from penstock.fleet.roster import Roster
-from penstock.types import KV, NamedTensors, UpdateReport
 from penstock.weights.manifest import as_named_tensors
 
 if TYPE_CHECKING:

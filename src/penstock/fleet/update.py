@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, replace
 from typing import get_args
 
 from penstock.aio import in_thread
+from penstock.control_types import KV, EngineUpdate, UpdateReport
 from penstock.engine.control import ControlClient
 from penstock.errors import PenstockError, UpdateError, UserError
 from penstock.fleet.member import SERVABLE, Call, Member, State, fan_out, put, updatable, why
 from penstock.fleet.roster import Roster
 from penstock.fleet.stores import Stores
 from penstock.rooms import plugged_as, plugged_in
-from penstock.types import KV, EngineUpdate, UpdateReport
 from penstock.weights.manifest import WeightManifest, by_rank, kind_of
 
 logger = logging.getLogger(__name__)

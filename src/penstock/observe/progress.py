@@ -15,8 +15,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from penstock.control_types import UpdateReport
 from penstock.observe.summary import Reporter, Summary
-from penstock.types import UpdateReport
 
 ETA_WINDOW = 20
 """Number of last steps whose mean duration predicts the remaining time."""

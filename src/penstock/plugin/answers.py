@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from penstock.plugin.progress import RequestProgress
@@ -14,12 +15,13 @@ from penstock.wire import (
     SPANS_HEADER,
     STREAM_PROGRESS,
     comment,
-    name_tokens,
 )
 
 STREAM_REPORTS = (PROGRESS_HEADER.lower().encode(), STREAM_PROGRESS.encode())
 """Header of a stream with such comments. A client recognises an engine with our plugin by it."""
 DONE = b"data: [DONE]"
+_TOKEN_ID = re.compile(rb'"token_id":([0-9]+)')
+"""Token id of a logprob; within a JSON string, its quotes would be escaped."""
 
 
 class AnswerReporter:
@@ -70,3 +72,11 @@ class AnswerReporter:
         if not done:
             return body
         return before + comment({"versions": self._request.spans()}) + done + after
+
+
+def name_tokens(answer: bytes) -> bytes:
+    """Add `"token": "token_id:N"` to an answer's logprobs, which vLLM 0.32 leaves out.
+
+    Training clients of others (verifiers, prime-rl) compare the sampled ids with these names.
+    """
+    return _TOKEN_ID.sub(rb'"token":"token_id:\1","token_id":\1', answer)

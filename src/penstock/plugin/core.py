@@ -20,6 +20,7 @@ from dataclasses import asdict
 from functools import cached_property
 from typing import Any, get_args
 
+from penstock.control_types import KV
 from penstock.errors import EngineError, StateError, TransferError, WeightsError
 from penstock.plugin import compat
 from penstock.plugin.core_http import CoreServer, Route, respond
@@ -27,7 +28,6 @@ from penstock.plugin.patches import attempt
 from penstock.plugin.pause import UPDATE, WEIGHTS, PauseState, StepCap, clear_kv, mode_in_core
 from penstock.plugin.spec import WeightSpec, expected_weights
 from penstock.rooms import plugged_as, plugged_in
-from penstock.types import KV
 from penstock.weights.manifest import WeightManifest
 
 SPEC_TIMEOUT_S = 600.0

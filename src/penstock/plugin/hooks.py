@@ -18,8 +18,9 @@ from typing import Any
 
 from penstock.errors import RequestError
 from penstock.plugin.progress import CURRENT, RequestProgress, SampleProgress, serve
+from penstock.plugin.resume import check_part, parts_of
 from penstock.plugin.token_versions import TokenVersions, seed_versions
-from penstock.wire import GENERATE, PROGRESS_HEADER, RESUME_ARG, check_part, parts_of
+from penstock.wire import GENERATE, PROGRESS_HEADER, RESUME_ARG
 
 GENERATION = frozenset({GENERATE, "/v1/completions", "/v1/chat/completions"})
 BEAM = re.compile("-[0-9a-f]{16}-beam-[0-9]+$")

@@ -20,13 +20,14 @@ from aiohttp import web
 
 from penstock.errors import EngineDeadError, RequestError
 from penstock.plugin.progress import RequestProgress, SampleProgress, serve
+from penstock.plugin.resume import check_part, parts_of
 from penstock.sim.config import Fault, FaultKind, Phase
 from penstock.sim.engine import SimEngine
 from penstock.sim.scheduler import Delta, SimRequest, SimSequence
 from penstock.sim.tokens import character_of
 from penstock.sim.update import NotFoundError
 from penstock.types import SamplingParams
-from penstock.wire import INITIAL_VERSION, PROGRESS_HEADER, RESUME_ARG, check_part, parts_of, version_of_tokens
+from penstock.wire import INITIAL_VERSION, PROGRESS_HEADER, RESUME_ARG, version_of_tokens
 
 
 class CutError(Exception):

@@ -14,10 +14,10 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass as checked
 
+from penstock.control_types import TensorSpec
 from penstock.errors import ConfigError, EngineError
 from penstock.settings import Port, validate
 from penstock.sim.tokens import Model
-from penstock.types import TensorSpec
 
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 

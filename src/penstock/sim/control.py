@@ -15,12 +15,12 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import CollectorRegistry
 
+from penstock.control_types import KV, PauseMode
 from penstock.errors import EngineDeadError, WeightsError
 from penstock.sim.call import Call, error_answer
 from penstock.sim.config import Fault, Phase, SimConfig
 from penstock.sim.engine import SimEngine
 from penstock.sim.update import NotFoundError
-from penstock.types import KV, PauseMode
 from penstock.weights.manifest import WeightManifest
 from penstock.wire import ADAPTERS, INFO
 

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 from uuid import uuid4
 
+from penstock.control_types import KV, PauseMode, TokenLoss
 from penstock.errors import EngineDeadError, RequestError, StateError
 from penstock.sim.config import Died, FaultKind, FaultPlan, Phase, SimConfig
 from penstock.sim.scheduler import Listener, Scheduler, SimRequest, SimSequence, StepPlan
 from penstock.sim.tokens import Weights
 from penstock.sim.update import Adapters, WeightState, check_manifest, checksum_of, content_of, receive_broadcast
 from penstock.token_meter import TokenMeter
-from penstock.types import KV, PauseMode, SamplingParams, TokenLoss
+from penstock.types import SamplingParams
 from penstock.weights.broadcast import TRANSPORT as BROADCAST
 from penstock.weights.manifest import WeightManifest
 from penstock.wire import Notes

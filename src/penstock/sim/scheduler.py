@@ -150,7 +150,7 @@ class SimSequence:
         self._banned = banned_before_min(model, params)
 
     def resume(self, part: Mapping[str, Any]) -> None:
-        """Start with the tokens of another engine, which `wire.check_part` has checked."""
+        """Start with the tokens of another engine, which `plugin.resume.check_part` has checked."""
         for token in part["ids"]:
             self._append(token)
         self.logprobs = part["logprobs"] or [0.0] * len(self.output)

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from penstock.control_types import TensorSpec
 from penstock.errors import StateError, UserError, WeightsError
 from penstock.sim.config import SimConfig
-from penstock.types import TensorSpec
 from penstock.weights import delta, disk, shared_memory
 from penstock.weights.broadcast import BroadcastSource
 from penstock.weights.manifest import TensorEntry, WeightManifest, WeightSpec

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from penstock.config import TrainConfig
+from penstock.control_types import TensorSpec
 from penstock.errors import LearnerError, PenstockError
 from penstock.train.batching import MicroBatch, collate
 from penstock.train.interface import AdamSpec, Datum, Outputs
@@ -30,7 +31,6 @@ from penstock.train.losses import LossSpec
 from penstock.train.passes import Sums
 from penstock.train.policy_model import PolicyModel, compute_dtype, weights_dtype
 from penstock.train.rank_group import RankGroup
-from penstock.types import TensorSpec
 from penstock.weights.checkpoint_names import checkpoint_names_of, distinct_tensors
 
 # The name in torch 2.13, or the one in 2.11, which is deprecated.

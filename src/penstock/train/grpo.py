@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from penstock.config import TrainConfig
+from penstock.control_types import UpdateReport
 from penstock.errors import StateError, UserError
 from penstock.fleet.fleet import Fleet
 from penstock.rollout.generator import Trajectory
@@ -27,7 +28,6 @@ from penstock.train.advantages import ADVANTAGES, group_indices
 from penstock.train.batching import collate
 from penstock.train.interface import AdamSpec, Datum, Learner, Outputs
 from penstock.train.losses import DROP_NOTHING, LOG_RATIO_LIMIT, LOSSES, Limits, LossSpec, loss_named
-from penstock.types import UpdateReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,13 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from penstock.control_types import UpdateReport
 from penstock.fleet.fleet import Fleet
 from penstock.observe.trace import Tracer
 from penstock.rollout.generator import Trajectory
 from penstock.train.grpo import Trainee
 from penstock.train.rollouts import Rollouts
 from penstock.train.step_metrics import Stopwatch, check_ages, token_ages
-from penstock.types import UpdateReport
 
 T = TypeVar("T")
 

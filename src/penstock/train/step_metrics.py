@@ -8,10 +8,10 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from penstock.control_types import UpdateReport
 from penstock.errors import StateError
 from penstock.observe.summary import STALENESS_PREFIX
 from penstock.rollout.generator import Trajectory
-from penstock.types import UpdateReport
 
 LOGPROB_DIFFERENCE = "logprob_diff_max_equal"
 STEPS_WITHOUT_COMPARISON = 10

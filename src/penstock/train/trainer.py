@@ -14,6 +14,7 @@ from functools import partial
 
 from penstock.aio import abandonable
 from penstock.config import RunConfig
+from penstock.control_types import UpdateReport
 from penstock.engine.layouts import read_shape
 from penstock.errors import MissingCapabilityError, PenstockError, StateError, WeightsError
 from penstock.fleet.fleet import Fleet
@@ -38,7 +39,6 @@ from penstock.train.step_metrics import (
     replayed_share,
     update_metrics,
 )
-from penstock.types import UpdateReport
 
 log = logging.getLogger(__name__)
 

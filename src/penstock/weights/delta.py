@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import orjson
 
+from penstock.control_types import TensorSpec
 from penstock.errors import WeightsError, parse_json, reading, whole_number
-from penstock.types import TensorSpec
 from penstock.weights import shared_memory
 from penstock.weights.disk import DiskStore, VersionFile, in_order, open_version
 from penstock.weights.manifest import DTYPE_BYTES, TensorEntry, WeightManifest

@@ -21,8 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
+from penstock.control_types import TensorSpec
 from penstock.errors import StateError, WeightsError
-from penstock.types import TensorSpec
 from penstock.weights.manifest import (
     ALIGNMENT,
     DTYPE_BYTES,

@@ -13,7 +13,7 @@ from penstock.errors import StateError, UserError, WeightsError, reading, whole_
 if TYPE_CHECKING:
     import torch
 
-    from penstock.types import NamedTensors, TensorSpec
+    from penstock.control_types import NamedTensors, TensorSpec
 
     Place = Callable[["TensorEntry"], torch.Tensor | None]
     """The tensor's contiguous memory in the model, of the entry's dtype and shape, or None."""

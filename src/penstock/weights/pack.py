@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from penstock.control_types import TensorSpec
 from penstock.errors import WeightsError
-from penstock.types import TensorSpec
 from penstock.weights.manifest import ALIGNMENT, DTYPE_BYTES, TensorEntry, entry_of
 
 SUM_THREADS = 8

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from penstock.config import RunConfig
+from penstock.control_types import UpdateReport
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Reporter, Summary, package_versions
-from penstock.types import UpdateReport
 
 GAIN = 0.10
 """Increase of held-out accuracy that the sorter must reach, a fraction."""

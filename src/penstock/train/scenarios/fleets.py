@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.config import RunConfig
+from penstock.control_types import PauseMode
 from penstock.engine.launch import EngineProcess, reserved_port
 from penstock.fleet.fleet import Fleet
 from penstock.rollout.environment import load_environment
@@ -23,7 +24,7 @@ from penstock.train.interface import AdamSpec, Datum
 from penstock.train.learner import LocalLearner
 from penstock.train.losses import LossSpec
 from penstock.train.scenarios.checks import LOGPROB_BARS, Check, length_check
-from penstock.types import PauseMode, Sample, SamplingParams
+from penstock.types import Sample, SamplingParams
 
 PROMPTS = 16
 TOKENS = 96

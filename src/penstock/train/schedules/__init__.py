@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable, Mapping
 import torch
 
 from penstock.config import RunConfig
+from penstock.control_types import UpdateReport
 from penstock.errors import ConfigError
 from penstock.train.parts import Learned, Parts
 from penstock.train.schedules import colocated, fully_async, one_step_off, synchronous
-from penstock.types import UpdateReport
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
+from penstock.control_types import UpdateReport
 from penstock.rollout.generator import Trajectory
 from penstock.train.parts import Learned, Parts, to_the_end
-from penstock.types import UpdateReport
 
 
 async def step(parts: Parts) -> tuple[Learned, UpdateReport]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 
+from penstock.control_types import UpdateReport
 from penstock.train.parts import Learned, Parts
-from penstock.types import UpdateReport
 
 
 async def step(parts: Parts) -> tuple[Learned, UpdateReport]:

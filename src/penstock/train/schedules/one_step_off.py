@@ -5,8 +5,8 @@ The update comes when both are done, so no token spans two versions. Every batch
 
 from __future__ import annotations
 
+from penstock.control_types import UpdateReport
 from penstock.train.parts import Learned, Parts
-from penstock.types import UpdateReport
 
 
 async def step(parts: Parts) -> tuple[Learned, UpdateReport]:

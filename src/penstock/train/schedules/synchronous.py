@@ -5,8 +5,8 @@ Every token is of the trainer's own version, and sampling is seeded, so a run ca
 
 from __future__ import annotations
 
+from penstock.control_types import UpdateReport
 from penstock.train.parts import Learned, Parts
-from penstock.types import UpdateReport
 
 
 async def step(parts: Parts) -> tuple[Learned, UpdateReport]:
