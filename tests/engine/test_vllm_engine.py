@@ -16,6 +16,7 @@ from penstock.engine.control import ControlClient
 from penstock.errors import EngineHTTPError, StateError, WeightsError
 from penstock.types import GenerateBatch, SamplingParams
 from penstock.weights.delta import DeltaStore
+from penstock.weights.disk import DiskStore
 from penstock.wire import UNKNOWN_VERSION
 
 pytestmark = pytest.mark.vllm
@@ -301,12 +302,14 @@ async def test_no_step_of_an_update_waits_for_the_api_server(live):
     assert live.history.worst_difference([5, 6, 7], sample) < 1e-4
 
 
-@pytest.mark.parametrize("way", ["the core", "the API server"])
-async def test_by_either_way_deltas_are_checked_against_what_is_in_force(live, way, tmp_path):
+@pytest.mark.parametrize(
+    ("make", "way"), [(DiskStore, "the core"), (DeltaStore, "the core"), (DeltaStore, "the API server")]
+)
+async def test_by_either_way_files_and_deltas_are_checked_against_what_is_in_force(live, make, way, tmp_path):
     engine, control = live.engine, ControlClient("live", live.process.url, api_key=live.key, timeout_s=60)
-    store = DeltaStore(tmp_path)
-    if way == "the core":
-        await control.info()  # else nobody has told where it listens
+    store = make(tmp_path)
+    if way == "the core":  # else nobody has told where it listens
+        assert {"disk", "delta"} <= set((await control.info()).transports)
     for seed in (51, 52):
         model, version = changed(live.history.latest, seed), engine.weight_version + 1
         manifest = store.publish(version, model.named_parameters())
@@ -318,6 +321,7 @@ async def test_by_either_way_deltas_are_checked_against_what_is_in_force(live, w
         (sample,) = await engine.sample([5, 6, 7], 1, LONG)
         assert live.history.worst_difference([5, 6, 7], sample) < 1e-4
     assert (control._core is None) == (way == "the API server")
+    assert make is DiskStore or manifest.location["delta"]
     with pytest.raises(WeightsError, match="missing"):
         await control.prepare_weights(replace(manifest, tensors=manifest.tensors[1:]))
     await control.close()
