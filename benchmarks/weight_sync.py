@@ -37,8 +37,8 @@ import torch
 from _line_process import LineProcess
 
 from penstock.control_types import KV
-from penstock.fleet.engines import VISIBLE, visible_gpus
 from penstock.fleet.fleet import Fleet
+from penstock.fleet.gpus import VISIBLE, visible_gpus
 
 CLIENTS = 4
 """Processes that read the streams of one engine: one alone reads fewer tokens than an API process can write, and it is

@@ -33,6 +33,7 @@ PLACES = {
     "figures": "penstock.router.figures:text",
     "generator.agent": "penstock.gateway.training:AgentRollouts",
     "kept_kv.core": "penstock.plugin.kept_kv:KeptKV",
+    "gpus.place": "penstock.fleet.gpus:place_beside",
     "launcher.ray": "penstock.fleet.ray_engines:RayLauncher",
     "load.direct": "penstock.plugin.direct:DirectLoads",
     "layouts.check": "penstock.engine.layouts:check",

@@ -30,7 +30,7 @@ SIDE_ROOMS = tuple(
         "cli",
         "engine.adapters", "engine.experts", "engine.lacking", "engine.layouts", "engine.openai", "engine.vanilla",
         "facade",
-        "fleet.adapters", "fleet.attach", "fleet.calls", "fleet.delivery", "fleet.elastic", "fleet.fleet",
+        "fleet.adapters", "fleet.attach", "fleet.calls", "fleet.delivery", "fleet.elastic", "fleet.fleet", "fleet.gpus",
         "fleet.launch", "fleet.native", "fleet.pausing", "fleet.ray", "fleet.remote", "fleet.router_process",
         "fleet.running_router", "fleet.service", "fleet.skyrl_paths", "fleet.transports", "gateway", "observe",
         "plugin.adapter_worker", "plugin.adapters", "plugin.answers", "plugin.cores", "plugin.direct", "plugin.kept_kv",

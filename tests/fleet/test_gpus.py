@@ -11,7 +11,7 @@ import pytest
 from penstock import Fleet
 from penstock.engine.launch import server_command
 from penstock.errors import ConfigError
-from penstock.fleet.engines import assign, visible_gpus
+from penstock.fleet.gpus import assign, visible_gpus
 from penstock.settings import EngineConfig
 
 

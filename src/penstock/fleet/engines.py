@@ -1,19 +1,18 @@
-"""Engine processes that this fleet starts, and their GPUs on this machine."""
+"""Engine processes that this fleet starts."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 
 from penstock.aio import all_or_first_error
-from penstock.engine.launch import EngineProcess, resolve_profile
-from penstock.errors import ConfigError, EngineStartError, PenstockError, StateError
+from penstock.engine.launch import EngineProcess
+from penstock.errors import EngineStartError, PenstockError, StateError
 from penstock.fleet.member import SERVABLE, EngineHandle, Lifecycle, Member, State, connect_engine
+from penstock.rooms import plugged_in
 from penstock.settings import EngineConfig, FleetConfig
 
 
@@ -50,7 +49,7 @@ class LaunchedEngines:
 
     async def place(self, taken: Sequence[Sequence[str]]) -> tuple[str, ...]:
         """Choose GPUs for one more engine beside those `taken`. ConfigError: no room."""
-        return place(self.config, visible_gpus(), taken) if resolve_profile(self.config) == "gpu" else ()
+        return plugged_in("gpus.place")(self.config, taken)
 
     async def release(self, name: str) -> None:
         """Free the resources of an engine that has ended for good; GPUs here need nothing."""
@@ -127,47 +126,3 @@ class LaunchedEngines:
     def any_died(self) -> bool:
         """Return whether an engine ever failed, so that its log is worth keeping."""
         return any(change.new is State.DEAD for life in self._lives for change in life.history)
-
-
-# --- GPUs of engines on this machine --------------------------------------------------------------------------------
-
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-
-
-def visible_gpus() -> tuple[str, ...]:
-    """Return the GPUs for processes started here, as named in `CUDA_VISIBLE_DEVICES`.
-
-    Empty if they cannot be listed (WSL has no device files): engines then find theirs by themselves.
-    """
-    given = os.environ.get(VISIBLE)
-    if given is not None:
-        return tuple(name.strip() for name in given.split(",") if name.strip())
-    return tuple(str(i) for i in range(len(list(Path("/dev").glob("nvidia[0-9]*")))))
-
-
-def assign(config: EngineConfig, engines: int, gpus: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return each engine's GPUs, from the last, to leave a trainer the first ones."""
-    taken: list[tuple[str, ...]] = []
-    for _ in range(engines):
-        taken.append(place(config, gpus, taken))
-    return taken[::-1]
-
-
-def place(config: EngineConfig, gpus: Sequence[str], taken: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """Return one more engine's GPUs: those with the fewest engines, the last first.
-
-    Raises:
-        ConfigError: there is no room, even with the sharing that `gpu_memory_utilization` allows.
-    """
-    if not gpus:
-        return ()
-    ranks = config.tensor_parallel_size * config.pipeline_parallel_size * config.data_parallel_size
-    used = Counter(name for names in taken for name in names)
-    room = [name for name in reversed(gpus) if (used[name] + 1) * config.gpu_memory_utilization <= 1]
-    chosen = sorted(room, key=lambda name: used[name])[:ranks]
-    if len(chosen) < ranks:
-        raise ConfigError(
-            f"an engine needs {ranks} GPUs and {len(room)} have room ({','.join(gpus)}, {sum(used.values())} taken): "
-            f"ask for fewer engines, or lower gpu_memory_utilization ({config.gpu_memory_utilization:g}) to share them"
-        )
-    return tuple(name for name in gpus if name in chosen)

@@ -15,10 +15,11 @@ from typing import Any, NoReturn
 from penstock.aio import all_or_first_error
 from penstock.engine.capabilities import smallest_vocabulary
 from penstock.engine.client import DataClient
-from penstock.engine.launch import resolve_profile, server_command
+from penstock.engine.launch import server_command
 from penstock.errors import ConfigError, EngineError, StateError, UserError
-from penstock.fleet.engines import LaunchedEngines, assign, visible_gpus
+from penstock.fleet.engines import LaunchedEngines
 from penstock.fleet.fleet import Fleet
+from penstock.fleet.gpus import assign, usable_gpus
 from penstock.fleet.member import Lifecycle, Member, State
 from penstock.fleet.roster import Roster
 from penstock.fleet.router_process import OpenRouter, check_router, open_router
@@ -114,7 +115,7 @@ def _gpus(engine: EngineConfig, fleet: FleetConfig) -> Sequence[tuple[str, ...]]
         plugged_in("launcher.ray").check_installed()
     elif fleet.engines:
         server_command(engine, port=0, api_key=None)  # a wrong model path is an error now, before a router starts
-        return assign(engine, fleet.engines, visible_gpus() if resolve_profile(engine) == "gpu" else ())
+        return assign(engine, fleet.engines, usable_gpus(engine))
     return [()] * fleet.engines
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from penstock.errors import WeightsError
-from penstock.fleet.engines import visible_gpus
+from penstock.fleet.gpus import visible_gpus
 from penstock.fleet.member import Member
 from penstock.fleet.stores import LOOPBACK, is_local
 from penstock.rooms import plugged_in

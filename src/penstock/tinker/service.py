@@ -16,8 +16,8 @@ from typing import Any
 from penstock.config import LoraConfig, TrainConfig
 from penstock.engine.launch import resolve_profile
 from penstock.errors import ConfigError, StateError, UserError, parse_json, reading
-from penstock.fleet.engines import visible_gpus
 from penstock.fleet.fleet import Fleet
+from penstock.fleet.gpus import usable_gpus
 from penstock.fleet.service import LONGEST
 from penstock.guard import new_key
 from penstock.settings import EngineConfig, FleetConfig, RouterConfig
@@ -113,11 +113,10 @@ def adapted(config: ServiceConfig) -> EngineConfig:
     values: dict[str, Any] = {"enable_lora": True} | {
         k: v for k, v in usual.items() if k not in engine.model_fields_set
     }
-    profile = resolve_profile(engine)
-    if profile != "sim" and not {"max-cpu-loras", "max_cpu_loras"} & engine.extra_args.keys():
+    if resolve_profile(engine) != "sim" and not {"max-cpu-loras", "max_cpu_loras"} & engine.extra_args.keys():
         most = KEPT_LORAS * values.get("max_loras", engine.max_loras)
         values["extra_args"] = {**engine.extra_args, "max-cpu-loras": most}
-    gpus = visible_gpus() if profile == "gpu" else ()
+    gpus = usable_gpus(engine)
     ranks = engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size
     shared = gpus and config.fleet.engines * ranks + config.train.ranks > len(gpus)
     if shared and "gpu_memory_utilization" not in engine.model_fields_set:
@@ -178,7 +177,7 @@ def _learner(
         "max_tokens": about["max_context_length"],
         "train": config.train.model_copy(update={"lora": LoraConfig()}).model_dump(mode="json"),
     }
-    gpus = visible_gpus()[: config.train.ranks] if resolve_profile(engine) == "gpu" else ()
+    gpus = usable_gpus(engine)[: config.train.ranks]
     env = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
     return SupervisedChild(
         "learner",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from penstock.errors import ConfigError, LearnerError
-from penstock.fleet.engines import visible_gpus
+from penstock.fleet.gpus import visible_gpus
 from penstock.process import ChildProcess
 from penstock.train.rank import on_one_host
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError, LearnerError, PenstockError
-from penstock.fleet.engines import visible_gpus
+from penstock.fleet.gpus import visible_gpus
 from penstock.fleet.ray_driver import actors_in, end_with, join
 from penstock.process import ChildProcess
 from penstock.process_group import watch_lifeline
