@@ -10,6 +10,7 @@ import mmap
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ import torch
 from penstock import Fleet
 from penstock.engine.partial import Partials
 from penstock.fleet.member import State
+from penstock.fleet.roster import Roster
+from penstock.router.state import RouterState
 from penstock.types import SamplingParams
 
 REQUEST, UPDATE, DEATH, CUT = 1, 2, 3, 4
@@ -28,6 +31,11 @@ def note_from_now_on() -> None:
     """Not from their start: to note every call of vLLM's imports takes minutes."""
     for process in psutil.Process().children(recursive=True):
         process.send_signal(signal.SIGUSR2)
+
+
+async def router_says(roster: Roster, what: Callable[[RouterState], bool]) -> None:
+    while not what(await roster.admin.engines()):  # noqa: ASYNC110 - the router reports no change
+        await asyncio.sleep(0.01)
 
 
 async def main(profile: str, model: str, marks: Path) -> None:
@@ -58,8 +66,7 @@ async def main(profile: str, model: str, marks: Path) -> None:
         mark[0] = REQUEST
         await fleet.generate(prompt_token_ids=[[5, 6, 7]], sampling_params=SamplingParams(max_tokens=8))
         mark[0] = 0
-        while any(e.outstanding for e in (await roster.admin.engines()).engines):  # noqa: ASYNC110 - the router ends it
-            await asyncio.sleep(0.01)
+        await router_says(roster, lambda state: not any(engine.outstanding for engine in state.engines))
         mark[0] = UPDATE
         await fleet.update_weights(tensors.items())
         mark[0] = DEATH
@@ -67,8 +74,9 @@ async def main(profile: str, model: str, marks: Path) -> None:
         await roster.until(lambda: roster.members[1].state in {State.SYNCING, State.SERVING})
         note_from_now_on()
         await roster.until(lambda: roster.members[1].state is State.SERVING)
-        while len((await roster.admin.engines()).engines) < 2:  # noqa: ASYNC110 - the router is told a moment later
-            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)  # the router is told a moment later
+        mark[0] = 0
+        await router_says(roster, lambda state: len(state.engines) == 2)
         mark[0] = CUT
         reported: set[int] = set()
         all_reported = asyncio.Event()

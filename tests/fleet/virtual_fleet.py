@@ -26,9 +26,11 @@ from penstock.fleet.router_process import OpenRouter
 from penstock.http import HttpTransport
 from penstock.router.admin_client import RouterState
 from penstock.router.backend import Backend
-from penstock.router.dispatcher import Dispatcher, Waiter
+from penstock.router.dispatcher import Dispatcher
+from penstock.router.gate import Waiter
 from penstock.router.http import RefusalError, RequestHead
 from penstock.router.memory import EngineEntry, Membership
+from penstock.router.report import state_of
 from penstock.settings import EngineConfig, FleetConfig, RouterConfig
 from penstock.sim import Fault, FaultKind, Phase, SimConfig, SimEngine
 from penstock.sim.server import CORE_DEATH_EXIT_S, _app
@@ -168,12 +170,12 @@ class VirtualRouter:
 
     async def engines(self) -> RouterState:
         await asyncio.sleep(LATENCY_S)
-        return self.dispatcher.state()
+        return state_of(self.dispatcher)
 
     async def forward(self, call: Call) -> Exchange:
         """Hold and place a request, again where an engine breaks before the first byte; returns what answers it."""
         waiting = _Waiting(self.dispatcher, call)
-        self.dispatcher.gate.submit(waiting)
+        self.dispatcher.submit(waiting)
         while True:
             try:
                 backend = await waiting.found
@@ -218,7 +220,7 @@ class _Waiting(Waiter):
     """A request in the dispatcher's hands; `router.exchange.Exchange` is the real one."""
 
     def __init__(self, dispatcher: Dispatcher, call: Call) -> None:
-        super().__init__(RequestHead())
+        self.request = RequestHead()
         self.request.session_id = call.headers.get("X-Session-ID")
         self.request.group_id = call.headers.get("X-Group-ID")
         self.request.prompt_tokens = int(call.headers.get("X-Prompt-Tokens", 0))

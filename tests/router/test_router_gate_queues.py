@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from patience import eventually
-from penstock.router.dispatcher import Gate, Wait, Waiter
+from penstock.router.gate import Gate, Wait, Waiter
 from penstock.router.http import RefusalError, RequestHead
 from penstock.settings import RouterConfig
 
@@ -20,7 +20,7 @@ class Request(Waiter):
     """Waits for what `where` says; counts how often it is tried."""
 
     def __init__(self, name: object, log: list[object], where: Callable[[], Wait | None], size: int = 0) -> None:
-        super().__init__(RequestHead())
+        self.request = RequestHead()
         self.name, self.log, self.where, self.buffered = name, log, where, size
         self.tries = 0
         self.refusal = ""
@@ -45,7 +45,7 @@ def make_gate(**limits: float) -> Gate:
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The gate's clock: what is in it is the time."""
     now = [1000.0]
-    monkeypatch.setattr("penstock.router.dispatcher.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("penstock.router.gate.time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 

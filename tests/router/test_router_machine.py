@@ -26,6 +26,7 @@ from patience import WAIT_S, eventually
 from penstock.rooms import plugged_as
 from penstock.router.backend import Backend
 from penstock.router.exchange import Exchange
+from penstock.router.report import state_of
 
 NAMES_OF_SESSIONS = ("s0", "s1", "s2", "s3", "s4", "s5")
 SESSIONS = st.sampled_from([None, *NAMES_OF_SESSIONS])
@@ -177,6 +178,12 @@ class RouterMachine(RuleBasedStateMachine):
     def nothing_went_astray(self) -> None:
         assert self.world.wrong == []
 
+    @invariant()
+    def the_gate_is_busy_only_while_it_holds_requests(self) -> None:
+        if hasattr(self.world, "dispatcher"):
+            gate = self.world.dispatcher.gate
+            assert gate.busy == (gate.closed or len(gate) > 0)
+
     def teardown(self) -> None:
         try:
             if hasattr(self.world, "dispatcher"):
@@ -203,7 +210,7 @@ class RouterMachine(RuleBasedStateMachine):
             for session in NAMES_OF_SESSIONS:
                 dispatcher.finish_session(session)
             await world.settle()
-        assert not world.asked, (dispatcher.gate.held_by(), dispatcher.state().engines)
+        assert not world.asked, (dispatcher.gate.held_by(), state_of(dispatcher).engines)
         assert world.wrong == []
         metrics = world.router.metrics
         assert (metrics.answered, sum(metrics.errors.values()), metrics.broken, metrics.cancelled) == tuple(

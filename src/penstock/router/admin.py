@@ -120,7 +120,7 @@ class AdminCall(Call):
             case "GET", "/router/health":
                 return {"status": "ok", "pid": os.getpid(), "control_ports": self._control_ports}
             case "GET", "/router/engines":
-                return dispatcher.state()
+                return plugged_in("router.state")(dispatcher)
             case "PUT", "/router/engines":
                 return _announce(dispatcher, _parse(_EnginesBody, body))
             case "POST", "/router/choose":

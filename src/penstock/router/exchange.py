@@ -14,7 +14,8 @@ from penstock.rooms import plugged_in
 from penstock.router.answer import WHOLE_CHUNK_LIMIT, WHOLE_CHUNK_OPENING, Answer, FramingError, ResponseHead
 from penstock.router.backend import OWN_SHORTAGES, Backend, BackendConnection, ConnectionUser
 from penstock.router.client_connection import Call, ClientConnection
-from penstock.router.dispatcher import Dispatcher, Waiter
+from penstock.router.dispatcher import Dispatcher
+from penstock.router.gate import Waiter
 from penstock.router.http import RefusalError, RequestHead
 
 _LONG = 65_536
@@ -42,7 +43,7 @@ class Exchange(Call, Waiter, ConnectionUser):
     """Whether the client has the head of the engine's answer."""
 
     def __init__(self, client: ClientConnection, request: RequestHead, dispatcher: Dispatcher) -> None:
-        super().__init__(request)
+        self.request = request
         self.started_at = time.monotonic()
         self._client = client
         self._dispatcher = dispatcher
@@ -55,7 +56,7 @@ class Exchange(Call, Waiter, ConnectionUser):
         self._dispatcher.metrics.requests += 1
         if done:
             self._body = piece
-            self._dispatcher.gate.submit(self)
+            self._dispatcher.submit(self)
         else:
             self._body = bytearray(piece)
             self._dispatcher.gate.keep(self, self.buffered)
@@ -67,7 +68,7 @@ class Exchange(Call, Waiter, ConnectionUser):
         body += piece
         self._dispatcher.gate.keep(self, len(piece))
         if done:
-            self._dispatcher.gate.submit(self)
+            self._dispatcher.submit(self)
 
     def cancel(self) -> None:
         if not self.gone:

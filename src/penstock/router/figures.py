@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from penstock.router.dispatcher import Dispatcher
 from penstock.router.exchange import Exchange
 from penstock.router.memory import SECONDS, Histogram, Metrics
+from penstock.router.report import state_of
 from penstock.router.state import EngineLoad
 
 PREFIX = "penstock_router_"
@@ -48,7 +49,7 @@ class _Figures(Collector):
 
 def text(dispatcher: Dispatcher) -> str:
     """Return every metric of one router process, as a Prometheus server scrapes it."""
-    metrics = [*_counted(dispatcher.metrics), *_known(dispatcher), *_of_engines(dispatcher.state().engines)]
+    metrics = [*_counted(dispatcher.metrics), *_known(dispatcher), *_of_engines(state_of(dispatcher).engines)]
     return generate_latest(_Figures(metrics)).decode()
 
 

@@ -14,16 +14,13 @@ import signal
 import socket
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from penstock.router.server import BACKLOG, Router, base_url, cannot_listen
-from penstock.router.state import EngineLoad, RouterState
 from penstock.settings import RouterConfig, refuse_open_host
 
 logger = logging.getLogger(__name__)
@@ -131,51 +128,3 @@ def _end(workers: dict[int, int]) -> None:
     send(signal.SIGTERM)
     for pid in list(workers):
         os.waitpid(pid, 0)
-
-
-# --- their state as one ----------------------------------------------------------------------------------------------
-
-_SUMMED = ("held", "held_bytes", "sessions", "requests", "moved_sessions")
-_ENGINE_SUMMED = (
-    "outstanding",
-    "outstanding_tokens",
-    "resident_tokens",
-    "sessions",
-    "requests",
-    "breaker_openings",
-    "dead_answers",
-)
-_ENGINE_GREATEST = ("down", "kv_usage", "kv_capacity", "failure")
-
-
-def merged(states: Sequence[RouterState]) -> RouterState:
-    """Merge the states of at least one process. Engines are those of the newest epoch.
-
-    A session counts in each process that served it. The gate is closed, or an engine down, if one process says so.
-    """
-    newest = max(states, key=lambda state: state.epoch)
-    engines = [engine for state in states for engine in state.engines]
-    return replace(
-        newest,
-        workers=tuple(pid for state in states for pid in state.workers),
-        counted_since=max(state.counted_since for state in states),
-        in_step=all(state.epoch == newest.epoch for state in states),
-        gate_closed=any(state.gate_closed for state in states),
-        held_by=_total(state.held_by for state in states),
-        placements=_total(state.placements for state in states),
-        engines=tuple(_merged(load, [one for one in engines if one.name == load.name]) for load in newest.engines),
-        **{name: sum(getattr(state, name) for state in states) for name in _SUMMED},
-    )
-
-
-def _total(counts: Iterable[Mapping[str, int]]) -> Mapping[str, int]:
-    total = Counter[str]()
-    for each in counts:
-        total.update(each)
-    return dict(total)
-
-
-def _merged(load: EngineLoad, of: Sequence[EngineLoad]) -> EngineLoad:
-    figures: dict[str, Any] = {name: sum(getattr(one, name) for one in of) for name in _ENGINE_SUMMED}
-    figures |= {name: max(getattr(one, name) for one in of) for name in _ENGINE_GREATEST}
-    return replace(load, drained=all(one.drained for one in of), **figures)
