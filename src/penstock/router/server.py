@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import socket
 import time
-from collections.abc import Collection
 
 from penstock.errors import ConfigError, StateError
 from penstock.guard import cross_site, has_key
@@ -34,9 +32,7 @@ class Router:
 
     Every request but `GET /router/health` needs `api_key` (None: no key). Calls that change the router need `admin_key`
     (None: `api_key`). ConfigError: an unknown policy.
-
-    `process` is the index of this process among `config.workers`. Each of several processes gets its `sockets`: one on
-    the common port, and one on a control port, where it answers for itself.
+    `process` is the index of this process among `config.workers` (`workers.py`).
     """
 
     def __init__(
@@ -46,8 +42,6 @@ class Router:
         api_key: str | None = None,
         admin_key: str | None = None,
         process: int = 0,
-        sockets: Collection[socket.socket] = (),
-        control_ports: tuple[int, ...] = (),
     ) -> None:
         self.config = config or RouterConfig()
         self._api_key, self._admin_key = api_key, admin_key
@@ -57,7 +51,6 @@ class Router:
         self.metrics = self.dispatcher.metrics
         self.clients = Clients(self.config, self.metrics, self._open_call, most_connections())
         self._added_paths = frozenset(path.encode() for path in self.config.data_paths.split(",") if path)
-        self._sockets, self._control_ports = sockets, control_ports
         self._servers: list[asyncio.Server] = []
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._url = ""
@@ -79,16 +72,15 @@ class Router:
         refuse_open_host(host, self._api_key)
         self._hosts.add(host.lower())
         self.clients.most = most_connections()
-        loop = asyncio.get_running_loop()
         try:
-            for sock in self._sockets:
-                self._servers.append(await loop.create_server(self.accept, sock=sock, backlog=BACKLOG))
-            if not self._sockets:
-                self._servers.append(await loop.create_server(self.accept, host, port, backlog=BACKLOG))
+            self._servers = await self._listen(host, port)
         except OSError as error:
             raise cannot_listen(host, port, error) from error
         self._url = base_url(host, self._servers[0].sockets[0].getsockname()[1])
         self._sweep()
+
+    async def _listen(self, host: str, port: int) -> list[asyncio.Server]:
+        return [await asyncio.get_running_loop().create_server(self.accept, host, port, backlog=BACKLOG)]
 
     def accept(self) -> ClientConnection:
         """Return the protocol for a new client connection."""
@@ -109,21 +101,19 @@ class Router:
 
         Raises:
             RefusalError: 401 without the key; 400, 403 or 404 for a path that goes to no engine; 403 for a call to the
-                router itself from a web page; 421 for a call that would reach one process of several.
+                router itself from a web page.
         """
         self._check_key(request)
         path = request.target.partition(b"?")[0]
         if path in _OWN or path.startswith(b"/router/"):
             self._check_page(request)
-            ports = self._control_ports
-            if ports and path not in {b"/", HEALTH} and client.transport.get_extra_info("sockname")[1] not in ports:
-                what = f"{len(ports)} processes serve this port, and {shown(path)[1:-1]} would reach one"
-                each = ", ".join(map(str, ports))
-                raise RefusalError(421, "several_processes", f"{what}; make the call on each control port: {each}")
-            return AdminCall(client, request, self.dispatcher, ports)
+            return self._own_call(client, request, path)
         if path not in DATA_PATHS and path not in self._added_paths:
             raise plugged_in("router.unserved")(path)
         return Exchange(client, request, self.dispatcher)
+
+    def _own_call(self, client: ClientConnection, request: RequestHead, path: bytes) -> Call:  # noqa: ARG002 - a worker's
+        return AdminCall(client, request, self.dispatcher, ())
 
     def _check_key(self, request: RequestHead) -> None:
         """Check that the request has the key that it needs. RefusalError: 401."""

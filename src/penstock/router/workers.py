@@ -7,6 +7,7 @@ every process (`admin_client.py`). Until then, a process holds its requests.
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import logging
 import os
@@ -20,6 +21,9 @@ from functools import partial
 from types import FrameType
 from typing import NoReturn
 
+from penstock.router.admin import AdminCall
+from penstock.router.client_connection import HEALTH, Call, ClientConnection
+from penstock.router.http import RefusalError, RequestHead, shown
 from penstock.router.server import BACKLOG, Router, base_url, cannot_listen
 from penstock.settings import RouterConfig, refuse_open_host
 
@@ -30,6 +34,28 @@ STOP_S = 3
 _RESTART_S = 0.2
 """Seconds before an ended process is started again."""
 _PR_SET_PDEATHSIG = 1
+
+
+class Worker(Router):
+    """The router in one of several processes."""
+
+    sockets: tuple[socket.socket, ...]
+    """One on the common port, and one on its control port, where it answers for itself."""
+    control_ports: tuple[int, ...]
+    """Those of all processes."""
+
+    async def _listen(self, host: str, port: int) -> list[asyncio.Server]:  # noqa: ARG002 - its sockets listen already
+        loop = asyncio.get_running_loop()
+        return [await loop.create_server(self.accept, sock=sock, backlog=BACKLOG) for sock in self.sockets]
+
+    def _own_call(self, client: ClientConnection, request: RequestHead, path: bytes) -> Call:
+        """RefusalError: 421 for a call that would reach one process of several."""
+        ports = self.control_ports
+        if path not in {b"/", HEALTH} and client.transport.get_extra_info("sockname")[1] not in ports:
+            what = f"{len(ports)} processes serve this port, and {shown(path)[1:-1]} would reach one"
+            each = ", ".join(map(str, ports))
+            raise RefusalError(421, "several_processes", f"{what}; make the call on each control port: {each}")
+        return AdminCall(client, request, self.dispatcher, ports)
 
 
 def listen(host: str, port: int, count: int) -> list[socket.socket]:
@@ -65,10 +91,10 @@ def router_of_worker(
     control = [listen(host, 0, 1)[0] for _ in listening]
     ready(base_url(host, port))
     index = _forked(config.workers)
-    return Router(
-        config, api_key=api_key, admin_key=admin_key, process=index, sockets=(listening[index], control[index]),
-        control_ports=tuple(sock.getsockname()[1] for sock in control),
-    )  # fmt: skip
+    router = Worker(config, api_key=api_key, admin_key=admin_key, process=index)
+    router.sockets = listening[index], control[index]
+    router.control_ports = tuple(sock.getsockname()[1] for sock in control)
+    return router
 
 
 def _forked(count: int) -> int:
