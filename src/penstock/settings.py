@@ -62,7 +62,8 @@ def _explain(section: type[Any], error: Mapping[str, Any]) -> str:
     named = f"config key {key!r}: " if key else ""
     given: object = error["input"]
     # A check across keys names those keys itself. Its input is a whole section, which may hold secret keys.
-    message = str(error["msg"]).removeprefix("Value error, ")
+    is_list = error["type"] in {"list_type", "tuple_type"}
+    message = "must be a list, such as [a, b]" if is_list else str(error["msg"]).removeprefix("Value error, ")
     whole = error["type"] == "value_error" and isinstance(given, (Mapping, Section))
     shown = repr(cast("object", given))
     got = "" if whole or shown in message else f", got {shown}"

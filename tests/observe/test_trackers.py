@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from penstock.config import RunConfig
-from penstock.errors import UserError
+from penstock.config import RunConfig, load_config
+from penstock.errors import ConfigError, UserError
 from penstock.observe import trackers
 from penstock.observe.run_folder import HELD_OUT, RunFolder
 from penstock.observe.trackers import check_trackers, tracked
@@ -54,6 +54,11 @@ def test_steps_and_evaluations_go_to_each_tracker_and_a_failing_one_is_left_out(
     assert good.figures[-1] == (4, {HELD_OUT: 0.5})
     assert [step for step, _ in bad.figures] == [0, 2]
     assert [row["step"] for row in folder.metrics()] == [2, 3, 4]
+
+
+def test_a_tracker_that_is_no_list_is_said_to_be_one() -> None:
+    with pytest.raises(ConfigError, match=r"'trackers': must be a list, such as \[a, b\], got 'wandb'"):
+        load_config(None, ["engine.model=m", "trackers=wandb"])
 
 
 def test_a_resumed_run_gives_its_trackers_the_evaluations_until_then(
