@@ -114,7 +114,7 @@ class RealEngine:
 
     async def measure(self, load: Load) -> Measured:
         """Run a load once from an empty cache."""
-        await self.control.reset_prefix_cache()
+        await self.control.verbs.reset_prefix_cache()
         before, waits = await self.counters(), self._waits()
         began = time.perf_counter()
         supply = iter(load.trace)

@@ -138,12 +138,12 @@ class Generated:
         """Tokens, with what engines at these URLs say now."""
         for url in urls:
             control = self._controls.setdefault(url, ControlClient(url, url))
-            self._last[url] = (await control.stats()).generation_tokens
+            self._last[url] = (await control.verbs.stats()).generation_tokens
         return sum(self._last.values())
 
     async def on(self, url: str) -> int:
         """Requests on an engine."""
-        stats = await self._controls[url].stats()
+        stats = await self._controls[url].verbs.stats()
         return stats.running + stats.waiting
 
     async def close(self) -> None:

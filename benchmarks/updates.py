@@ -143,10 +143,10 @@ class Bench:
         """Everything in flight is cut and begins anew."""
         self._step()
         before = await self._held()
-        await all_or_first_error(control.release() for control in self.controls)
+        await all_or_first_error(control.verbs.release() for control in self.controls)
         await asyncio.sleep(GRACE_S)
         await self._update()
-        await all_or_first_error(control.resume() for control in self.controls)
+        await all_or_first_error(control.verbs.resume() for control in self.controls)
         return await self._longest_since(before)
 
     async def _longest_since(self, before: Sequence[float]) -> float:

@@ -99,10 +99,10 @@ class HTTPEngine(Engine):
             await self.control.adapters.pause(adapter)
             return
         deadline_s = timeout_s or (self.data.request_timeout_s if mode is PauseMode.WAIT else None)
-        await self.control.pause(mode, clear_cache=clear_cache, timeout_s=deadline_s)
+        await self.control.verbs.pause(mode, clear_cache=clear_cache, timeout_s=deadline_s)
 
     async def resume_generation(self, *, adapter: str | None = None) -> None:
-        await (self.control.resume() if adapter is None else self.control.adapters.resume(adapter))
+        await (self.control.verbs.resume() if adapter is None else self.control.adapters.resume(adapter))
 
     async def update_adapter(
         self,
@@ -132,16 +132,16 @@ class HTTPEngine(Engine):
 
     async def abort_generation(self) -> None:
         self.data.expect_aborts()
-        await self.control.abort()
+        await self.control.verbs.abort()
 
     async def reset_prefix_cache(self) -> None:
-        await self.control.reset_prefix_cache()
+        await self.control.verbs.reset_prefix_cache()
 
     async def sleep(self, level: int = 1) -> None:
-        await self.control.sleep(level)
+        await self.control.verbs.sleep(level)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        await self.control.wake_up(tags)
+        await self.control.verbs.wake_up(tags)
 
     async def init_weight_update_communicator(self, init_info: Mapping[str, Any]) -> None:
         await self.control.native.init(init_info)
@@ -166,20 +166,20 @@ class HTTPEngine(Engine):
         return UpdateReport(version=target, bytes=manifest.nbytes, seconds=seconds, engines=(update,))
 
     async def recovered(self, report: UpdateReport, *, timeout_s: float = 60.0) -> UpdateReport:
-        loss = await self.control.token_loss(report.version, adapter=report.adapter, timeout_s=timeout_s)
+        loss = await self.control.verbs.token_loss(report.version, adapter=report.adapter, timeout_s=timeout_s)
         return replace(report, engines=tuple(replace(engine, loss=loss) for engine in report.engines))
 
     async def get_num_unfinished_requests(self, index: int | None = None) -> int:  # noqa: ARG002 - there is one
-        stats = await self.control.stats()
+        stats = await self.control.verbs.stats()
         return stats.running + stats.waiting
 
     async def get_cache_usage(self, index: int | None = None) -> float:  # noqa: ARG002 - there is one
-        return (await self.control.stats()).kv_cache_usage
+        return (await self.control.verbs.stats()).kv_cache_usage
 
     async def collective_rpc(
         self, method: str, timeout_s: float = 60.0, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> list[Any]:
-        return await self.control.collective_rpc(method, timeout_s, args, kwargs)
+        return await self.control.verbs.collective_rpc(method, timeout_s, args, kwargs)
 
     async def teardown(self) -> None:
         """Close connections and free the published weights; the launcher ends the server itself."""

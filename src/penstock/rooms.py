@@ -25,6 +25,7 @@ PLACES = {
     "checkpoint.tensors": "penstock.weights.checkpoint_names:checkpoint_tensors",
     "connect": "penstock.fleet.remote:connect",
     "control.cores": "penstock.plugin.cores:CoreCalls",
+    "control.verbs": "penstock.engine.verbs:EngineVerbs",
     "control_socket": "penstock.fleet.service:Endpoint",
     "control_socket.refuse_second": "penstock.fleet.service:refuse_second",
     "delivery.broadcast": "penstock.fleet.delivery:Delivery",

@@ -208,7 +208,7 @@ async def test_a_pause_of_one_adapter_holds_its_requests_alone(tuned: Tuned) -> 
     (end,) = [c for chunk in await chat for c in chunk["choices"] if c.get("weight_versions")]
     assert [v["adapter_version"] for v in end["weight_versions"]] == [before["p"], after]
     assert end["weight_versions"][-1]["end"] == 100
-    assert (await engine.control.stats()).waiting == 0
+    assert (await engine.control.verbs.stats()).waiting == 0
 
 
 async def test_what_does_not_fit_is_refused_and_the_version_in_force_stays(tuned: Tuned) -> None:

@@ -119,14 +119,14 @@ async def made(server: SimServer, tokens: int, request: asyncio.Task | None = No
 async def pause(one: HTTPEngine, how: str) -> None:
     """Pause; `release`: what is in flight ends, so that its client sends it again."""
     if how == "release":
-        await one.control.release()
+        await one.control.verbs.release()
     else:
         await one.pause_generation(PauseMode(how))
 
 
 async def cut(one: HTTPEngine) -> None:
     """Let every request in flight be sent again with what it has."""
-    await one.control.release()
+    await one.control.verbs.release()
     await one.resume_generation()
 
 

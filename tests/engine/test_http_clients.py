@@ -16,8 +16,9 @@ from canned import LINES, answer, canned, client_of
 from penstock.control_types import EngineStats
 from penstock.engine.capabilities import Capabilities
 from penstock.engine.client import DataClient
-from penstock.engine.control import ControlClient, engine_stats
+from penstock.engine.control import ControlClient
 from penstock.engine.vanilla import VanillaReplies
+from penstock.engine.verbs import engine_stats
 from penstock.errors import ConfigError, DeadlineError, EngineDeadError, EngineError, EngineHTTPError, RequestError
 from penstock.http import HttpTransport
 from penstock.router.admin_client import RouterAdmin

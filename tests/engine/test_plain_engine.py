@@ -37,10 +37,10 @@ async def plain(**config: Any) -> AsyncIterator[tuple[HTTPEngine, SimServer]]:
 
 async def running(one: HTTPEngine, tokens: int = 10) -> None:
     """Some requests are, and have so many tokens together."""
-    before = (await one.control.stats()).generation_tokens
+    before = (await one.control.verbs.stats()).generation_tokens
 
     async def made() -> bool:
-        return (await one.control.stats()).generation_tokens >= before + tokens
+        return (await one.control.verbs.stats()).generation_tokens >= before + tokens
 
     await eventually(made)
 

@@ -91,7 +91,7 @@ async def disturbed(live, ask, mode, samples=1, *, tokens=20, times=2):
             if mode is PauseMode.WAIT:
                 await paused_at_the_end(live)
                 break
-            await (live.engine.control.release() if mode == RELEASE else live.engine.pause_generation(mode))
+            await (live.engine.control.verbs.release() if mode == RELEASE else live.engine.pause_generation(mode))
             assert not request.done()
             live.hold.move(2 * tokens)
             await live.engine.resume_generation()
@@ -211,7 +211,7 @@ async def test_every_token_has_its_version_on_every_endpoint(live, how):
         tasks = {name: asyncio.create_task(request) for name, request in requests.items()}
         for seed, way in ((61, how), (62, PauseMode.KEEP)):
             await live.hold.reached(11)
-            await (engine.control.release() if way == RELEASE else engine.pause_generation(way))
+            await (engine.control.verbs.release() if way == RELEASE else engine.pause_generation(way))
             await live.update(changed(live.history.latest, seed))
             live.hold.move(80)
             await engine.resume_generation()
@@ -248,7 +248,7 @@ async def test_a_tool_call_in_progress_goes_on(live):
                 request = asyncio.create_task(engine.chat_completion(asked))
                 stream = asyncio.create_task(_collected(engine.chat_completion_stream(asked)))
                 await live.hold.reached(2)
-                await engine.control.release()
+                await engine.control.verbs.release()
             await engine.resume_generation()
             choice = (await request)["choices"][0]
             assert choice["message"]["content"] == undisturbed["choices"][0]["message"]["content"]

@@ -290,7 +290,7 @@ async def test_no_step_of_an_update_waits_for_the_api_server(live):
         with pytest.raises(WeightsError, match="missing"):
             await control.prepare_weights(replace(manifest, tensors=manifest.tensors[1:]))
         with pytest.raises(WeightsError, match="group"):
-            await control.join_group({"epoch": "none"})
+            await control.verbs.join_group({"epoch": "none"})
         await control.prepare_weights(manifest)
         await control.apply_weights(version)
     finally:

@@ -80,7 +80,7 @@ KINDS = {
 
 async def count(live):
     """Tokens that the engine has made."""
-    return (await live.engine.control.stats()).generation_tokens
+    return (await live.engine.control.verbs.stats()).generation_tokens
 
 
 async def in_core(live):
@@ -124,18 +124,18 @@ async def test_versions_are_exact_through_a_pause_or_a_sleep_with_an_update(live
     with live.hold.at(40):
         request = asyncio.create_task(tokens(live, n=8))
         await live.hold.reached(8)
-        await (engine.control.sleep(level) if level else engine.pause_generation(PauseMode.ABORT))
+        await (engine.control.verbs.sleep(level) if level else engine.pause_generation(PauseMode.ABORT))
     if level:
-        await engine.control.wake_up(["weights"])
+        await engine.control.verbs.wake_up(["weights"])
         assert await still(live, request)
     if level == 2:
-        await engine.control.wake_up(None)
+        await engine.control.verbs.wake_up(None)
         assert await still(live, request), "there are no weights"
         assert await engine.control.is_paused()
     await live.update(changed(live.history.latest, 70 + level))
     if level == 1:
         assert await still(live, request), "there is no KV"
-        await engine.control.wake_up(["kv_cache"])
+        await engine.control.verbs.wake_up(["kv_cache"])
     if level == 0:
         await engine.resume_generation()
     choices, spans = await asyncio.wait_for(request, 60)
@@ -156,15 +156,15 @@ async def test_who_paused_resumes_and_no_wake_up_or_update_does(live):
         request = asyncio.create_task(tokens(live))
         await live.hold.reached(1)
         await live.engine.pause_generation(PauseMode.ABORT)
-    await live.engine.control.sleep(1)
-    await live.engine.control.wake_up(None)
+    await live.engine.control.verbs.sleep(1)
+    await live.engine.control.verbs.wake_up(None)
     assert await still(live, request)
     await live.update(changed(live.history.latest, 81))
     assert await still(live, request)
-    await live.engine.control.sleep(1)
+    await live.engine.control.verbs.sleep(1)
     await live.engine.resume_generation()
     assert await still(live, request), "a resume while the memory is away waits for it"
-    await live.engine.control.wake_up(None)
+    await live.engine.control.verbs.wake_up(None)
     ((choice,), _) = await asyncio.wait_for(request, 60)
     assert (choice["finish_reason"], len(choice["token_ids"])) == ("length", TOKENS)
 
@@ -176,8 +176,8 @@ async def test_dropped_weights_that_come_natively_count(live):
     with live.hold.at(40):
         request = asyncio.create_task(tokens(live))
         await live.hold.reached(1)
-        await engine.control.sleep(2)
-    await engine.control.wake_up(None)
+        await engine.control.verbs.sleep(2)
+    await engine.control.verbs.wake_up(None)
     assert await still(live, request)
     await engine.update_named_weights({"manifest": manifest.to_json()}, version=manifest.version)
     live.took(manifest, model)
@@ -208,12 +208,12 @@ async def test_a_client_that_hangs_up_during_a_sleep_leaves_nothing_behind(live)
         request = asyncio.create_task(tokens(live))
         other = asyncio.create_task(live.engine.sample(PROMPT, 1, params))
         await live.hold.reached(2)
-        await live.engine.control.sleep(1)
+        await live.engine.control.verbs.sleep(1)
     request.cancel()
     async with asyncio.timeout(60):
         while await in_core(live) > 1:  # noqa: ASYNC110 - engines send no event
             await asyncio.sleep(0.02)
-    await live.engine.control.wake_up(None)
+    await live.engine.control.verbs.wake_up(None)
     assert len((await other)[0].token_ids) == TOKENS
     async with asyncio.timeout(60):
         while await live.engine.get_num_unfinished_requests():

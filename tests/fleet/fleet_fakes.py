@@ -111,6 +111,7 @@ class FakeEngine:
         self.lora: dict[str, tuple[int, bytes]] = {}
         self.adapters = FakeAdapterCalls(self)
         self.native = FakeNativeTransfer(self)
+        self.verbs = self
         """Version and bytes of each adapter."""
         self.in_flight: dict[str, int] = {}
         self.idle_s: dict[str, float] = {}

@@ -202,9 +202,9 @@ async def test_memory_comes_back_by_tag(large: Sleeper) -> None:
 async def test_prefix_cache_and_requests_in_flight_outlive_a_sleep(nano: Sleeper) -> None:
     await nano.check_prefix()
     several = replace(LONG, temperature=1.0, seed=3)  # vLLM 0.26 refuses several greedy samples
-    before = (await nano.engine.control.stats()).generation_tokens
+    before = (await nano.engine.control.verbs.stats()).generation_tokens
     running = asyncio.create_task(nano.engine.sample([9, 8, 7], 4, several))
-    while (await nano.engine.control.stats()).generation_tokens < before + 4:  # noqa: ASYNC110 - it sends no event
+    while (await nano.engine.control.verbs.stats()).generation_tokens < before + 4:  # noqa: ASYNC110 - it sends no event
         await asyncio.sleep(0.01)
     await nano.engine.sleep(1)
     assert not running.done(), "make it longer"

@@ -1,25 +1,21 @@
-"""Control calls to one engine: pause, weights, and the reports of the engine and its core."""
+"""Control calls to one engine: its weights, and the reports of the engine and its core."""
 
 from __future__ import annotations
 
 import asyncio
-import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
 from yarl import URL
 
-from penstock.control_types import KV, EngineStats, EngineUpdate, PauseMode, TokenLoss
+from penstock.control_types import KV, EngineUpdate
 from penstock.engine.capabilities import EngineInfo, info_of
 from penstock.errors import (
     DeadlineError,
     EngineError,
     EngineHTTPError,
-    MissingCapabilityError,
     PenstockError,
     TransferError,
     WeightsError,
@@ -30,43 +26,10 @@ from penstock.rooms import plugged_in
 from penstock.weights.manifest import WeightManifest
 from penstock.wire import INFO
 
-RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
-KV_USAGE = "vllm:kv_cache_usage_perc"
-GENERATED, PREEMPTIONS = "vllm:generation_tokens_total", "vllm:num_preemptions_total"
-_SERIES = (RUNNING, WAITING, KV_USAGE, GENERATED, PREEMPTIONS)
-
 BAD_REQUEST, UNAUTHORIZED, NOT_FOUND = 400, 401, 404
 _NO_CORE = object()
 GONE_S = 3000.0
 """Seconds after which `core_gone` repeats its call. The core keeps such a call for an hour."""
-
-
-def engine_stats(text: str, engine: str) -> EngineStats:
-    """Sum the series of /metrics over the data-parallel ranks; average KV usage.
-
-    Raises:
-        MissingCapabilityError: a series is missing. The error names `engine`.
-        EngineError: a line is not Prometheus text, or its value is not a finite number.
-    """
-    values: dict[str, list[float]] = defaultdict(list)
-    try:
-        # Most of vLLM's answer is histogram buckets, which are dropped before parsing.
-        wanted = "".join(line + "\n" for line in text.splitlines() if line.startswith(_SERIES))
-        for family in text_string_to_metric_families(wanted):
-            for sample in family.samples:
-                values[sample.name].append(sample.value)
-    except ValueError as error:  # from the parser, for a malformed line
-        raise EngineError(f"its /metrics cannot be read: {error}", engine=engine) from error
-    if odd := [name for name, given in values.items() if not all(map(math.isfinite, given))]:
-        raise EngineError(f"its /metrics cannot be read: {', '.join(odd)} is no finite number", engine=engine)
-    if missing := [name for name in _SERIES if not values[name]]:
-        raise MissingCapabilityError(
-            f"engine {engine} does not say how busy it is: its /metrics lacks {', '.join(missing)}; start it without "
-            "--disable-log-stats"
-        )
-    running, waiting, usage, generated, preemptions = (sum(values[name]) for name in _SERIES)
-    usage /= len(values[KV_USAGE])
-    return EngineStats(int(running), int(waiting), usage, int(generated), int(preemptions))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +73,11 @@ class ControlClient:
         return plugged_in("adapters.calls")(self)
 
     @cached_property
+    def verbs(self) -> Any:
+        """Calls of which no update and no restart has need, `verbs.EngineVerbs`."""
+        return plugged_in("control.verbs")(self)
+
+    @cached_property
     def native(self) -> Any:
         """Native weight transfer of vLLM (R18), `vanilla.NativeTransfer`."""
         return plugged_in("native.calls")(self)
@@ -146,29 +114,6 @@ class ControlClient:
         """Return once the engine says that it is healthy, else raise."""
         await self.http.get_text("/health", timeout_s=timeout_s)
 
-    async def stats(self) -> EngineStats:
-        """Read the load from /metrics. MissingCapabilityError: it has none."""
-        return engine_stats(await self.http.get_text("/metrics", timeout_s=self.timeout_s), self.name)
-
-    async def pause(self, mode: PauseMode, *, clear_cache: bool = True, timeout_s: float | None = None) -> None:
-        """Pause. When this returns, the engine makes no token.
-
-        The mode `wait` returns when the last request has finished, so it needs a `timeout_s` of a request's length.
-        """
-        body = {"mode": mode.value, "clear_cache": clear_cache}
-        otherwise = f"/pause?mode={mode.value}&clear_cache={str(clear_cache).lower()}"
-        await self.at_core("/penstock/pause", body, timeout_s, otherwise=otherwise)
-
-    async def resume(self) -> None:
-        await self.at_core("/penstock/resume", {}, otherwise="/resume")
-
-    async def release(self) -> None:
-        """Pause for good and cut requests, so that clients continue them elsewhere.
-
-        The request of another client ends with the finish reason `abort`.
-        """
-        await self.post(f"/pause?mode={PauseMode.ABORT.value}&release=true")
-
     async def is_paused(self) -> bool:
         return bool((await self.http.get("/is_paused", timeout_s=self.timeout_s))["is_paused"])
 
@@ -194,48 +139,12 @@ class ControlClient:
                 return
         await asyncio.Event().wait()
 
-    async def abort(self) -> None:
-        await self.post("/abort_requests", {})
-
-    async def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes, recompute requests. EngineError: it did not do so."""
-        answer = await self.post("/reset_prefix_cache?reset_running_requests=true")
-        if answer is not None and answer.get("success") is False:
-            raise EngineError("answered that it could not reset its prefix cache", engine=self.name)
-
-    async def sleep(self, level: int) -> None:
-        await self.post(f"/sleep?level={level}")
-
-    async def wake_up(self, tags: Sequence[str] | None) -> None:
-        await self.post("/wake_up" + ("?" + "&".join(f"tags={tag}" for tag in tags) if tags else ""))
-
-    async def collective_rpc(
-        self, method: str, timeout_s: float, args: Sequence[Any], kwargs: Mapping[str, Any] | None
-    ) -> list[Any]:
-        """Call a method on every worker. Return the results in rank order."""
-        body = {"method": method, "timeout": timeout_s, "args": list(args), "kwargs": dict(kwargs or {})}
-        # One second more than the engine's own deadline, so that its error message arrives.
-        # After a worker's error, vLLM's server closes the connection without notice, so no other call may reuse it.
-        answer = await self.http.post(
-            "/collective_rpc", body, timeout_s=timeout_s + 1.0, headers={"Connection": "close"}
-        )
-        return list(answer["results"]) if answer else []
-
-    # --- weights -----------------------------------------------------------------------------------------------------
-
-    async def join_group(self, group: Mapping[str, Any]) -> None:
-        """Let every worker start to join a group, during generation.
-
-        `group` is `weights.group.GroupSpec` as JSON. WeightsError: they cannot join.
-        """
-        await self._offer("group", group, refused=(BAD_REQUEST, NOT_FOUND))
-
     async def prepare_weights(self, manifest: WeightManifest) -> None:
         """Let the engine map and check a version while it generates. Changes nothing.
 
         WeightsError: names, shapes, dtypes or checksums do not fit.
         """
-        await self._offer("prepare", {"manifest": manifest.to_json()}, refused=(BAD_REQUEST,))
+        await self.offer("prepare", {"manifest": manifest.to_json()})
 
     async def apply_weights(self, version: int, *, kv: KV = "recompute") -> EngineUpdate:
         """Pause (keep), load the prepared version, label it, resume, in one call.
@@ -256,15 +165,6 @@ class ControlClient:
             message = f"applied weight version {version} but says it serves {confirmed}"
             raise EngineHTTPError(message, status=200, engine=self.name)
         return self.update_of(answer)
-
-    async def token_loss(self, version: int, *, adapter: str | None = None, timeout_s: float) -> TokenLoss | None:
-        """Return an update's cost on this engine; None: it was not measured.
-
-        Returns once the engine's rate has recovered, or after `timeout_s` seconds with the loss so far.
-        """
-        body = {"version": version, "adapter": adapter, "timeout_s": timeout_s}
-        answer: Any = await self.at_core("/penstock/weights/loss", body, timeout_s + self.timeout_s)
-        return None if answer is None else TokenLoss(**answer)
 
     async def close(self) -> None:
         await self.http.close()
@@ -290,7 +190,8 @@ class ControlClient:
         if url is not None and self._core is None:
             self._core = HttpTransport(url, api_key=self._key, name=self.name)
 
-    async def _offer(self, step: str, body: Mapping[str, Any], *, refused: Sequence[int]) -> None:
+    async def offer(self, step: str, body: Mapping[str, Any], *, refused: Sequence[int] = (BAD_REQUEST,)) -> None:
+        """Make the weights call `step` of the core. WeightsError: it answers with a status of `refused`."""
         try:
             await self.at_core(f"/penstock/weights/{step}", body)
         except EngineHTTPError as error:

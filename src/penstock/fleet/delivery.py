@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from penstock.aio import abandonable, cancelled, in_thread, settled
 from penstock.control_types import EngineUpdate
 from penstock.engine.control import ControlClient
+from penstock.engine.verbs import verbs_of
 from penstock.errors import DeadlineError, EngineHTTPError, PenstockError, TransferError, WeightsError
 from penstock.fleet.member import Call, FanOut, Member, fan_out, updatable
 from penstock.fleet.roster import Roster
@@ -165,7 +166,7 @@ class Delivery(Fetching):
             try:
                 outcome = await fan_out(
                     members,
-                    lambda engine: engine.join_group(bodies[engine]),
+                    lambda engine: verbs_of(engine).join_group(bodies[engine]),
                     deadline_s=self.deadline_s,
                     on_failure=failed,
                 )

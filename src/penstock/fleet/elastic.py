@@ -11,6 +11,7 @@ from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from penstock.control_types import EngineStats, TokenLoss
+from penstock.engine.verbs import verbs_of
 from penstock.errors import (
     DeadlineError,
     EngineDeadError,
@@ -142,7 +143,9 @@ class Elastic:
     async def statuses(self, *, stats: bool) -> tuple[EngineStatus, ...]:
         """Return the status of every engine that ever joined; `stats`: ask them too."""
         roster = self._roster
-        asked = await fan_out(roster.live() if stats else (), lambda engine: engine.stats(), deadline_s=STATS_S)
+        asked = await fan_out(
+            roster.live() if stats else (), lambda engine: verbs_of(engine).stats(), deadline_s=STATS_S
+        )
         return tuple(
             EngineStatus(m.name, m.url, m.state, m.lifecycle.reason, m.weight_version, asked.results.get(m.name))
             for m in roster.members
@@ -163,7 +166,7 @@ class Elastic:
             if member.state not in SERVABLE:
                 raise EngineDeadError(f"it is {member.state}: {member.lifecycle.reason}", engine=member.name)
             members = (member,)
-        asked = await fan_out(members, lambda engine: engine.stats(), deadline_s=STATS_S)
+        asked = await fan_out(members, lambda engine: verbs_of(engine).stats(), deadline_s=STATS_S)
         asked.raise_first()
         return tuple(asked.results.values())
 
@@ -173,7 +176,7 @@ class Elastic:
         """Return the tokens that an update lost, by engine; see `Fleet.recovered`."""
         outcome = await fan_out(
             [member for member in self._roster.live() if member.name in engines],
-            lambda engine: engine.token_loss(version, adapter=adapter, timeout_s=timeout_s),
+            lambda engine: verbs_of(engine).token_loss(version, adapter=adapter, timeout_s=timeout_s),
             deadline_s=timeout_s + STATS_S,
         )
         return dict(outcome.results)

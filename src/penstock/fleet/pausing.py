@@ -13,6 +13,7 @@ from penstock.aio import settled
 from penstock.control_types import PauseMode
 from penstock.engine.capabilities import Capability, require
 from penstock.engine.control import ControlClient, CoreState
+from penstock.engine.verbs import verbs_of
 from penstock.errors import (
     DeadlineError,
     EngineDeadError,
@@ -157,7 +158,7 @@ class AllOperations(Operations):
             async with self._gate_closed():
                 for member in self._roster.live():
                     member.asleep = MEMORY_TAGS
-                await self.refusable(lambda engine: engine.sleep(level), "sleep")
+                await self.refusable(lambda engine: verbs_of(engine).sleep(level), "sleep")
                 self._asleep = MEMORY_TAGS
                 if level == DROPS_WEIGHTS:
                     self._usable_from = self._roster.version + 1
@@ -178,7 +179,7 @@ class AllOperations(Operations):
             missing = [tag for tag in tags if tag in self._asleep] if tags and self._asleep else tags
             async with self._gate_closed():
                 if missing or not tags:
-                    await self.refusable(lambda engine: engine.wake_up(missing), "wake-up")
+                    await self.refusable(lambda engine: verbs_of(engine).wake_up(missing), "wake-up")
                 self._asleep -= set(tags or MEMORY_TAGS)
                 for member in self._roster.live():
                     member.asleep = self._asleep
@@ -190,13 +191,15 @@ class AllOperations(Operations):
 
     async def abort(self) -> None:
         """End every request in flight with its tokens, and thereby the wait of a pause."""
-        await self.queue.run(lambda: self.refusable(lambda engine: engine.abort(), "abort", needs="abort"), urgent=True)
+        await self.queue.run(
+            lambda: self.refusable(lambda engine: verbs_of(engine).abort(), "abort", needs="abort"), urgent=True
+        )
 
     async def reset_prefix_cache(self) -> None:
 
         async def run() -> None:
             await self.refusable(
-                lambda engine: engine.reset_prefix_cache(), "reset of the prefix cache", needs="caches"
+                lambda engine: verbs_of(engine).reset_prefix_cache(), "reset of the prefix cache", needs="caches"
             )
             self.kv_stays = False
 
@@ -220,7 +223,7 @@ class AllOperations(Operations):
         with self._roster.occupation.going_on(), foreign_to(members):
             outcome = await fan_out(
                 members,
-                lambda engine: engine.collective_rpc(method, timeout_s, args, kwargs),
+                lambda engine: verbs_of(engine).collective_rpc(method, timeout_s, args, kwargs),
                 # Longer than the engine client's own deadline, so that its message arrives.
                 deadline_s=timeout_s + 2.0,
             )
@@ -260,7 +263,9 @@ class AllOperations(Operations):
             return
 
         async def call(engine: ControlClient) -> None:
-            await (engine.pause(PauseMode.KEEP, clear_cache=False) if self.paused else engine.resume())
+            await (
+                verbs_of(engine).pause(PauseMode.KEEP, clear_cache=False) if self.paused else verbs_of(engine).resume()
+            )
 
         try:
             await ask(member, call, deadline_s=self._control_s)
@@ -286,7 +291,7 @@ class AllOperations(Operations):
         if not able.sleep or ("weights" in self._asleep and self._asleep == member.asleep and not loads):
             return
         for tag in sorted(member.asleep, reverse=True):  # the weights first
-            await ask(member, lambda engine, tag=tag: engine.wake_up([tag]), deadline_s=self._control_s)
+            await ask(member, lambda engine, tag=tag: verbs_of(engine).wake_up([tag]), deadline_s=self._control_s)
             member.asleep -= {tag}
 
     async def _bring_to_state(self, member: Member) -> None:
@@ -301,27 +306,27 @@ class AllOperations(Operations):
             require(((member.name, able),), needed, "join a fleet that is paused or sleeps")
         if asleep:
             member.asleep = asleep
-            await one(lambda engine: engine.sleep(1))
+            await one(lambda engine: verbs_of(engine).sleep(1))
             if back := sorted(MEMORY_TAGS - asleep):
-                await one(lambda engine: engine.wake_up(back))
+                await one(lambda engine: verbs_of(engine).wake_up(back))
         elif self.paused:
             # A server of others has KV of its own, which must not outlive a native update.
-            await one(lambda engine: engine.pause(PauseMode.KEEP, clear_cache=True))
+            await one(lambda engine: verbs_of(engine).pause(PauseMode.KEEP, clear_cache=True))
         elif member.process is None and able.pause:  # its owner paused it, or we did when it was torn
-            await one(lambda engine: engine.resume())
+            await one(lambda engine: verbs_of(engine).resume())
 
     async def _pause_engines(self, mode: PauseMode, *, clear_cache: bool) -> None:
         # Mode `wait` ends with the longest request in flight, the other modes at once.
         deadline_s = self._request_s if mode is PauseMode.WAIT else self._control_s
         await command(
             self._roster,
-            lambda engine: engine.pause(mode, clear_cache=clear_cache, timeout_s=deadline_s),
+            lambda engine: verbs_of(engine).pause(mode, clear_cache=clear_cache, timeout_s=deadline_s),
             what=f"pause ({mode})",
             deadline_s=deadline_s,
         )
 
     async def _resume_engines(self, what: str) -> None:
-        await command(self._roster, lambda engine: engine.resume(), what=what, deadline_s=self._control_s)
+        await command(self._roster, lambda engine: verbs_of(engine).resume(), what=what, deadline_s=self._control_s)
 
     async def _wait_for_requests(self, pausing: Coroutine[Any, Any, None], attempt: _Pause) -> None:
         """Run `pausing` until it ends or is given up; `abort` and `resume` may pass it."""

@@ -324,6 +324,6 @@ class Roster(Changes):
             await self.push_or_defer(f"engine {member.name} died")
         if member.torn is not None and member.process is None:
             try:
-                await ask(member, lambda engine: engine.release(), deadline_s=SILENCING_S)
+                await ask(member, lambda engine: engine.verbs.release(), deadline_s=SILENCING_S)
             except PenstockError as error:
                 logger.warning("engine %s may make tokens of unconfirmed weights: %s", member.name, error)

@@ -376,6 +376,6 @@ async def _state(control: ControlClient, occupation: Occupation) -> CoreState | 
 async def _is_young(control: ControlClient, deadline_s: float) -> bool:
     try:
         async with asyncio.timeout(deadline_s):
-            return (await control.stats()).generation_tokens == 0
+            return (await control.verbs.stats()).generation_tokens == 0
     except (TimeoutError, PenstockError):
         return False
