@@ -58,17 +58,6 @@ async def test_updates_in_flight_lose_nothing_and_every_token_has_its_version(fl
     del history.models[last + 1]
 
 
-async def test_both_engines_work_and_a_session_stays_on_one(fleet):
-    before = [e.stats.generation_tokens for e in await fleet.engines()]
-    await fleet.generate(prompt_token_ids=[[9, 9]] * 8, sampling_params=LONG)
-    spread = [e.stats.generation_tokens for e in await fleet.engines()]
-    assert all(b > a for a, b in zip(before, spread, strict=True))
-    for _ in range(4):
-        await fleet.sample([8, 8], 1, LONG, session_id="conversation")
-    sticky = [e.stats.generation_tokens for e in await fleet.engines()]
-    assert sorted(b - a for a, b in zip(spread, sticky, strict=True)) == [0, 600]
-
-
 async def test_requests_wait_through_a_pause_and_none_fails(fleet, history, hold):
     with hold.at(40):
         running = asyncio.create_task(fleet.generate(prompt_token_ids=[[5, 6]] * 6, sampling_params=LONG))

@@ -162,16 +162,6 @@ async def test_what_it_lacks_is_said_before_anything_is_sent() -> None:
         assert (await one.completion({"prompt": "ab", "max_tokens": 3}))["usage"]["completion_tokens"] == 3
 
 
-@pytest.mark.parametrize("plugin", [False, True])
-async def test_logprobs_before_temperature_are_refused(plugin: bool) -> None:  # noqa: FBT001
-    """Of an engine with our plugin too, which a person has started without the option."""
-    async with plain(plain=not plugin, logprobs_mode="raw_logprobs") as (one, _):
-        with pytest.raises(MissingCapabilityError, match="e0 lacks logprobs of what it samples from"):
-            await one.sample(PROMPT, 1, LONG)
-        (sample,) = await one.sample(PROMPT, 1, {"max_tokens": 3, "logprobs": False})
-        assert sample.logprobs is None
-
-
 async def test_one_started_without_statistics_serves_and_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     """`--disable-log-stats`: what is left of /metrics is of its Python process."""
     left = 'python_info{version="3.11"} 1.0\nvllm:request_success_total{engine="0"} 1.0\n'

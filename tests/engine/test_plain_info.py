@@ -158,13 +158,6 @@ def test_what_is_required_and_lacking_is_named() -> None:
         require([("b", PLAIN), ("c", PLAIN)], "plugin", "update_weights")
 
 
-def test_lacking_logprobs_are_had_by_an_option() -> None:
-    with pytest.raises(MissingCapabilityError) as refused:
-        require([("a", PENSTOCK), ("b", replace(PENSTOCK, sampled_logprobs=False))], "sampled_logprobs", "generate")
-    assert str(refused.value).startswith("generate: engine b lacks logprobs of what it samples from")
-    assert "start it with the option --logprobs-mode processed_logprobs" in str(refused.value)
-
-
 def test_the_command_that_gives_the_plugin_has_all_that_a_launch_gives(tmp_path: Path) -> None:
     """Typed as it is, it starts what `Fleet.launch` would start."""
     variable, python, *typed = shlex.split(LACKING["plugin"][1].split("`")[1])

@@ -218,18 +218,3 @@ async def test_a_client_that_hangs_up_during_a_sleep_leaves_nothing_behind(live)
     async with asyncio.timeout(60):
         while await live.engine.get_num_unfinished_requests():
             pass
-
-
-async def test_a_pause_with_abort_builds_no_answer_before_its_own(live):
-    """With 128 samples in flight, theirs would come first, in the process that answers."""
-    params = SamplingParams(max_tokens=40, ignore_eos=True)
-    before = live.engine.counters.requeued_tokens
-    with live.hold.at(16):
-        tasks = [asyncio.create_task(live.engine.sample(PROMPT, 8, params)) for _ in range(16)]
-        await live.hold.reached(128)
-        await live.engine.pause_generation(PauseMode.ABORT)
-    assert not any(task.done() for task in tasks)
-    await live.engine.resume_generation()
-    samples = [sample for task in tasks for sample in await task]
-    assert {len(sample.token_ids) for sample in samples} == {40}
-    assert live.engine.counters.requeued_tokens == before, "nothing is sent again"
