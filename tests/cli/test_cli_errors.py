@@ -119,12 +119,13 @@ def test_engines_of_others_need_no_vllm_here(tmp_path: Path) -> None:
 
 
 def test_a_missing_extra_is_one_line(tmp_path: Path) -> None:
-    without = python_without(tmp_path, "torch", "vllm", "matplotlib")
+    without = python_without(tmp_path, "torch", "vllm", "matplotlib", "ray")
     (tmp_path / "run.yaml").write_text(SIM)
     said = one_line(penstock("train", "run.yaml", cwd=tmp_path, **without))
     assert "not installed: torch, matplotlib; pip install 'penstock[train]'" in said
     assert "penstock[vllm]" in one_line(penstock("serve", "any/model", "--cpu", **without))
     assert "penstock[train]" in one_line(penstock("plot", str(tmp_path), **without))
+    assert "penstock[ray]" in one_line(penstock("serve", "m", "--sim", "--launcher", "ray", **without))
 
 
 def test_nobody_there_is_one_line_and_status_1() -> None:

@@ -225,7 +225,7 @@ class FakeProcess:
     async def wait(self) -> int:
         return await asyncio.shield(self.status)
 
-    async def stop(self, timeout_s: float) -> None:
+    async def stop(self, timeout_s: float = 0.0) -> None:
         self.kill()
 
     def kill(self) -> None:

@@ -57,23 +57,6 @@ async def until(fleet: Fleet, name: str, state: State) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_an_owner_notices_that_another_gave_its_version_to_other_weights() -> None:
-    async with (
-        server() as one,
-        plain_fleet(one) as fleet,
-        Fleet.connect([one.url], health_interval_s=WAIT_S) as other,  # which notices nothing
-    ):
-        await fleet.update_weights(GOOD)
-        assert (await other.update_weights([("w", torch.zeros(2))])).version == fleet.weight_version == 1
-        (member,) = fleet._roster.members
-        why = "another process gave it other weights under the same version 1"
-        assert await fleet._roster.until(
-            lambda: any(change.reason == why for change in member.lifecycle.history), deadline_s=WAIT_S
-        )
-        await until(fleet, "e0", State.SERVING)
-        assert one.engine.weights.checksum in fleet._roster.checksums[member.layout], "it has the fleet's again"
-
-
 async def test_servers_of_another_model_are_refused() -> None:
     async with server() as first, server(vocab_size=512) as other, server() as third:
         with pytest.raises(

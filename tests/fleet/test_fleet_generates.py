@@ -84,6 +84,9 @@ WRONG = {
     "rpc's deadline": (lambda f: f.collective_rpc("x", None), "timeout_s is None, and this call needs a deadline"),
     "NaN": (lambda f: f.collective_rpc("x", args=(math.nan,)), "malformed arguments of collective_rpc: ValueError"),
     "infinity": (lambda f: f.collective_rpc("x", kwargs={"a": math.inf}), "malformed arguments of collective_rpc"),
+    "weights": (lambda f: f.update_weights({"w": torch.ones(1)}), "takes pairs of a name and a tensor, not a dict"),
+    "no weights": (lambda f: f.update_weights(None), "takes pairs of a name and a tensor, not a NoneType"),
+    "pause mode": (lambda f: f.pause_generation("foo"), "unknown pause mode 'foo'; known: keep, wait, abort"),
     "text as list": (lambda f: f.collective_rpc("x", args="ab"), "args is the text 'ab'; give a list"),
 }  # fmt: skip
 

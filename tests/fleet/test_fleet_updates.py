@@ -9,7 +9,7 @@ import torch
 
 from patience import WAIT_S
 from penstock import Fleet, PauseMode, SamplingParams
-from penstock.errors import StateError, UserError
+from penstock.errors import StateError
 from penstock.fleet.member import State
 from sim_fleets import check, in_flight, made, slowed, stepped, whole
 
@@ -88,13 +88,3 @@ async def test_a_reset_of_the_prefix_cache_recomputes_what_runs(fleet: Fleet) ->
         await fleet.reset_prefix_cache()
     await whole(running, PROMPTS, LONG)
     assert await preemptions(fleet) > before
-
-
-async def test_weights_that_are_no_pairs_and_unknown_modes_change_nothing() -> None:
-    async with Fleet.launch("sim-model", profile="sim") as fleet:
-        for given in ({"w": torch.ones(1)}, None):
-            with pytest.raises(UserError, match=r"takes pairs of a name and a tensor, not a (dict|NoneType)"):
-                await fleet.update_weights(given)
-        with pytest.raises(UserError, match="unknown pause mode 'foo'; known: keep, wait, abort"):
-            await fleet.pause_generation("foo")
-        assert fleet.weight_version == 0

@@ -52,24 +52,18 @@ async def failing(names: str = "ab") -> tuple[Bench, Failing]:
 
 
 @asynccontextmanager
-async def watched(bench: Bench, **options: float) -> AsyncIterator[RouterChild]:
+async def watched(bench: Bench) -> AsyncIterator[None]:
     """A router that the fleet started."""
 
     async def relaunch() -> Any:
         raise AssertionError("nothing has ended")
 
-    child = RouterChild()
-    guard = RouterGuard(child, relaunch)
-    guard.watch(bench.roster, FleetConfig(health_interval_s=0.01, **options))
+    guard = RouterGuard(FakeProcess(), relaunch)
+    guard.watch(bench.roster, FleetConfig(health_interval_s=0.01))
     try:
-        yield child
+        yield
     finally:
         await guard.stop()
-
-
-class RouterChild(FakeProcess):
-    async def stop(self, timeout_s: float = 0.0) -> None:
-        await super().stop(timeout_s)
 
 
 @asynccontextmanager

@@ -18,25 +18,6 @@ from penstock.errors import ConfigError
 from ray_nodes import ignore_present, processes
 from sim_fleets import SIM, check_serves
 
-WITHOUT_RAY = """
-import asyncio, sys
-from importlib.machinery import PathFinder
-
-find_spec = PathFinder.find_spec
-PathFinder.find_spec = lambda name, *more: None if name == "ray" else find_spec(name, *more)
-import penstock
-
-async def main():
-    async with penstock.Fleet.launch("sim-model", profile="sim") as fleet:
-        print(len((await fleet.generate(prompt_token_ids=[[1]], sampling_params={"max_tokens": 3})).response_ids[0]))
-    try:
-        penstock.Fleet.launch("sim-model", profile="sim", launcher="ray")
-    except penstock.errors.ConfigError as error:
-        print(error)
-
-asyncio.run(main())
-"""
-
 
 @pytest.fixture(scope="module", autouse=True)
 def _only_ours() -> None:
@@ -106,14 +87,3 @@ async def test_a_cluster_that_is_not_there_is_said_at_once() -> None:
         async with asyncio.timeout(WAIT_S):
             await Fleet.launch("sim-model", launcher="ray", ray_address=f"127.0.0.1:{port}", **SIM)
     assert processes("fleet.ray_driver") == []
-
-
-async def test_no_ray_is_needed_where_it_is_not_asked_for() -> None:
-    python = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", WITHOUT_RAY, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
-    )
-    said, _ = await asyncio.wait_for(python.communicate(), WAIT_S)
-    assert said.decode().splitlines()[:2] == [
-        "3",
-        "fleet.launcher is ray, which is not installed; pip install 'penstock[ray]'",
-    ]

@@ -36,21 +36,16 @@ class Answers(FakeRouter):
         return await super().engines()
 
 
-class RouterChild(FakeProcess):
-    async def stop(self, timeout_s: float = 0.0) -> None:
-        await super().stop(timeout_s)
-
-
-async def until_killed(router: Answers, error: Exception | None) -> tuple[float, list[RouterChild]]:
+async def until_killed(router: Answers, error: Exception | None) -> tuple[float, list[FakeProcess]]:
     """Seconds from the last answer before `error` to the router's end, and all that were started.
 
     Without an error it has 1.5 s to end.
     """
-    made = [RouterChild()]
+    made = [FakeProcess()]
 
-    async def relaunch(*_: object) -> RouterChild:
+    async def relaunch(*_: object) -> FakeProcess:
         router.error = None
-        made.append(RouterChild())
+        made.append(FakeProcess())
         return made[-1]
 
     guard = RouterGuard(made[0], relaunch)
@@ -116,12 +111,12 @@ async def test_a_router_that_does_not_start_is_tried_again_without_end(
 ) -> None:
     waits: list[float] = []
     tries = 12
-    made = [RouterChild()]
+    made = [FakeProcess()]
 
-    async def relaunch(*_: object) -> RouterChild:
+    async def relaunch(*_: object) -> FakeProcess:
         if len(waits) < tries:
             raise EngineStartError("No space left on device")
-        made.append(RouterChild())
+        made.append(FakeProcess())
         return made[-1]
 
     async def sleep(seconds: float, original: Any = asyncio.sleep) -> None:
@@ -145,12 +140,20 @@ async def test_a_router_that_does_not_start_is_tried_again_without_end(
 # --- its start -----------------------------------------------------------------------------------------------------
 
 
-async def test_the_error_of_a_router_that_ends_without_a_word_shows_its_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        ("echo 'OSError: what it was'; exit 3", "OSError: what it was"),
+        ("""while [ "$1" != --ready-fd ]; do shift; done; printf '{"url": "http' >&$2""", ""),
+    ],
+    ids=["without a word", "inside its report"],
+)
+async def test_the_error_of_a_router_that_ends_as_it_starts_shows_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, says: str
 ) -> None:
     program = tmp_path / "program"
-    program.write_text("#!/bin/sh\necho 'OSError: what it was'\nexit 3\n")
+    program.write_text(f"#!/bin/bash\n{script}\n")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
-    with pytest.raises(EngineStartError, match=r"(?s)ended as it started; its log .*OSError: what it was"):
+    with pytest.raises(EngineStartError, match=rf"(?s)ended as it started; its log .*{says}"):
         await RouterProcess.launch(RouterConfig(), log_dir=tmp_path, api_key=None)

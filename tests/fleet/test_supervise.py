@@ -20,9 +20,6 @@ from penstock.fleet.member import State
 from penstock.fleet.pausing import AllOperations as Operations
 from penstock.settings import FleetConfig
 
-# --- what is noticed -------------------------------------------------------------------------------------------------
-
-
 # --- a core that says nothing, behind a server that is well -----------------------------------------------------------
 
 SLOW_HEALTH = {"health_interval_s": 0.01, "hang_timeout_s": 0.15}
@@ -154,6 +151,3 @@ async def test_operations_of_the_fleet_itself_restart_no_engine(bench: Bench) ->
             await bench.operations.wake_up(None)
         await until(lambda: bench.roster.members[0].foreign == 5)
         assert restarts.engines.starts == []
-
-
-# --- deaths that requests have seen ----------------------------------------------------------------------------------

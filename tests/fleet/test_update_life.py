@@ -15,7 +15,7 @@ from fleet_fakes import Bench, FakeEngine, on_bench, until
 
 from patience import WAIT_S
 from penstock.control_types import KV, EngineUpdate, PauseMode
-from penstock.errors import EngineDeadError, EngineError, StateError, UpdateError, UserError, WeightsError
+from penstock.errors import EngineError, StateError, UpdateError, UserError, WeightsError
 from penstock.fleet.member import State
 from penstock.fleet.update import odd_ones_out
 from penstock.weights.manifest import WeightManifest
@@ -186,14 +186,6 @@ async def test_a_version_that_engines_cannot_be_told_is_refused_and_none_dies_of
         with pytest.raises(UserError, match=r"a weight version is an int below 2\*\*63, got "):
             await update
     assert bench.journal == []
-
-
-@on_bench("ab")
-async def test_the_router_gone_is_said_and_no_engine_touched(bench: Bench) -> None:
-    bench.router.gone = True
-    with pytest.raises(EngineDeadError, match="router is gone"):
-        await bench.operations.update([], None)
-    assert {step for _, step in bench.journal} == {"prepare"}
 
 
 ONE, TWO = (1, 1, 1), (2, 1, 1)

@@ -9,14 +9,9 @@ import signal
 import sys
 from pathlib import Path
 
-import pytest
-
 from patience import WAIT_S, eventually
-from penstock.errors import EngineStartError
-from penstock.fleet.router_process import RouterProcess
 from penstock.process import ChildProcess
 from penstock.router.admin_client import RouterAdmin
-from penstock.settings import RouterConfig
 from penstock.start_report import StartReport
 
 
@@ -76,14 +71,3 @@ def test_an_error_after_the_report_is_not_written_into_another_file(tmp_path: Pa
     with os.fdopen(read_fd, "rb") as pipe:
         assert [*json.loads(pipe.read())] == ["url"]
     assert (tmp_path / "other").read_bytes() == b""
-
-
-async def test_a_router_that_dies_inside_its_report_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = tmp_path / "program"
-    program.write_text("""#!/bin/bash\nwhile [ "$1" != --ready-fd ]; do shift; done\nprintf '{"url": "http' >&$2\n""")
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
-    with pytest.raises(EngineStartError, match=r"the router ended as it started; its log "):
-        await RouterProcess.launch(RouterConfig(), log_dir=tmp_path, api_key=None)
