@@ -18,10 +18,9 @@ SOURCE = ROOT / "src" / "penstock"
 WALKS = (ROOT / "ARCHITECTURE.md").read_text().partition("## Walks")[2].partition("## States")[0]
 TITLES = {REQUEST: "A request", UPDATE: "An update", DEATH: "A death"}
 HOOKS = {
-    "engine/experts.py", "engine/layouts.py", "fleet/adapters.py", "token_meter.py",
+    "engine/experts.py", "fleet/adapters.py", "token_meter.py",
 }  # fmt: skip
-"""Of side rooms, run on the way: what may be launched, which adapters an engine gets that joins, and the meter of lost
-tokens."""
+"""Of side rooms, run on the way: which adapters an engine gets that joins, and the meter of lost tokens."""
 
 SEEN_EARLIER = {"fleet/pausing.py"}
 """Holds a probe's answer against what the fleet is in; runs where a broken connection shows a death before the end of

@@ -7,7 +7,8 @@ import os
 import psutil
 import pytest
 
-from penstock.engine.launch import EngineProcess, server_command
+from penstock.engine.command import server_command
+from penstock.engine.launch import EngineProcess
 from penstock.errors import ConfigError, EngineStartError
 from penstock.settings import EngineConfig, validate
 from penstock.start_report import telling_lines
@@ -15,9 +16,9 @@ from penstock.start_report import telling_lines
 
 def test_a_wrong_model_path_starts_nothing(tmp_path):
     with pytest.raises(ConfigError, match="does not exist; give a checkpoint folder"):
-        server_command(EngineConfig(model=str(tmp_path / "nowhere"), profile="cpu"), port=1, api_key=None)
+        server_command(EngineConfig(model=str(tmp_path / "nowhere"), profile="cpu"), api_key=None)
     with pytest.raises(ConfigError, match=r"has no config\.json"):
-        server_command(EngineConfig(model=str(tmp_path), profile="cpu"), port=1, api_key=None)
+        server_command(EngineConfig(model=str(tmp_path), profile="cpu"), api_key=None)
 
 
 def test_options_reach_vllm_and_the_key_stays_off_the_command_line(nano_path):
@@ -26,7 +27,7 @@ def test_options_reach_vllm_and_the_key_stays_off_the_command_line(nano_path):
         enable_prefix_caching=False, enable_sleep_mode=True, quantization="fp8", fp32_lm_head=True,
         extra_args={"max_num_batched_tokens": 4096, "hf_overrides": '{"rope_theta": 5}'},
     )  # fmt: skip
-    command = server_command(config, port=1234, api_key="secret")
+    command = server_command(config, api_key="secret")
     line = " ".join(command.argv)
     for option in (
         "--tensor-parallel-size 2", "--enable-lora", "--max-loras 4", "--max-lora-rank 32", "--enable-sleep-mode",
@@ -37,35 +38,35 @@ def test_options_reach_vllm_and_the_key_stays_off_the_command_line(nano_path):
         assert option in line
     assert "secret" not in line
     assert command.env["VLLM_API_KEY"] == "secret"
-    assert server_command(config, port=1234, api_key=None).env["VLLM_API_KEY"] == "", "none is inherited"
-    plain = server_command(EngineConfig(model=str(nano_path), profile="gpu"), port=1, api_key=None).argv
+    assert server_command(config, api_key=None).env["VLLM_API_KEY"] == "", "none is inherited"
+    plain = server_command(EngineConfig(model=str(nano_path), profile="gpu"), api_key=None).argv
     assert not {"--max-loras", "--max-lora-rank", "--enable-sleep-mode", "--hf-overrides"} & set(plain)
     broken = config.model_copy(update={"extra_args": {"hf-overrides": "rope"}})
     with pytest.raises(ConfigError, match="hf-overrides 'rope' is not valid JSON"):
-        server_command(broken, port=1, api_key=None)
+        server_command(broken, api_key=None)
 
 
 def test_fp32_on_gpus_is_fp32_in_attention_too(nano_path, monkeypatch):
     monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
     config = EngineConfig(model=str(nano_path), profile="gpu", dtype="float32")
-    assert server_command(config, port=1, api_key=None).env["TRITON_F32_DEFAULT"] == "ieee"
+    assert server_command(config, api_key=None).env["TRITON_F32_DEFAULT"] == "ieee"
     lower = config.model_copy(update={"dtype": "bfloat16"})
-    assert "TRITON_F32_DEFAULT" not in server_command(lower, port=1, api_key=None).env
+    assert "TRITON_F32_DEFAULT" not in server_command(lower, api_key=None).env
     monkeypatch.setenv("TRITON_F32_DEFAULT", "tf32x3")
-    assert server_command(config, port=1, api_key=None).env["TRITON_F32_DEFAULT"] == "tf32x3", "the user's own"
+    assert server_command(config, api_key=None).env["TRITON_F32_DEFAULT"] == "tf32x3", "the user's own"
 
 
 def test_an_option_of_several_values_has_them_one_by_one(nano_path):
     config = validate(
         EngineConfig, {"model": str(nano_path), "extra_args": {"lora-target-modules": ["q_proj", "o_proj"]}}
     )
-    argv = server_command(config.model_copy(update={"profile": "gpu"}), port=1, api_key=None).argv
+    argv = server_command(config.model_copy(update={"profile": "gpu"}), api_key=None).argv
     at = argv.index("--lora-target-modules")
     assert argv[at + 1 : at + 3] == ("q_proj", "o_proj")
 
 
 def test_a_server_of_vllms_own_transfer_has_nothing_of_ours(nano_path):
-    argv = server_command(EngineConfig(model=str(nano_path)), port=1, api_key=None, native="nccl").argv
+    argv = server_command(EngineConfig(model=str(nano_path)), api_key=None, native="nccl").argv
     assert argv[argv.index("--weight-transfer-config") + 1] == '{"backend":"nccl"}'
     assert not {"--middleware", "--worker-extension-cls"} & set(argv)
 

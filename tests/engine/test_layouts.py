@@ -12,7 +12,7 @@ import pytest
 
 from penstock import Fleet
 from penstock.engine import layouts
-from penstock.engine.launch import server_command
+from penstock.engine.command import server_command
 from penstock.engine.layouts import ModelShape, check, read_shape
 from penstock.errors import ConfigError
 from penstock.plugin import compat
@@ -87,15 +87,13 @@ def test_what_penstock_has_to_know_or_sets_itself_cannot_be_smuggled_in(option: 
 def test_a_hub_name_is_checked_as_far_as_no_model_is_needed() -> None:
     assert read_shape("Qwen/Qwen3-0.6B") == ModelShape()
     with pytest.raises(ConfigError, match="with more than one stage"):
-        server_command(
-            EngineConfig(model="Qwen/Qwen3-0.6B", profile="cpu", pipeline_parallel_size=2), port=1, api_key=None
-        )
+        server_command(EngineConfig(model="Qwen/Qwen3-0.6B", profile="cpu", pipeline_parallel_size=2), api_key=None)
 
 
 def test_a_config_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.json is not JSON that can be read"):
-        server_command(EngineConfig(model=str(tmp_path), profile="gpu"), port=1, api_key=None)
+        server_command(EngineConfig(model=str(tmp_path), profile="gpu"), api_key=None)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ConfigError, match="must hold an object, not list"):
         read_shape(str(tmp_path))
@@ -104,17 +102,17 @@ def test_a_config_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 def test_the_simulated_engine_is_found_where_its_launcher_says_too() -> None:
     sim = EngineConfig(model="any", profile="sim", extra_args={"port": 1})
     with pytest.raises(ConfigError, match=r"extra_args: 'port' cannot be passed by"):
-        server_command(sim, port=2, api_key=None)
+        server_command(sim, api_key=None)
 
 
 def test_a_simulated_engine_has_the_vocabulary_of_its_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 100}')
     config = EngineConfig(model=str(tmp_path), profile="sim")
-    assert "vocab_size=100" in server_command(config, port=1, api_key=None).argv
+    assert "vocab_size=100" in server_command(config, api_key=None).argv
     other = config.model_copy(update={"extra_args": {"vocab-size": 7}})
-    argv = server_command(other, port=1, api_key=None).argv
+    argv = server_command(other, api_key=None).argv
     assert [option for option in argv if option.startswith("vocab_size")] == ["vocab_size=7"]
-    argv = server_command(EngineConfig(model="a/b", profile="sim"), port=1, api_key=None).argv
+    argv = server_command(EngineConfig(model="a/b", profile="sim"), api_key=None).argv
     assert not any(option.startswith("vocab_size") for option in argv)
 
 
@@ -146,14 +144,14 @@ def test_what_cannot_be_is_refused_before_anything_starts(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(shape))
     with pytest.raises(ConfigError, match=message) as caught:
-        server_command(EngineConfig(model=str(tmp_path), profile=device, **keys), port=1, api_key=None)
+        server_command(EngineConfig(model=str(tmp_path), profile=device, **keys), api_key=None)
     assert "\n" not in str(caught.value)
 
 
 def test_experts_are_spread_and_reported_by_the_second_model_runner(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MOE))
     options = EXPERTS | {"enable_expert_parallel": True, "tensor_parallel_size": 2}
-    command = server_command(EngineConfig(model=str(tmp_path), profile="gpu", **options), port=1, api_key=None)
+    command = server_command(EngineConfig(model=str(tmp_path), profile="gpu", **options), api_key=None)
     assert {"--enable-return-routed-experts", "--enable-expert-parallel"} <= set(command.argv)
     assert command.env["VLLM_USE_V2_MODEL_RUNNER"] == "1"
 
@@ -161,7 +159,7 @@ def test_experts_are_spread_and_reported_by_the_second_model_runner(tmp_path: Pa
 def test_a_method_of_vllms_and_a_quantised_checkpoint_are_left_to_vllm(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(DENSE))
     own = EngineConfig(model=str(tmp_path), profile="gpu", quantization="fp8_per_tensor")
-    assert "--quantization fp8_per_tensor" in " ".join(server_command(own, port=1, api_key=None).argv)
+    assert "--quantization fp8_per_tensor" in " ".join(server_command(own, api_key=None).argv)
 
 
 def test_vllm_026_reports_experts_by_its_first_model_runner(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ import pytest
 from aiohttp import web
 
 from penstock.engine.capabilities import PENSTOCK, Capabilities, EngineInfo, require
+from penstock.engine.command import server_command
 from penstock.engine.lacking import DEV_MODE, LACKING
-from penstock.engine.launch import server_command
 from penstock.engine.vanilla import VanillaControl
 from penstock.errors import EngineDeadError, EngineError, EngineHTTPError, MissingCapabilityError, UserError
 from penstock.settings import EngineConfig
@@ -163,7 +163,7 @@ def test_the_command_that_gives_the_plugin_has_all_that_a_launch_gives(tmp_path:
     variable, python, *typed = shlex.split(LACKING["plugin"][1].split("`")[1])
     assert (variable, python) == (DEV_MODE.split()[-1], "python")
     (tmp_path / "config.json").write_text("{}")
-    launched = server_command(EngineConfig(model=str(tmp_path), profile="cpu"), port=8001, api_key=None).argv[1:]
+    launched = server_command(EngineConfig(model=str(tmp_path), profile="cpu"), api_key=None).on(8001).argv[1:]
     assert typed[:2] == list(launched[:2])
 
     def settings(argv: Sequence[str]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock import Fleet
-from penstock.engine.launch import server_command
+from penstock.engine.command import server_command
 from penstock.errors import ConfigError
 from penstock.fleet.gpus import assign, visible_gpus
 from penstock.settings import EngineConfig
@@ -59,5 +59,5 @@ def test_visible_gpus_are_those_of_the_environment_or_else_of_the_machine(monkey
 
 
 def test_an_engine_sees_its_own_only() -> None:
-    assert server_command(config(2), port=1, api_key=None, gpus=("2", "3")).env["CUDA_VISIBLE_DEVICES"] == "2,3"
-    assert "CUDA_VISIBLE_DEVICES" not in server_command(config(2), port=1, api_key=None).env
+    assert server_command(config(2), api_key=None).on(1, ("2", "3")).env["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert "CUDA_VISIBLE_DEVICES" not in server_command(config(2), api_key=None).env

@@ -14,7 +14,7 @@ from sdk_rig import ANSWER, BASE, PROMPT, call, client_of, service_of
 
 import tinker
 from penstock.config import EngineConfig, FleetConfig, RouterConfig, TrainConfig
-from penstock.engine.launch import server_command
+from penstock.engine.command import server_command
 from penstock.errors import ConfigError
 from penstock.tinker.service import Service, ServiceConfig, adapted, serving
 from tinker import types
@@ -59,7 +59,7 @@ async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ser
 def test_engines_keep_more_adapters_than_a_batch_has(tmp_path: Path, given: dict[str, Any], kept: str):
     engine = EngineConfig(model="Qwen/Qwen3-0.6B", profile="cpu", **given)
     config = ServiceConfig(engine, FleetConfig(), RouterConfig(), TrainConfig(), tmp_path)
-    argv = server_command(adapted(config), port=1, api_key=None).argv
+    argv = server_command(adapted(config), api_key=None).argv
     assert argv[argv.index("--max-cpu-loras") + 1] == kept
     assert argv.count("--max-cpu-loras") == 1
 

@@ -12,7 +12,7 @@ import torch
 
 from penstock.config import EnvironmentConfig, RunConfig
 from penstock.control_types import EngineUpdate, UpdateReport
-from penstock.engine.launch import server_command
+from penstock.engine.command import server_command
 from penstock.errors import ConfigError, UserError
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Reporter
@@ -298,6 +298,6 @@ def test_the_model_of_experts_is_made_where_none_is_given(tmp_path: Path, monkey
     monkeypatch.chdir(MODEL.parents[2])
     config = SCENARIOS["moe"].config(profile="gpu", run_dir=tmp_path, model=table.MODEL, gpus=2)
     assert config.engine.model == str(tmp_path / "moe-stand-in")
-    assert "--enable-expert-parallel" in server_command(config.engine, port=1, api_key=None).argv
+    assert "--enable-expert-parallel" in server_command(config.engine, api_key=None).argv
     learner = LocalLearner(config.engine.model, config.train, seed=0)
     assert learner.policy.vocabulary == 100

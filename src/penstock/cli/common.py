@@ -90,7 +90,8 @@ def check_port(host: str, port: int) -> None:
 def check_engine(config: EngineConfig) -> None:
     """Raise UserError if vLLM, device or model is missing. A simulated engine passes."""
     from penstock.config import check_on_hub  # noqa: PLC0415
-    from penstock.engine.launch import resolve_profile, server_command  # noqa: PLC0415
+    from penstock.engine.command import server_command  # noqa: PLC0415
+    from penstock.engine.launch import resolve_profile  # noqa: PLC0415
 
     profile = resolve_profile(config)
     if profile == "sim":
@@ -98,7 +99,7 @@ def check_engine(config: EngineConfig) -> None:
     require_extra("vllm", "vllm")
     if profile == "gpu" and resolve_profile(config.model_copy(update={"profile": "auto"})) != "gpu":
         raise UserError("there is no NVIDIA device on this machine; choose --cpu (train: engine.profile=cpu)")
-    server_command(config, port=0, api_key=None)  # raises for a path without a checkpoint
+    server_command(config, api_key=None)  # raises for a path without a checkpoint
     if not Path(config.model).expanduser().is_dir():
         check_on_hub(config.model, "model")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 from penstock.aio import all_or_first_error
-from penstock.engine.launch import EngineProcess
+from penstock.engine.launch import EngineProcess, ServerCommand
 from penstock.errors import EngineStartError, PenstockError, StateError
 from penstock.fleet.member import SERVABLE, EngineHandle, Lifecycle, Member, State, connect_engine
 from penstock.rooms import plugged_in
@@ -45,7 +45,14 @@ class LaunchedEngines:
 
     async def launch(self, name: str, gpus: Sequence[str]) -> EngineHandle:
         """Start a server that sees `gpus`; return when it is ready. Raises PenstockError."""
-        return await EngineProcess.launch(self.config, name=name, log_dir=self.log_dir, api_key=self.api_key, gpus=gpus)
+        return await EngineProcess.launch(
+            self.config, name=name, log_dir=self.log_dir, api_key=self.api_key, gpus=gpus, command=self._command
+        )
+
+    @cached_property
+    def _command(self) -> ServerCommand:
+        """The command of each start: a restart has that of the first start."""
+        return plugged_in("launch.command")(self.config, api_key=self.api_key)
 
     async def place(self, taken: Sequence[Sequence[str]]) -> tuple[str, ...]:
         """Choose GPUs for one more engine beside those `taken`. ConfigError: no room."""

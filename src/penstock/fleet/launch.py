@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from penstock.aio import all_or_first_error
 from penstock.engine.capabilities import smallest_vocabulary
 from penstock.engine.client import DataClient
-from penstock.engine.launch import server_command
+from penstock.engine.command import server_command
 from penstock.errors import ConfigError, EngineError, StateError, UserError
 from penstock.fleet.engines import LaunchedEngines
 from penstock.fleet.fleet import Fleet
@@ -114,7 +114,7 @@ def _gpus(engine: EngineConfig, fleet: FleetConfig) -> Sequence[tuple[str, ...]]
     if fleet.launcher == "ray":
         plugged_in("launcher.ray").check_installed()
     elif fleet.engines:
-        server_command(engine, port=0, api_key=None)  # a wrong model path is an error now, before a router starts
+        server_command(engine, api_key=None)  # a wrong model path is an error now, before a router starts
         return assign(engine, fleet.engines, usable_gpus(engine))
     return [()] * fleet.engines
 

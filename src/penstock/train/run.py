@@ -16,7 +16,7 @@ import torch
 
 from penstock.aio import abandonable
 from penstock.config import RunConfig, check_on_hub
-from penstock.engine.launch import check_model
+from penstock.engine.command import check_model
 from penstock.engine.layouts import read_shape
 from penstock.errors import ConfigError, UserError
 from penstock.fleet.fleet import Fleet
