@@ -159,13 +159,7 @@ class HttpTransport:
         return (await self.call("GET", path, None, timeout_s=timeout_s)).decode(errors="replace")
 
     async def call(
-        self,
-        method: str,
-        path: str,
-        data: bytes | None,
-        *,
-        timeout_s: float,
-        headers: Mapping[str, str] | None = None,
+        self, method: str, path: str, data: bytes | None, *, timeout_s: float, headers: Mapping[str, str] | None = None
     ) -> bytes:
         """Return the body of a 2xx answer; raises as `post`."""
         async with self.stream(method, path, data, timeout_s=timeout_s, headers=headers) as reply:
@@ -173,13 +167,7 @@ class HttpTransport:
 
     @asynccontextmanager
     async def stream(
-        self,
-        method: str,
-        path: str,
-        data: bytes | None,
-        *,
-        timeout_s: float,
-        headers: Mapping[str, str] | None = None,
+        self, method: str, path: str, data: bytes | None, *, timeout_s: float, headers: Mapping[str, str] | None = None
     ) -> AsyncGenerator[Reply]:
         """Yield a 2xx answer as it arrives, within `timeout_s` seconds; raises as `post`."""
         sent = {**self._headers, **(headers or {})}

@@ -19,7 +19,7 @@ from typing import Any, TypedDict
 import orjson
 
 from penstock.errors import EngineError
-from penstock.types import FinishReason, SamplingParams, SessionId
+from penstock.types import FinishReason, SamplingParams
 
 GENERATE = "/inference/v1/generate"
 """Token endpoint of vLLM."""
@@ -145,28 +145,6 @@ def finish_of(reason: Any) -> FinishReason:
 
 
 # --- Requests --------------------------------------------------------------------------------------------------------
-
-
-def request_headers(
-    prompt_tokens: int | None,
-    params: SamplingParams,
-    session_id: SessionId | None,
-    *,
-    group_id: str | None = None,
-    prefix_hashes: str | None = None,
-) -> dict[str, str]:
-    """Return headers for placement without parsing the body (docs/protocol.md).
-
-    Equal session ids go to one engine. `group_id` groups samples of one prompt that are sent one by one.
-    """
-    headers = {EXPECTED_TOKENS_HEADER: str(params.max_tokens * params.n)}
-    optional = {
-        PROMPT_TOKENS_HEADER: prompt_tokens,
-        SESSION_HEADER: session_id,
-        GROUP_HEADER: group_id,
-        PREFIX_HASHES_HEADER: prefix_hashes,
-    }
-    return headers | {name: str(value) for name, value in optional.items() if value is not None}
 
 
 _SAMPLING = (

@@ -188,15 +188,24 @@ class DataClient:
 
     def headers_of(
         self,
-        token_ids: Sequence[int],
+        ids: Sequence[int],
         params: SamplingParams,
         session_id: SessionId | None = None,
         group_id: str | None = None,
     ) -> dict[str, str]:
-        """Return the headers by which a router can place a request."""
-        hashed = self.routed and len(token_ids) >= LEAST_HASHED
-        hashes = plugged_in("prefix_hashes")(token_ids) if hashed else None
-        return wire.request_headers(len(token_ids), params, session_id, group_id=group_id, prefix_hashes=hashes)
+        """Return headers for placement without parsing the body (docs/protocol.md).
+
+        Equal session ids go to one engine. `group_id` groups samples of one prompt that are sent one by one.
+        """
+        hashed = self.routed and len(ids) >= LEAST_HASHED
+        headers = {
+            wire.EXPECTED_TOKENS_HEADER: params.max_tokens * params.n,
+            wire.PROMPT_TOKENS_HEADER: len(ids),
+            wire.SESSION_HEADER: session_id,
+            wire.GROUP_HEADER: group_id,
+            wire.PREFIX_HASHES_HEADER: plugged_in("prefix_hashes")(ids) if hashed else None,
+        }
+        return {name: str(value) for name, value in headers.items() if value is not None}
 
     async def close(self) -> None:
         """Close the connections for good. Requests in flight fail and are not sent again."""
