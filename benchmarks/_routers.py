@@ -19,7 +19,7 @@ import _common
 import psutil
 
 from penstock.router.admin_client import RouterAdmin
-from penstock.router.memory import EngineEntry, Membership
+from penstock.router.membership import EngineEntry, Membership
 
 HERE = Path(__file__).parent
 START_S = 60.0

@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
 from fleet_sim.router import FleetRequest, FleetRouter
-from penstock.router.memory import EngineEntry
+from penstock.router.membership import EngineEntry
 from penstock.router.policies import Defer
 
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from fleet_sim.cache import Segment
-from penstock.router.memory import Engine, EngineEntry
+from penstock.router.membership import Engine, EngineEntry
 from penstock.router.placement import Placement
 from penstock.router.policies import Defer, Hints
 from penstock.settings import RouterConfig

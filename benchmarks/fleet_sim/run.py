@@ -19,7 +19,7 @@ from fleet_sim.router import FleetRequest, FleetRouter
 from fleet_sim.speed import EngineLimits, EngineSpeed
 from fleet_sim.trace import Trajectory
 from penstock.errors import StateError
-from penstock.router.memory import EngineEntry
+from penstock.router.membership import EngineEntry
 from penstock.router.policies import Defer
 
 START_SPACING_S = 0.005

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from fleet_sim.router import FleetRequest
-from penstock.router.memory import EngineEntry
+from penstock.router.membership import EngineEntry
 from penstock.router.policies import Defer
 
 

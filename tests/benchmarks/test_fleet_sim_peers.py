@@ -17,7 +17,7 @@ from fleet_sim.run import FleetRun, FleetSetup, Incident
 from fleet_sim.speed import EngineLimits, EngineSpeed
 from fleet_sim.trace import AgentShape, Lengths, agents
 from penstock.rooms import plugged_as
-from penstock.router.memory import EngineEntry
+from penstock.router.membership import EngineEntry
 from penstock.settings import RouterConfig
 
 

@@ -20,7 +20,7 @@ from penstock.errors import EngineDeadError, EngineHTTPError, StateError, Weight
 from penstock.fleet.member import Lifecycle, Member, State
 from penstock.fleet.pausing import AllOperations as Operations
 from penstock.fleet.roster import Roster
-from penstock.router.memory import Membership
+from penstock.router.membership import Membership
 from penstock.router.state import EngineLoad, RouterState
 from penstock.settings import FleetConfig
 from penstock.weights.manifest import WeightManifest

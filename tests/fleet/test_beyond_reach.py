@@ -14,7 +14,7 @@ from penstock import Fleet
 from penstock.cli.status import status
 from penstock.errors import EngineDeadError
 from penstock.router.admin_client import RouterAdmin
-from penstock.router.memory import EngineEntry, Membership
+from penstock.router.membership import EngineEntry, Membership
 from penstock.router.server import Router
 from penstock.settings import RouterConfig
 

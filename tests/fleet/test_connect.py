@@ -27,7 +27,7 @@ from penstock.errors import (
 )
 from penstock.fleet.member import State
 from penstock.router.admin_client import RouterAdmin
-from penstock.router.memory import EngineEntry, Membership
+from penstock.router.membership import EngineEntry, Membership
 from penstock.router.server import Router
 from penstock.settings import EngineConfig
 from penstock.sim.config import Fault, FaultKind, Phase, SimConfig

@@ -18,7 +18,7 @@ from penstock.errors import ConfigError, EngineHTTPError, EngineStartError, Stat
 from penstock.fleet.member import State
 from penstock.http import HttpTransport
 from penstock.router.admin_client import RouterAdmin
-from penstock.router.memory import Membership
+from penstock.router.membership import Membership
 from penstock.settings import EngineConfig, FleetConfig, RouterConfig
 from sim_fleets import SIM, check_serves, children
 

@@ -18,7 +18,7 @@ from penstock.fleet.member import State
 from penstock.fleet.router_process import RouterGuard
 from penstock.fleet.running_router import Guard
 from penstock.router.admin_client import RouterAdmin
-from penstock.router.memory import EngineEntry, Membership
+from penstock.router.membership import EngineEntry, Membership
 from penstock.router.server import Router
 from penstock.settings import FleetConfig
 from penstock.sim.config import SimConfig

@@ -20,7 +20,7 @@ from penstock.errors import (
     UserError,
 )
 from penstock.fleet.member import State, fan_out
-from penstock.router.memory import Membership
+from penstock.router.membership import Membership
 from virtual_time import virtual
 
 KINDS: list[Kind] = ["refuse", "hang", "die", "garbage"]

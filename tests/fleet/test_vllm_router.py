@@ -15,7 +15,7 @@ from penstock import Fleet, SamplingParams
 from penstock.errors import ConfigError, EngineHTTPError, StateError
 from penstock.fleet.member import State
 from penstock.fleet.running_router import VllmRouterAdmin
-from penstock.router.memory import EngineEntry, Membership
+from penstock.router.membership import EngineEntry, Membership
 from penstock.router.server import Router
 from penstock.sim import SimConfig, SimServer
 from sim_fleets import SIM, begun, check, check_serves, engine_process, slowed, whole

@@ -29,7 +29,7 @@ from penstock.router.backend import Backend
 from penstock.router.dispatcher import Dispatcher
 from penstock.router.gate import Waiter
 from penstock.router.http import RefusalError, RequestHead
-from penstock.router.memory import EngineEntry, Membership
+from penstock.router.membership import EngineEntry, Membership
 from penstock.router.report import state_of
 from penstock.settings import EngineConfig, FleetConfig, RouterConfig
 from penstock.sim import Fault, FaultKind, Phase, SimConfig, SimEngine

@@ -16,7 +16,7 @@ import pytest
 
 from patience import eventually
 from penstock.router.admin_client import RouterAdmin, RouterState
-from penstock.router.memory import EngineEntry, Membership
+from penstock.router.membership import EngineEntry, Membership
 from penstock.router.server import Router
 from penstock.router.state import EngineLoad
 from penstock.settings import KEY_ENV, RouterConfig

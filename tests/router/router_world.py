@@ -11,7 +11,7 @@ from router_rig import Backend, RawClient, Reader, Seen, Writer, read_body, repl
 from patience import eventually
 from penstock.router.backend import Backend as RouterBackend
 from penstock.router.gate import Waiter
-from penstock.router.memory import EngineEntry, Membership
+from penstock.router.membership import EngineEntry, Membership
 from penstock.router.server import Router
 from penstock.settings import RouterConfig
 

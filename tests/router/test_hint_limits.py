@@ -8,7 +8,7 @@ import pytest
 from router_rig import answer_name, held, request, rig
 
 from patience import WAIT_S, eventually
-from penstock.router.memory import EngineEntry
+from penstock.router.membership import EngineEntry
 from penstock.router.placement import MOST_TOKENS, Placement
 
 HUGE = "X-Prompt-Tokens: 999999999999999\r\nX-Expected-Tokens: 999999999999999\r\n"

@@ -12,7 +12,7 @@ from penstock import http
 from penstock.http import HttpTransport
 from penstock.router import backend
 from penstock.router.admin_client import RouterAdmin
-from penstock.router.memory import Membership
+from penstock.router.membership import Membership
 from penstock.sim.server import KEEP_ALIVE_S
 
 

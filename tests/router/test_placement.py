@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from penstock.prefix_hash import prefix_hashes
-from penstock.router.memory import Engine, EngineEntry, SessionTable
+from penstock.router.membership import Engine, EngineEntry
+from penstock.router.memory import SessionTable
 from penstock.router.placement import Placement
 from penstock.router.policies import Defer, Hints
 from penstock.settings import RouterConfig

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.prefix_hash import BLOCK, MOST, parse_prefix_hashes, prefix_hashes, stride_of
 from penstock.router.kv import Prefixes
-from penstock.router.memory import Engine, EngineEntry
+from penstock.router.membership import Engine, EngineEntry
 
 
 def boundaries(token_ids: list[int]) -> list[tuple[int, bytes]]:

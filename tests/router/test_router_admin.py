@@ -12,8 +12,10 @@ from router_rig import answer_name, held, request, rig
 
 from penstock.errors import ConfigError, EngineHTTPError, StateError, UserError
 from penstock.router.admin_client import RouterAdmin
+from penstock.router.exchange import observe
 from penstock.router.figures import histogram
-from penstock.router.memory import EngineEntry, Histogram, Membership
+from penstock.router.membership import EngineEntry, Membership
+from penstock.router.memory import Histogram
 from penstock.settings import RouterConfig, refuse_open_host, validate
 
 
@@ -298,7 +300,7 @@ async def test_metrics() -> None:
 def test_a_histogram_counts_each_value_once_up_to_and_with_its_bound() -> None:
     counted = Histogram()
     for value in (0.0, 0.001, 0.002, 0.0025, 2500.0, 9999.0):
-        counted.observe(value)
+        observe(counted, value)
     (first, second, *_, last, beyond, count, total) = histogram("x", "What.", counted).samples
     assert [(s.labels["le"], s.value) for s in (first, second, last, beyond)] == [
         ("0.001", 2), ("0.0025", 4), ("2500", 5), ("+Inf", 6),

@@ -11,7 +11,7 @@ import pytest
 from router_rig import Backend, RawClient, Reader, Rig, Seen, Writer, answer_name, held, reply, request, rig
 
 from penstock.router.kv import KVStats, parse_kv_stats
-from penstock.router.memory import EngineEntry
+from penstock.router.membership import EngineEntry
 from penstock.router.state import EngineLoad
 
 

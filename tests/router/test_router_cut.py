@@ -9,7 +9,7 @@ from router_rig import RawClient, Rig, answer_name, held, request, rig, says, st
 
 from patience import eventually
 from penstock.router.admin_client import RouterAdmin
-from penstock.router.memory import Membership
+from penstock.router.membership import Membership
 
 BEGUN = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nbegun\r\n"
 

@@ -6,7 +6,7 @@ import pytest
 from router_rig import Backend, Rig, answer_name, rig
 
 from penstock.router.kv import KVStats, parse_kv_stats
-from penstock.router.memory import EngineEntry
+from penstock.router.membership import EngineEntry
 
 RANK = "x-data-parallel-rank"
 

@@ -26,7 +26,7 @@ from router_rig import (
 )
 
 from patience import WAIT_S, eventually
-from penstock.router.memory import EngineEntry
+from penstock.router.membership import EngineEntry
 
 
 async def hang_up_when_told(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001

@@ -11,7 +11,7 @@ import pytest
 from penstock.config import load_config
 from penstock.errors import ConfigError
 from penstock.rooms import plugged_as, plugged_in
-from penstock.router.memory import Engine, EngineEntry
+from penstock.router.membership import Engine, EngineEntry
 from penstock.router.policies import (
     Defer,
     Policies,

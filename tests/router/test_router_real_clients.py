@@ -16,7 +16,7 @@ import pytest
 from router_rig import Backend, Reader, Rig, Seen, Writer, reply, rig, router_process
 
 from penstock.router.admin_client import RouterAdmin
-from penstock.router.memory import EngineEntry, Membership
+from penstock.router.membership import EngineEntry, Membership
 from penstock.sim import SimConfig, SimServer
 
 MB = 2**20

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from router_rig import DATA_PATHS
 
 from penstock.router.backend import BackendConnection
-from penstock.router.memory import EngineEntry, Membership
+from penstock.router.membership import EngineEntry, Membership
 from penstock.router.server import Router
 from penstock.settings import RouterConfig
 

@@ -18,7 +18,7 @@ from worker_rig import one_to_each, pid_of, running
 from patience import WAIT_S, eventually
 from penstock.errors import StateError, UserError
 from penstock.router.admin_client import RouterAdmin, RouterState
-from penstock.router.memory import Membership
+from penstock.router.membership import Membership
 from penstock.router.workers import listen, router_of_worker
 from penstock.settings import RouterConfig
 

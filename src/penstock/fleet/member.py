@@ -17,7 +17,7 @@ from typing import Generic, Protocol, TypeVar
 from penstock.control_types import EngineStats, EngineUpdate
 from penstock.engine.control import ControlClient, EngineInfo
 from penstock.errors import DeadlineError, EngineError, FanOutError, PenstockError, StateError
-from penstock.router.memory import EngineEntry
+from penstock.router.membership import EngineEntry
 from penstock.weights.manifest import WeightManifest
 
 logger = logging.getLogger(__name__)

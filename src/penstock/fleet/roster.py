@@ -21,7 +21,7 @@ from penstock.errors import (
 from penstock.fleet.member import SERVABLE, Member, State, ask, updatable, why
 from penstock.rooms import plugged_in
 from penstock.router.admin_client import RouterState
-from penstock.router.memory import Membership
+from penstock.router.membership import Membership
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from penstock.fleet.roster import Admin, Roster
 from penstock.fleet.router_process import OpenRouter
 from penstock.http import HttpTransport
 from penstock.router.admin_client import RouterAdmin
-from penstock.router.memory import Membership
+from penstock.router.membership import Membership
 from penstock.router.state import EngineLoad, RouterState
 from penstock.settings import FleetConfig, RouterConfig
 

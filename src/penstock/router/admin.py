@@ -15,7 +15,7 @@ from penstock.rooms import plugged_in
 from penstock.router.client_connection import Call, ClientConnection
 from penstock.router.dispatcher import Dispatcher
 from penstock.router.http import RefusalError, RequestHead, response
-from penstock.router.memory import EngineEntry, Membership
+from penstock.router.membership import EngineEntry, Membership
 from penstock.router.policies import Hints
 
 DATA_PATHS = frozenset(path.encode() for path in ENGINE_PATHS) - {b"/metrics", b"/v1/realtime"}

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from penstock.errors import EngineDeadError, EngineError, EngineHTTPError, StateError, UserError, reading
 from penstock.http import HttpTransport
 from penstock.rooms import plugged_in
-from penstock.router.memory import Membership
+from penstock.router.membership import Membership
 from penstock.router.state import RouterState
 
 _STATE = TypeAdapter(RouterState)

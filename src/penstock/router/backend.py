@@ -8,7 +8,7 @@ import socket
 import time
 from typing import cast
 
-from penstock.router.memory import Engine, EngineEntry
+from penstock.router.membership import Engine, EngineEntry
 
 RANK_HEADER = b"X-data-parallel-rank"
 """Header of vLLM that names the data-parallel rank for a request."""

@@ -15,7 +15,8 @@ from penstock.rooms import plugged_in
 from penstock.router.backend import Backend
 from penstock.router.gate import Gate, Wait, Waiter
 from penstock.router.http import RefusalError, RequestHead
-from penstock.router.memory import Engine, Membership, Metrics
+from penstock.router.membership import Engine, Membership
+from penstock.router.memory import Metrics
 from penstock.router.placement import Placement
 from penstock.router.policies import Defer
 from penstock.settings import RouterConfig, validate

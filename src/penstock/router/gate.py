@@ -10,7 +10,7 @@ from enum import Enum
 
 from penstock.router.backend import Backend
 from penstock.router.http import RefusalError, RequestHead
-from penstock.router.memory import Engine
+from penstock.router.membership import Engine
 from penstock.settings import RouterConfig
 
 _SLICE = 64

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from penstock.prefix_hash import parse_prefix_hashes
 from penstock.router.backend import Backend
 from penstock.router.dispatcher import Dispatcher
-from penstock.router.memory import Engine
+from penstock.router.membership import Engine
 
 # --- usage ------------------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.router.memory import Engine
+from penstock.router.membership import Engine
 from penstock.router.policies import Defer, Policy, RequestView
 
 

@@ -11,7 +11,8 @@ from functools import cached_property
 from typing import Any
 
 from penstock.rooms import plugged_in
-from penstock.router.memory import Engine, EngineEntry, Session, SessionStats, SessionTable
+from penstock.router.membership import Engine, EngineEntry
+from penstock.router.memory import Session, SessionStats, SessionTable
 from penstock.router.policies import Defer, Hints, Policies, RequestView
 from penstock.settings import RouterConfig
 
@@ -61,8 +62,6 @@ class Placement:
         """Engines by the prompt prefixes they have seen: a `kv.Prefixes`."""
         return plugged_in("router.prefixes")()
 
-    # --- engines -----------------------------------------------------------------------------------------------------
-
     def set_engines(self, entries: Sequence[EngineEntry]) -> Collection[Engine]:
         """Take over a full set; return the engines that left, whose sessions have no home.
 
@@ -95,8 +94,6 @@ class Placement:
         """Note an engine's report of its KV cache; negative usage and capacity 0: unknown."""
         engine.report_kv(kv_usage, kv_capacity)
         self._arrange()
-
-    # --- requests ----------------------------------------------------------------------------------------------------
 
     def place(self, request: Hints, now: float, tried: Collection[Engine] = ()) -> Engine | Defer | None:
         """Choose an engine, and count the request there until `done`.
@@ -165,9 +162,9 @@ class Placement:
         session_id = request.session_id
         tokens = request.prompt_tokens + request.expected_tokens
         if session_id is None:
-            engine.add(-1, -tokens, -(tokens or 1))
+            _count(engine, -1, -tokens, -(tokens or 1))
         else:
-            engine.add(-1, -tokens, -request.counted_tokens)
+            _count(engine, -1, -tokens, -request.counted_tokens)
             in_flight = self._in_flight[session_id] - 1
             if in_flight:
                 self._in_flight[session_id] = in_flight
@@ -189,14 +186,14 @@ class Placement:
         Returns:
             The number of sessions that ceased to count; above 0, waiting requests may find room.
         """
+        if not self.turns["opened"]:
+            return 0  # there was never a session
         for session_id in self._in_flight:
             self.sessions.touch(session_id, now)
         ttl = self.config.session_ttl_s
         idle = min(ttl, self._stats.idle_s)
         self._added_share = self._stats.added_share
         return self.sessions.expire(idle_before=now - idle, gone_before=now - ttl)
-
-    # --- parts of it -------------------------------------------------------------------------------------------------
 
     def _arrange(self) -> None:
         """Recompute open engines and limits after a change of engines."""
@@ -233,7 +230,7 @@ class Placement:
         tokens = request.prompt_tokens + request.expected_tokens
         if session_id is None:
             # Without token counts, a request counts as one token, so that the number of requests is balanced.
-            engine.add(1, tokens, tokens or 1)
+            _count(engine, 1, tokens, tokens or 1)
             turn = "single"
         else:
             context, turn = request.prompt_tokens, "opened"
@@ -243,10 +240,17 @@ class Placement:
                     self._stats.came_back(now - record.used, context - record.tokens, request.expected_tokens)
                 turn = "rehomed" if home is None else "stayed" if home is engine else "moved"
             request.counted_tokens = int(request.expected_tokens * self._added_share)
-            engine.add(1, tokens, request.counted_tokens)
+            _count(engine, 1, tokens, request.counted_tokens)
             self._in_flight[session_id] = self._in_flight.get(session_id, 0) + 1
             self.sessions.record(session_id, engine, context or 1, now)
         self._placed += 1
         self.rules[rule] += 1
         self.turns[turn] += 1
         return engine
+
+
+def _count(engine: Engine, requests: int, tokens: int, resident: int) -> None:
+    """Add to an engine's load in flight; negative values take a finished request out again."""
+    engine.outstanding += requests
+    engine.outstanding_tokens += tokens
+    engine.resident_tokens += resident

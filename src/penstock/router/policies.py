@@ -16,7 +16,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from penstock.rooms import plugged_in
-from penstock.router.memory import Engine
+from penstock.router.membership import Engine
 from penstock.settings import RouterConfig
 
 

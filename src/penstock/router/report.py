@@ -21,14 +21,8 @@ _FIGURES = (
 """Attributes of `Backend` that its state shows."""
 _SUMMED = ("held", "held_bytes", "sessions", "requests", "moved_sessions")
 _ENGINE_SUMMED = (
-    "outstanding",
-    "outstanding_tokens",
-    "resident_tokens",
-    "sessions",
-    "requests",
-    "breaker_openings",
-    "dead_answers",
-)
+    "outstanding", "outstanding_tokens", "resident_tokens", "sessions", "requests", "breaker_openings", "dead_answers",
+)  # fmt: skip
 _ENGINE_GREATEST = ("down", "kv_usage", "kv_capacity", "failure")
 
 

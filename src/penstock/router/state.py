@@ -17,7 +17,7 @@ class EngineLoad:
     eligible: bool
     """Whether requests may go there, as the fleet announced."""
     down: bool
-    """Whether the breaker is open, see `memory.Engine.down`."""
+    """Whether the breaker is open, see `membership.Engine.down`."""
     outstanding: int
     """Requests sent and not answered in full."""
     requests: int
