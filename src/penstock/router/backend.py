@@ -106,8 +106,8 @@ class Backend(Engine):
     """Cause in the last such answer; empty: none came."""
     requests = 0
     """Requests sent by this process."""
-    fields: bytes
-    """Header lines that the router adds to every request for this engine."""
+    _fields: bytes | None = None
+    _key: str | None = None
 
     def __init__(self, entry: EngineEntry) -> None:
         super().__init__(entry)
@@ -120,12 +120,16 @@ class Backend(Engine):
         self._connecting: dict[asyncio.Task[None], ConnectionUser] = {}
         self._may_connect = asyncio.Semaphore(MAX_CONNECTING)
 
-    def announce(self, entry: EngineEntry) -> None:
-        super().announce(entry)
-        rank, key = entry.dp_rank, entry.api_key
-        self.fields = (b"" if rank is None else b"%b: %d\r\n" % (RANK_HEADER, rank)) + (
-            b"" if key is None else b"Authorization: Bearer %b\r\n" % key.encode()
-        )
+    @property
+    def fields(self) -> bytes:
+        """Header lines that the router adds to every request for this engine. Its key may change, its rank may not."""
+        key = self.entry.api_key
+        if self._fields is None or key is not self._key:
+            rank, self._key = self.entry.dp_rank, key
+            self._fields = (b"" if rank is None else b"%b: %d\r\n" % (RANK_HEADER, rank)) + (
+                b"" if key is None else b"Authorization: Bearer %b\r\n" % key.encode()
+            )
+        return self._fields
 
     def take(self) -> BackendConnection | None:
         oldest = time.monotonic() - IDLE_S

@@ -147,7 +147,11 @@ class ClientConnection(asyncio.Protocol):
         elif self._call is None or self._body is None or self._body.done:
             raise self._sent_ahead()
         else:
-            self._read_body(self._call, self._body, data)
+            piece, done = self._follow(self._body, data, 0), self._body.done
+            if done:
+                self.deadline = _NEVER
+            if piece or done:
+                self._call.add_body(piece, done=done)
 
     def eof_received(self) -> None:
         # A client that shuts down its sending side looks like one that went away, which is the usual case.
@@ -301,13 +305,6 @@ class ClientConnection(asyncio.Protocol):
             clients.strangers.pop(self, None)
         self._call = call
         return call
-
-    def _read_body(self, call: Call, body: BodyReader, data: bytes) -> None:
-        piece = self._follow(body, data, 0)
-        if body.done:
-            self.deadline = _NEVER
-        if piece or body.done:
-            call.add_body(piece, done=body.done)
 
     def _follow(self, body: BodyReader, data: bytes, start: int) -> bytes | memoryview:
         """Return the part of `data` that belongs to this request's body."""

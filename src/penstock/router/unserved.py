@@ -29,14 +29,9 @@ _CANONICAL = re.compile(rb"/(?:[0-9A-Za-z._~-]+/)*(?:[0-9A-Za-z._~-]+)?")
 _DOTS = re.compile(rb"/\.\.?(?:/|$)")
 
 
-def is_canonical(path: bytes) -> bool:
-    """Return whether all servers read a path alike: no escapes, empty or dot segments, special characters."""
-    return _CANONICAL.fullmatch(path) is not None and _DOTS.search(path) is None
-
-
 def kind_of_path(path: bytes) -> str:
     """Return a path's kind: `ambiguous`, `control`, `private` (of one engine) or `other`."""
-    if not is_canonical(path):
+    if not _CANONICAL.fullmatch(path) or _DOTS.search(path):  # servers would read it in different ways
         return "ambiguous"
     bare = path.rstrip(b"/")
     if bare in CONTROL_PATHS or path.startswith(_CONTROL_PREFIXES):
