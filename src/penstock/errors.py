@@ -7,6 +7,7 @@ status 2 (`UserError`) or 1.
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -120,6 +121,21 @@ def error_from_json(data: Mapping[str, Any]) -> PenstockError:
     if kind is FanOutError:
         more["failures"] = {str(engine): error_from_json(failure) for engine, failure in data["failures"].items()}
     return kind(str(data["message"]), **more)
+
+
+def attempt(work: Callable[[], Any], what: str) -> tuple[Any, Exception | None]:
+    """Call `work`. Return its result, or its error for another thread or process.
+
+    vLLM passes on only the text of an error, or ends the process. An error that is not ours is logged here, by vLLM's
+    logger, the only one with a handler in a worker.
+    """
+    logger = logging.getLogger("vllm.penstock")
+    try:
+        return work(), None
+    except Exception as error:
+        if not isinstance(error, PenstockError):
+            logger.exception("%s failed", what)
+        return None, error
 
 
 # --- Data of files and sockets ---------------------------------------------------------------------------------------

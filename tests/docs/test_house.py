@@ -34,10 +34,11 @@ SIDE_ROOMS = tuple(
         "fleet.launch", "fleet.native", "fleet.pausing", "fleet.ray", "fleet.remote", "fleet.router_process",
         "fleet.running_router", "fleet.service", "fleet.skyrl_paths", "fleet.transports", "gateway", "observe",
         "plugin.adapter_worker", "plugin.adapters", "plugin.answers", "plugin.cores", "plugin.direct", "plugin.kept_kv",
-        "plugin.quantised", "plugin.served_adapters", "prefix_hash", "rollout",
+        "plugin.quantised", "plugin.served_adapters", "plugin.token_meter", "plugin.worker_replies",
+        "prefix_hash", "rollout",
         "router.__main__", "router.figures", "router.kv", "router.other_policies", "router.report",
         "router.unserved", "router.workers",
-        "sim", "token_meter", "train",
+        "sim", "train",
         "weights.broadcast", "weights.checkpoint_names", "weights.cuda_ipc", "weights.delta", "weights.disk",
         "weights.group", "weights.sum_kernel", "weights.transfer",
     )

@@ -18,7 +18,7 @@ SOURCE = ROOT / "src" / "penstock"
 WALKS = (ROOT / "ARCHITECTURE.md").read_text().partition("## Walks")[2].partition("## States")[0]
 TITLES = {REQUEST: "A request", UPDATE: "An update", DEATH: "A death"}
 HOOKS = {
-    "engine/experts.py", "fleet/adapters.py", "token_meter.py",
+    "engine/experts.py", "fleet/adapters.py", "plugin/token_meter.py",
 }  # fmt: skip
 """Of side rooms, run on the way: which adapters an engine gets that joins, and the meter of lost tokens."""
 

@@ -82,7 +82,7 @@ def test_files_are_read_in_turn_and_each_read_ends_by_its_own_event(tmp_path: Pa
         return done
 
     control: Any = SimpleNamespace(
-        core=SimpleNamespace(collective_rpc=rpc, add_request=None), in_core=in_core, known_spec=lambda: SPEC
+        core=SimpleNamespace(penstock_rpc=rpc, add_request=None), in_core=in_core, known_spec=lambda: SPEC
     )
     core = CoreAdapters(control)
     source = str(saved(tmp_path)), {"r": 2}

@@ -16,7 +16,7 @@ import torch
 from patience import WAIT_S
 from penstock.errors import EngineError, StateError, TransferError, WeightsError
 from penstock.plugin import core as core_module
-from penstock.plugin import pause
+from penstock.plugin import pause, steps
 from penstock.plugin.core import control_of
 from penstock.plugin.core_http import respond
 from penstock.plugin.spec import WeightSpec
@@ -77,7 +77,7 @@ class Core:
     def reset_encoder_cache(self) -> None:
         self.done.append("reset encoder cache")
 
-    def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+    def penstock_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         if method in {"penstock_prepare", "penstock_join_group"}:
             self.done.append(method)
             self.given = args[0]
@@ -91,7 +91,7 @@ class Core:
 
     def step(self) -> None:
         kind, call = self.input_queue.get_nowait()
-        assert kind is core_module._CALL
+        assert kind is steps._CALL
         call()
 
 
@@ -151,7 +151,7 @@ def test_the_api_server_gets_what_the_port_would_answer(path: str, given: Any, r
     done = control_of(core).control(path, orjson.dumps(given))
     if reply[0] != 400:
         kind, call = core.input_queue.get(timeout=WAIT_S)
-        assert kind is core_module._CALL
+        assert kind is steps._CALL
         call()
     status, answer = done.result(60)
     assert status == reply[0]

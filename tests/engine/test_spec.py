@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from nano_models import save_dense, save_moe
 from penstock.errors import WeightsError
 from penstock.plugin.cores import check_replicas
-from penstock.plugin.spec import TIED_HEAD, WeightSpec, expected_weights, weights_checksum
+from penstock.plugin.spec import TIED_HEAD, WeightSpec, expected_weights
 from penstock.weights.checkpoint_names import checkpoint_tensors
 from penstock.weights.manifest import TensorEntry, WeightManifest, kind_of
 
@@ -81,6 +81,12 @@ def test_the_head_of_a_model_that_has_none_of_its_own_is_named() -> None:
         tied.check(manifest_of(embedding | {TIED_HEAD: torch.ones(2, 2)}))
 
 
+def weights_checksum(model: torch.nn.Module) -> str:
+    from penstock.plugin import worker
+
+    return worker.weights_checksum(model)
+
+
 class Model(torch.nn.Module):
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -107,6 +113,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.vllm
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_what_changes_the_model_changes_the_checksum(change) -> None:
     model = Model()
@@ -115,6 +122,7 @@ def test_what_changes_the_model_changes_the_checksum(change) -> None:
     assert weights_checksum(model) != weights_checksum(Model())
 
 
+@pytest.mark.vllm
 def test_only_weights_of_equal_shapes_are_compared() -> None:
     same, split = Model(), Model()
     with torch.no_grad():
@@ -123,6 +131,7 @@ def test_only_weights_of_equal_shapes_are_compared() -> None:
     assert kind_of(weights_checksum(same)) == kind_of(weights_checksum(Model())) != kind_of(weights_checksum(split))
 
 
+@pytest.mark.vllm
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_equal_weights_have_equal_checksums_in_any_dtype(dtype: torch.dtype) -> None:
     assert weights_checksum(Model(dtype)) == weights_checksum(Model(dtype)) != weights_checksum(Model())

@@ -15,6 +15,7 @@ import pytest
 
 from penstock.plugin import pause
 from penstock.plugin.pause import StepCap
+from penstock.plugin.steps import Steps
 from penstock.weights.shared_memory import SharedMemoryStore
 
 pytestmark = pytest.mark.vllm
@@ -70,8 +71,9 @@ class Loop:
         self.core._should_throttle_prefills = lambda: False
         self.core.model_executor = self
         self.step = partial(EngineCore.step_with_batch_queue, self.core)
-        self.cap = StepCap(self.core)
-        self.scheduler.after_step = self.cap.after_step
+        self.seen = Steps(lambda: 0.0)
+        self.cap = StepCap(self.core, self.seen)
+        self.scheduler.after_step = lambda: self.seen.count(0, 1)
 
     def execute_model(self, output: Any, *, non_block: bool) -> Any:
         assert non_block
@@ -100,12 +102,15 @@ def test_prepare_is_told_when_what_was_launched_before_has_ended_and_steps_are_s
     loop = Loop()
     assert loop.steps(3) == ["launch 1", "launch 2", "end 1", "launch 3", "end 2"]
     cap = loop.cap
+    assert loop.seen.after == set(), "a step asks nothing of the cap"
     prepared = cap.begin()
     assert not prepared.done()
     assert loop.steps(1) == ["launch 4", "end 3"]
     assert prepared.result(0) == {"ok": True}
     assert loop.steps(1) == ["launch 5", "end 4"]
+    assert len(loop.seen.after) == 1
     cap.end()
+    assert loop.seen.after == set()
     assert loop.steps(2) == ["launch 6", "end 5", "launch 7", "end 6"]
     assert loop.scheduler.budgets == [8192] * 3 + [1024] * 2 + [8192] * 2
     assert loop.handed_on == [(0, number) for number in range(1, 7)], "every answer, once and in order"
@@ -130,6 +135,7 @@ def test_an_update_that_does_not_come_leaves_no_small_steps(monkeypatch: pytest.
     clock.now += pause.CAP_S + 1
     loop.steps(2)
     assert loop.scheduler.budgets == [1024, 1024, 8192]
+    assert loop.seen.after == set()
 
 
 def test_a_step_that_was_under_way_when_everything_is_paused_is_waited_for():

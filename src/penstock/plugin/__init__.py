@@ -24,9 +24,13 @@ INSTANCE_VARIABLE = "PENSTOCK_INSTANCE"
 
 def register() -> None:
     """Extend the core. vLLM calls this in every process, maybe more than once."""
-    from penstock.plugin import core, patches  # noqa: PLC0415 - only inside vLLM
+    from penstock.plugin import patches  # noqa: PLC0415 - only inside vLLM
 
-    core.install()
     patches.install()
     if os.environ.get(LOADER_VARIABLE):
         plugged_in("quantise.loader")()
+
+
+def takes_adapters() -> bool:
+    """Whether vLLM allows adapters to come at run time, as in `vllm.envs`."""
+    return os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0").strip().lower() in {"1", "true"}

@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from penstock.errors import WeightsError
+from penstock.errors import WeightsError, attempt
 from penstock.plugin.core import settle
-from penstock.plugin.patches import attempt
 
 PLACE = "penstock-adapter:"
 """Prefix of the path in vLLM's LoRARequest for an adapter that Penstock loaded. The worker knows its source."""

@@ -118,7 +118,7 @@ class CoreAdapters:
             os.mkfifo(given["done"], 0o600)
             end = os.open(given["done"], os.O_RDWR | os.O_NONBLOCK)
             try:
-                rpc = self._core.collective_rpc
+                rpc = self._core.penstock_rpc
                 left = sum(self._control.in_core(lambda: rpc("penstock_adapter", args=("read", given))).result(READ_S))
                 (poll := select.poll()).register(end, select.POLLIN)
                 while left and poll.poll(1e3 * max(0.0, until - time.perf_counter())):
@@ -146,7 +146,7 @@ class CoreAdapters:
 
     def _load(self, order: Mapping[str, Any], began: float) -> dict[str, Any]:
         name, version, paused = order["name"], order["version"], time.perf_counter()
-        problems = self._core.collective_rpc("penstock_load_adapter", args=(dict(order),))
+        problems = self._core.penstock_rpc("penstock_load_adapter", args=(dict(order),))
         if all(problems):
             raise WeightsError(problems[0])
         if any(problems):
@@ -168,7 +168,7 @@ class CoreAdapters:
         if count := len(self._requests(name)):
             raise StateError(f"adapter {name!r} has {count} requests in flight; unload it when they have ended")
         if (adapter := self.loaded.pop(name, None)) is not None:
-            self._core.collective_rpc("penstock_adapter", args=("unload", adapter.id))
+            self._core.penstock_rpc("penstock_adapter", args=("unload", adapter.id))
         self._held.pop(name, None)
         return {"ok": True}
 

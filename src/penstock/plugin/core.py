@@ -3,9 +3,7 @@
 An update by calls on the API server would wait five times behind the tokens of every stream: 2.3 to 3.1 s with 256
 streams, although the weights need 0.13 s. Here the update is a single piece of work in the core. Calls come to the
 core's own port (`core_http.py`). The API server forwards the calls it gets, and coordinates several cores (`cores.py`).
-
-vLLM (0.26 to 0.33) has no extension point for this. `install` adds utility methods, and a new kind of item in the
-core's input queue.
+`patches.py` adds our methods to vLLM's core.
 """
 # pyright: basic, reportMissingImports=false
 
@@ -21,12 +19,12 @@ from functools import cached_property
 from typing import Any, get_args
 
 from penstock.control_types import KV
-from penstock.errors import EngineError, StateError, TransferError, WeightsError
+from penstock.errors import EngineError, StateError, TransferError, WeightsError, attempt
 from penstock.plugin import compat
 from penstock.plugin.core_http import CoreServer, Route, respond
-from penstock.plugin.patches import attempt
 from penstock.plugin.pause import UPDATE, WEIGHTS, PauseState, StepCap, clear_kv, mode_in_core
 from penstock.plugin.spec import WeightSpec, expected_weights
+from penstock.plugin.steps import Steps, between_steps
 from penstock.rooms import plugged_as, plugged_in
 from penstock.weights.manifest import WeightManifest
 
@@ -36,56 +34,6 @@ LOSS_S = 60.0
 """Longest time in seconds to measure an update's loss of tokens for a caller."""
 READS = frozenset({"compute_weight_checksums", "get_model_inspection", "update_max_model_len"})
 """vLLM's worker methods that outside callers use and that keep the weights. Any other may change them."""
-_CALL = object()
-"""Marks an item of the core's input queue that is a function to call."""
-
-
-def install() -> None:
-    """Extend this process's EngineCoreProc. A second call is harmless."""
-    from vllm.v1.engine.core import EngineCoreProc  # noqa: PLC0415 - only inside vLLM
-
-    if hasattr(EngineCoreProc, "penstock_control_port"):
-        return
-    handle: Any = EngineCoreProc._handle_client_request  # noqa: SLF001
-
-    @functools.wraps(handle)
-    def handle_or_call(self: Any, request_type: Any, request: Any) -> None:
-        if request_type is _CALL:
-            request()
-        else:
-            handle(self, request_type, request)
-
-    EngineCoreProc._handle_client_request = handle_or_call  # noqa: SLF001
-    EngineCoreProc.collective_rpc = _sendable(EngineCoreProc.collective_rpc)
-    for name in ("control_port", "kv_kept", "checksum", "control"):
-        setattr(EngineCoreProc, f"penstock_{name}", _utility(getattr(CoreControl, name), control_of))
-    for name in ("pause", "resume", "sleep", "wake_up", "weights_are_in"):
-        method = _utility(getattr(PauseState, name), lambda core: control_of(core).pausing)
-        setattr(EngineCoreProc, f"penstock_{name}", method)
-
-
-def _utility(method: Callable[..., Any], owner: Callable[[Any], Any]) -> Callable[..., Any]:
-    @functools.wraps(method)  # vLLM reads the signature
-    def call(core: Any, *args: Any) -> Any:
-        return method(owner(core), *args)
-
-    return call
-
-
-def _sendable(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `EngineCore.collective_rpc` to fail if its result cannot be sent, which would end vLLM's output thread."""
-    from vllm.v1.serial_utils import MsgpackEncoder, UtilityResult  # noqa: PLC0415 - only inside vLLM
-
-    @functools.wraps(collective_rpc)  # vLLM reads the signature
-    def call(core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-        control_of(core).count_foreign(method)
-        results = collective_rpc(core, method, *args, **kwargs)
-        _, error = attempt(lambda: MsgpackEncoder().encode(UtilityResult(results)), f"sending what {method!r} returned")
-        if error is not None:
-            raise TypeError(f"what {method!r} returns cannot be sent to another process: {error}") from error
-        return results
-
-    return call
 
 
 def control_of(core: Any) -> CoreControl:
@@ -110,10 +58,10 @@ class CoreControl:
 
     def __init__(self, core: Any) -> None:
         self.core = core
-        self.pausing = PauseState(core)
-        self.step_cap = StepCap(core)
-        scheduler = core.scheduler
-        scheduler.update_from_output = functools.partial(self._after_step, scheduler.update_from_output)
+        steps = Steps(time.perf_counter)
+        steps.follow(core.scheduler)
+        self.pausing = PauseState(core, steps)
+        self.step_cap = StepCap(core, steps)
         # A pause that clears the caches would empty only one half of the cache of processed images. The other half, in
         # the API server, would then send the hash of an image it has sent before, and the request would fail (0.26 to
         # 0.33). vLLM's pull request 43001 empties both, but too late for a pause that waits for a step.
@@ -153,7 +101,7 @@ class CoreControl:
     def in_core(self, work: Callable[[], Any]) -> Future[Any]:
         """Let the core's thread call `work` between steps, and await its future."""
         done: Future[Any] = Future()
-        self.core.input_queue.put_nowait((_CALL, lambda: settle(done, work)))
+        between_steps(self.core, lambda: settle(done, work))
         return done
 
     def known_spec(self) -> WeightSpec:
@@ -222,7 +170,7 @@ class CoreControl:
         return spec
 
     def _call_workers(self, method: str, given: Any) -> dict[str, Any]:
-        for problem in self.core.collective_rpc(method, args=(given,)):
+        for problem in self.core.penstock_rpc(method, args=(given,)):
             if problem is not None:
                 raise WeightsError(problem)
         return {"ok": True}
@@ -247,14 +195,6 @@ class CoreControl:
         answer: Future[Any] = Future()
         known.add_done_callback(lambda _: settle(answer, lambda: (loss := known.result()) and asdict(loss)))
         return answer
-
-    def _after_step(self, update_from_output: Any, scheduled: Any, *args: Any) -> Any:
-        """Replace the scheduler's `update_from_output`, for which vLLM (0.26 to 0.33) has no hook."""
-        outputs = update_from_output(scheduled, *args)
-        tokens = sum(len(one.new_token_ids) for of_client in outputs.values() for one in of_client.outputs)
-        self.pausing.meter.step(tokens, sum(self.core.scheduler.get_request_counts()))
-        self.step_cap.after_step()
-        return outputs
 
     def _state(self) -> dict[str, Any]:
         running, waiting = self.core.scheduler.get_request_counts()
@@ -295,7 +235,7 @@ class CoreUpdate:
         self._pausing.require_awake()
         if self._kv == "keep_in_flight":
             self._control.kv.check()
-        prepared = self._core.collective_rpc("penstock_prepared")
+        prepared = self._core.penstock_rpc("penstock_prepared")
         if any(version != self._version for version in prepared):
             raise StateError(f"weight version {self._version} is not prepared here (prepared: {prepared})")
         self._pausing.measure(self._version)
@@ -317,7 +257,7 @@ class CoreUpdate:
             clear_kv(core)
         elif self._kv == "keep_in_flight":
             kept = self._control.kv.keep_in_flight(self._version)
-        ranks = core.collective_rpc("penstock_load", args=(self._version,))
+        ranks = core.penstock_rpc("penstock_load", args=(self._version,))
         _raise_failure(ranks)
         self._control.kept_version = self._version if self._kv == "keep" else None
         slowest = max(ranks, key=lambda rank: rank["seconds"]["load"])
@@ -352,7 +292,7 @@ def at_boundary(core: Any, work: Callable[[], Any]) -> Any:
 
         settle(done, checked)
         # vLLM calls this when a step has ended and the core is about to wait for its next input. This is one.
-        core.input_queue.put_nowait((_CALL, lambda: None))
+        between_steps(core, lambda: None)
 
     paused.add_done_callback(after)
     return done

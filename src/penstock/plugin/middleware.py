@@ -18,10 +18,9 @@ import orjson
 
 from penstock.errors import PenstockError, WeightsError
 from penstock.guard import DATA_PATHS, OPEN_PATHS, cross_site, has_key
-from penstock.plugin import INSTANCE_VARIABLE
+from penstock.plugin import INSTANCE_VARIABLE, takes_adapters
 from penstock.plugin.core_http import MAX_BODY, RefusedError, refusal
 from penstock.plugin.hooks import RequestHooks
-from penstock.plugin.patches import takes_adapters
 from penstock.rooms import plugged_as, plugged_in
 from penstock.wire import ADAPTERS, INFO
 

@@ -1,92 +1,69 @@
-"""Repairs of vLLM, each with the condition that ends it. `install` applies them when an engine starts."""
+"""Extensions of vLLM's classes, applied when an engine starts: our calls in its cores, and repairs (`plugged_in`).
+
+vLLM (0.26 to 0.33) has no extension point for calls in a core. `install` adds utility methods, and a new kind of item
+in the core's input queue.
+"""
 # pyright: basic, reportMissingImports=false
 
 from __future__ import annotations
 
 import functools
-import logging
-import os
-import pickle
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from penstock.errors import PenstockError
+from penstock.errors import attempt
+from penstock.plugin import takes_adapters
+from penstock.plugin.core import CoreControl, control_of
+from penstock.plugin.pause import PauseState
+from penstock.plugin.steps import taking_calls
 from penstock.rooms import plugged_in
-
-logger = logging.getLogger("vllm.penstock")
-"""A child of vLLM's logger, the only one with a handler in a worker."""
 
 
 def install() -> None:
-    """Patch the classes of this process. A second call is harmless."""
+    """Extend the classes of this process. A second call is harmless."""
+    from vllm.v1.engine.core import EngineCoreProc  # noqa: PLC0415 - only inside vLLM
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor  # noqa: PLC0415 - only inside vLLM
 
+    if not hasattr(EngineCoreProc, "penstock_control_port"):
+        _add_calls(EngineCoreProc)
     if not hasattr(MultiprocExecutor.collective_rpc, "__wrapped__"):
-        MultiprocExecutor.collective_rpc = drain_worker_replies(MultiprocExecutor.collective_rpc)
+        MultiprocExecutor.collective_rpc = plugged_in("replies.workers")(MultiprocExecutor.collective_rpc)
     # An engine may also have fixed adapters. Its cores and workers inherit its arguments.
     if takes_adapters() or any(option.replace("_", "-").startswith("--enable-lora") for option in sys.argv):
         plugged_in("adapters.mends")()
 
 
-def takes_adapters() -> bool:
-    """Whether vLLM allows adapters to come at run time, as in `vllm.envs`."""
-    return os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0").strip().lower() in {"1", "true"}
+def _add_calls(core_class: Any) -> None:
+    core_class._handle_client_request = taking_calls(core_class._handle_client_request)  # noqa: SLF001
+    core_class.penstock_rpc = core_class.collective_rpc  # our own calls keep track of the weights themselves
+    core_class.collective_rpc = _sendable(core_class.collective_rpc)
+    for name in ("control_port", "kv_kept", "checksum", "control"):
+        setattr(core_class, f"penstock_{name}", _utility(getattr(CoreControl, name), control_of))
+    for name in ("pause", "resume", "sleep", "wake_up", "weights_are_in"):
+        method = _utility(getattr(PauseState, name), lambda core: control_of(core).pausing)
+        setattr(core_class, f"penstock_{name}", method)
 
 
-def attempt(work: Callable[[], Any], what: str) -> tuple[Any, Exception | None]:
-    """Call `work`. Return its result, or its error for another thread or process.
-
-    vLLM passes on only the text of an error, or ends the process. An error that is not ours is logged here.
-    """
-    try:
-        return work(), None
-    except Exception as error:
-        if not isinstance(error, PenstockError):
-            logger.exception("%s failed", what)
-        return None, error
-
-
-# --- Replies of the workers of one core ------------------------------------------------------------------------------
-
-
-def drain_worker_replies(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
-    """Make `MultiprocExecutor.collective_rpc` drain all replies before an error.
-
-    vLLM stops reading at the first error or deadline, and then reads a leftover reply as the answer to the next call.
-    Here workers reply with errors instead of raising them, and all replies are awaited. Workers do nothing else anyway.
-
-    vLLM's issue 49972 (0.26 to 0.33). Needed until a release has its pull request 57846, or another fix.
-    """
-
-    @functools.wraps(collective_rpc)
-    def call(
-        executor: Any,
-        method: Any,
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-        **how: Any,
-    ) -> Any:
-        if how.get("non_block") or how.get("unique_reply_rank") is not None:  # a step: only one rank answers
-            return collective_rpc(executor, method, timeout, args, kwargs, **how)
-        replies = collective_rpc(executor, functools.partial(reply, method), None, args, kwargs, **how)
-        for result, error in replies:
-            if result is None:
-                raise RuntimeError(
-                    f"Worker failed with error '{error}', please check the stack trace above for the root cause"
-                )
-        return [pickle.loads(result) for result, _ in replies]  # noqa: S301 - from our own worker, as in vLLM
+def _utility(method: Callable[..., Any], owner: Callable[[Any], Any]) -> Callable[..., Any]:
+    @functools.wraps(method)  # vLLM reads the signature
+    def call(core: Any, *args: Any) -> Any:
+        return method(owner(core), *args)
 
     return call
 
 
-def reply(method: Any, worker: Any, *args: Any, **kwargs: Any) -> tuple[bytes | None, str]:
-    """Call a worker's method. Return the pickled result, or the error's text."""
+def _sendable(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `EngineCore.collective_rpc` to fail if its result cannot be sent, which would end vLLM's output thread."""
+    from vllm.v1.serial_utils import MsgpackEncoder, UtilityResult  # noqa: PLC0415 - only inside vLLM
 
-    def work() -> bytes:
-        bound = getattr(worker, method) if isinstance(method, str) else functools.partial(method, worker)
-        return pickle.dumps(bound(*args, **kwargs), pickle.HIGHEST_PROTOCOL)  # fails here, not when vLLM sends it
+    @functools.wraps(collective_rpc)  # vLLM reads the signature
+    def call(core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        control_of(core).count_foreign(method)
+        results = collective_rpc(core, method, *args, **kwargs)
+        _, error = attempt(lambda: MsgpackEncoder().encode(UtilityResult(results)), f"sending what {method!r} returned")
+        if error is not None:
+            raise TypeError(f"what {method!r} returns cannot be sent to another process: {error}") from error
+        return results
 
-    result, error = attempt(work, f"a worker's {method}")
-    return result, str(error)
+    return call

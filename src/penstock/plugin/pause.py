@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from penstock.errors import EngineError, StateError
+from penstock.plugin.steps import Steps
 from penstock.rooms import plugged_in
 
 MEMORY_TAGS = frozenset({"weights", "kv_cache"})
@@ -38,11 +39,11 @@ CAP_TOKENS = 1024
 class PauseState:
     """The holds on one engine core's generation. Methods run in the core's thread, between two steps."""
 
-    def __init__(self, core: Any) -> None:
+    def __init__(self, core: Any, steps: Steps) -> None:
         self.asleep: frozenset[str] = frozenset()
         self.holds: set[object] = set()
         """`PAUSE`, `UPDATE`, `WEIGHTS`, and changes of adapters that wait for the step under way."""
-        self.meter = plugged_in("token_meter")(time.perf_counter)
+        self.meter = plugged_in("token_meter")(steps)
         """Meter of the core's tokens."""
         self._core = core
         self._held_s = 0.0
@@ -112,7 +113,7 @@ class PauseState:
         still = frozenset[str]() if tags is None else self.asleep - set(tags)
         back, self.asleep = self.asleep - still, still
         if WEIGHTS in self.holds and "weights" in back:
-            self._core.collective_rpc("penstock_weights_dropped")
+            self._core.penstock_rpc("penstock_weights_dropped")
         self.let_go()
         return awake
 
@@ -132,8 +133,9 @@ class StepCap:
     `apply`, or for `CAP_S`. Methods run in the core's thread, between two steps.
     """
 
-    def __init__(self, core: Any) -> None:
+    def __init__(self, core: Any, steps: Steps) -> None:
         self._core = core
+        self._steps = steps
         self._usual: int | None = None
         """Most tokens of the core's usual steps, while steps are small; else None."""
         self._until = 0.0
@@ -148,20 +150,22 @@ class StepCap:
             self._large = core.batch_queue[0] if core.batch_queue else None
             self._usual = usual = scheduler.max_num_scheduled_tokens
             scheduler.max_num_scheduled_tokens = min(usual, _small(scheduler))
+            self._steps.after.add(self._after_step)
         self._until = time.monotonic() + CAP_S
         done: Future[dict[str, Any]] = Future()
         self._waiting.append(done)
-        self.after_step()
+        self._after_step()
         return done
 
     def end(self) -> None:
         """Make steps of the usual size. A second call is harmless."""
         if self._usual is not None:
             self._core.scheduler.max_num_scheduled_tokens, self._usual = self._usual, None
+            self._steps.after.discard(self._after_step)
         self._large = None
-        self.after_step()
+        self._after_step()
 
-    def after_step(self) -> None:
+    def _after_step(self, *_: float) -> None:
         """Answer once the last large step has ended. End small steps after `CAP_S`."""
         if self._large is None or not any(step is self._large for step in self._core.batch_queue):
             self._large = None

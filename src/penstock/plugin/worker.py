@@ -1,8 +1,9 @@
-"""Our extension of vLLM's workers. It loads versions by vLLM's reload, and on GPUs by copies (`direct.py`)."""
+"""Our extension of vLLM's workers: loads versions by vLLM's reload, on GPUs by copies (`direct.py`), and sums them."""
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -18,13 +19,12 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.platforms import current_platform
 
-from penstock.errors import PenstockError, WeightsError
+from penstock.errors import PenstockError, WeightsError, attempt
 from penstock.plugin.compat import without_adapters
-from penstock.plugin.patches import attempt
-from penstock.plugin.spec import checksum_of_sums, schemes_of, weights_checksum
+from penstock.plugin.spec import schemes_of
 from penstock.rooms import plugged_as, plugged_in
-from penstock.weights.checksum import warm_up
-from penstock.weights.manifest import Source, WeightManifest
+from penstock.weights.checksum import device_sums, warm_up
+from penstock.weights.manifest import SUMS, Source, WeightManifest
 
 
 class WorkerExtension:
@@ -170,7 +170,9 @@ class Loader:
                 yield entry.name, copy
 
         if self._schemes is None:
-            self._schemes = schemes_of(self._worker.model_config)
+            config = self._worker.model_config
+            quantised = getattr(config.hf_config, "quantization_config", None) is not None
+            self._schemes = schemes_of(config) if quantised else {}
         begin(self._model)
         receive(self._model, plugged_in("quantise.tensors")(self._schemes, tensors()) if self._schemes else tensors())
         finish(self._model, self._worker.model_config)
@@ -239,3 +241,49 @@ def _pack_again(model: torch.nn.Module) -> None:
         weight: Any = getattr(module, "weight", None)
         if hasattr(module, "cpu_linear") and weight.numel() > 0:
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+# --- The checksum of the weights in force ----------------------------------------------------------------------------
+
+
+def checksum_of_sums(manifest: WeightManifest) -> str:
+    """Return the checksum of a version whose tensors all match the sender's: equal for any layout."""
+    sums = repr([(entry.name, entry.checksum) for entry in manifest.tensors])
+    return SUMS + hashlib.blake2b(sums.encode(), digest_size=16).hexdigest()
+
+
+def weights_checksum(model: torch.nn.Module) -> str:
+    """Return the checksum of the weights in force: equal for workers of one layout with the same weights.
+
+    It is a digest of the parameters' names, shapes and dtypes, a colon, and a digest of their sums
+    (`weights/checksum.py`). CPU kernels hide packed weights, so their output for a fixed input counts (`_hidden`).
+    """
+    kind, digest = hashlib.blake2b(digest_size=4), hashlib.blake2b(digest_size=16)
+    parameters: list[torch.Tensor] = []
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            kind.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
+            if parameter.numel():
+                parameters.append(parameter)
+        digest.update(repr(device_sums(parameters)).encode())
+        for name, module in model.named_modules():
+            if (found := _hidden(module)) is not None:
+                digest.update(name.encode())
+                digest.update(found.float().numpy().tobytes())
+    return f"{kind.hexdigest()}:{digest.hexdigest()}"
+
+
+def _hidden(layer: Any) -> torch.Tensor | None:
+    """Return a layer's output for a fixed input, if its kernel keeps its weights outside of its parameters."""
+    if (packed := getattr(layer, "cpu_linear", None)) is not None:
+        weight = layer.weight
+        # A packed module may have given away its own weight. Then its declared input width counts.
+        width = weight.shape[-1] if weight.numel() else getattr(layer, "input_size_per_partition", None)
+        return packed(_probe(width or layer.input_size, weight.dtype), weight, None)
+    if hasattr(getattr(getattr(layer, "scheme", None), "kernel", None), "dnnl_handler"):  # int8
+        return layer.quant_method.apply(layer, _probe(layer.input_size_per_partition, layer.params_dtype), None)
+    return None
+
+
+def _probe(width: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.linspace(-1.0, 1.0, width).unsqueeze(0).to(dtype)

@@ -14,11 +14,12 @@ from uuid import uuid4
 
 from penstock.control_types import KV, PauseMode, TokenLoss
 from penstock.errors import EngineDeadError, RequestError, StateError
+from penstock.plugin.steps import Steps
+from penstock.plugin.token_meter import TokenMeter
 from penstock.sim.config import Died, FaultKind, FaultPlan, Phase, SimConfig
 from penstock.sim.scheduler import Listener, Scheduler, SimRequest, SimSequence, StepPlan
 from penstock.sim.tokens import Weights
 from penstock.sim.update import Adapters, WeightState, check_manifest, checksum_of, content_of, receive_broadcast
-from penstock.token_meter import TokenMeter
 from penstock.types import SamplingParams
 from penstock.weights.broadcast import TRANSPORT as BROADCAST
 from penstock.weights.manifest import WeightManifest
@@ -45,7 +46,8 @@ class SimEngine:
         self.weights = WeightState()
         self.scheduler = Scheduler(self.config, lambda s: self.adapters.content(s.request.lora))
         self.stats = self.scheduler.stats
-        self.meter = TokenMeter(lambda: asyncio.get_running_loop().time())
+        self.step_counts = Steps(lambda: asyncio.get_running_loop().time())
+        self.meter = TokenMeter(self.step_counts)
         self.asleep: frozenset[str] = frozenset()
         """Memory that a sleep released: `weights`, `kv_cache`."""
         self.death: str | None = None
@@ -424,7 +426,7 @@ class SimEngine:
                     await self.at(Phase.TOKENS)
                 except EngineDeadError:
                     return
-        self.meter.step(made, len(self.scheduler.running) + len(self.scheduler.waiting))
+        self.step_counts.count(made, len(self.scheduler.running) + len(self.scheduler.waiting))
 
     def _abort(self, sequences: Sequence[SimSequence]) -> None:
         for sequence in sequences:

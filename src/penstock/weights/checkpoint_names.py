@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +22,16 @@ def checkpoint_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         Tensors by name. Tensors that had to be split may be copies.
     """
     return checkpoint_names_of(model, distinct_tensors(model))
+
+
+def tensors_of_config(config: Any) -> dict[str, torch.Tensor]:
+    """Return the checkpoint's tensors of a transformers config, without memory."""
+    import torch  # noqa: PLC0415 - slow to import, needed once
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - the same
+
+    with torch.device("meta"):
+        model = cast("PreTrainedModel", AutoModelForCausalLM.from_config(config))
+    return checkpoint_tensors(model)
 
 
 def distinct_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:

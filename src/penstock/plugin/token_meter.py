@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from penstock.control_types import TokenLoss
+from penstock.plugin.steps import Steps
 
-STEADY_S = 2.0
-"""Seconds before an update that give the steady rate; fewer if requests came or generation resumed since."""
 BACK, BACK_S = 0.8, 1.0
 """The rate is back once it was at least share `BACK` of the steady one for `BACK_S` seconds."""
 KEPT_LOSSES = 8
@@ -41,7 +40,7 @@ class _Update:
 
 
 class TokenMeter:
-    """Counts tokens by step, and measures the tokens that each update costs. The clock is in seconds.
+    """Measures the tokens that each update costs, by the engine's steps.
 
     The loss is the steady rate times the time from the update's begin until the rate is back, minus the tokens made in
     that time. With fewer requests in flight than at the update, proportionally fewer tokens are expected. The rate is
@@ -49,53 +48,34 @@ class TokenMeter:
     with the next update, a pause, and the last request in flight; the loss so far counts.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._tokens = 0
-        self._in_flight = 0
-        self._window: deque[tuple[float, int]] = deque()
-        """Time and total tokens of each step in the last `STEADY_S` seconds."""
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
         self._open: _Update | None = None
         self._losses: dict[Hashable, Future[TokenLoss]] = {}
 
-    def step(self, tokens: int, in_flight: int) -> None:
-        """Count a step's tokens; `in_flight`: requests left, running or waiting."""
-        now = self._clock()
-        self._tokens += tokens
-        if not self._in_flight:
-            self._window.clear()
-        self._window.append((now, self._tokens))
-        while len(self._window) > 2 and self._window[1][0] <= now - STEADY_S:  # noqa: PLR2004 - two make a rate
-            self._window.popleft()
-        self._in_flight = in_flight
-        if (update := self._open) is not None:
-            self._advance(update, now, tokens)
-            update.in_flight = in_flight
-            if update.marks:
-                self._look(update)
-
     def begin(self, name: Hashable, running: int) -> None:
         """Begin to measure the update `name`, with `running` requests making tokens."""
-        now, rate, before = self._clock(), 0.0, self._open
+        now, rate, before = self._steps.clock(), 0.0, self._open
         if before is not None:
             if before.name == name:  # the same update is sent again
                 return
             rate, running = before.rate, before.running
             self.close()
-        elif running and self._window and now > self._window[0][0]:
-            rate = (self._tokens - self._window[0][1]) / (now - self._window[0][0])
+        elif running:
+            rate = self._steps.rate(now)
         self._losses[name] = Future()
         while len(self._losses) > KEPT_LOSSES:
             del self._losses[next(iter(self._losses))]
-        self._open = _Update(name, now, rate, max(1, running), _Mark(now, 0.0, 0.0), self._in_flight)
+        self._open = _Update(name, now, rate, max(1, running), _Mark(now, 0.0, 0.0), self._steps.in_flight)
+        self._steps.after.add(self._step)
         if not rate:
             self._end(self._open.now, back=True)
 
     def resume(self) -> None:
         """Note that generation goes on after an update or a pause."""
-        now = self._clock()
+        now = self._steps.clock()
         if (update := self._open) is None:
-            self._window.clear()
+            self._steps.forget()
             return
         self._advance(update, now, 0)
         update.marks = deque((update.now,))
@@ -103,12 +83,20 @@ class TokenMeter:
     def close(self) -> None:
         """End a measurement under way now, with the loss so far."""
         if (update := self._open) is not None:
-            self._advance(update, self._clock(), 0)
+            self._advance(update, self._steps.clock(), 0)
             self._end(update.now, back=False)
 
     def loss(self, name: Hashable) -> Future[TokenLoss] | None:
         """Return an update's loss, which may not be known yet; None: it was not measured."""
         return self._losses.get(name)
+
+    def _step(self, now: float, tokens: int) -> None:
+        if (update := self._open) is None:
+            return
+        self._advance(update, now, tokens)
+        update.in_flight = self._steps.in_flight
+        if update.marks:
+            self._look(update)
 
     def _advance(self, update: _Update, now: float, tokens: int) -> None:
         before = update.now
@@ -130,8 +118,8 @@ class TokenMeter:
         update, self._open = self._open, None
         if update is None:
             return
-        while self._window and self._window[0][0] < mark.time:
-            self._window.popleft()
+        self._steps.after.discard(self._step)
+        self._steps.forget(mark.time)
         tokens = max(0.0, mark.expected - mark.made)
         loss = TokenLoss(tokens=tokens, seconds=mark.time - update.began, rate=update.rate, back=back)
         self._losses[update.name].set_result(loss)

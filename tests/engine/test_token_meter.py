@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from penstock.control_types import TokenLoss
-from penstock.token_meter import TokenMeter
+from penstock.plugin.steps import Steps
+from penstock.plugin.token_meter import TokenMeter
 
 
 class Engine:
@@ -13,12 +14,13 @@ class Engine:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.meter = TokenMeter(lambda: self.now)
+        self.steps = Steps(lambda: self.now)
+        self.meter = TokenMeter(self.steps)
 
     def run(self, seconds: float, tokens: int = 10, in_flight: int = 10) -> None:
         for _ in range(round(seconds * 10)):
             self.now += 0.1
-            self.meter.step(tokens, in_flight)
+            self.steps.count(tokens, in_flight)
 
     def update(self, version: int = 1, *, silent: float = 0.5, running: int = 10) -> None:
         self.meter.begin(version, running)
@@ -43,6 +45,22 @@ def test_a_pause_alone_costs_its_time():
     assert engine.loss() == TokenLoss(
         tokens=pytest.approx(50), seconds=pytest.approx(0.5), rate=pytest.approx(100), back=True
     )
+
+
+def test_a_step_is_looked_at_while_an_update_is_measured_and_counted_always():
+    engine = Engine()
+    engine.run(5)
+    assert engine.steps.after == set()
+    engine.update()
+    assert len(engine.steps.after) == 1
+    engine.run(2)
+    assert engine.loss().tokens == pytest.approx(50)
+    assert engine.steps.after == set()
+    engine.run(1)
+    engine.meter.begin(2, 10)
+    assert len(engine.steps.after) == 1
+    engine.meter.close()
+    assert engine.steps.after == set()
 
 
 def test_tokens_that_are_missing_until_the_rate_is_back_count_too():
