@@ -122,3 +122,14 @@ def events_of(text: str) -> list[dict[str, Any]]:
     """The data of a stream's events."""
     lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
     return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+def calls_of(answer: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The calls of an answer of any wire."""
+    if "choices" in answer:
+        found = [call["function"] for call in answer["choices"][0]["message"].get("tool_calls", ())]
+        return [(call["name"], json.loads(call["arguments"])) for call in found]
+    if "output" in answer:
+        items = [item for item in answer["output"] if item["type"] == "function_call"]
+        return [(item["name"], json.loads(item["arguments"])) for item in items]
+    return [(block["name"], block["input"]) for block in answer["content"] if block["type"] == "tool_use"]

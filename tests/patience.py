@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import psutil
+
 WAIT_S = 120.0
 """A test that passes never waits it out, so it is long: the machine may be busy with other things."""
 
@@ -20,3 +22,11 @@ async def eventually(holds: Callable[[], bool | Awaitable[bool]], seconds: float
             if now if isinstance(now, bool) else await now:
                 return
             await asyncio.sleep(0.005)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process is there, and not only its status for a parent that has not asked for it."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -6,12 +6,7 @@ from collections import Counter
 
 import pytest
 
-from fleet_sim.peers import (
-    PEERS,
-    PeerRouter,
-    VllmCacheAware,
-    VllmConsistentHash,
-)
+from fleet_sim.peers import PEERS, PeerRouter, VllmCacheAware, VllmConsistentHash
 from fleet_sim.router import FleetRequest, FleetRouter, OwnRouter
 from fleet_sim.run import FleetRun, FleetSetup, Incident
 from fleet_sim.speed import EngineLimits, EngineSpeed

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from chat_model import save_chat_tokenizer
-from gateway_rig import KEY, auth
+from gateway_rig import KEY, auth, calls_of
 from http_engine import HTTPEngine
 from nano_models import logprobs_of, save_dense
 from penstock.engine.launch import EngineProcess
@@ -51,16 +51,6 @@ async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tup
     yield Gateway(engine, ChatTemplate(load_tokenizer(model)), options, [Tenant("a", KEY)]), model
     await engine.teardown()
     await process.stop()
-
-
-def calls_of(answer: dict[str, Any]) -> list[tuple[str, Any]]:
-    if "choices" in answer:
-        found = [call["function"] for call in answer["choices"][0]["message"].get("tool_calls", ())]
-        return [(call["name"], json.loads(call["arguments"])) for call in found]
-    if "output" in answer:
-        items = [item for item in answer["output"] if item["type"] == "function_call"]
-        return [(item["name"], json.loads(item["arguments"])) for item in items]
-    return [(block["name"], block["input"]) for block in answer["content"] if block["type"] == "tool_use"]
 
 
 async def test_a_model_of_noise_makes_the_calls_it_has_to(gateway: tuple[Gateway, Path]) -> None:

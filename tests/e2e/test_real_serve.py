@@ -1,9 +1,8 @@
-"""`penstock serve` with a real engine, as its users see it: the openai client, curl, and nothing left when killed."""
+"""`penstock serve` with a real engine, as its users see it: the openai client, and nothing left when killed."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import sys
 import time
@@ -47,10 +46,6 @@ async def test_serve_answers_openai_clients_and_when_killed_leaves_nothing(nano_
         with pytest.raises(openai.NotFoundError):
             await client.completions.create(model="nobody", prompt="1", max_tokens=1)
         await client.close()
-        assert (await _curl(f"{url}/v1/models"))["object"] == "list"
-        body = json.dumps({"prompt": [5, 6], "max_tokens": 2, "return_token_ids": True})
-        given = await _curl(f"{url}/v1/completions", "-H", "Content-Type: application/json", "-d", body)
-        assert len(given["choices"][0]["token_ids"]) == 2
         assert len(children) >= 3, "expected the router, the API server and the engine core"
     finally:
         server.kill()
@@ -73,14 +68,6 @@ async def _ready_url(out: asyncio.StreamReader) -> str:
             if word.startswith("http://"):
                 return word.rstrip("/").removesuffix("/v1")
     raise AssertionError(f"no ready line in: {seen}")
-
-
-async def _curl(*arguments: str):
-    curl = await asyncio.create_subprocess_exec(
-        "curl", "-sS", "--max-time", "60", *arguments, stdout=asyncio.subprocess.PIPE
-    )
-    out, _ = await curl.communicate()
-    return json.loads(out)
 
 
 def _named(folder: Path) -> set[Path]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from patience import WAIT_S, eventually
+from patience import WAIT_S, alive, eventually
 from penstock.engine.launch import EngineProcess, reserved_port
 from penstock.errors import EngineStartError
 from penstock.process import ChildProcess
@@ -83,13 +83,6 @@ os.killpg(child.pid, signal.SIGKILL)  # Popen.kill would go through the os.kill 
 child.wait()
 assert kills == [(child.pid, signal.SIGKILL)], kills
 """
-
-
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 async def written(log: Path) -> None:

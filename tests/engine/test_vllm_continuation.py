@@ -287,17 +287,6 @@ async def test_constrained_output_that_is_cut_is_made_again_and_counted(live):
     assert live.engine.counters.wasted_tokens > wasted
 
 
-async def test_openais_client_reads_streams_and_versions(live):
-    async with openai.AsyncOpenAI(base_url=f"{live.engine.control.url}/v1", api_key=live.key) as client:
-        given = {"model": str(live.model_path), "messages": MESSAGES, "max_tokens": 5, "temperature": 0}
-        whole_answer = await client.chat.completions.with_raw_response.create(**given)
-        version = live.engine.weight_version
-        assert json.loads(whole_answer.headers["X-Penstock-Weight-Versions"]) == [[[version, 0, 5]]]
-        stream = await client.chat.completions.create(**given, stream=True)
-        text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-    assert text == whole_answer.parse().choices[0].message.content
-
-
 async def test_beams_have_no_versions_rather_than_wrong_ones(live):
     beams = {"n": 2, "extra_body": {"use_beam_search": True, "ignore_eos": True}}
     async with openai.AsyncOpenAI(base_url=f"{live.engine.control.url}/v1", api_key=live.key) as client:

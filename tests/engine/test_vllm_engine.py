@@ -126,13 +126,6 @@ async def test_chat_and_string_prompts_go_through_the_engines_own_tokenizer(live
     assert out.response_ids[0] == out.response_ids[1] == same.response_ids[0]
 
 
-async def test_sample_is_one_request_with_n_independent_answers(live):
-    samples = await live.engine.sample([5, 6, 7], 6, LONG)
-    assert len({s.token_ids for s in samples}) == 6
-    again = await live.engine.sample([5, 6, 7], 6, LONG)
-    assert [s.token_ids for s in samples] == [s.token_ids for s in again]
-
-
 async def test_a_label_that_somebody_gave_past_us_ends_nothing(live):
     control = live.engine.control
     if (await control.info()).vllm.startswith("0.26"):

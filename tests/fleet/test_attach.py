@@ -14,13 +14,7 @@ import torch
 from patience import WAIT_S
 from penstock import Fleet, SamplingParams
 from penstock.control_types import PauseMode
-from penstock.errors import (
-    ConfigError,
-    EngineDeadError,
-    MissingCapabilityError,
-    UpdateError,
-    UserError,
-)
+from penstock.errors import ConfigError, EngineDeadError, MissingCapabilityError, UpdateError, UserError
 from penstock.fleet import operations, pausing
 from penstock.fleet.member import State
 from penstock.router.admin_client import RouterAdmin

@@ -368,12 +368,6 @@ def test_a_folder_that_others_may_enter_or_that_lies_elsewhere_is_refused(runtim
     assert folder() == runtime / name
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "localhost:8000"])
-async def test_connect_refuses_what_is_no_address(url: str) -> None:
-    with pytest.raises(UserError, match=r"is not an address; give one such as http://127\.0\.0\.1:8000"):
-        await Fleet.connect(url)
-
-
 async def test_a_process_of_the_same_user_gets_the_keys_and_nothing_shows_them() -> None:
     async with Fleet.launch("sim-model", engines=2, api_key="of-clients", **SIM) as fleet:
         async with FleetClient.to(fleet.url) as link:

@@ -6,13 +6,7 @@ import asyncio
 
 import pytest
 from fleet_fakes import Bench, on_bench, until
-from supervise_rig import (
-    NEVER,
-    restarting,
-    until_dead,
-    until_serves,
-    watched,
-)
+from supervise_rig import NEVER, restarting, until_dead, until_serves, watched
 
 from penstock.control_types import PauseMode
 from penstock.engine.control import CoreState

@@ -6,12 +6,7 @@ import asyncio
 
 import pytest
 from fleet_fakes import Bench, on_bench, until
-from supervise_rig import (
-    begins_to_return,
-    dies_and_returns,
-    restarting,
-    until_serves,
-)
+from supervise_rig import begins_to_return, dies_and_returns, restarting, until_serves
 
 from penstock.control_types import PauseMode
 from penstock.errors import StateError, UpdateError

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from chat_model import TEMPLATE, chat_tokenizer
-from gateway_rig import KEY, THOUGHT, Rig
+from gateway_rig import KEY, THOUGHT, Rig, calls_of
 from penstock.errors import UserError
 from penstock.rollout.call_form import CallForm
 from penstock.rollout.chat_template import ChatTemplate
@@ -44,17 +44,6 @@ WIRES: dict[str, tuple[str, dict[str, Any], Any, Any]] = {
         {"type": "tool", "name": "sub"},
     ),
 }  # fmt: skip
-
-
-def calls_of(answer: dict[str, Any]) -> list[tuple[str, Any]]:
-    """The calls of an answer of any wire."""
-    if "choices" in answer:
-        found = [call["function"] for call in answer["choices"][0]["message"].get("tool_calls", ())]
-        return [(call["name"], json.loads(call["arguments"])) for call in found]
-    if "output" in answer:
-        items = [item for item in answer["output"] if item["type"] == "function_call"]
-        return [(item["name"], json.loads(item["arguments"])) for item in items]
-    return [(block["name"], block["input"]) for block in answer["content"] if block["type"] == "tool_use"]
 
 
 def grammar_of(rig: Rig) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.prefix_hash import BLOCK, MOST, parse_prefix_hashes, prefix_hashes, stride_of
+from penstock.prefix_hash import BLOCK, MOST, parse_prefix_hashes, prefix_hashes
 from penstock.router.kv import Prefixes
 from penstock.router.membership import Engine, EngineEntry
 
@@ -20,14 +20,6 @@ def test_fixed_vectors() -> None:
     assert prefix_hashes(list(range(63))) is None
     assert prefix_hashes(list(range(64))) == "1:7b73b0fab9b20c33"
     assert prefix_hashes(list(range(128))) == "1:7b73b0fab9b20c33,bea64eaa56dee9e7"
-
-
-@pytest.mark.parametrize(
-    ("blocks", "stride"), [(1, 1), (32, 1), (33, 2), (64, 2), (65, 4), (128, 4), (512, 16), (513, 32), (2048, 64)]
-)
-def test_stride_is_the_least_power_of_two_that_is_enough(blocks: int, stride: int) -> None:
-    assert stride_of(blocks) == stride
-    assert blocks / stride <= MOST
 
 
 @given(st.integers(0, 150), st.integers(0, 150), st.integers(0, 150), st.integers(0, BLOCK - 1))
@@ -74,18 +66,6 @@ def test_no_header_raises(header: bytes) -> None:
 
 def some_engines() -> dict[str, Engine]:
     return {name: Engine(EngineEntry(name, "http://h:1")) for name in ("e0", "e1", "e2")}
-
-
-def test_holders_come_with_their_longest_beginning() -> None:
-    engines = some_engines()
-    prefixes = Prefixes()
-    prompt = list(range(640))
-    prefixes.note(engines["e0"], boundaries(prompt))
-    prefixes.note(engines["e1"], boundaries(prompt[:256]))
-    prefixes.note(engines["e2"], boundaries([9] * 640))
-    found = prefixes.holders(boundaries([*prompt, *[5] * 64]), 3)
-    assert found == {"e0": 640, "e1": 256}
-    assert prefixes.holders(boundaries([8] * 64), 3) == {}
 
 
 def test_the_table_is_bounded_and_forgets_what_was_not_used() -> None:

@@ -12,13 +12,7 @@ from penstock.config import load_config
 from penstock.errors import ConfigError
 from penstock.rooms import plugged_as, plugged_in
 from penstock.router.membership import Engine, EngineEntry
-from penstock.router.policies import (
-    Defer,
-    Policies,
-    Policy,
-    RequestView,
-    rendezvous,
-)
+from penstock.router.policies import Defer, Policies, Policy, RequestView, rendezvous
 from penstock.settings import PolicyName, RouterConfig, validate
 
 

@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 from router_rig import RawClient, Rig, answer_name, held, request, rig
-from worker_rig import one_to_each, pid_of, running
 
-from patience import WAIT_S, eventually
+from patience import WAIT_S, alive, eventually
 from penstock.errors import StateError, UserError
 from penstock.router.admin_client import RouterAdmin, RouterState
 from penstock.router.membership import Membership
@@ -27,6 +26,20 @@ OPTIONS: dict[str, Any] = {"process": True, "workers": 2, "engine_metrics_interv
 
 def session(name: str, prompt: int = 0) -> str:
     return f"X-Session-ID: {name}\r\n" + (f"X-Prompt-Tokens: {prompt}\r\n" if prompt else "")
+
+
+async def pid_of(client: RawClient) -> int:
+    return json.loads((await client.ask("/router/health", method="GET")).body)["pid"]
+
+
+async def one_to_each(r: Rig, workers: int = 2) -> dict[int, RawClient]:
+    """A connection to each process."""
+    clients: dict[int, RawClient] = {}
+    async with asyncio.timeout(WAIT_S):
+        while len(clients) < workers:
+            client = await r.client()
+            clients.setdefault(await pid_of(client), client)
+    return clients
 
 
 async def all_up(r: Rig, *, gone: int = 0) -> RouterState:
@@ -186,7 +199,7 @@ async def test_nothing_stays_when_the_parent_is_killed(tmp_path: Path, *, stoppe
             os.kill(workers[0], signal.SIGSTOP)
         launched.kill()
         await launched.wait()
-        await eventually(lambda: not any(running(pid) for pid in workers), 60)
+        await eventually(lambda: not any(alive(pid) for pid in workers), 60)
 
         async def refused() -> bool:  # the port is free: another thread of a process may end after its first
             try:
@@ -196,13 +209,6 @@ async def test_nothing_stays_when_the_parent_is_killed(tmp_path: Path, *, stoppe
             return False
 
         await eventually(refused)
-
-
-async def test_it_ends_with_sigterm_and_its_workers_before_it() -> None:
-    async with rig(answer_name, **OPTIONS) as r:
-        workers = (await r.admin.engines()).workers
-        assert all(running(pid) for pid in workers)
-    assert not any(running(pid) for pid in workers)  # the rig has seen it exit with status 0
 
 
 async def test_a_port_that_another_router_shares_out_is_taken() -> None:
