@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
@@ -300,16 +300,6 @@ async def connect_engine(
 def updatable(members: Iterable[Member]) -> list[Member]:
     """Return the members that take part in the next update."""
     return [member for member in members if member.updatable]
-
-
-@contextmanager
-def foreign_to(members: Iterable[Member]) -> Generator[None]:
-    """Reset the engines' counts of foreign calls after a block of our own calls."""
-    try:
-        yield
-    finally:
-        for member in members:
-            member.foreign = None
 
 
 def why(members: Iterable[Member]) -> str:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from penstock.engine.capabilities import require
 from penstock.engine.control import ControlClient
 from penstock.errors import MissingCapabilityError, StateError, reading
-from penstock.fleet.member import Member, foreign_to
-from penstock.fleet.pausing import command
+from penstock.fleet.member import Member
+from penstock.fleet.pausing import command, foreign_to
 from penstock.fleet.roster import Roster
 from penstock.http import as_json
 

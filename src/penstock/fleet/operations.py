@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -41,8 +41,6 @@ class OperationQueue(Changes):
         self._occupation = occupation
         self.turns: list[object] = []
         """One token for each operation, in order; the first one runs and keeps its place until its end."""
-        self._passable = False
-        self._passing = 0
         self._running: set[asyncio.Task[Any]] = set()
         self.closed = False
 
@@ -64,18 +62,18 @@ class OperationQueue(Changes):
         operation: Callable[[], Coroutine[Any, Any, T]],
         *,
         occupies: bool = True,
-        urgent: bool = False,
+        early: Callable[[], bool] = bool,
     ) -> T:
         """Run `operation` in its turn.
 
-        An operation that `occupies` engines may keep them from answering other calls. An `urgent` one does not wait for
-        a `passable` one.
+        An operation that `occupies` engines may keep them from answering other calls. It may begin `early`, beside
+        another, once that is true after a change.
         """
         begun = False
 
         async def in_turn() -> T:
             nonlocal begun
-            async with self._turn(urgent=urgent):
+            async with self._turn(early):
                 self.check_open()
                 begun = True
                 with self._occupation.going_on() if occupies else nullcontext():
@@ -94,29 +92,13 @@ class OperationQueue(Changes):
             raise
 
     @asynccontextmanager
-    async def passable(self) -> AsyncGenerator[None]:
-        """Let urgent operations run during this block, which waits for them at its end."""
-        self._passable = True
-        self.announce()
-        try:
-            yield
-        finally:
-            self._passable = False
-            await self.until(lambda: not self._passing)
-
-    @asynccontextmanager
-    async def _turn(self, *, urgent: bool) -> AsyncGenerator[None]:
-        """Wait for the turn, or for permission to pass the running operation."""
+    async def _turn(self, early: Callable[[], bool]) -> AsyncGenerator[None]:
         turn = object()
         self.turns.append(turn)
-        passes = False
         try:
-            await self.until(lambda: self.turns[0] is turn or (urgent and self._passable))
-            passes = self.turns[0] is not turn
-            self._passing += passes
+            await self.until(lambda: self.turns[0] is turn or early())
             yield
         finally:
-            self._passing -= passes
             self.turns.remove(turn)
             self.announce()
 
@@ -184,11 +166,6 @@ class Operations:
         If too few engines are left and some restart, it waits for those first.
         """
         return await self._update(lambda number: self._store.publish(number, named_tensors), version, kv)
-
-    async def update_from(self, manifest: Mapping[str, Any], *, kv: KV = "recompute") -> UpdateReport:
-        """Update to weights that another process of this user published and that may end."""
-        given = WeightManifest.from_json(manifest)
-        return await self._update(lambda _: self._store.adopt(given), given.version, kv)
 
     async def _update(self, publish: Callable[[int], WeightManifest], version: int | None, kv: KV) -> UpdateReport:
         self.queue.check_open()

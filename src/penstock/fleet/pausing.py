@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Collection, Coroutine, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Generator,
+    Iterable,
+    Mapping,
+    Sequence,
+)
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from penstock.aio import settled
-from penstock.control_types import PauseMode
+from penstock.control_types import KV, PauseMode, UpdateReport
 from penstock.engine.capabilities import Capability, require
 from penstock.engine.control import ControlClient, CoreState
 from penstock.engine.verbs import verbs_of
@@ -24,10 +34,10 @@ from penstock.errors import (
     reading,
     seconds,
 )
-from penstock.fleet.member import SERVABLE, Call, FanOut, Member, State, ask, fan_out, foreign_to, why
+from penstock.fleet.member import SERVABLE, Call, FanOut, Member, State, ask, fan_out, why
 from penstock.fleet.operations import MEMORY_TAGS, Operations
 from penstock.fleet.roster import Roster
-from penstock.weights.manifest import differ
+from penstock.weights.manifest import WeightManifest, differ
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -43,6 +53,13 @@ class AllOperations(Operations):
     _in_force: _Pause | None = None
     """The last pause that came into force."""
     _undoing: asyncio.Task[None] | None = None
+    _passable = False
+    _passing = 0
+
+    async def update_from(self, manifest: Mapping[str, Any], *, kv: KV = "recompute") -> UpdateReport:
+        """Update to weights that another process of this user published and that may end."""
+        given = WeightManifest.from_json(manifest)
+        return await self._update(lambda _: self._store.adopt(given), given.version, kv)
 
     async def pause(self, mode: PauseMode | str, *, clear_cache: bool, timeout_s: float | None = None) -> None:
         """Close the gate, then pause every engine.
@@ -140,7 +157,7 @@ class AllOperations(Operations):
                 self._move_all(State.SERVING, "resume_generation")
             return None
 
-        while (ended := await self.queue.run(run, urgent=True)) is not None:
+        while (ended := await self._run_urgently(run)) is not None:
             await ended.over.wait()  # each step of the pause has a deadline
             if not self.paused:  # the pause may have come into force just before
                 return
@@ -191,8 +208,8 @@ class AllOperations(Operations):
 
     async def abort(self) -> None:
         """End every request in flight with its tokens, and thereby the wait of a pause."""
-        await self.queue.run(
-            lambda: self.refusable(lambda engine: verbs_of(engine).abort(), "abort", needs="abort"), urgent=True
+        await self._run_urgently(
+            lambda: self.refusable(lambda engine: verbs_of(engine).abort(), "abort", needs="abort")
         )
 
     async def reset_prefix_cache(self) -> None:
@@ -332,12 +349,35 @@ class AllOperations(Operations):
         """Run `pausing` until it ends or is given up; `abort` and `resume` may pass it."""
         self._waiting_pause = attempt
         try:
-            async with self.queue.passable():
+            async with self._let_urgent_pass():
                 work = await settled(pausing, attempt.given_up.wait())
         finally:
             self._waiting_pause = None
         if not work.cancelled():
             work.result()
+
+    @asynccontextmanager
+    async def _let_urgent_pass(self) -> AsyncGenerator[None]:
+        """Let urgent operations run during this block, which waits for them at its end."""
+        self._passable = True
+        self.queue.announce()
+        try:
+            yield
+        finally:
+            self._passable = False
+            await self.queue.until(lambda: not self._passing)
+
+    async def _run_urgently(self, operation: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run an operation in its turn, or at once while a pause waits."""
+
+        async def run() -> T:
+            self._passing += 1
+            try:
+                return await operation()
+            finally:
+                self._passing -= 1
+
+        return await self.queue.run(run, early=lambda: self._passable)
 
     async def refusable(self, call: Call[None], what: str, *, needs: Capability | None = None) -> None:
         """Run a command on every engine that all of them may refuse; see `command`."""
@@ -416,6 +456,16 @@ async def command(
 
 
 # --- Engines that other processes changed -----------------------------------------------------------------------------
+
+
+@contextmanager
+def foreign_to(members: Iterable[Member]) -> Generator[None]:
+    """Reset the engines' counts of foreign calls after a block of our own calls."""
+    try:
+        yield
+    finally:
+        for member in members:
+            member.foreign = None
 
 
 def wrong_weights(member: Member, state: CoreState, checksums: Collection[str]) -> str | None:
