@@ -20,6 +20,7 @@ from penstock.errors import EngineDeadError, EngineHTTPError, StateError, Weight
 from penstock.fleet.member import Lifecycle, Member, State
 from penstock.fleet.pausing import AllOperations as Operations
 from penstock.fleet.roster import Roster
+from penstock.fleet.supervise import Admission
 from penstock.router.membership import Membership
 from penstock.router.state import EngineLoad, RouterState
 from penstock.settings import FleetConfig
@@ -341,6 +342,10 @@ class Bench:
             request_timeout_s=30.0,
         )
         self.operations.native._joined = frozenset(self.engine.values())  # a trainer's communicator
+
+    @property
+    def admission(self) -> Admission:
+        return Admission(self.operations, self.roster, self.store, self.operations._control_s)
 
     async def started(self) -> Bench:
         await self.roster.push_membership()

@@ -58,7 +58,7 @@ class Restarts:
         self.engines = FakeEngines(bench)
         self.supervisor = Supervisor(
             bench.roster,
-            admit=bench.operations.admit,
+            admit=bench.admission.admit,
             check=bench.operations.check,
             fleet=fleet,
             clock=lambda: self.now,
@@ -76,8 +76,7 @@ class Restarts:
 
 @asynccontextmanager
 async def watched(bench: Bench, fleet: FleetConfig) -> AsyncIterator[None]:
-    operations = bench.operations
-    supervisor = Supervisor(bench.roster, admit=operations.admit, check=operations.check, fleet=fleet)
+    supervisor = Supervisor(bench.roster, admit=bench.admission.admit, check=bench.operations.check, fleet=fleet)
     for member in bench.roster.members:
         supervisor.watch(member)
     try:

@@ -15,7 +15,7 @@ from patience import WAIT_S
 from penstock import Fleet, SamplingParams
 from penstock.control_types import PauseMode
 from penstock.errors import ConfigError, EngineDeadError, MissingCapabilityError, UpdateError, UserError
-from penstock.fleet import operations, pausing
+from penstock.fleet import pausing, supervise
 from penstock.fleet.member import State
 from penstock.router.admin_client import RouterAdmin
 from penstock.settings import ServerSpec
@@ -161,7 +161,7 @@ async def test_a_server_that_dies_is_out_and_in_again_with_the_fleets_weights() 
 
 
 async def test_a_plain_one_comes_back_when_it_says_the_fleets_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operations, "RECHECK_S", 0.05)
+    monkeypatch.setattr(supervise, "RECHECK_S", 0.05)
     async with server(plain=True) as lasting, server(plain=True) as dying:
         port = int(dying.url.rpartition(":")[2])
         async with plain_fleet(lasting, dying) as fleet:
@@ -191,7 +191,7 @@ async def test_a_plain_one_comes_back_when_it_says_the_fleets_version(monkeypatc
 async def test_weights_are_torn_though_a_health_check_was_the_first_to_find_the_engine_dead(
     monkeypatch: pytest.MonkeyPatch, *, plain: bool
 ) -> None:
-    monkeypatch.setattr(operations, "RECHECK_S", 0.05)
+    monkeypatch.setattr(supervise, "RECHECK_S", 0.05)
     timeouts = {"control_timeout_s": WAIT_S, "hang_timeout_s": 3.0}
     async with server(plain=plain) as only, Fleet.connect([only.url], **timeouts, **QUICK) as fleet:
         if plain:

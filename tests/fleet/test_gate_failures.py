@@ -125,7 +125,7 @@ async def test_an_engine_that_the_router_does_not_hear_of_has_joined_all_the_sam
     member.lifecycle.to(State.LAUNCHING, "is started anew")
     member.lifecycle.to(State.SYNCING, "answers")
     router.failures = [BUSY]
-    await bench.operations.admit(member)
+    await bench.admission.admit(member)
     assert (member.state, router.serves()) == (State.SERVING, {"a": 0})
     await bench.roster.check_router()
     assert router.serves() == {"a": 0, "b": 0}

@@ -83,7 +83,7 @@ async def test_a_server_that_rejoins_a_paused_fleet_keeps_no_prefix_for_a_native
     await bench.operations.pause(PauseMode.KEEP, clear_cache=True)
     member.lifecycle.to(State.LAUNCHING, "answers again")
     member.lifecycle.to(State.SYNCING, "test")
-    await bench.operations.admit(member)
+    await bench.admission.admit(member)
     assert bench.engine["b"].calls["pause"][:2] == (PauseMode.KEEP, True)
     await bench.operations.native.update(NAMES, 1)
     assert bench.roster.kv_kept_versions == set()

@@ -23,7 +23,7 @@ from virtual_time import virtual
 async def test_an_engine_whose_watch_breaks_is_started_anew(bench: Bench, watch: str, caplog) -> None:
 
     async def breaks(*_: object) -> None:
-        restarts.supervisor._admit = bench.operations.admit
+        restarts.supervisor._admit = bench.admission.admit
         raise KeyError("version")
 
     async with restarting(bench) as restarts:

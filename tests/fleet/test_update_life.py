@@ -232,7 +232,7 @@ async def test_an_engine_that_returns_is_compared_with_every_rank_that_a_peer_ha
     for checksum, good in {"q-p": True, "q-sums:x": True, "sums:x-q": False, "q-q": False}.items():
         says(bench, a=checksum)
         member = replace(bench.roster.members[0], weight_version=0)
-        returns = bench.operations.bring_to_version(member)
+        returns = bench.admission.bring_to_version(member)
         if good:
             assert await returns
             continue

@@ -181,7 +181,7 @@ async def waiting(bench: Bench, index: int) -> asyncio.Task[None]:
     member.lifecycle.to(State.LAUNCHING, "test")
     member.lifecycle.to(State.SYNCING, "test")
     member.weight_version = bench.engine[member.name].version = 0
-    admitting = asyncio.create_task(bench.operations.admit(member))
+    admitting = asyncio.create_task(bench.admission.admit(member))
     await until(lambda: member.awaiting_weights)
     return admitting
 
@@ -211,7 +211,7 @@ async def test_an_engine_that_waits_misses_no_update_where_one_follows_another(b
     member.lifecycle.to(State.LAUNCHING, "test")
     member.lifecycle.to(State.SYNCING, "test")
     member.weight_version = bench.engine["b"].version = 0
-    admitting = asyncio.create_task(bench.operations.admit(member))
+    admitting = asyncio.create_task(bench.admission.admit(member))
     bench.engine["a"].busy.set()
     assert [len((await update).engines) for update in (first, bench.operations.update([], None))] == [1, 2]
     await asyncio.wait_for(admitting, 5.0)

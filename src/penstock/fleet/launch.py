@@ -24,7 +24,7 @@ from penstock.fleet.member import Lifecycle, Member, State
 from penstock.fleet.roster import Roster
 from penstock.fleet.router_process import OpenRouter, check_router, open_router
 from penstock.fleet.stores import Stores
-from penstock.fleet.supervise import Supervisor
+from penstock.fleet.supervise import Admission, Supervisor
 from penstock.guard import new_key
 from penstock.rooms import plugged_in
 from penstock.settings import EngineConfig, FleetConfig, RouterConfig, check_key, refuse_unknown, section
@@ -216,7 +216,8 @@ async def assemble(
         recovery_timeout_s=engines.config.start_timeout_s if engines is not None else 0.0,
         paused=roster.members[0].info.paused,
     )
-    supervisor = Supervisor(roster, admit=operations.admit, check=operations.check, fleet=fleet)
+    admission = Admission(operations, roster, store, terms.control_timeout_s)
+    supervisor = Supervisor(roster, admit=admission.admit, check=operations.check, fleet=fleet)
     owned.push_async_callback(supervisor.stop)
     _watch(router, roster, supervisor, fleet)
     data.http.suspect = supervisor.probe_all

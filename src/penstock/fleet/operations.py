@@ -8,17 +8,17 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from penstock.aio import Changes, in_thread
+from penstock.aio import Changes
 from penstock.control_types import KV, UpdateReport
 from penstock.engine.capabilities import Capability, require
-from penstock.errors import EngineError, PenstockError, StateError
-from penstock.fleet.member import Member, State, Substate, ask, put
+from penstock.errors import PenstockError, StateError
+from penstock.fleet.member import Member
 from penstock.fleet.roster import Occupation, Roster
 from penstock.fleet.stores import Stores
 from penstock.fleet.update import Updater, check_kv
 from penstock.rooms import plugged_in
 from penstock.settings import FleetConfig
-from penstock.weights.manifest import WeightManifest, differ
+from penstock.weights.manifest import WeightManifest
 
 if TYPE_CHECKING:
     import torch
@@ -28,9 +28,6 @@ T = TypeVar("T")
 
 MEMORY_TAGS = frozenset({"weights", "kv_cache"})
 """Memory that an engine frees when it sleeps, and takes back by tag."""
-
-RECHECK_S = 5.0
-"""Seconds between two questions for the weight version of an engine without our plugin."""
 
 
 class OperationQueue(Changes):
@@ -133,30 +130,12 @@ class Operations:
         self._control_s = control_timeout_s
         self._request_s = request_timeout_s
         self._updater = Updater(roster, store, self._gate_closed, fleet.min_engines, control_timeout_s)
-        self._asleep: frozenset[str] = frozenset()
+        self.asleep: frozenset[str] = frozenset()
         self._usable_from = 0
         """Oldest version that can serve; sleep level 2 dropped older weights from memory."""
         self._updating = False
         self.native = plugged_in("native")(self, roster, control_timeout_s)
         self.adapters = plugged_in("adapters")(roster, self.queue, self.check_weights_awake, fleet, control_timeout_s)
-
-    async def admit(self, member: Member) -> None:
-        """Bring a SYNCING engine to the fleet's weights and state, and let it serve.
-
-        If no process has the bytes of the fleet's version, it waits for the next update and takes part in it.
-
-        Raises:
-            EngineError: the engine failed and is not admitted.
-        """
-        plugin = member.info.capabilities.plugin
-        while (version := await self.queue.run(lambda: self._admit(member))) is not None:
-            try:
-                await self._roster.until(
-                    lambda: self._roster.version != version, deadline_s=None if plugin else RECHECK_S
-                )
-            finally:
-                if member.awaiting_weights:  # otherwise it died
-                    member.lifecycle.stay(None)
 
     async def update(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int | None, *, kv: KV = "recompute"
@@ -206,7 +185,7 @@ class Operations:
 
     def check_weights_awake(self) -> None:
         """Raise StateError while the engines' weights sleep."""
-        if "weights" in self._asleep:
+        if "weights" in self.asleep:
             raise StateError("the engines sleep; wake_up(['weights']) before an update")
 
     def _require(self, needed: Capability, operation: str) -> None:
@@ -228,7 +207,7 @@ class Operations:
         If it fails, `Roster.check_router` sends them later: changes of the engines hold even if the router fails.
         """
         stale = self._roster.version < self._usable_from
-        closed = self.paused or bool(self._asleep) or stale
+        closed = self.paused or bool(self.asleep) or stale
         try:
             await self._roster.gate(closed=closed)
         except PenstockError as error:
@@ -236,83 +215,10 @@ class Operations:
             message = "the router does not know yet that its gate is %s and its engines serve weight version %d: %s"
             logger.warning(message, state, version, error)
 
-    # --- an engine that joins or returns ----------------------------------------------------------------------------
-
-    async def _admit(self, member: Member) -> int | None:
-        """Admit an engine; return None if it serves, or else the version to wait out.
-
-        It is marked as waiting within the turn, since the next update may follow at once and has to include it.
-        """
-        if self.adapters.known:
-            await self.adapters.give(member)
-        control, roster = member.control, self._roster
-        if member.asleep:
-            await self._wake(member)
-        if not await self.bring_to_version(member):
-            member.lifecycle.stay(
-                Substate.AWAITING_WEIGHTS,
-                f"waits for the next update_weights: no process has the fleet's weights of version {roster.version} "
-                "any more (broadcast, cuda_ipc and update_named_weights keep no copy; see fleet.weight_host_copy)"
-                if member.info.capabilities.plugin
-                else f"waits until its owner gives it weight version {roster.version}",
-            )
-            roster.announce()
-            return roster.version
-        if self.paused or self._asleep or member.process is None:
-            await self._bring_to_state(member)
-        if member.control is not control:
-            raise StateError(f"engine {member.name} was restarted while it joined")
-        roster.admit(member)
-        if self.paused:
-            member.lifecycle.to(State.PAUSED, "joined a fleet that is paused")
-            roster.announce()
-        await roster.push_or_defer(f"engine {member.name} has joined")
-        return None
-
-    async def _wake(self, member: Member) -> None:
+    async def wake(self, member: Member) -> None:
         """Wake a joining engine that sleeps and has to load weights or serve."""
         raise NotImplementedError
 
-    async def _bring_to_state(self, member: Member) -> None:
+    async def bring_to_state(self, member: Member) -> None:
         """Make a joining engine sleep, pause or run; MissingCapabilityError: it cannot."""
         raise NotImplementedError
-
-    async def bring_to_version(self, member: Member) -> bool:
-        """Make a SYNCING engine confirm the fleet's version; loaded weights are version 0.
-
-        Returns:
-            False if no process has the bytes of that version, or the engine has no plugin to take them. It can join
-            after the next update, or once its owner has given it that version.
-
-        Raises:
-            EngineError: it failed, or its weights differ from its peers'.
-        """
-        plugin, version = member.info.capabilities.plugin, self._roster.version
-        if not plugin:  # its owner may have changed its weights
-            info = member.info = await ask(member, lambda engine: engine.info(), deadline_s=self._control_s)
-            member.weight_version = info.weight_version
-            if info.instance and info.instance != member.torn:
-                member.torn = None
-        if member.has(version):
-            return True
-        if not plugin or (weights := await self._weights_for(member)) is None:
-            return False
-        checksum = (await ask(member, lambda engine: put(engine, weights), deadline_s=2 * self._control_s)).checksum
-        for expected in self._roster.checksums.get(member.layout, ()):
-            if differ(checksum, expected):
-                raise EngineError(
-                    f"its weights of version {version} have the checksum {checksum}, its peers' {expected}",
-                    engine=member.name,
-                )
-        member.weight_version, member.torn = version, None
-        return True
-
-    async def _weights_for(self, member: Member) -> WeightManifest | None:
-        """Return the source of the fleet's version for an engine; it may be the trainer."""
-        version = self._roster.version
-        asking = in_thread(lambda: self._store.weights_for(member, version))
-        (found,) = await asyncio.gather(asking, return_exceptions=True)  # if cancelled, it waits for the thread
-        if isinstance(found, BaseException):  # the trainer's own code can raise anything
-            logger.warning("weight version %d was not given again: %r", version, found)
-            return None
-        return found

@@ -176,7 +176,7 @@ class AllOperations(Operations):
                 for member in self._roster.live():
                     member.asleep = MEMORY_TAGS
                 await self.refusable(lambda engine: verbs_of(engine).sleep(level), "sleep")
-                self._asleep = MEMORY_TAGS
+                self.asleep = MEMORY_TAGS
                 if level == DROPS_WEIGHTS:
                     self._usable_from = self._roster.version + 1
 
@@ -190,17 +190,17 @@ class AllOperations(Operations):
 
         async def run() -> None:
             self._require("sleep", "wake_up")
-            if tags and "weights" in self._asleep - set(tags):
+            if tags and "weights" in self.asleep - set(tags):
                 raise StateError("the weights sleep: wake_up(['weights']) before the KV cache, or both at once")
             # If vLLM is asked for memory that is already there, it takes back none of the rest.
-            missing = [tag for tag in tags if tag in self._asleep] if tags and self._asleep else tags
+            missing = [tag for tag in tags if tag in self.asleep] if tags and self.asleep else tags
             async with self._gate_closed():
                 if missing or not tags:
                     await self.refusable(lambda engine: verbs_of(engine).wake_up(missing), "wake-up")
-                self._asleep -= set(tags or MEMORY_TAGS)
+                self.asleep -= set(tags or MEMORY_TAGS)
                 for member in self._roster.live():
-                    member.asleep = self._asleep
-                if self.paused and not self._asleep:
+                    member.asleep = self.asleep
+                if self.paused and not self.asleep:
                     # Engines with our plugin stayed paused. Plain vLLM's wake-up resumes, with no request in flight.
                     await self._pause_engines(PauseMode.KEEP, clear_cache=False)
 
@@ -276,7 +276,7 @@ class AllOperations(Operations):
 
     async def _bring_back(self, member: Member, control: ControlClient) -> None:
         """Pause or resume an engine as the fleet is now; one that fails is DEAD."""
-        if member.state not in SERVABLE or member.control is not control or self._asleep:
+        if member.state not in SERVABLE or member.control is not control or self.asleep:
             return
 
         async def call(engine: ControlClient) -> None:
@@ -293,11 +293,11 @@ class AllOperations(Operations):
     def _undisturbed(self) -> tuple[int, int] | None:
         """Return a value that our calls change; None: one runs, or the fleet sleeps."""
         occupation, stale = self._roster.occupation, self._roster.version < self._usable_from
-        if self.queue.turns or occupation.going or self._asleep or stale:
+        if self.queue.turns or occupation.going or self.asleep or stale:
             return None
         return self.queue.changes, occupation.begun
 
-    async def _wake(self, member: Member) -> None:
+    async def wake(self, member: Member) -> None:
         """Wake a server of others that the fleet took for dead while it slept.
 
         If the fleet sleeps too and the server needs no weights, it sleeps on, since others may use that memory now. A
@@ -305,19 +305,19 @@ class AllOperations(Operations):
         """
         able = member.info.capabilities
         loads = able.plugin and not member.has(self._roster.version)
-        if not able.sleep or ("weights" in self._asleep and self._asleep == member.asleep and not loads):
+        if not able.sleep or ("weights" in self.asleep and self.asleep == member.asleep and not loads):
             return
         for tag in sorted(member.asleep, reverse=True):  # the weights first
             await ask(member, lambda engine, tag=tag: verbs_of(engine).wake_up([tag]), deadline_s=self._control_s)
             member.asleep -= {tag}
 
-    async def _bring_to_state(self, member: Member) -> None:
+    async def bring_to_state(self, member: Member) -> None:
         """Make an engine sleep, pause or run; MissingCapabilityError: it cannot."""
 
         async def one(call: Call[None]) -> None:
             await ask(member, call, deadline_s=self._control_s)
 
-        asleep, able = self._asleep, member.info.capabilities
+        asleep, able = self.asleep, member.info.capabilities
         if asleep or self.paused:
             needed: Capability = "sleep" if asleep else "pause"
             require(((member.name, able),), needed, "join a fleet that is paused or sleeps")

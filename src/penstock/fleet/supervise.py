@@ -1,4 +1,4 @@
-"""Watches processes and restarts those that end: the common loop, the engines' supervisor, and its probe."""
+"""Watches processes and restarts those that end: the common loop, the engines' supervisor, and their admission."""
 
 from __future__ import annotations
 
@@ -10,15 +10,21 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from penstock.aio import all_or_first_error, cancelled, settled
-from penstock.engine.control import ControlClient, CoreState
-from penstock.errors import DeadlineError, EngineDeadError, PenstockError, StateError
-from penstock.fleet.member import SERVABLE, Member, State, fan_out
-from penstock.fleet.roster import Occupation, Roster
-from penstock.http import UnreachableError
+from penstock.aio import cancelled, in_thread
+from penstock.engine.control import CoreState
+from penstock.errors import DeadlineError, EngineError, PenstockError, StateError
+from penstock.fleet.member import SERVABLE, Member, State, Substate, ask, fan_out, put
+from penstock.fleet.probe import CoreSilentError, probe
+from penstock.fleet.roster import Roster
 from penstock.process import backoff_s
 from penstock.settings import FleetConfig
+from penstock.weights.manifest import WeightManifest, differ
+
+if TYPE_CHECKING:
+    from penstock.fleet.operations import Operations
+    from penstock.fleet.stores import Stores
 
 logger = logging.getLogger(__name__)
 
@@ -295,87 +301,107 @@ class Supervisor:
         return True
 
 
-# --- The health probe of one engine ----------------------------------------------------------------------------------
-#
-# The server answers health checks by itself, also when the core has died, was stopped or hangs. So the probe asks the
-# core too. Its answer waits only for the present step. A healthy core's longest silence is therefore one step, a
-# fraction of a second even for a full chunk of prefill, with three exceptions:
-#
-# - A call of the fleet keeps it busy: it loads weights, sleeps, or runs a method of `collective_rpc`. The time of the
-#   call does not count, since it has its own deadline. Time counted before it stays counted, and an open question stays
-#   open: calls may come more often than a core needs to be found silent.
-# - It has made no token yet: the first steps compile kernels. `YOUNG` allows for it.
-# - A later step compiles one more kernel. `hang_timeout_s` has to be longer than that.
-
-YOUNG = 10
-"""Multiple of `hang_timeout_s` for which an engine that has made no token may be silent."""
-BROKEN = 3
-"""Connections to a core that break before an answer until it counts as gone."""
+RECHECK_S = 5.0
+"""Seconds between two questions for the weight version of an engine without our plugin."""
 
 
-class CoreSilentError(DeadlineError):
-    """The server is well, but its core has not answered."""
+class Admission:
+    """Brings SYNCING engines to the weights and the state of a fleet, in turns of its operations.
 
-
-async def probe(control: ControlClient, occupation: Occupation, *, hang_s: float) -> CoreState | None:
-    """Probe an engine's server and core; None: the core's answer is unreadable.
-
-    It hangs after `hang_s` seconds without an answer; the time of calls in `occupation` does not count.
-
-    Raises:
-        CoreSilentError: its core hangs; DeadlineError: its server hangs.
-        PenstockError: it is gone, or reports that it is not well.
+    `control_timeout_s`: deadline of a control call.
     """
-    _, said = await all_or_first_error((_server(control, hang_s), _core(control, occupation, hang_s)))
-    return said
 
+    def __init__(self, operations: Operations, roster: Roster, store: Stores, control_timeout_s: float) -> None:
+        self._operations = operations
+        self._roster = roster
+        self._store = store
+        self._control_s = control_timeout_s
 
-async def _server(control: ControlClient, hang_s: float) -> None:
-    answer = await settled(control.health(YOUNG * hang_s), Occupation().without(hang_s))
-    if answer.cancelled():
-        raise DeadlineError(f"no answer to a health check in {hang_s:g} s", seconds=hang_s)
-    answer.result()
+    async def admit(self, member: Member) -> None:
+        """Bring a SYNCING engine to the fleet's weights and state, and let it serve.
 
+        If no process has the bytes of the fleet's version, it waits for the next update and takes part in it.
 
-async def _core(control: ControlClient, occupation: Occupation, hang_s: float) -> CoreState | None:
-    missed = 0
+        Raises:
+            EngineError: the engine failed and is not admitted.
+        """
+        plugin = member.info.capabilities.plugin
+        while (version := await self._operations.queue.run(lambda: self._admit(member))) is not None:
+            try:
+                await self._roster.until(
+                    lambda: self._roster.version != version, deadline_s=None if plugin else RECHECK_S
+                )
+            finally:
+                if member.awaiting_weights:  # otherwise it died
+                    member.lifecycle.stay(None)
 
-    async def too_long() -> None:
-        nonlocal missed
-        while not missed or (missed < YOUNG and await _is_young(control, hang_s)):
-            await occupation.without(hang_s)
-            missed += 1
+    async def _admit(self, member: Member) -> int | None:
+        """Admit an engine; return None if it serves, or else the version to wait out.
 
-    answer = await settled(_state(control, occupation), too_long())
-    if not answer.cancelled():
-        return answer.result()
-    await control.health(hang_s)  # otherwise the server is silent
-    silent_s = missed * hang_s
-    why = f"its core has answered nothing for {silent_s:g} s, though its server is well"
-    raise CoreSilentError(why, seconds=silent_s)
+        It is marked as waiting within the turn, since the next update may follow at once and has to include it.
+        """
+        operations, control, roster = self._operations, member.control, self._roster
+        if operations.adapters.known:
+            await operations.adapters.give(member)
+        if member.asleep:
+            await operations.wake(member)
+        if not await self.bring_to_version(member):
+            member.lifecycle.stay(
+                Substate.AWAITING_WEIGHTS,
+                f"waits for the next update_weights: no process has the fleet's weights of version {roster.version} "
+                "any more (broadcast, cuda_ipc and update_named_weights keep no copy; see fleet.weight_host_copy)"
+                if member.info.capabilities.plugin
+                else f"waits until its owner gives it weight version {roster.version}",
+            )
+            roster.announce()
+            return roster.version
+        if operations.paused or operations.asleep or member.process is None:
+            await operations.bring_to_state(member)
+        if member.control is not control:
+            raise StateError(f"engine {member.name} was restarted while it joined")
+        roster.admit(member)
+        if operations.paused:
+            member.lifecycle.to(State.PAUSED, "joined a fleet that is paused")
+            roster.announce()
+        await roster.push_or_defer(f"engine {member.name} has joined")
+        return None
 
+    async def bring_to_version(self, member: Member) -> bool:
+        """Make a SYNCING engine confirm the fleet's version; loaded weights are version 0.
 
-async def _state(control: ControlClient, occupation: Occupation) -> CoreState | None:
-    broken = 0
-    while True:
-        await occupation.over()
-        try:
-            return await control.state()
-        except DeadlineError:  # the call's own deadline, not the probe's
-            continue
-        except UnreachableError:
-            raise
-        except EngineDeadError:
-            broken += 1
-            if broken == BROKEN:
-                raise
-        except (PenstockError, KeyError, TypeError, ValueError):  # an answer, though unreadable
+        Returns:
+            False if no process has the bytes of that version, or the engine has no plugin to take them. It can join
+            after the next update, or once its owner has given it that version.
+
+        Raises:
+            EngineError: it failed, or its weights differ from its peers'.
+        """
+        plugin, version = member.info.capabilities.plugin, self._roster.version
+        if not plugin:  # its owner may have changed its weights
+            info = member.info = await ask(member, lambda engine: engine.info(), deadline_s=self._control_s)
+            member.weight_version = info.weight_version
+            if info.instance and info.instance != member.torn:
+                member.torn = None
+        if member.has(version):
+            return True
+        if not plugin or (weights := await self._weights_for(member)) is None:
+            return False
+        checksum = (await ask(member, lambda engine: put(engine, weights), deadline_s=2 * self._control_s)).checksum
+        for expected in self._roster.checksums.get(member.layout, ()):
+            if differ(checksum, expected):
+                raise EngineError(
+                    f"its weights of version {version} have the checksum {checksum}, its peers' {expected}",
+                    engine=member.name,
+                )
+        member.weight_version, member.torn = version, None
+        return True
+
+    async def _weights_for(self, member: Member) -> WeightManifest | None:
+        """Return the source of the fleet's version for an engine; it may be the trainer."""
+        version = self._roster.version
+        asking = in_thread(lambda: self._store.weights_for(member, version))
+        (found,) = await asyncio.gather(asking, return_exceptions=True)  # if cancelled, it waits for the thread
+        if isinstance(found, BaseException):  # the trainer's own code can raise anything
+            logger.warning("weight version %d was not given again: %r", version, found)
             return None
-
-
-async def _is_young(control: ControlClient, deadline_s: float) -> bool:
-    try:
-        async with asyncio.timeout(deadline_s):
-            return (await control.verbs.stats()).generation_tokens == 0
-    except (TimeoutError, PenstockError):
-        return False
+        return found
