@@ -25,9 +25,8 @@ from penstock.errors import (
     seconds,
 )
 from penstock.fleet.member import Member, fan_out
-from penstock.fleet.operations import OperationQueue
 from penstock.fleet.pausing import command
-from penstock.fleet.roster import Roster
+from penstock.fleet.roster import OperationQueue, Roster
 from penstock.fleet.stores import is_local
 from penstock.fleet.update import check_kv
 from penstock.settings import FleetConfig

@@ -25,9 +25,9 @@ from penstock.errors import (
 from penstock.fleet.attach import AttachedServers, place_of, specs_of
 from penstock.fleet.engines import LaunchedEngines
 from penstock.fleet.member import SERVABLE, EngineStatus, Lifecycle, Member, State, Substate, fan_out, why
-from penstock.fleet.operations import Operations
 from penstock.fleet.roster import Roster
 from penstock.fleet.supervise import Supervisor
+from penstock.fleet.update import Operations
 from penstock.settings import MOST_ENGINES, FleetConfig, RouterConfig, ServerSpec, validate
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from penstock.settings import EngineConfig, FleetConfig, RouterConfig, ServerSpe
 
 if TYPE_CHECKING:
     from penstock.fleet.launch import PendingFleet
-    from penstock.fleet.operations import Operations
+    from penstock.fleet.update import Operations
 
 
 class Fleet(ServingFleet):

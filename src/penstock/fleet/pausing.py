@@ -35,12 +35,15 @@ from penstock.errors import (
     seconds,
 )
 from penstock.fleet.member import SERVABLE, Call, FanOut, Member, State, ask, fan_out, why
-from penstock.fleet.operations import MEMORY_TAGS, Operations
 from penstock.fleet.roster import Roster
+from penstock.fleet.update import Operations
 from penstock.weights.manifest import WeightManifest, differ
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+MEMORY_TAGS = frozenset({"weights", "kv_cache"})
+"""Memory that an engine frees when it sleeps, and takes back by tag."""
 
 DROPS_WEIGHTS = 2
 """The sleep level that drops the weights."""

@@ -1,11 +1,11 @@
-"""The engines of a fleet in the order in which they joined, and their announcements to the router."""
+"""The engines of a fleet, the operations on them in turn, and their announcements to the router."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Generator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Generator, Mapping
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
@@ -82,6 +82,76 @@ class Occupation(Changes):
             since, at_most = now(), min(seconds, TICK_S)
             interrupted = await self.until(lambda: self.going, deadline_s=at_most)
             seconds -= min(now() - since, at_most) if interrupted else at_most
+
+
+class OperationQueue(Changes):
+    """Runs operations one after another. A started one runs to its end even if its caller is cancelled."""
+
+    def __init__(self, occupation: Occupation) -> None:
+        super().__init__()
+        self._occupation = occupation
+        self.turns: list[object] = []
+        """One token for each operation, in order; the first one runs and keeps its place until its end."""
+        self._running: set[asyncio.Task[Any]] = set()
+        self.closed = False
+
+    def check_open(self) -> None:
+        """Raise StateError after `close`."""
+        if self.closed:
+            raise StateError("this fleet was torn down")
+
+    async def close(self) -> None:
+        """Let no further operation begin, and cancel the one that runs."""
+        self.closed = True
+        if running := set(self._running):
+            for task in running:
+                task.cancel()
+            await asyncio.wait(running)
+
+    async def run(
+        self,
+        operation: Callable[[], Coroutine[Any, Any, T]],
+        *,
+        occupies: bool = True,
+        early: Callable[[], bool] = bool,
+    ) -> T:
+        """Run `operation` in its turn.
+
+        An operation that `occupies` engines may keep them from answering other calls. It may begin `early`, beside
+        another, once that is true after a change.
+        """
+        begun = False
+
+        async def in_turn() -> T:
+            nonlocal begun
+            async with self._turn(early):
+                self.check_open()
+                begun = True
+                with self._occupation.going_on() if occupies else nullcontext():
+                    return await operation()
+
+        task = asyncio.create_task(in_turn())
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if self.closed and task.cancelled():  # by `close`, not by the caller
+                raise StateError("this fleet was torn down in the middle of the operation") from None
+            if not begun:
+                task.cancel()
+            raise
+
+    @asynccontextmanager
+    async def _turn(self, early: Callable[[], bool]) -> AsyncGenerator[None]:
+        turn = object()
+        self.turns.append(turn)
+        try:
+            await self.until(lambda: self.turns[0] is turn or early())
+            yield
+        finally:
+            self.turns.remove(turn)
+            self.announce()
 
 
 class Roster(Changes):

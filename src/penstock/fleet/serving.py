@@ -16,7 +16,7 @@ from penstock.fleet.roster import Roster
 from penstock.weights.manifest import as_named_tensors
 
 if TYPE_CHECKING:
-    from penstock.fleet.operations import Operations
+    from penstock.fleet.update import Operations
 
 T = TypeVar("T")
 

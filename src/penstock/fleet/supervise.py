@@ -23,8 +23,8 @@ from penstock.settings import FleetConfig
 from penstock.weights.manifest import WeightManifest, differ
 
 if TYPE_CHECKING:
-    from penstock.fleet.operations import Operations
     from penstock.fleet.stores import Stores
+    from penstock.fleet.update import Operations
 
 logger = logging.getLogger(__name__)
 
