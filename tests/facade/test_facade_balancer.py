@@ -15,7 +15,7 @@ from patience import WAIT_S
 from penstock import AsyncVLLM
 from penstock.errors import RequestError, StateError, UserError
 from penstock.facade.vllm_like import LoadBalancer
-from penstock.fleet.roster import Roster
+from penstock.fleet import router_process
 
 PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
 SIM = {"profile": "sim", "max_model_len": 2048, "extra_args": {"tokens-per-second": 500}}
@@ -102,14 +102,14 @@ def test_nowhere_to_go_is_said(service):
 
 
 def test_a_router_that_is_started_anew_keeps_it(service, monkeypatch):
-    told, check = [], Roster.check_router
+    told, check = [], router_process.keep_in_step
 
-    async def noted(roster, *answer_s):
-        state = await check(roster, *answer_s)
+    async def noted(roster):
+        state = await check(roster)
         told.append(state.policy.get("prefix_length"))
         return state
 
-    monkeypatch.setattr(Roster, "check_router", noted)  # what the fleet asks every tenth of a second
+    monkeypatch.setattr(router_process, "keep_in_step", noted)  # what the fleet asks every tenth of a second
     service.create_load_balancer("round-robin", prefix_length=77)
     end = time.monotonic() + WAIT_S
     while told.count(77) < 2:  # at the second time the first has been kept

@@ -15,7 +15,7 @@ from penstock import Fleet
 from penstock.control_types import PauseMode
 from penstock.errors import DeadlineError, EngineHTTPError, PenstockError
 from penstock.fleet.member import State
-from penstock.fleet.router_process import RouterGuard
+from penstock.fleet.router_process import RouterGuard, keep_in_step
 from penstock.fleet.running_router import Guard
 from penstock.router.admin_client import RouterAdmin
 from penstock.router.membership import EngineEntry, Membership
@@ -127,7 +127,7 @@ async def test_an_engine_that_the_router_does_not_hear_of_has_joined_all_the_sam
     router.failures = [BUSY]
     await bench.admission.admit(member)
     assert (member.state, router.serves()) == (State.SERVING, {"a": 0})
-    await bench.roster.check_router()
+    await keep_in_step(bench.roster)
     assert router.serves() == {"a": 0, "b": 0}
 
 

@@ -20,6 +20,7 @@ from penstock.errors import (
     UserError,
 )
 from penstock.fleet.member import State, fan_out
+from penstock.fleet.router_process import keep_in_step
 from penstock.router.membership import Membership
 from virtual_time import virtual
 
@@ -210,7 +211,7 @@ async def test_a_pause_cancelled_while_the_router_hangs_is_undone_before_the_rou
     await until(lambda: not (bench.operations.paused or bench.operations.queue.turns))
     assert {bench.state(name) for name in "ab"} == {State.SERVING}
     goes_on.set()
-    await bench.roster.check_router()
+    await keep_in_step(bench.roster)
     assert not bench.router.closed
 
 

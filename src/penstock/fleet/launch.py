@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -22,7 +23,7 @@ from penstock.fleet.fleet import Fleet
 from penstock.fleet.gpus import assign, usable_gpus
 from penstock.fleet.member import Lifecycle, Member, State
 from penstock.fleet.roster import Roster
-from penstock.fleet.router_process import OpenRouter, check_router, open_router
+from penstock.fleet.router_process import OpenRouter, check_router, open_router, router_back
 from penstock.fleet.stores import Stores
 from penstock.fleet.supervise import Admission, Supervisor
 from penstock.guard import new_key
@@ -253,7 +254,7 @@ def data_client(url: str, api_key: str | None, roster: Roster, owned: AsyncExitS
         vocab_size=smallest_vocabulary(m.info for m in roster.members),
         stream_chunk_tokens=terms.fleet.stream_chunk_tokens,
     )
-    data.http.back = roster.router_back
+    data.http.back = partial(router_back, roster)
     owned.push_async_callback(data.close)
     return data
 

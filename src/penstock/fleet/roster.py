@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Generator, Mapping
-from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
@@ -189,13 +189,15 @@ class Roster(Changes):
         self._closed = closed
         self.policy: Mapping[str, Any] = {}
         """Policy options that override the router's own."""
-        self._epoch = -1
+        self.epoch = -1
+        """Epoch of the set that was sent last."""
         self.router_uncertain = True
         """Whether the last call to the router may or may not be in force: it failed, or is under way."""
         self.ended = False
         self.all_lost = asyncio.Event()
         """Set while no engine is left or coming back, or the fleet ends, so that requests wait in vain."""
-        self._calling = asyncio.Lock()
+        self.calling = asyncio.Lock()
+        """Held during a call to the router."""
 
     def announce(self) -> None:
         if self.is_lost():
@@ -304,7 +306,7 @@ class Roster(Changes):
                 raise
 
     async def push_or_defer(self, what: str) -> None:
-        """Push the membership; on failure log `what`, and `check_router` repeats the push."""
+        """Push the membership; on failure log `what`, and `router_process.keep_in_step` repeats it."""
         try:
             await self.push_membership()
         except PenstockError as error:
@@ -317,37 +319,8 @@ class Roster(Changes):
 
     async def restore(self) -> None:
         """Bring a router, such as a restarted one, to the fleet's state."""
-        async with self._calling:
+        async with self.calling:
             await self._push()
-
-    async def check_router(self) -> RouterState:
-        """Ask the router for its state, and restore the fleet's if it differs.
-
-        Raises as `Admin.engines`. If restoring fails, `router_uncertain` stays set.
-        """
-        quiet, epoch = not self._calling.locked(), self._epoch
-        state = await self.admin.engines()
-        as_sent = state.in_step and state.epoch == epoch
-        if (self.router_uncertain or not as_sent) and quiet and epoch == self._epoch:
-            try:
-                await self.restore()
-            except PenstockError as error:
-                logger.debug("the router does not take its gate and engines: %s", error)
-            else:
-                logger.info("the router was sent its gate and engines again: it had others")
-        return state
-
-    async def router_back(self) -> bool:
-        """Wait until an unreachable router answers; False: it does not restart in time."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(ROUTER_BACK_S):
-                while self.router_returns:
-                    seen = self.changes
-                    with suppress(PenstockError):
-                        await self.admin.engines()
-                        return True
-                    await self.until(lambda since=seen: self.changes != since)
-        return False
 
     def _membership(self, epoch: int) -> Membership:
         entries = tuple(entry for member in self.live() for entry in member.entries())
@@ -357,9 +330,9 @@ class Roster(Changes):
         return Membership(epoch, entries, self._closed, self.policy, cut)
 
     async def _push(self) -> None:
-        known, self.router_uncertain = self._epoch >= 0, True
-        self._epoch += 1
-        wanted = self._membership(self._epoch)
+        known, self.router_uncertain = self.epoch >= 0, True
+        self.epoch += 1
+        wanted = self._membership(self.epoch)
         try:
             try:
                 await self.admin.announce(wanted)
@@ -370,8 +343,8 @@ class Roster(Changes):
                         "engines give one version number to different weights: let one own the fleet, and others "
                         "connect"
                     )
-                self._epoch = (await self.admin.engines()).epoch + 1
-                wanted = replace(wanted, epoch=self._epoch)
+                self.epoch = (await self.admin.engines()).epoch + 1
+                wanted = replace(wanted, epoch=self.epoch)
                 await self.admin.announce(wanted)
             self.router_uncertain = False
         finally:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import sys
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 
 from penstock.aio import cancelled, settled
 from penstock.errors import DeadlineError, PenstockError
-from penstock.fleet.roster import Admin, Occupation, Roster
+from penstock.fleet.roster import ROUTER_BACK_S, Admin, Occupation, Roster
 from penstock.fleet.supervise import RestartBudget, keep_running
 from penstock.rooms import plugged_in
-from penstock.router.admin_client import RouterAdmin
+from penstock.router.admin_client import RouterAdmin, RouterState
 from penstock.settings import ADMIN_KEY_ENV, KEY_ENV, FleetConfig, RouterConfig, refuse_open_host
 from penstock.start_report import ReportingProcess
 
@@ -122,12 +122,43 @@ async def _answered(roster: Roster) -> None:
     """Return when the router answers, also with an error; its process reports its end."""
     while True:
         try:
-            await roster.check_router()
+            await keep_in_step(roster)
         except DeadlineError:  # the call's own deadline, not that of hanging
             continue
         except PenstockError:
             pass
         return
+
+
+async def keep_in_step(roster: Roster) -> RouterState:
+    """Ask the router for its state, and restore the fleet's if it differs.
+
+    Raises as `Admin.engines`. If restoring fails, `router_uncertain` stays set.
+    """
+    quiet, epoch = not roster.calling.locked(), roster.epoch
+    state = await roster.admin.engines()
+    as_sent = state.in_step and state.epoch == epoch
+    if (roster.router_uncertain or not as_sent) and quiet and epoch == roster.epoch:
+        try:
+            await roster.restore()
+        except PenstockError as error:
+            logger.debug("the router does not take its gate and engines: %s", error)
+        else:
+            logger.info("the router was sent its gate and engines again: it had others")
+    return state
+
+
+async def router_back(roster: Roster) -> bool:
+    """Wait until an unreachable router answers; False: it does not restart in time."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(ROUTER_BACK_S):
+            while roster.router_returns:
+                seen = roster.changes
+                with suppress(PenstockError):
+                    await roster.admin.engines()
+                    return True
+                await roster.until(lambda since=seen: roster.changes != since)
+    return False
 
 
 def check_router(config: RouterConfig, api_key: str | None) -> None:

@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 from penstock.aio import all_or_first_error, cancelled
 from penstock.errors import ConfigError, PenstockError, UserError
 from penstock.fleet.roster import Admin, Roster
-from penstock.fleet.router_process import OpenRouter
+from penstock.fleet.router_process import OpenRouter, keep_in_step
 from penstock.http import HttpTransport
 from penstock.router.admin_client import RouterAdmin
 from penstock.router.membership import Membership
@@ -148,7 +148,7 @@ class Guard:
             await roster.until(lambda: roster.router_uncertain)
             await asyncio.sleep(interval_s)
             with suppress(PenstockError):  # the loop asks again
-                await roster.check_router()
+                await keep_in_step(roster)
 
     async def _withdraw(self) -> None:
         try:

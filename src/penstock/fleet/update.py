@@ -373,7 +373,7 @@ class Operations:
     async def _set_gate(self) -> None:
         """Set the gate as the fleet's state requires, and send the engines' versions.
 
-        If it fails, `Roster.check_router` sends them later: changes of the engines hold even if the router fails.
+        If it fails, `router_process.keep_in_step` sends them later: changes of the engines hold even without a router.
         """
         stale = self._roster.version < self._usable_from
         closed = self.paused or bool(self.asleep) or stale
