@@ -165,7 +165,7 @@ async def test_requests_on_an_engine_of_others_go_on_elsewhere_when_it_is_remove
 
 
 async def test_an_engine_that_hangs_is_left_out_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.fleet.member.CONNECT_S", 3.0)
+    monkeypatch.setattr("penstock.fleet.engines.CONNECT_S", 3.0)
     async with engines(2) as servers:
         async with asyncio.timeout(WAIT_S):
             with socket.create_server(("127.0.0.1", 0)) as silent:

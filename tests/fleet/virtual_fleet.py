@@ -20,8 +20,9 @@ from virtual_http import Call, Exchange, Session, refused
 from penstock import Fleet
 from penstock.errors import EngineHTTPError, EngineStartError
 from penstock.fleet.attach import AttachedServers
+from penstock.fleet.engines import connect_engine
 from penstock.fleet.launch import Terms, assemble
-from penstock.fleet.member import Lifecycle, Member, State, connect_engine
+from penstock.fleet.member import Lifecycle, Member, State
 from penstock.fleet.router_process import OpenRouter
 from penstock.http import HttpTransport
 from penstock.router.admin_client import RouterState

@@ -10,7 +10,8 @@ from typing import Any, cast
 
 from penstock.engine.vanilla import VanillaControl
 from penstock.errors import EngineHTTPError, PenstockError, UserError
-from penstock.fleet.member import Lifecycle, Member, State, connect_engine
+from penstock.fleet.engines import connect_engine
+from penstock.fleet.member import Lifecycle, Member, State
 from penstock.settings import ServerSpec, validate
 
 logger = logging.getLogger(__name__)

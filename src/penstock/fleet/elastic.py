@@ -7,6 +7,7 @@ import itertools
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -24,7 +25,7 @@ from penstock.errors import (
 )
 from penstock.fleet.attach import AttachedServers, place_of, specs_of
 from penstock.fleet.engines import LaunchedEngines
-from penstock.fleet.member import SERVABLE, EngineStatus, Lifecycle, Member, State, Substate, fan_out, why
+from penstock.fleet.member import SERVABLE, Lifecycle, Member, State, Substate, fan_out, why
 from penstock.fleet.roster import Roster
 from penstock.fleet.supervise import Supervisor
 from penstock.fleet.update import Operations
@@ -66,6 +67,20 @@ def _until_closed(
         return work.result()
 
     return call
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """One engine as `penstock status` shows it."""
+
+    name: str
+    url: str
+    state: State
+    reason: str
+    """Reason of its state."""
+    weight_version: int
+    stats: EngineStats | None
+    """Its load; `None` if it did not answer or was not asked."""
 
 
 class Elastic:

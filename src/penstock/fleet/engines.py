@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import cached_property, partial
 from pathlib import Path
 
 from penstock.aio import all_or_first_error
+from penstock.engine.control import ControlClient
 from penstock.engine.launch import EngineProcess, ServerCommand
-from penstock.errors import EngineStartError, PenstockError, StateError
-from penstock.fleet.member import SERVABLE, EngineHandle, Lifecycle, Member, State, connect_engine
+from penstock.errors import DeadlineError, EngineStartError, PenstockError, StateError
+from penstock.fleet.member import SERVABLE, EngineHandle, Lifecycle, Member, State
 from penstock.rooms import plugged_in
 from penstock.settings import EngineConfig, FleetConfig
+
+CONNECT_S = 15.0
+"""Deadline of the first question to an engine, so that a hung one does not take an update's time."""
 
 
 class LaunchedEngines:
@@ -133,3 +137,42 @@ class LaunchedEngines:
     def any_died(self) -> bool:
         """Return whether an engine ever failed, so that its log is worth keeping."""
         return any(change.new is State.DEAD for life in self._lives for change in life.history)
+
+
+async def connect_engine(
+    lifecycle: Lifecycle,
+    url: str,
+    owned: AsyncExitStack,
+    *,
+    api_key: str | None,
+    control_timeout_s: float,
+    process: EngineHandle | None = None,
+    client: Callable[..., ControlClient] = ControlClient,
+) -> Member:
+    """Ask a LAUNCHING engine for its properties; it is SYNCING afterwards.
+
+    `owned` closes the connection. EngineError: it does not answer in `CONNECT_S` seconds, or is no engine.
+    """
+    control = client(lifecycle.engine, url, api_key=api_key, timeout_s=control_timeout_s)
+    async with AsyncExitStack() as failed:  # a long-lived fleet may meet many that do not answer
+        failed.push_async_callback(control.close)
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                info = await control.info()
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"{url} did not say what it is within {CONNECT_S:g} s", seconds=CONNECT_S, engine=lifecycle.engine
+            ) from error
+        owned.push_async_callback(failed.pop_all().aclose)
+    lifecycle.to(State.SYNCING, f"answers with weight version {info.weight_version}")
+    return Member(
+        lifecycle.engine,
+        url,
+        control,
+        info,
+        lifecycle,
+        info.weight_version,
+        api_key=api_key,
+        process=process,
+        ranks=info.dp,
+    )

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 from penstock.control_types import KV, AdapterStatus, PauseMode, UpdateReport
 from penstock.engine.client import DataClient
 from penstock.errors import ConfigError, UserError, reading
-from penstock.fleet.member import EngineStatus, State
+from penstock.fleet.member import State
 from penstock.fleet.roster import Admin, Roster
 from penstock.fleet.serving import ServingFleet, T
 from penstock.rooms import plugged_in
 from penstock.settings import EngineConfig, FleetConfig, RouterConfig, ServerSpec
 
 if TYPE_CHECKING:
+    from penstock.fleet.elastic import EngineStatus
     from penstock.fleet.launch import PendingFleet
     from penstock.fleet.update import Operations
 

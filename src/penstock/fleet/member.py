@@ -8,13 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Generic, Protocol, TypeVar
 
-from penstock.control_types import EngineStats, EngineUpdate
+from penstock.control_types import EngineUpdate
 from penstock.engine.control import ControlClient, EngineInfo
 from penstock.errors import DeadlineError, EngineError, FanOutError, PenstockError, StateError
 from penstock.router.membership import EngineEntry
@@ -23,8 +22,6 @@ from penstock.weights.manifest import WeightManifest
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-CONNECT_S = 15.0
-"""Deadline of the first question to an engine, so that a hung one does not take an update's time."""
 Call = Callable[[ControlClient], Awaitable[T]]
 RANK = ".dp"
 """Separator between a server's name and the number of a data-parallel rank."""
@@ -258,45 +255,6 @@ class Member:
         return self.info.tp, self.info.pp, self.info.dp
 
 
-async def connect_engine(
-    lifecycle: Lifecycle,
-    url: str,
-    owned: AsyncExitStack,
-    *,
-    api_key: str | None,
-    control_timeout_s: float,
-    process: EngineHandle | None = None,
-    client: Callable[..., ControlClient] = ControlClient,
-) -> Member:
-    """Ask a LAUNCHING engine for its properties; it is SYNCING afterwards.
-
-    `owned` closes the connection. EngineError: it does not answer in `CONNECT_S` seconds, or is no engine.
-    """
-    control = client(lifecycle.engine, url, api_key=api_key, timeout_s=control_timeout_s)
-    async with AsyncExitStack() as failed:  # a long-lived fleet may meet many that do not answer
-        failed.push_async_callback(control.close)
-        try:
-            async with asyncio.timeout(CONNECT_S):
-                info = await control.info()
-        except TimeoutError as error:
-            raise DeadlineError(
-                f"{url} did not say what it is within {CONNECT_S:g} s", seconds=CONNECT_S, engine=lifecycle.engine
-            ) from error
-        owned.push_async_callback(failed.pop_all().aclose)
-    lifecycle.to(State.SYNCING, f"answers with weight version {info.weight_version}")
-    return Member(
-        lifecycle.engine,
-        url,
-        control,
-        info,
-        lifecycle,
-        info.weight_version,
-        api_key=api_key,
-        process=process,
-        ranks=info.dp,
-    )
-
-
 def updatable(members: Iterable[Member]) -> list[Member]:
     """Return the members that take part in the next update."""
     return [member for member in members if member.updatable]
@@ -316,20 +274,6 @@ def why(members: Iterable[Member]) -> str:
         if member.state is not State.STOPPED:
             names.setdefault((member.state, reason), []).append(member.name)
     return "; ".join(f"{', '.join(its)} {state}: {reason}" for (state, reason), its in names.items())
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStatus:
-    """One engine as `penstock status` shows it."""
-
-    name: str
-    url: str
-    state: State
-    reason: str
-    """Reason of its state."""
-    weight_version: int
-    stats: EngineStats | None
-    """Its load; `None` if it did not answer or was not asked."""
 
 
 # --- Calls to engines -------------------------------------------------------------------------------------------------
