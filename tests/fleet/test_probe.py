@@ -23,6 +23,7 @@ class Core:
 
     def __init__(self, tokens: int = 10) -> None:
         self.tokens = tokens
+        self.verbs = self
         self.hangs = False
         self._turn = asyncio.Lock()
 
