@@ -30,7 +30,7 @@ from fleet_sim.trace import AgentShape, GroupShape, Lengths, Trajectory, Turn, a
 from penstock.engine.client import DataClient
 from penstock.engine.control import ControlClient
 from penstock.engine.launch import EngineProcess
-from penstock.process_group import group_members
+from penstock.process import group_members
 from penstock.settings import EngineConfig
 from penstock.types import SamplingParams
 

@@ -22,7 +22,7 @@ from penstock.settings import EngineConfig
 
 FAMILY = """
 import subprocess, sys
-from penstock.process_group import watch_lifeline
+from penstock.process import watch_lifeline
 watch_lifeline()
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print(child.pid, flush=True)
@@ -32,7 +32,7 @@ if sys.argv[1] == "stay":
 
 NAMES = """
 import mmap, os, pathlib, sys, time
-from penstock.process_group import watch_lifeline
+from penstock.process import watch_lifeline
 watch_lifeline()
 with open(sys.argv[1], "w+b") as file:
     file.truncate(4096)
@@ -44,7 +44,7 @@ time.sleep(600)
 
 SEMAPHORE = """
 import multiprocessing, time
-from penstock.process_group import watch_lifeline
+from penstock.process import watch_lifeline
 watch_lifeline()
 lock = multiprocessing.get_context("spawn").Lock()
 print(f"sem.{lock._semlock.name[1:]} there", flush=True)
@@ -53,7 +53,7 @@ time.sleep(600)
 
 ENDS_WHEN_ASKED = """
 import os, signal, time
-from penstock.process_group import watch_lifeline
+from penstock.process import watch_lifeline
 watch_lifeline()
 signal.signal(signal.SIGTERM, lambda *_: exit(0))
 print(os.getpid(), "there", flush=True)
@@ -74,7 +74,7 @@ asyncio.run(main())
 
 SLOW_TO_DIE = """
 import os, signal, subprocess, sys
-from penstock.process_group import kill_group
+from penstock.process import kill_group
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 kills = []
 os.kill = lambda pid, number: kills.append((pid, number))

@@ -19,7 +19,7 @@ from penstock import Fleet, SamplingParams
 from penstock.errors import ConfigError, EngineStartError
 from penstock.fleet.member import State
 from penstock.fleet.ray_driver import bundles_of, host_of
-from penstock.process_group import SCRATCH_ENV
+from penstock.process import SCRATCH_ENV
 from penstock.settings import EngineConfig, FleetConfig
 from ray_nodes import LOOPBACK, RayNodes, ignore_present, processes
 from sim_fleets import SIM, check_serves, under_way, whole

@@ -15,8 +15,7 @@ from typing import Literal, Self
 from penstock.aio import settled
 from penstock.errors import EngineStartError, PenstockError
 from penstock.http import HttpTransport
-from penstock.process import ChildProcess
-from penstock.process_group import remove_leftovers
+from penstock.process import ChildProcess, remove_leftovers
 from penstock.rooms import plugged_in
 from penstock.settings import EngineConfig
 from penstock.start_report import says

@@ -26,7 +26,7 @@ from penstock.engine.launch import EngineProcess
 from penstock.errors import ConfigError, EngineStartError, PenstockError, error_from_json, error_to_json
 from penstock.fleet.calls import CallServer
 from penstock.fleet.gpus import visible_gpus
-from penstock.process_group import watch_lifeline
+from penstock.process import watch_lifeline
 from penstock.settings import EngineConfig, FleetConfig
 
 PREFIX = "/ray"

@@ -14,7 +14,7 @@ import sys
 import time
 from contextlib import suppress
 
-from penstock.process_group import PARENT, group_members, watch_lifeline
+from penstock.process import PARENT, group_members, watch_lifeline
 
 GRACE_S = 5
 _SUBREAPER = 36

@@ -10,7 +10,7 @@ import os
 import uuid
 
 from penstock.plugin import INSTANCE_VARIABLE, compat
-from penstock.process_group import watch_lifeline
+from penstock.process import watch_lifeline
 
 
 def main() -> None:

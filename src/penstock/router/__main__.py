@@ -15,8 +15,7 @@ from contextlib import suppress
 import uvloop
 
 from penstock.errors import ConfigError, PenstockError, UserError, error_to_json, parse_json
-from penstock.process import raise_file_limit
-from penstock.process_group import watch_lifeline
+from penstock.process import raise_file_limit, watch_lifeline
 from penstock.rooms import plugged_in
 from penstock.router.server import Router
 from penstock.settings import ADMIN_KEY_ENV, KEY_ENV, RouterConfig, validate

@@ -18,8 +18,7 @@ from penstock.aio import cancelled
 from penstock.errors import EngineError, PenstockError, error_to_json
 from penstock.fleet.supervise import RestartBudget, keep_running
 from penstock.http import HttpTransport
-from penstock.process import ChildProcess, raise_file_limit
-from penstock.process_group import watch_lifeline
+from penstock.process import ChildProcess, raise_file_limit, watch_lifeline
 from penstock.start_report import ReportingProcess, StartReport
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from penstock.errors import PenstockError
-from penstock.process_group import watch_lifeline
+from penstock.process import watch_lifeline
 
 _NEEDED = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _NAMES = _NEEDED | {"LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"}

@@ -19,8 +19,7 @@ from typing import Any
 from penstock.errors import ConfigError, LearnerError, PenstockError
 from penstock.fleet.gpus import visible_gpus
 from penstock.fleet.ray_driver import actors_in, end_with, join
-from penstock.process import ChildProcess
-from penstock.process_group import watch_lifeline
+from penstock.process import ChildProcess, watch_lifeline
 from penstock.settings import Section
 
 ROOM_S = 240.0
