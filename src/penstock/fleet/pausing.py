@@ -4,17 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import (
-    AsyncGenerator,
-    Awaitable,
-    Callable,
-    Collection,
-    Coroutine,
-    Generator,
-    Iterable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -462,7 +452,7 @@ async def command(
 
 
 @contextmanager
-def foreign_to(members: Iterable[Member]) -> Generator[None]:
+def foreign_to(members: Sequence[Member]) -> Generator[None]:
     """Reset the engines' counts of foreign calls after a block of our own calls."""
     try:
         yield

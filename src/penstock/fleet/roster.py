@@ -11,13 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from penstock.aio import Changes
 from penstock.engine.capabilities import Capabilities
-from penstock.errors import (
-    DeadlineError,
-    EngineDeadError,
-    PenstockError,
-    StateError,
-    UserError,
-)
+from penstock.errors import DeadlineError, EngineDeadError, PenstockError, StateError, UserError
 from penstock.fleet.member import SERVABLE, Member, State, ask, updatable, why
 from penstock.rooms import plugged_in
 from penstock.router.admin_client import RouterState
@@ -160,14 +154,7 @@ class Roster(Changes):
     The router always gets the full set under a growing epoch, so that it converges after any lost message.
     """
 
-    def __init__(
-        self,
-        admin: Admin,
-        *,
-        version: int = 0,
-        closed: bool = False,
-        by_rank: bool = True,
-    ) -> None:
+    def __init__(self, admin: Admin, *, version: int = 0, closed: bool = False, by_rank: bool = True) -> None:
         super().__init__()
         self.by_rank = by_rank
         """Whether the router is ours, so that it can address data-parallel ranks of one server one by one."""

@@ -79,7 +79,8 @@ class Stores:
         provider, self._provider, self._lent = self._provider, None, None
         if (offered := store.offered()) is not None:
             self._lent = self._others.lent(manifest, provider)
-            self._lent.keep(offered)
+            if self._others.keeps_copy():
+                self._lent.make_copy(offered)
 
     def weights_for(self, member: Member, version: int) -> WeightManifest | None:
         """Return the source of a version for a joining engine; this blocks.

@@ -42,11 +42,7 @@ class OtherTransports:
     """The stores of other transports than shared memory; `stores` has those that were made."""
 
     def __init__(
-        self,
-        settings: FleetConfig,
-        members: Callable[[], Sequence[Member]],
-        timeout_s: float,
-        stores: dict[str, Store],
+        self, settings: FleetConfig, members: Callable[[], Sequence[Member]], timeout_s: float, stores: dict[str, Store]
     ) -> None:
         self._settings = settings
         self._members = members
@@ -58,9 +54,8 @@ class OtherTransports:
         """Return a new store. WeightsError: there is no such transport."""
         settings = self._settings
         if transport == "broadcast":
-            return plugged_in("store.broadcast")(
-                address=settings.weight_address, timeout_s=SEND_SHARE * self._timeout_s
-            )
+            share_s = SEND_SHARE * self._timeout_s
+            return plugged_in("store.broadcast")(address=settings.weight_address, timeout_s=share_s)
         if transport == "cuda_ipc":
             return plugged_in("store.cuda_ipc")(self._ipc_devices)
         if transport in {"disk", "delta"} and settings.weight_folder is not None:
@@ -92,26 +87,23 @@ class OtherTransports:
 
     def lent(self, manifest: WeightManifest, provider: TensorProvider | None) -> LentVersion:
         """Return a committed version whose bytes only the trainer has; `provider` can give them again."""
+        return LentVersion(manifest, provider, self._stores["shared_memory"])
+
+    def keeps_copy(self) -> bool:
+        """Return whether to copy a lent version at once."""
+        if (asked := self._settings.weight_host_copy) is not None:
+            return asked
         members = self._members()
-        keeps = self._settings.weight_host_copy
-        if keeps is None:
-            keeps = len(members) <= 1 and all(map(is_local, members))
-        return LentVersion(manifest, provider, self._stores["shared_memory"], keeps=keeps)
+        return len(members) <= 1 and all(map(is_local, members))
 
 
 class LentVersion:
-    """A committed version that its trainer lends, and its copy in shared memory once there is one.
+    """A committed version that its trainer lends, and its copy in shared memory once there is one."""
 
-    `keeps`: whether the config asks for a copy at once.
-    """
-
-    def __init__(
-        self, manifest: WeightManifest, provider: TensorProvider | None, copies: Store, *, keeps: bool
-    ) -> None:
+    def __init__(self, manifest: WeightManifest, provider: TensorProvider | None, copies: Store) -> None:
         self._manifest = manifest
         self._provider = provider
         self._copies = copies
-        self._keeps = keeps
         self._copied = False
 
     @property
@@ -119,20 +111,15 @@ class LentVersion:
         """The copy, which engines on other hosts cannot read."""
         return self._copies.current if self._copied else None
 
-    def keep(self, offered: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy the tensors that were sent, if the config asks. WeightsError: they have changed."""
-        if self._keeps:
-            self._copy(offered)
-
     def for_engine(self, member: Member, version: int) -> WeightManifest | None:
         """Return the copy if it is of this version; without one, ask the provider. See `Stores.weights_for`."""
         if version != self._manifest.version or not is_local(member):
             return None
         if self._copied or self._provider is None:
             return self.copy
-        return self._copy(self._provider)
+        return self.make_copy(self._provider)
 
-    def _copy(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
+    def make_copy(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
         """Keep the version in shared memory. WeightsError: the tensors were not those sent."""
         copies = self._copies
         copies.current = None  # the old copy is no longer the fleet's: one buffer is enough
