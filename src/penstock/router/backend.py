@@ -114,7 +114,7 @@ class Backend(Engine):
         self.read_buffer = memoryview(bytearray(READ_SIZE))
         """Read buffer that all its connections share; each read is copied out at once."""
         self.open: set[BackendConnection] = set()
-        self._idle: list[BackendConnection] = []
+        self.idle: list[BackendConnection] = []
         """Idle connections, the oldest first. A request takes the youngest, so that the surplus of a burst ages and is
         closed. A lost connection stays in the list until `take` finds it."""
         self._connecting: dict[asyncio.Task[None], ConnectionUser] = {}
@@ -133,7 +133,7 @@ class Backend(Engine):
 
     def take(self) -> BackendConnection | None:
         oldest = time.monotonic() - IDLE_S
-        idle = self._idle
+        idle = self.idle
         while idle:
             connection = idle.pop()
             if connection.idle_since > oldest and not connection.transport.is_closing():
@@ -171,12 +171,12 @@ class Backend(Engine):
             return
         connection.set_reading(reading=True)
         connection.idle_since = time.monotonic()
-        self._idle.append(connection)
+        self.idle.append(connection)
 
     def close_idle(self, now: float) -> None:
         """Close connections that were idle for too long; `now` is `time.monotonic()`."""
-        while self._idle and self._idle[0].idle_since <= now - IDLE_S:
-            self._idle.pop(0).transport.abort()
+        while self.idle and self.idle[0].idle_since <= now - IDLE_S:
+            self.idle.pop(0).transport.abort()
 
     def give_up_connecting(self, error: OSError) -> None:
         """Let every request that waits for a connection go elsewhere."""

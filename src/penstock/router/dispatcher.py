@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import cast
 
 from penstock.rooms import plugged_in
-from penstock.router.backend import Backend
+from penstock.router.backend import IDLE_S, Backend
 from penstock.router.gate import Gate, Wait, Waiter
 from penstock.router.http import RefusalError, RequestHead
 from penstock.router.membership import Engine, Membership
@@ -142,7 +142,8 @@ class Dispatcher:
     def sweep(self, now: float) -> None:
         """Close idle connections, expire sessions, refuse late requests."""
         for backend in self.backends.values():
-            backend.close_idle(now)
+            if backend.idle and backend.idle[0].idle_since <= now - IDLE_S:
+                backend.close_idle(now)
         if now >= self._expire_at:
             self._expire_at = now + _EXPIRE_S
             if self.placement.expire(now):
