@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from fleet_sim_routers import RoundRobin
 
-from fleet_sim.router import FleetRequest
 from fleet_sim.run import FleetRun, FleetSetup, Incident
 from fleet_sim.speed import EngineLimits, EngineSpeed
 from fleet_sim.trace import AgentShape, Lengths, agents
@@ -41,24 +40,3 @@ def test_a_lost_engine_loses_no_turn() -> None:
     assert set(router.outstanding.values()) == {0}
     assert sorted(map(int, router.finished)) == list(range(60))
     assert figures.makespan_s > FleetRun(RoundRobin(), SETUP, TRACE).run().makespan_s
-
-
-def test_prefix_hashes_are_equal_as_far_as_prompts_are() -> None:
-    def hashes(*chain: tuple[str, int]) -> tuple[int, list[bytes]]:
-        request = FleetRequest(chain, session_id=None, group_id=None, expected_tokens=1)
-        stride, _, rest = (request.prefix_hashes or b"").partition(b":")
-        return int(stride), rest.split(b",")
-
-    stride, first = hashes(("system", 640), ("a", 360))
-    assert (stride, len(first)) == (1, 15)
-    _, second = hashes(("system", 640), ("b", 360))
-    assert first[:10] == second[:10]
-    assert not set(first[10:]) & set(second)
-    stride, longer = hashes(("system", 640), ("a", 40_000))
-    assert stride == 32
-    assert len(longer) == 19
-    assert longer[0] not in first  # its first boundary, 2048 tokens, is beyond the shorter prompt
-    coarse, fine = hashes(("system", 640), ("a", 4300)), hashes(("system", 640), ("a", 1408))
-    assert (coarse[0], fine[0]) == (4, 1)
-    assert coarse[1][:8] == fine[1][3:32:4]
-    assert FleetRequest([("a", 100)], session_id=None, group_id=None, expected_tokens=1).prefix_hashes is None

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from http_engine import HTTPEngine
 from nano_models import History, changed
+from patience import eventually
 from penstock import Fleet
 from penstock.http import HttpTransport
 from penstock.types import SamplingParams
@@ -118,9 +119,7 @@ async def test_an_engine_that_another_process_gives_weights_starts_again(fleet, 
     member = fleet._roster.members[1]
     http = HttpTransport(member.url, api_key=key_of(member))
     before = len(member.lifecycle.history)
-    async with asyncio.timeout(60.0):
-        while member.foreign is None:  # noqa: ASYNC110 - a probe counts what others do from then on
-            await asyncio.sleep(0.05)
+    await eventually(lambda: member.foreign is not None)  # a probe counts what others do from then on
     zero = ("/weight_checker", {"action": "reset"}) if "0.26" not in member.info.vllm else (
         "/collective_rpc", {"method": "reload_weights"})  # fmt: skip
     await http.post(*zero, timeout_s=60.0)

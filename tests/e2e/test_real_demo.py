@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from patience import alive, eventually
+
 pytestmark = pytest.mark.vllm
 
 ROOT = Path(__file__).parent.parent.parent
@@ -25,13 +27,13 @@ async def test_a_killed_demo_is_taken_up_again_and_ends(tmp_path):
     arguments = [str(DEMO), *SHORT, f"run_dir={tmp_path}", "name=short"]
     folder = tmp_path / "short"
     first = await _penstock("train", *arguments)
-    await _until(lambda: len(_rows(folder)) >= 3 or first.returncode is not None, 180)
+    await eventually(lambda: len(_rows(folder)) >= 3 or first.returncode is not None, 180)
     assert first.returncode is None, (await first.communicate())[0].decode()
     engines = psutil.Process(first.pid).children(recursive=True)
     assert engines
     first.send_signal(signal.SIGKILL)
     await first.wait()
-    await _until(lambda: not any(_alive(p) for p in engines), 60)
+    await eventually(lambda: not any(alive(p.pid) for p in engines), 60)
 
     second = await _penstock("train", *arguments, "--resume")
     out, _ = await asyncio.wait_for(second.communicate(), 200)
@@ -67,7 +69,7 @@ async def test_a_run_that_loses_a_rank_says_so_and_is_taken_up_again(tmp_path):
     arguments = [str(DEMO), *SHORT, "train.ranks=2", f"run_dir={tmp_path}", "name=lost"]
     folder = tmp_path / "lost"
     first = await _penstock("train", *arguments)
-    await _until(lambda: len(_rows(folder)) >= 3 or first.returncode is not None, 180)
+    await eventually(lambda: len(_rows(folder)) >= 3 or first.returncode is not None, 180)
     assert first.returncode is None, (await first.communicate())[0].decode()
     started = psutil.Process(first.pid).children(recursive=True)
     (rank,) = (process for process in started if "penstock.train.rank" in process.cmdline())
@@ -78,7 +80,7 @@ async def test_a_run_that_loses_a_rank_says_so_and_is_taken_up_again(tmp_path):
     assert f"rank 1 of the learner (pid {rank.pid}) ended with status -9" in said
     assert "Go on from the last checkpoint with --resume" in said
     assert all(row["update/failures"] == 0 for row in _rows(folder)), "the engines were whole"
-    assert not any(_alive(process) for process in started)
+    assert not any(alive(process.pid) for process in started)
 
     second = await _penstock("train", *arguments, "--resume")
     out, _ = await asyncio.wait_for(second.communicate(), 200)
@@ -113,13 +115,3 @@ async def _penstock(*arguments: str) -> asyncio.subprocess.Process:
 def _rows(folder: Path) -> list[dict]:
     file = folder / "metrics.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
-def _alive(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-
-
-async def _until(condition, seconds: float) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - another process, seen through its files
-            await asyncio.sleep(0.1)

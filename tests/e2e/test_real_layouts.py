@@ -16,7 +16,6 @@ from http_engine import HTTPEngine
 from nano_models import History, changed, save_moe
 from penstock import Fleet
 from penstock.engine.launch import EngineProcess
-from penstock.errors import EngineHTTPError
 from penstock.settings import EngineConfig
 from penstock.types import SamplingParams
 from penstock.weights.checkpoint_names import checkpoint_tensors
@@ -94,27 +93,6 @@ async def test_engines_of_differing_sizes_serve_the_same_experts_after_an_update
                     assert history.worst_difference(prompt, sample) < 1e-4
             finally:
                 await engine.teardown()
-
-
-@pytest.mark.slow
-async def test_a_call_that_fails_or_is_late_on_two_ranks_costs_itself_alone(
-    nano_path: Path, hold: Hold, tmp_path: Path
-) -> None:
-    """VLLM would take what the second rank says for its answer to the next call, here one of an update."""
-    model = AutoModelForCausalLM.from_pretrained(nano_path, dtype="float32")
-    async with launched(tmp_path, wide=config(nano_path, hold, tp=2)) as (process,):
-        engine = await HTTPEngine.connect(process.url, name="wide")
-        try:
-            with pytest.raises(EngineHTTPError, match="no attribute 'no_such'"):
-                await engine.collective_rpc("no_such")
-            assert await engine.collective_rpc("penstock_prepared") == [None, None]
-            first = await engine.collective_rpc("penstock_checksum", timeout_s=1e-4)
-            assert len((await engine.sample([5, 6, 7], 1, GREEDY))[0].token_ids) == 60
-            report = await engine.update_weights(changed(model, 3).named_parameters())
-            assert report.engines[0].checksum.split("-") != first
-            assert (await engine.sample([5, 6, 7], 1, GREEDY))[0].versions() == (1,) * 60
-        finally:
-            await engine.teardown()
 
 
 @pytest.mark.slow

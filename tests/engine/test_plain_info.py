@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from penstock.engine.capabilities import PENSTOCK, Capabilities, EngineInfo, require
+from penstock.engine.capabilities import PENSTOCK, Capabilities, EngineInfo
 from penstock.engine.command import server_command
 from penstock.engine.lacking import DEV_MODE, LACKING
 from penstock.engine.vanilla import VanillaControl
-from penstock.errors import EngineDeadError, EngineError, EngineHTTPError, MissingCapabilityError, UserError
+from penstock.errors import EngineDeadError, EngineError, EngineHTTPError
 from penstock.settings import EngineConfig
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
@@ -143,19 +143,6 @@ async def test_another_api_key_is_said_with_the_address(key: str | None, says: s
         with pytest.raises(EngineHTTPError, match=f"engine e0: {server.url} {says}"):
             await control.info()
         await control.close()
-
-
-def test_what_is_required_and_lacking_is_named() -> None:
-    lacking = replace(PLAIN, sleep=False)
-    require([("a", PENSTOCK), ("b", PLAIN)], "sleep", "sleep")
-    with pytest.raises(MissingCapabilityError) as one:
-        require([("a", PENSTOCK), ("b", lacking)], "sleep", "sleep")
-    assert str(one.value).startswith("sleep: engine b lacks sleep mode; start it with the environment variable VLLM_")
-    assert "--enable-sleep-mode, or launch it" in str(one.value)
-    assert str(one.value).endswith("frees no memory. Nothing was changed")
-    assert isinstance(one.value, UserError)
-    with pytest.raises(MissingCapabilityError, match="update_weights: engines b, c lack Penstock's plugin; launch"):
-        require([("b", PLAIN), ("c", PLAIN)], "plugin", "update_weights")
 
 
 def test_the_command_that_gives_the_plugin_has_all_that_a_launch_gives(tmp_path: Path) -> None:

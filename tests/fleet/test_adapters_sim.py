@@ -12,7 +12,7 @@ import pytest
 import torch
 from test_connect import GOOD, connected, engines
 
-from patience import WAIT_S
+from patience import WAIT_S, eventually
 from penstock import Fleet, SamplingParams
 from penstock.control_types import KV
 from penstock.errors import DeadlineError, EngineHTTPError, StateError, UserError
@@ -53,9 +53,7 @@ class Tenants:
 
 async def begun(servers: list[SimServer], count: int) -> None:
     """Return when so many samples have a token each."""
-    async with asyncio.timeout(WAIT_S):
-        while len([s for server in servers for s in server.engine.scheduler if s.output]) < count:  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
+    await eventually(lambda: len([s for server in servers for s in server.engine.scheduler if s.output]) >= count)
 
 
 @pytest.mark.parametrize("kv", ["recompute", "keep_in_flight"])
@@ -132,9 +130,7 @@ async def test_tenants_never_get_anothers_adapter_under_churn_deaths_and_joins()
                 servers[1].engine.die(FaultKind.CORE_DEATH, "a test")
             await asyncio.sleep(0.05)
         before = len(done)
-        async with asyncio.timeout(WAIT_S):
-            while len(done) < before + 8:  # noqa: ASYNC110 - requests that end send no event
-                await asyncio.sleep(0.005)
+        await eventually(lambda: len(done) >= before + 8)
         stop.set()
         await asyncio.gather(*asking)
         assert [status.state for status in await fleet.engines()].count(State.SERVING) == 2

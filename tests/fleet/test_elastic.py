@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from launched_rig import launched
+from test_attach import states
 
 from patience import WAIT_S
 from penstock import Fleet, SamplingParams
@@ -31,10 +32,6 @@ async def fleet() -> AsyncIterator[Fleet]:
 async def processes(tmp_path: Path) -> AsyncIterator[Fleet]:
     async with Fleet.launch("sim-model", engines=2, drain_timeout_s=WAIT_S, log_dir=tmp_path, **SIM) as fleet:
         yield fleet
-
-
-async def states(fleet: Fleet) -> dict[str, State]:
-    return {status.name: status.state for status in await fleet.engines()}
 
 
 async def test_an_engine_joins_a_paused_fleet_paused_and_a_drained_one_is_paused_and_updated_with_it(

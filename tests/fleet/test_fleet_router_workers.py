@@ -8,7 +8,7 @@ import signal
 
 import torch
 
-from patience import WAIT_S, alive
+from patience import WAIT_S, alive, eventually
 from penstock import Fleet, SamplingParams
 from penstock.router.admin_client import RouterAdmin
 from penstock.settings import RouterConfig
@@ -61,9 +61,7 @@ async def test_a_router_process_that_hangs_has_the_router_started_again() -> Non
         admin = RouterAdmin(fleet.url, timeout_s=WAIT_S)
         hung = (await admin.engines()).workers[0]
         os.kill(hung, signal.SIGSTOP)
-        async with asyncio.timeout(WAIT_S):
-            while alive(hung):  # noqa: ASYNC110 - another process
-                await asyncio.sleep(0.05)
+        await eventually(lambda: not alive(hung))
         await fleet.generate(prompt_token_ids=PROMPTS, sampling_params={"max_tokens": 3})
         state = await admin.engines()
         assert (len(state.workers), hung in state.workers) == (2, False)

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -71,24 +69,6 @@ def test_what_goes_in_comes_out(tmp_path: Path, make: Callable[[Path], Store]) -
         store.commit(manifest)
         assert same(loaded(manifest), TENSORS)
     assert manifest.nbytes == sum(tensor.nbytes for tensor in TENSORS.values())
-    store.close()
-
-
-@KEEPING
-@settings(max_examples=20, deadline=None)
-@given(
-    shapes=st.lists(
-        st.tuples(st.integers(0, 40), st.sampled_from(["float32", "bfloat16", "uint8", "int64"])),
-        min_size=1,
-        max_size=6,
-    )
-)
-def test_any_mixture_of_sizes(
-    tmp_path_factory: pytest.TempPathFactory, make: Callable[[Path], Store], shapes: list[tuple[int, str]]
-) -> None:
-    store = make(tmp_path_factory.mktemp("any"))
-    tensors = {f"t{i}": torch.arange(n).to(getattr(torch, dtype)) for i, (n, dtype) in enumerate(shapes)}
-    assert same(loaded(store.publish(1, tensors.items())), tensors)
     store.close()
 
 
