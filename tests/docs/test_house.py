@@ -37,7 +37,7 @@ SIDE_ROOMS = tuple(
         "plugin.kept_kv",
         "plugin.quantised", "plugin.served_adapters", "plugin.token_meter", "plugin.worker_replies",
         "prefix_hash", "rollout",
-        "router.__main__", "router.figures", "router.kv", "router.other_policies", "router.report",
+        "router.__main__", "router.figures", "router.kv", "router.other_calls", "router.other_policies",
         "router.unserved", "router.workers",
         "sim", "train",
         "weights.broadcast", "weights.checkpoint_names", "weights.cuda_ipc", "weights.delta", "weights.disk",

@@ -31,7 +31,7 @@ from penstock.router.dispatcher import Dispatcher
 from penstock.router.gate import Waiter
 from penstock.router.http import RefusalError, RequestHead
 from penstock.router.membership import EngineEntry, Membership
-from penstock.router.report import state_of
+from penstock.router.other_calls import state_of
 from penstock.settings import EngineConfig, FleetConfig, RouterConfig
 from penstock.sim import Fault, FaultKind, Phase, SimConfig, SimEngine
 from penstock.sim.server import CORE_DEATH_EXIT_S, _app

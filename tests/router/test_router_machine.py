@@ -26,7 +26,7 @@ from patience import WAIT_S, eventually
 from penstock.rooms import plugged_as
 from penstock.router.backend import Backend
 from penstock.router.exchange import Exchange
-from penstock.router.report import state_of
+from penstock.router.other_calls import state_of
 
 NAMES_OF_SESSIONS = ("s0", "s1", "s2", "s3", "s4", "s5")
 SESSIONS = st.sampled_from([None, *NAMES_OF_SESSIONS])

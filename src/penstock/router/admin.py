@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from typing import Annotated, Any, TypeVar
 
 import orjson
@@ -16,58 +15,35 @@ from penstock.router.client_connection import Call, ClientConnection
 from penstock.router.dispatcher import Dispatcher
 from penstock.router.http import RefusalError, RequestHead, response
 from penstock.router.membership import EngineEntry, Membership
-from penstock.router.policies import Hints
 
 DATA_PATHS = frozenset(path.encode() for path in ENGINE_PATHS) - {b"/metrics", b"/v1/realtime"}
 """Paths that any engine answers alike and without state for a later call, in vLLM 0.26 to 0.32. A test reads every
 route of the installed vLLM and fails for a route that is on no list."""
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
-_METHODS = {
-    "/": "GET",
-    "/router/health": "GET",
-    "/router/engines": "GET or PUT",
-    "/router/choose": "POST",
-    "/router/sessions/finish": "POST",
-    "/router/metrics": "GET",
-    "/metrics": "GET",
-}
-_SERVED = {
-    "service": "penstock router",
-    "data": sorted(path.decode() for path in DATA_PATHS),
-    "router": sorted(path for path in _METHODS if path != "/"),
-}
-"""The answer to `GET /`. The router also serves the paths that `data_paths` adds."""
 Text = Annotated[str, Field(min_length=1, max_length=512)]
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """A body with these fields and no others."""
+
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-M = TypeVar("M", bound=_Strict)
+M = TypeVar("M", bound=Strict)
 
 
-class _Policy(_Strict):
+class _Policy(Strict):
     policy: Text | None = None
     prefix_length: int | None = None
     overload_threshold: float | None = None
 
 
-class _EnginesBody(_Strict):
+class _EnginesBody(Strict):
     epoch: int = Field(ge=0)
     engines: list[EngineEntry]
     cut: list[str] = []
     closed: bool = False
     policy: _Policy = _Policy()
-
-
-class _ChoiceBody(_Strict):
-    prompt_tokens: int = Field(default=0, ge=0)
-    prefix_hashes: Text | None = None
-
-
-class _SessionBody(_Strict):
-    session_id: Text
 
 
 _MAX_BODY = 4 << 20
@@ -100,7 +76,7 @@ class AdminCall(Call):
         request, close = self._request, not self._request.keep_alive
         head_only = request.method == b"HEAD"
         method, path = "GET" if head_only else request.method.decode(), request.target.partition(b"?")[0].decode()
-        if method == "GET" and path.endswith("/metrics") and path in _METHODS:
+        if method == "GET" and path in {"/metrics", "/router/metrics"}:
             content, kind = plugged_in("figures")(self._dispatcher).encode(), _PROMETHEUS
         else:
             content, kind = orjson.dumps(self._execute(method, path, bytes(self._body))), "application/json"
@@ -115,31 +91,12 @@ class AdminCall(Call):
         """
         dispatcher = self._dispatcher
         match method, path:
-            case "GET", "/":
-                return _SERVED
             case "GET", "/router/health":
                 return {"status": "ok", "pid": os.getpid(), "control_ports": self._control_ports}
-            case "GET", "/router/engines":
-                return plugged_in("router.state")(dispatcher)
             case "PUT", "/router/engines":
-                return _announce(dispatcher, _parse(_EnginesBody, body))
-            case "POST", "/router/choose":
-                asked = _parse(_ChoiceBody, body)
-                hashes = None if asked.prefix_hashes is None else asked.prefix_hashes.encode()
-                hints = Hints(prompt_tokens=asked.prompt_tokens, prefix_hashes=hashes)
-                closed = dispatcher.gate.closed
-                return {"engine": None if closed else dispatcher.placement.choose(hints, time.monotonic())}
-            case "POST", "/router/sessions/finish":
-                return {"finished": dispatcher.finish_session(_parse(_SessionBody, body).session_id)}
+                return _announce(dispatcher, parse(_EnginesBody, body))
             case _:
-                raise _no_such_call(method, path)
-
-
-def _no_such_call(method: str, path: str) -> RefusalError:
-    if path not in _METHODS:
-        return RefusalError(404, "not_found", f"no such endpoint: {path[:200]}")
-    what = f"{method} does not go with {path}, which takes {_METHODS[path]}"
-    return RefusalError(405, "method_not_allowed", what)
+                return plugged_in("router.other_calls")(dispatcher, method, path, body)
 
 
 def _announce(dispatcher: Dispatcher, body: _EnginesBody) -> dict[str, Any]:
@@ -155,7 +112,8 @@ def _announce(dispatcher: Dispatcher, body: _EnginesBody) -> dict[str, Any]:
     return {"epoch": dispatcher.membership.epoch, "engines": len(dispatcher.backends)}
 
 
-def _parse(model: type[M], body: bytes) -> M:
+def parse(model: type[M], body: bytes) -> M:
+    """Read a body. RefusalError: 400, it does not fit."""
     try:
         return model.model_validate_json(body)
     except ValidationError as error:

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from penstock.router.dispatcher import Dispatcher
 from penstock.router.exchange import Exchange
 from penstock.router.memory import SECONDS, Histogram, Metrics
-from penstock.router.report import state_of
+from penstock.router.other_calls import state_of
 from penstock.router.state import EngineLoad
 
 PREFIX = "penstock_router_"

@@ -142,17 +142,6 @@ class Placement:
                 self._groups.popitem(last=False)
         return self._record(request, now, tried, record, home, engine, rule)
 
-    def choose(self, request: Hints, now: float) -> str | None:
-        """Return an engine for a request past the router; None: it would have to wait.
-
-        The choice counts for the next one. The load does not count, since the router would not see its end.
-        """
-        engine = self.place(request, now)
-        if not isinstance(engine, Engine):
-            return None
-        self.done(request, engine, now)
-        return engine.name
-
     def could_serve(self, request: Hints) -> bool:
         """Return whether an engine may serve the request if none counted as tried."""
         return bool(self._able(request, ()))

@@ -48,7 +48,7 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True)
 class RouterState:
-    """State of one process, or of several (`report.merged`)."""
+    """State of one process, or of several (`other_calls.merged`)."""
 
     epoch: int
     """Epoch of the membership in force; -1 before the first one."""

@@ -1,19 +1,39 @@
-"""What the router reports of itself: the state of one process, and of several as one."""
+"""Calls to the router itself that no walk makes: its state, a choice of an engine, the end of a session."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from pydantic import Field
+
+from penstock.router.admin import DATA_PATHS, Strict, Text, parse
+from penstock.router.backend import Backend
+from penstock.router.dispatcher import Dispatcher
+from penstock.router.http import RefusalError
+from penstock.router.membership import Engine
+from penstock.router.policies import Hints
 from penstock.router.state import EngineLoad, RouterState
 
-if TYPE_CHECKING:
-    from penstock.router.backend import Backend
-    from penstock.router.dispatcher import Dispatcher
-
+_METHODS = {
+    "/": "GET",
+    "/router/health": "GET",
+    "/router/engines": "GET or PUT",
+    "/router/choose": "POST",
+    "/router/sessions/finish": "POST",
+    "/router/metrics": "GET",
+    "/metrics": "GET",
+}
+_SERVED = {
+    "service": "penstock router",
+    "data": sorted(path.decode() for path in DATA_PATHS),
+    "router": sorted(path for path in _METHODS if path != "/"),
+}
+"""The answer to `GET /`. The router also serves the paths that `data_paths` adds."""
 _FIGURES = (
     "name", "weight_version", "down", "outstanding", "requests", "outstanding_tokens", "resident_tokens", "sessions",
     "kv_usage", "kv_capacity", "breaker_openings", "dead_answers", "failure",
@@ -24,6 +44,49 @@ _ENGINE_SUMMED = (
     "outstanding", "outstanding_tokens", "resident_tokens", "sessions", "requests", "breaker_openings", "dead_answers",
 )  # fmt: skip
 _ENGINE_GREATEST = ("down", "kv_usage", "kv_capacity", "failure")
+
+
+class _ChoiceBody(Strict):
+    prompt_tokens: int = Field(default=0, ge=0)
+    prefix_hashes: Text | None = None
+
+
+class _SessionBody(Strict):
+    session_id: Text
+
+
+def answer(dispatcher: Dispatcher, method: str, path: str, body: bytes) -> Any:
+    """Run one call and return its answer. RefusalError: 400, 404 or 405, as `admin.AdminCall` has it."""
+    match method, path:
+        case "GET", "/":
+            return _SERVED
+        case "GET", "/router/engines":
+            return state_of(dispatcher)
+        case "POST", "/router/choose":
+            return {"engine": _choose(dispatcher, parse(_ChoiceBody, body))}
+        case "POST", "/router/sessions/finish":
+            return {"finished": dispatcher.finish_session(parse(_SessionBody, body).session_id)}
+        case _ if path not in _METHODS:
+            raise RefusalError(404, "not_found", f"no such endpoint: {path[:200]}")
+        case _:
+            what = f"{method} does not go with {path}, which takes {_METHODS[path]}"
+            raise RefusalError(405, "method_not_allowed", what)
+
+
+def _choose(dispatcher: Dispatcher, asked: _ChoiceBody) -> str | None:
+    """Return an engine for a request past the router; None: it would have to wait.
+
+    The choice counts for the next one. The load does not count, since the router would not see its end.
+    """
+    hashes = None if asked.prefix_hashes is None else asked.prefix_hashes.encode()
+    if dispatcher.gate.closed:
+        return None
+    hints, now = Hints(prompt_tokens=asked.prompt_tokens, prefix_hashes=hashes), time.monotonic()
+    engine = dispatcher.placement.place(hints, now)
+    if not isinstance(engine, Engine):
+        return None
+    dispatcher.placement.done(hints, engine, now)
+    return engine.name
 
 
 def state_of(dispatcher: Dispatcher) -> RouterState:
