@@ -6,7 +6,7 @@ import pytest
 
 from penstock.config import RunConfig, read_yaml
 from penstock.errors import ConfigError
-from penstock.settings import validate
+from penstock.options import validate
 
 
 def test_a_key_that_overrides_what_is_merged_is_given_once():

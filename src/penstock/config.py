@@ -16,7 +16,8 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from penstock.control_types import KV
 from penstock.errors import ConfigError, UserError, did_you_mean
-from penstock.settings import EngineConfig, FleetConfig, Positive, RouterConfig, Seconds, Section, validate
+from penstock.options import validate
+from penstock.settings import EngineConfig, FleetConfig, Positive, RouterConfig, Seconds, Section
 
 
 def _plain_name(name: str) -> str:

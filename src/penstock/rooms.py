@@ -45,6 +45,7 @@ PLACES = {
     "operations": "penstock.fleet.pausing:AllOperations",
     "openai": "penstock.engine.openai:OpenAICalls",
     "openai.streams": "penstock.engine.openai:each_until_lost",
+    "options.validate": "penstock.options:validate",
     "policy.bounded-sticky": "penstock.router.policies:BoundedSticky",
     "policy.kv-cache": "penstock.router.other_policies:KVCache",
     "policy.prefix-aware": "penstock.router.other_policies:PrefixAware",

@@ -16,8 +16,8 @@ from sybil.document import Document
 from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser
 
 from penstock.config import RunConfig
+from penstock.options import validate
 from penstock.rollout.environment import load_environment
-from penstock.settings import validate
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent

@@ -27,7 +27,7 @@ ROOTS = (
 SIDE_ROOMS = tuple(
     f"penstock.{room}"
     for room in (
-        "cli", "engine.command", "engine.verbs",
+        "cli", "options", "engine.command", "engine.verbs",
         "engine.adapters", "engine.experts", "engine.lacking", "engine.layouts", "engine.openai", "engine.vanilla",
         "facade",
         "fleet.adapters", "fleet.attach", "fleet.calls", "fleet.delivery", "fleet.elastic", "fleet.fleet", "fleet.gpus",

@@ -10,7 +10,8 @@ import pytest
 from penstock.engine.command import server_command
 from penstock.engine.launch import EngineProcess
 from penstock.errors import ConfigError, EngineStartError
-from penstock.settings import EngineConfig, validate
+from penstock.options import validate
+from penstock.settings import EngineConfig
 from penstock.start_report import telling_lines
 
 

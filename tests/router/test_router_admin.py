@@ -11,12 +11,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from router_rig import answer_name, held, request, rig
 
 from penstock.errors import ConfigError, EngineHTTPError, StateError, UserError
+from penstock.options import validate
 from penstock.router.admin_client import RouterAdmin
 from penstock.router.exchange import observe
 from penstock.router.figures import histogram
 from penstock.router.membership import EngineEntry, Membership
 from penstock.router.memory import Histogram
-from penstock.settings import RouterConfig, refuse_open_host, validate
+from penstock.settings import RouterConfig, refuse_open_host
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "::1", "localhost"])

@@ -10,10 +10,11 @@ import pytest
 
 from penstock.config import load_config
 from penstock.errors import ConfigError
+from penstock.options import validate
 from penstock.rooms import plugged_as, plugged_in
 from penstock.router.membership import Engine, EngineEntry
 from penstock.router.policies import Defer, Policies, Policy, RequestView, rendezvous
-from penstock.settings import PolicyName, RouterConfig, validate
+from penstock.settings import PolicyName, RouterConfig
 
 
 def fleet(*outstanding: int, kv_usage: Sequence[float] = (), **columns: Sequence[float]) -> list[Engine]:

@@ -8,7 +8,7 @@ from random_trajectories import trajectories_of
 
 from penstock.config import TrainConfig
 from penstock.errors import ConfigError
-from penstock.settings import validate
+from penstock.options import validate
 from penstock.train.grpo import Trainee, datum_of
 from penstock.train.interface import Outputs
 from penstock.train.learner import LocalLearner

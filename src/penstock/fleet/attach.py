@@ -12,7 +12,8 @@ from penstock.engine.vanilla import VanillaControl
 from penstock.errors import EngineHTTPError, PenstockError, UserError
 from penstock.fleet.engines import connect_engine
 from penstock.fleet.member import Lifecycle, Member, State
-from penstock.settings import ServerSpec, validate
+from penstock.options import validate
+from penstock.settings import ServerSpec
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,8 @@ from penstock.fleet.member import SERVABLE, Lifecycle, Member, State, Substate, 
 from penstock.fleet.roster import Roster
 from penstock.fleet.supervise import Supervisor
 from penstock.fleet.update import Operations
-from penstock.settings import MOST_ENGINES, FleetConfig, RouterConfig, ServerSpec, validate
+from penstock.options import validate
+from penstock.settings import MOST_ENGINES, FleetConfig, RouterConfig, ServerSpec
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -27,8 +27,9 @@ from penstock.fleet.router_process import OpenRouter, check_router, open_router,
 from penstock.fleet.stores import Stores
 from penstock.fleet.supervise import Admission, Supervisor
 from penstock.guard import new_key
+from penstock.options import check_key, refuse_unknown, section
 from penstock.rooms import plugged_in
-from penstock.settings import EngineConfig, FleetConfig, RouterConfig, check_key, refuse_unknown, section
+from penstock.settings import EngineConfig, FleetConfig, RouterConfig
 
 logger = logging.getLogger(__name__)
 

@@ -51,9 +51,10 @@ from penstock.fleet.service import (
 )
 from penstock.guard import new_key
 from penstock.http import UnreachableError
+from penstock.options import check_key, refuse_unknown, section
 from penstock.rooms import plugged_in
 from penstock.router.admin_client import RouterAdmin
-from penstock.settings import FleetConfig, RouterConfig, ServerSpec, check_key, refuse_unknown, section
+from penstock.settings import FleetConfig, RouterConfig, ServerSpec
 from penstock.weights.adapter_files import AdapterFiles
 from penstock.weights.shared_memory import SharedMemoryStore
 

@@ -33,7 +33,7 @@ from penstock.fleet.native import NativeCalls
 from penstock.fleet.pausing import AllOperations
 from penstock.fleet.roster import Roster
 from penstock.fleet.skyrl_paths import add_skyrl_paths
-from penstock.settings import without_password
+from penstock.options import without_password
 
 FOLDER_ENV = "PENSTOCK_RUNTIME_DIR"
 """Variable that names a folder other than /tmp. XDG_RUNTIME_DIR and TMPDIR are not read: they differ between a user's

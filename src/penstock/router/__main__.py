@@ -15,10 +15,11 @@ from contextlib import suppress
 import uvloop
 
 from penstock.errors import ConfigError, PenstockError, UserError, error_to_json, parse_json
+from penstock.options import validate
 from penstock.process import raise_file_limit, watch_lifeline
 from penstock.rooms import plugged_in
 from penstock.router.server import Router
-from penstock.settings import ADMIN_KEY_ENV, KEY_ENV, RouterConfig, validate
+from penstock.settings import ADMIN_KEY_ENV, KEY_ENV, RouterConfig
 from penstock.start_report import StartReport
 
 

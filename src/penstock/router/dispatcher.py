@@ -19,7 +19,7 @@ from penstock.router.membership import Engine, Membership
 from penstock.router.memory import Metrics
 from penstock.router.placement import Placement
 from penstock.router.policies import Defer
-from penstock.settings import RouterConfig, validate
+from penstock.settings import RouterConfig
 
 _EXPIRE_S = 0.75
 """Seconds between two searches for idle and expired sessions."""
@@ -58,7 +58,8 @@ class Dispatcher:
         """
         announced = self.membership.replaced_by(announced)
         if announced.policy != self.membership.policy:
-            self.placement.set_policy(validate(RouterConfig, {**self._config.model_dump(), **announced.policy}))
+            changed = {**self._config.model_dump(), **announced.policy}
+            self.placement.set_policy(plugged_in("options.validate")(RouterConfig, changed))
         before, self.membership = self.membership, announced
         if (announced.engines, announced.cut) != (before.engines, before.cut):
             self._set_engines(announced)

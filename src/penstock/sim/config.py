@@ -16,7 +16,8 @@ from pydantic.dataclasses import dataclass as checked
 
 from penstock.control_types import TensorSpec
 from penstock.errors import ConfigError, EngineError
-from penstock.settings import Port, validate
+from penstock.options import validate
+from penstock.settings import Port
 from penstock.sim.tokens import Model
 
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)

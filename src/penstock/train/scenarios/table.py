@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.config import RunConfig, apply_override
 from penstock.errors import UserError
-from penstock.settings import validate
+from penstock.options import validate
 
 MODEL = Path("examples/models/sorter-0.8m")
 """The policy that has half learned to sort, from a checkout."""
