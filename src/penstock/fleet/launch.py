@@ -221,19 +221,15 @@ async def assemble(
     admission = Admission(operations, roster, store, terms.control_timeout_s)
     supervisor = Supervisor(roster, admit=admission.admit, check=operations.check, fleet=fleet)
     owned.push_async_callback(supervisor.stop)
-    _watch(router, roster, supervisor, fleet)
+    for member in roster.members:
+        supervisor.watch(member)
+    if router.guard is not None:
+        router.guard.watch(roster, fleet)
     data.http.suspect = supervisor.probe_all
     elastic = plugged_in("elastic")(roster, operations, supervisor, fleet, engines=engines, attached=attached)
     owned.push_async_callback(elastic.close)
     endpoint = plugged_in("control_socket")(router.url, roster, operations, elastic, admin_key=router.key)
     return Fleet(router.url, roster, operations, elastic, data, owned.pop_all(), endpoint)
-
-
-def _watch(router: OpenRouter, roster: Roster, supervisor: Supervisor, fleet: FleetConfig) -> None:
-    for member in roster.members:
-        supervisor.watch(member)
-    if router.guard is not None:
-        router.guard.watch(roster, fleet)
 
 
 async def reachable(fleet: Fleet) -> Fleet:

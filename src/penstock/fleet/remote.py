@@ -16,15 +16,7 @@ from pydantic import TypeAdapter
 
 from penstock.aio import cancelled, in_thread
 from penstock.control_types import KV, PauseMode, UpdateReport
-from penstock.errors import (
-    ConfigError,
-    EngineDeadError,
-    EngineError,
-    PenstockError,
-    StateError,
-    UserError,
-    reading,
-)
+from penstock.errors import ConfigError, EngineDeadError, EngineError, PenstockError, StateError, UserError, reading
 from penstock.fleet.adapters import FleetAdapters
 from penstock.fleet.attach import AttachedServers, specs_of
 from penstock.fleet.calls import CallClient

@@ -8,14 +8,7 @@ import re
 from typing import Any
 
 from penstock.plugin.progress import RequestProgress
-from penstock.wire import (
-    GENERATE,
-    MAX_SPANS_HEADER,
-    PROGRESS_HEADER,
-    SPANS_HEADER,
-    STREAM_PROGRESS,
-    comment,
-)
+from penstock.wire import GENERATE, MAX_SPANS_HEADER, PROGRESS_HEADER, SPANS_HEADER, STREAM_PROGRESS, comment
 
 STREAM_REPORTS = (PROGRESS_HEADER.lower().encode(), STREAM_PROGRESS.encode())
 """Header of a stream with such comments. A client recognises an engine with our plugin by it."""

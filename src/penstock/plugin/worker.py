@@ -12,11 +12,7 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-from vllm.model_executor.model_loader.reload import (
-    finalize_layerwise_reload,
-    initialize_layerwise_reload,
-    layerwise,
-)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, layerwise
 from vllm.platforms import current_platform
 
 from penstock.errors import PenstockError, WeightsError, attempt

@@ -12,15 +12,7 @@ from itertools import chain
 from typing import Any
 
 from penstock.sim.config import SimConfig
-from penstock.sim.tokens import (
-    Model,
-    Prefix,
-    Weights,
-    banned_before_min,
-    decode,
-    expected_logprob,
-    expected_token,
-)
+from penstock.sim.tokens import Model, Prefix, Weights, banned_before_min, decode, expected_logprob, expected_token
 from penstock.types import FinishReason, SamplingParams
 from penstock.wire import INITIAL_VERSION, Notes, add_stretch
 
