@@ -22,11 +22,11 @@ PARAMS = SamplingParams(max_tokens=450, detokenize=False)
 SHORT = SamplingParams(max_tokens=8, detokenize=False)
 PROMPTS = [[1 + i, 2] for i in range(6)]
 WEIGHTS = [("w", torch.ones(5))]
+SLOW = {**SIM, "extra_args": {"tokens-per-second": 150}}
 
 
 async def test_tokens_of_a_version_that_kept_the_cache_say_so():
-    slow = {**SIM, "extra_args": {"tokens-per-second": 150}}
-    async with Fleet.launch("sim-model", engines=2, **slow) as fleet:
+    async with Fleet.launch("sim-model", engines=2, **SLOW) as fleet:
         async with slowed(fleet, 10.0):
             running = await begun(fleet, PROMPTS, PARAMS)
             await stepped(fleet, 15)
@@ -48,8 +48,7 @@ async def test_tokens_of_a_version_that_kept_the_cache_say_so():
 
 
 async def test_a_request_that_continues_on_another_engine_has_no_kept_kv_any_more():
-    slow = {**SIM, "extra_args": {"tokens-per-second": 150}}
-    async with Fleet.launch("sim-model", engines=2, **slow) as fleet:
+    async with Fleet.launch("sim-model", engines=2, **SLOW) as fleet:
         async with slowed(fleet, 5.0):
             running = await begun(fleet, PROMPTS, PARAMS)
             await stepped(fleet, 30)

@@ -37,12 +37,8 @@ def test_json_that_is_nested_without_end_is_a_named_error() -> None:
 @pytest.mark.parametrize(
     ("one", "other", "differing"),
     [
-        ("a", "a", False),
-        ("a", "b", True),
         ("a-b", "a-b", False),
         ("a-b", "a-c", True),
-        ("sums:x", "sums:x", False),
-        ("sums:x", "sums:y", True),
         ("sums:x", "a", False),
         ("sums:x-sums:x", "sums:x-b", False),
         ("sums:x-b", "sums:x-c", True),
