@@ -193,7 +193,7 @@ async def test_it_ends_early_where_that_was_asked_for(live, ending):
         await live.hold.reached(12)
         await live.engine.pause_generation(PauseMode.ABORT)
         try:
-            await getattr(live.engine.control, ending)()
+            await getattr(live.engine.control.verbs, ending)()
             choices, _ = await asyncio.wait_for(request, 60)
         finally:
             await live.engine.resume_generation()
