@@ -14,8 +14,9 @@ from typing import Annotated, Any, Literal, Self, cast
 import yaml
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from penstock.checks import did_you_mean
 from penstock.control_types import KV
-from penstock.errors import ConfigError, UserError, did_you_mean
+from penstock.errors import ConfigError, UserError
 from penstock.options import validate
 from penstock.settings import EngineConfig, FleetConfig, Positive, RouterConfig, Seconds, Section
 

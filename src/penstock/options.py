@@ -8,7 +8,8 @@ from typing import Any, TypeVar, cast, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
-from penstock.errors import ConfigError, did_you_mean
+from penstock.checks import did_you_mean
+from penstock.errors import ConfigError
 from penstock.settings import Section
 
 S = TypeVar("S", bound=Section)

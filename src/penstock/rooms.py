@@ -38,6 +38,7 @@ PLACES = {
     "gpus.place": "penstock.fleet.gpus:place_beside",
     "launcher.ray": "penstock.fleet.ray_engines:RayLauncher",
     "load.direct": "penstock.plugin.direct:DirectLoads",
+    "launch.says": "penstock.start_report:says",
     "launch.command": "penstock.engine.command:server_command",
     "lent.check": "penstock.weights.transfer:check_same_bits",
     "native.calls": "penstock.engine.vanilla:NativeTransfer",

@@ -19,7 +19,8 @@ from pydantic import (
     model_validator,
 )
 
-from penstock.errors import LARGEST, ConfigError, did_you_mean
+from penstock.checks import LARGEST, did_you_mean
+from penstock.errors import ConfigError
 from penstock.rooms import plugged_in
 
 Positive = Annotated[int, Field(ge=1)]

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, cast
 
-from penstock.errors import RequestError, did_you_mean
+from penstock.checks import did_you_mean
+from penstock.errors import RequestError
 
 Message = Mapping[str, Any]
 """One chat message in OpenAI's form: `{"role": ..., "content": ...}`."""

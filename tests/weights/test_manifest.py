@@ -8,7 +8,8 @@ from typing import Any
 import orjson
 import pytest
 
-from penstock.errors import WeightsError, parse_json
+from penstock.checks import parse_json
+from penstock.errors import WeightsError
 from penstock.weights.manifest import WeightManifest, differ
 
 GOOD = {"version": 1, "transport": "disk", "location": {}, "tensors": [["w", "float32", [2, 3], 0, 5]]}

@@ -74,8 +74,8 @@ def gateway(
 
 def _tenants(file: Path | None) -> list[Tenant]:
     """Read the tenants from a file, or the default tenant's key from the environment."""
+    from penstock.checks import reading  # noqa: PLC0415
     from penstock.config import read_keys  # noqa: PLC0415
-    from penstock.errors import reading  # noqa: PLC0415
     from penstock.gateway.graph import Limits  # noqa: PLC0415
     from penstock.gateway.service import Tenant  # noqa: PLC0415
 
@@ -134,7 +134,7 @@ async def _serve(
 
 async def _model(client: Any) -> tuple[str, int]:
     """Return the name and the context length of the model behind a router."""
-    from penstock.errors import reading  # noqa: PLC0415
+    from penstock.checks import reading  # noqa: PLC0415
 
     answer = await client.http.get("/v1/models", timeout_s=_INFO_S)
     with reading("answer to /v1/models", ConfigError):

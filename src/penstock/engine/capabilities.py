@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict, TypeAdapter, ValidationError
 
-from penstock.errors import LARGEST
+from penstock.checks import LARGEST
 from penstock.rooms import plugged_in
 
 Capability = Literal[

@@ -30,8 +30,9 @@ import orjson
 
 from penstock import wire
 from penstock.aio import all_or_first_error
+from penstock.checks import reading
 from penstock.engine.partial import Partials, whole_of
-from penstock.errors import DeadlineError, EngineDeadError, EngineError, EngineHTTPError, RequestError, reading
+from penstock.errors import DeadlineError, EngineDeadError, EngineError, EngineHTTPError, RequestError
 from penstock.http import MOST_DATA, HttpTransport, Reply, UnreachableError, as_json
 from penstock.rooms import plugged_in
 from penstock.types import GenerateBatch, GenerateOutput, Message, Sample, SamplingParams, SessionId

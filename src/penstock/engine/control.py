@@ -10,17 +10,10 @@ from typing import Any
 
 from yarl import URL
 
+from penstock.checks import reading
 from penstock.control_types import KV, EngineUpdate
 from penstock.engine.capabilities import EngineInfo, info_of
-from penstock.errors import (
-    DeadlineError,
-    EngineError,
-    EngineHTTPError,
-    PenstockError,
-    TransferError,
-    WeightsError,
-    reading,
-)
+from penstock.errors import DeadlineError, EngineError, EngineHTTPError, PenstockError, TransferError, WeightsError
 from penstock.http import TORN, HttpTransport, UnreachableError
 from penstock.rooms import plugged_in
 from penstock.weights.manifest import WeightManifest

@@ -7,7 +7,8 @@ import io
 from dataclasses import replace
 from typing import Any
 
-from penstock.errors import EngineError, reading
+from penstock.checks import reading
+from penstock.errors import EngineError
 from penstock.types import Sample
 
 Made = list[tuple[Sample, int | str | None]]

@@ -18,7 +18,6 @@ from penstock.http import HttpTransport
 from penstock.process import ChildProcess, remove_leftovers
 from penstock.rooms import plugged_in
 from penstock.settings import EngineConfig
-from penstock.start_report import says
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +100,9 @@ class EngineProcess(ChildProcess):
                 what = f"ended with status {await self.wait()} after {time.monotonic() - begin:.0f} s"
         except TimeoutError:
             what = f"was not ready within {config.start_timeout_s:.0f} s (engine.start_timeout_s)"
+        said = plugged_in("launch.says")(self)
         raise EngineStartError(
-            f"the {resolve_profile(config)} server for model {config.model} {what}; {says(self)}", engine=self.name
+            f"the {resolve_profile(config)} server for model {config.model} {what}; {said}", engine=self.name
         )
 
     async def _probe(self, api_key: str | None) -> None:

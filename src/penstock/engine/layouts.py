@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
-from penstock.errors import ConfigError, parse_json
+from penstock.checks import parse_json
+from penstock.errors import ConfigError
 from penstock.plugin import QUANTISING_LOADER
 from penstock.settings import EngineConfig
 

@@ -11,8 +11,9 @@ import orjson
 
 from penstock import wire
 from penstock.aio import all_or_first_error
+from penstock.checks import reading
 from penstock.engine.client import LEAST_HASHED, Continuation, DataClient
-from penstock.errors import EngineDeadError, EngineError, RequestError, reading
+from penstock.errors import EngineDeadError, EngineError, RequestError
 from penstock.http import Reply
 from penstock.prefix_hash import prefix_hashes
 from penstock.types import SessionId

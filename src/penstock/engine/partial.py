@@ -8,7 +8,8 @@ from typing import Any
 
 import orjson
 
-from penstock.errors import EngineError, reading
+from penstock.checks import reading
+from penstock.errors import EngineError
 from penstock.types import Sample, SamplingParams, VersionSpan
 from penstock.wire import Notes, add_stretch, finish_of, spans_of
 

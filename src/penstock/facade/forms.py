@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from penstock.checks import did_you_mean
 from penstock.engine.launch import resolve_profile
-from penstock.errors import ConfigError, EngineError, RequestError, did_you_mean
+from penstock.errors import ConfigError, EngineError, RequestError
 from penstock.settings import EngineConfig, FleetConfig, RouterConfig
 
 if TYPE_CHECKING:

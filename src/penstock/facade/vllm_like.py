@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 from penstock.aio import all_or_first_error
+from penstock.checks import reading
 from penstock.control_types import UpdateReport
 from penstock.engine.client import DataClient
 from penstock.engine.launch import resolve_profile
@@ -27,7 +28,6 @@ from penstock.errors import (
     EngineHTTPError,
     RequestError,
     UserError,
-    reading,
 )
 from penstock.facade.balancer import LoadBalancer
 from penstock.facade.forms import (

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.aio import in_thread
+from penstock.checks import reading, seconds
 from penstock.control_types import KV, AdapterStatus, UpdateReport
 from penstock.engine.adapters import IN_FLIGHT, AdapterLoad
 from penstock.engine.capabilities import Capability, require
 from penstock.engine.control import ControlClient
-from penstock.errors import DeadlineError, EngineHTTPError, StateError, UserError, WeightsError, reading, seconds
+from penstock.errors import DeadlineError, EngineHTTPError, StateError, UserError, WeightsError
 from penstock.fleet.member import Member, fan_out
 from penstock.fleet.pausing import command
 from penstock.fleet.roster import OperationQueue, Roster

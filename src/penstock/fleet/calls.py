@@ -14,7 +14,8 @@ from typing import Any, Self, cast
 import orjson
 from aiohttp import web
 
-from penstock.errors import EngineError, PenstockError, UserError, error_from_json, error_to_json, parse_json, reading
+from penstock.checks import parse_json, reading
+from penstock.errors import EngineError, PenstockError, UserError, error_from_json, error_to_json
 from penstock.http import HttpTransport
 
 MAX_BODY = 64 * 2**20

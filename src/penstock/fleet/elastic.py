@@ -11,18 +11,10 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from penstock.checks import seconds, whole_number
 from penstock.control_types import EngineStats, TokenLoss
 from penstock.engine.verbs import verbs_of
-from penstock.errors import (
-    DeadlineError,
-    EngineDeadError,
-    EngineStartError,
-    PenstockError,
-    StateError,
-    UserError,
-    seconds,
-    whole_number,
-)
+from penstock.errors import DeadlineError, EngineDeadError, EngineStartError, PenstockError, StateError, UserError
 from penstock.fleet.attach import AttachedServers, place_of, specs_of
 from penstock.fleet.engines import LaunchedEngines
 from penstock.fleet.member import SERVABLE, Lifecycle, Member, State, Substate, fan_out, why

@@ -9,9 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.checks import reading
 from penstock.control_types import KV, AdapterStatus, PauseMode, UpdateReport
 from penstock.engine.client import DataClient
-from penstock.errors import ConfigError, UserError, reading
+from penstock.errors import ConfigError, UserError
 from penstock.fleet.member import State
 from penstock.fleet.roster import Admin, Roster
 from penstock.fleet.serving import ServingFleet, T

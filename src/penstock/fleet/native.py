@@ -10,9 +10,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from penstock.checks import reading
 from penstock.engine.capabilities import require
 from penstock.engine.control import ControlClient
-from penstock.errors import MissingCapabilityError, StateError, reading
+from penstock.errors import MissingCapabilityError, StateError
 from penstock.fleet.member import Member
 from penstock.fleet.pausing import command, foreign_to
 from penstock.fleet.roster import Roster

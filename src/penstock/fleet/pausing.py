@@ -10,20 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from penstock.aio import settled
+from penstock.checks import reading, seconds
 from penstock.control_types import KV, PauseMode, UpdateReport
 from penstock.engine.capabilities import Capability, require
 from penstock.engine.control import ControlClient, CoreState
 from penstock.engine.verbs import verbs_of
-from penstock.errors import (
-    DeadlineError,
-    EngineDeadError,
-    EngineHTTPError,
-    PenstockError,
-    StateError,
-    UserError,
-    reading,
-    seconds,
-)
+from penstock.errors import DeadlineError, EngineDeadError, EngineHTTPError, PenstockError, StateError, UserError
 from penstock.fleet.member import SERVABLE, Call, FanOut, Member, State, ask, fan_out, why
 from penstock.fleet.roster import Roster
 from penstock.fleet.update import Operations

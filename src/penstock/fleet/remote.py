@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Self, get_type_hints
 from pydantic import TypeAdapter
 
 from penstock.aio import cancelled, in_thread
+from penstock.checks import reading
 from penstock.control_types import KV, PauseMode, UpdateReport
-from penstock.errors import ConfigError, EngineDeadError, EngineError, PenstockError, StateError, UserError, reading
+from penstock.errors import ConfigError, EngineDeadError, EngineError, PenstockError, StateError, UserError
 from penstock.fleet.adapters import FleetAdapters
 from penstock.fleet.attach import AttachedServers, specs_of
 from penstock.fleet.calls import CallClient

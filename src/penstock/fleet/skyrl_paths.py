@@ -11,7 +11,8 @@ from typing import Any
 
 from aiohttp import web
 
-from penstock.errors import DeadlineError, PenstockError, StateError, UserError, parse_json, reading, seconds
+from penstock.checks import parse_json, reading, seconds
+from penstock.errors import DeadlineError, PenstockError, StateError, UserError
 from penstock.fleet.adapters import FleetAdapters
 
 POLL_S = 30.0

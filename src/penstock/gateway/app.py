@@ -20,7 +20,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from penstock.asgi import listening, read_body, serving_app
-from penstock.errors import UserError, parse_json, reading
+from penstock.checks import parse_json, reading
+from penstock.errors import UserError
 from penstock.gateway.anthropic import AnthropicDialect
 from penstock.gateway.chat import ChatDialect
 from penstock.gateway.dialect import KEEPALIVE, Dialect, dumps, refuse_long

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, fields, replace
 from secrets import token_hex
 from typing import Any
 
-from penstock.errors import UserError, whole_number
+from penstock.checks import whole_number
+from penstock.errors import UserError
 from penstock.gateway.dialect import SAMPLING
 from penstock.gateway.messages import ChatMessage, GatewayError, Tool, tools_key
 from penstock.rollout.generator import Trajectory

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from penstock.errors import whole_number
+from penstock.checks import whole_number
 from penstock.gateway.graph import Node, Place, Session, extended, new_id
 from penstock.gateway.messages import (
     UNKNOWN_THREAD,

@@ -21,8 +21,9 @@ from typing import Any, Self, cast
 
 import yaml
 
+from penstock.checks import parse_json, reading, whole_number
 from penstock.config import RunConfig, load_config
-from penstock.errors import ConfigError, UserError, parse_json, reading, whole_number
+from penstock.errors import ConfigError, UserError
 from penstock.observe.summary import Summary
 from penstock.observe.trace import Span, chrome_trace
 from penstock.observe.trajectory_log import to_markdown

@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import EngineError, StateError, WeightsError, parse_json
+from penstock.checks import parse_json
+from penstock.errors import EngineError, StateError, WeightsError
 from penstock.plugin import compat
 from penstock.plugin.adapter_worker import PLACE, READ_S
 from penstock.plugin.core import at_boundary, field, settle

@@ -19,7 +19,8 @@ from urllib.parse import parse_qs
 
 import orjson
 
-from penstock.errors import WeightsError, parse_json
+from penstock.checks import parse_json
+from penstock.errors import WeightsError
 from penstock.plugin import compat
 from penstock.plugin.core import field
 from penstock.plugin.core_http import RefusedError

@@ -11,7 +11,8 @@ from typing import Any
 
 import orjson
 
-from penstock.errors import StateError, WeightsError, parse_json
+from penstock.checks import parse_json
+from penstock.errors import StateError, WeightsError
 from penstock.plugin.adapter_worker import PLACE
 from penstock.plugin.core import field
 from penstock.plugin.cores import on_cores

@@ -17,8 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
+from penstock.checks import did_you_mean
 from penstock.config import EnvironmentConfig
-from penstock.errors import ConfigError, PenstockError, UserError, did_you_mean
+from penstock.errors import ConfigError, PenstockError, UserError
 
 Split = Literal["heldout", "warm_start", "train"]
 _PACKAGES = {

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from penstock.checks import parse_json
 from penstock.config import check_on_hub
-from penstock.errors import ConfigError, parse_json
+from penstock.errors import ConfigError
 from penstock.rollout.environment import ListedTasks, Task
 
 HUB = "openai/gsm8k"

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, cast
 
-from penstock.errors import ConfigError, UserError, did_you_mean
+from penstock.checks import did_you_mean
+from penstock.errors import ConfigError, UserError
 from penstock.rollout.environment import Environment, Split, Task, split_of
 
 CHUNK = 1024

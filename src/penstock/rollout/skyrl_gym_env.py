@@ -10,7 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from penstock.errors import ConfigError, PenstockError, parse_json
+from penstock.checks import parse_json
+from penstock.errors import ConfigError, PenstockError
 from penstock.rollout.environment import Dialogue, ListedTasks, Response, Task, Turn
 
 

@@ -14,7 +14,8 @@ from contextlib import suppress
 
 import uvloop
 
-from penstock.errors import ConfigError, PenstockError, UserError, error_to_json, parse_json
+from penstock.checks import parse_json
+from penstock.errors import ConfigError, PenstockError, UserError, error_to_json
 from penstock.options import validate
 from penstock.process import raise_file_limit, watch_lifeline
 from penstock.rooms import plugged_in

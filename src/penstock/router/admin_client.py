@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 import orjson
 from pydantic import TypeAdapter
 
-from penstock.errors import EngineDeadError, EngineError, EngineHTTPError, StateError, UserError, reading
+from penstock.checks import reading
+from penstock.errors import EngineDeadError, EngineError, EngineHTTPError, StateError, UserError
 from penstock.http import HttpTransport
 from penstock.rooms import plugged_in
 from penstock.router.membership import Membership

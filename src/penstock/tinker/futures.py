@@ -15,7 +15,8 @@ from sqlalchemy import Connection, bindparam, delete, exists, insert, or_, selec
 from sqlalchemy.dialects import postgresql, sqlite
 
 from penstock.aio import cancelled
-from penstock.errors import LARGEST, PenstockError, StateError, UserError
+from penstock.checks import LARGEST
+from penstock.errors import PenstockError, StateError, UserError
 from penstock.tinker.database import Database, futures, models, processes, samplers, sessions
 from penstock.tinker.schema import JSON_TYPE
 from penstock.tinker.tenants import Tenant, charge, discharge, take

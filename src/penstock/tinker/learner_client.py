@@ -9,7 +9,8 @@ from typing import Any
 
 import orjson
 
-from penstock.errors import DeadlineError, EngineDeadError, EngineError, EngineHTTPError, reading
+from penstock.checks import reading
+from penstock.errors import DeadlineError, EngineDeadError, EngineError, EngineHTTPError
 from penstock.http import MOST_DATA, HttpTransport, UnreachableError
 from penstock.tinker.futures import Outcome
 

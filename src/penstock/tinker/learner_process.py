@@ -33,8 +33,9 @@ from starlette.routing import Route
 
 from penstock.aio import cancelled
 from penstock.asgi import listening_at, serving_app
+from penstock.checks import parse_json, reading
 from penstock.config import TrainConfig
-from penstock.errors import LearnerError, PenstockError, UserError, parse_json, reading
+from penstock.errors import LearnerError, PenstockError, UserError
 from penstock.fleet.remote import FleetClient, RemoteAdapters
 from penstock.settings import Section
 from penstock.tinker.bodies import SMALL

@@ -18,7 +18,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file  # pyright: ignore[reportUnknownVariableType]
 from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 
-from penstock.errors import CheckpointError, StateError, UserError, parse_json, reading
+from penstock.checks import parse_json, reading
+from penstock.errors import CheckpointError, StateError, UserError
 from penstock.tinker.training_data import Batch
 from penstock.train.interface import AdamSpec, Learner, LoraSpec, Outputs
 from penstock.weights.adapter_files import SETTINGS, TENSORS

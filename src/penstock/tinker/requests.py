@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal, Self
 import orjson
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from penstock.errors import LARGEST, UserError
+from penstock.checks import LARGEST
+from penstock.errors import UserError
 
 MOST_ID = 999_999_999
 """Largest id in a path."""

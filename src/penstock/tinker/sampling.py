@@ -15,9 +15,10 @@ import orjson
 
 from penstock import wire
 from penstock.aio import all_or_first_error, cancelled
+from penstock.checks import reading
 from penstock.engine.client import Continuation
 from penstock.engine.partial import Partial, whole_of
-from penstock.errors import DeadlineError, EngineDeadError, EngineError, EngineHTTPError, StateError, UserError, reading
+from penstock.errors import DeadlineError, EngineDeadError, EngineError, EngineHTTPError, StateError, UserError
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.member import State
 from penstock.tinker.futures import Operation, Outcome

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.checks import parse_json, reading
 from penstock.config import LoraConfig, TrainConfig
 from penstock.engine.launch import resolve_profile
-from penstock.errors import ConfigError, StateError, UserError, parse_json, reading
+from penstock.errors import ConfigError, StateError, UserError
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.gpus import usable_gpus
 from penstock.fleet.service import LONGEST

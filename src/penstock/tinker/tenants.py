@@ -14,7 +14,8 @@ from typing import Any, cast
 from sqlalchemy import Connection, bindparam, func, insert, select, update
 
 from penstock import config
-from penstock.errors import ConfigError, PenstockError, reading, whole_number
+from penstock.checks import reading, whole_number
+from penstock.errors import ConfigError, PenstockError
 from penstock.settings import is_loopback
 from penstock.tinker.database import futures, usage
 

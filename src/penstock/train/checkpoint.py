@@ -28,7 +28,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from penstock.errors import CheckpointError, parse_json
+from penstock.checks import parse_json
+from penstock.errors import CheckpointError
 
 FORMAT = "penstock-checkpoint-3"
 KEEP = 2

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from penstock.errors import WeightsError, parse_json
+from penstock.checks import parse_json
+from penstock.errors import WeightsError
 from penstock.weights.shared_memory import adopted_file, path_of, sealed_memory
 
 if TYPE_CHECKING:

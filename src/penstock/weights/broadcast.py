@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
-from penstock.errors import StateError, TransferError, WeightsError, reading
+from penstock.checks import reading
+from penstock.errors import StateError, TransferError, WeightsError
 from penstock.guard import new_key
 from penstock.weights.manifest import Source, Store, TensorEntry, WeightManifest
 

@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from penstock.errors import TransferError, WeightsError, parse_json, reading
+from penstock.checks import parse_json, reading
+from penstock.errors import TransferError, WeightsError
 from penstock.weights.checksum import device_sums
 from penstock.weights.manifest import Source, Store, TensorEntry, WeightManifest, malformed
 from penstock.weights.pack import checked

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import orjson
 
+from penstock.checks import parse_json, reading, whole_number
 from penstock.control_types import TensorSpec
-from penstock.errors import WeightsError, parse_json, reading, whole_number
+from penstock.errors import WeightsError
 from penstock.weights import shared_memory
 from penstock.weights.disk import DiskStore, VersionFile, in_order, open_version
 from penstock.weights.manifest import DTYPE_BYTES, TensorEntry, WeightManifest

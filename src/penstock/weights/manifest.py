@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from penstock.errors import StateError, UserError, WeightsError, reading, whole_number
+from penstock.checks import reading, whole_number
+from penstock.errors import StateError, UserError, WeightsError
 
 if TYPE_CHECKING:
     import torch
