@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, Strict, TypeAdapter, ValidationError
 
 from penstock.checks import LARGEST
-from penstock.rooms import plugged_in
 
 Capability = Literal[
     "plugin", "tokens", "pause", "abort", "caches", "kv_in_flight", "sleep", "rpc", "lora", "weight_transfer",
@@ -103,17 +102,6 @@ def info_of(answer: Mapping[str, Any]) -> EngineInfo:
         "sampled_logprobs": answer["logprobs_mode"] in SAMPLED_FROM,
     }
     return checked_info(**{**answer, "capabilities": capabilities})
-
-
-def require(engines: Iterable[tuple[str, Capabilities]], needed: Capability, operation: str) -> None:
-    """Refuse an operation that some engine cannot do, before any engine is changed.
-
-    Raises:
-        MissingCapabilityError: it names those engines, the missing capability, and a remedy.
-    """
-    lacking = [name for name, has in engines if not getattr(has, needed)]
-    if lacking:
-        raise plugged_in("capabilities.lacking")(lacking, needed, operation)
 
 
 def smallest_vocabulary(infos: Iterable[EngineInfo]) -> int | None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from penstock.engine.capabilities import Capability
+from penstock.engine.capabilities import Capabilities, Capability
 from penstock.errors import MissingCapabilityError
 
 DEV_MODE = "start it with the environment variable VLLM_SERVER_DEV_MODE=1"
@@ -50,6 +50,16 @@ LACKING: Mapping[Capability, tuple[str, str]] = MappingProxyType(
     }
 )
 """Name of each capability, and how to start an engine with it."""
+
+
+def require(engines: Iterable[tuple[str, Capabilities]], needed: Capability, operation: str) -> None:
+    """Refuse an operation that some engine cannot do, before any engine is changed.
+
+    Raises:
+        MissingCapabilityError: it names those engines, the missing capability, and a remedy.
+    """
+    if lacking := [name for name, has in engines if not getattr(has, needed)]:
+        raise missing_capability(lacking, needed, operation)
 
 
 def missing_capability(engines: Sequence[str], needed: Capability, operation: str) -> MissingCapabilityError:

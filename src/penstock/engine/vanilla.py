@@ -20,9 +20,10 @@ import orjson
 from penstock import wire
 from penstock.aio import all_or_first_error
 from penstock.checks import reading
-from penstock.engine.capabilities import SAMPLED_FROM, Capabilities, EngineInfo, checked_info, require
+from penstock.engine.capabilities import SAMPLED_FROM, Capabilities, EngineInfo, checked_info
 from penstock.engine.client import Answer, Continuation
 from penstock.engine.control import ControlClient, CoreState
+from penstock.engine.lacking import require
 from penstock.engine.openai import Stream
 from penstock.errors import EngineError, EngineHTTPError, StateError
 from penstock.http import HttpTransport, Reply

@@ -14,8 +14,9 @@ from penstock.aio import in_thread
 from penstock.checks import reading, seconds
 from penstock.control_types import KV, AdapterStatus, UpdateReport
 from penstock.engine.adapters import IN_FLIGHT, AdapterLoad
-from penstock.engine.capabilities import Capability, require
+from penstock.engine.capabilities import Capability
 from penstock.engine.control import ControlClient
+from penstock.engine.lacking import require
 from penstock.errors import DeadlineError, EngineHTTPError, StateError, UserError, WeightsError
 from penstock.fleet.member import Member, fan_out
 from penstock.fleet.pausing import command

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from penstock.checks import reading
-from penstock.engine.capabilities import require
 from penstock.engine.control import ControlClient
+from penstock.engine.lacking import require
 from penstock.errors import MissingCapabilityError, StateError
 from penstock.fleet.member import Member
 from penstock.fleet.pausing import command, foreign_to
