@@ -11,8 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "tests" / "train"))
 PAGE = ROOT / "docs" / "reference" / "run-folder.md"
-NOT_HERE = {"wandb", "seconds/sleep", "replayed_share", "agent/failed", "agent/breaks/CAUSE"}
-"""A tracker's, of engines on GPUs, and of agents (`tests/train/test_agent_training.py`)."""
+NOT_HERE = {"wandb", "seconds/sleep", "replayed_share", "agent/failed", "agent/breaks/CAUSE", "logprob_difference"}
+"""A tracker's, of engines on GPUs, of agents (`tests/train/test_agent_training.py`), and of engines that are not
+simulated (`tests/e2e/test_real_demo.py`)."""
 SOMETIMES = {"learner/logprob_diff_kv_kept", "update/tokens_lost"}
 """Of a request that was in flight at the right time, and of a measurement that was done in time."""
 
