@@ -61,3 +61,5 @@ def test_visible_gpus_are_those_of_the_environment_or_else_of_the_machine(monkey
 def test_an_engine_sees_its_own_only() -> None:
     assert server_command(config(2), api_key=None).on(1, ("2", "3")).env["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert "CUDA_VISIBLE_DEVICES" not in server_command(config(2), api_key=None).env
+    on_cpu = config(2).model_copy(update={"profile": "cpu"})
+    assert server_command(on_cpu, api_key=None).on(1, ("2",)).env["CUDA_VISIBLE_DEVICES"] == "", "it must not take one"

@@ -29,8 +29,8 @@ class ServerCommand:
     port_option: str = "--port {}"
 
     def on(self, port: int, gpus: Sequence[str] = ()) -> ServerCommand:
-        """Return the command of a server that listens on `port` and sees `gpus` (none: all)."""
-        env = {**self.env, "CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else self.env
+        """Return the command of a server that listens on `port` and sees `gpus` (none: all); on a CPU it sees none."""
+        env = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), **self.env} if gpus else self.env
         return replace(self, argv=(*self.argv, *self.port_option.format(port).split()), env=env)
 
 
