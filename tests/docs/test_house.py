@@ -44,7 +44,7 @@ SIDE_ROOMS = tuple(
         "weights.group", "weights.sum_kernel", "weights.transfer",
     )
 )  # fmt: skip
-SPINE_FILES, SPINE_LINES = 62, 13_082
+SPINE_FILES, SPINE_LINES = 59, 11_332
 """The most that the spine has now; the target is 60 files and 10,000 lines."""
 LATER_ROOMS = tuple(
     f"penstock.{room}"
@@ -53,7 +53,7 @@ LATER_ROOMS = tuple(
     )
 )  # fmt: skip
 """Rooms for agents, learners and the Tinker service, which came after the fleet and its engines."""
-SOURCE_FILES, SOURCE_LINES = 255, 45_700
+SOURCE_FILES, SOURCE_LINES = 246, 45_441
 """The most that `src` has now; the target is 230 files and 38,000 lines."""
 
 
@@ -187,7 +187,7 @@ def test_protocols_have_several_implementations() -> None:
 def test_the_rooms_of_fleet_and_engines_are_small() -> None:
     rooms = [module for module in FILES if not module.startswith(LATER_ROOMS)]
     assert len(rooms) <= 150
-    assert sum(map(lines, rooms)) <= 27_150
+    assert sum(map(lines, rooms)) <= 27_000
 
 
 def test_the_spine_imports_no_side_room() -> None:
