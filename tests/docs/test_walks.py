@@ -17,10 +17,8 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "penstock"
 WALKS = (ROOT / "ARCHITECTURE.md").read_text().partition("## Walks")[2].partition("## States")[0]
 TITLES = {REQUEST: "A request", UPDATE: "An update", DEATH: "A death"}
-HOOKS = {
-    "engine/experts.py", "fleet/adapters.py", "plugin/token_meter.py",
-}  # fmt: skip
-"""Of side rooms, run on the way: which adapters an engine gets that joins, and the meter of lost tokens."""
+HOOKS = {"plugin/token_meter.py"}
+"""Of side rooms, run on the way: the meter of lost tokens."""
 
 SEEN_EARLIER = {"fleet/pausing.py"}
 """Holds a probe's answer against what the fleet is in; runs where a broken connection shows a death before the end of

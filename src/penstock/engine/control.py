@@ -67,7 +67,7 @@ class ControlClient:
 
     @cached_property
     def verbs(self) -> Any:
-        """Calls of which no update and no restart has need, `verbs.EngineVerbs`."""
+        """Calls that no update and no restart needs, `verbs.EngineVerbs`."""
         return plugged_in("control.verbs")(self)
 
     @cached_property

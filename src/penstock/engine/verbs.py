@@ -1,4 +1,4 @@
-"""Control calls of which no update and no restart has need: pause, sleep, caches, workers' methods, figures."""
+"""Control calls that no update and no restart needs: pause, sleep, caches, workers' methods, figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fleet as a request, an update and its end need it; `fleet.Fleet` adds all other calls."""
+"""The part of a fleet that a request, an update and its end need; `fleet.Fleet` adds all other calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine tells of itself: the answer to `GET /penstock/info`."""
+"""The answer to `GET /penstock/info`: an engine's properties."""
 # pyright: basic, reportMissingImports=false
 
 from __future__ import annotations
