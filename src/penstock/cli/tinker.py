@@ -79,7 +79,7 @@ def tinker(
 
     docs/tinker.md lists each call of the SDK and its effect here.
     """
-    require_extra("tinker", "tinker", "sqlalchemy", "alembic", "starlette", "uvicorn", "peft", "transformers")
+    require_extra("tinker", "tinker", "sqlalchemy", "starlette", "uvicorn", "peft", "transformers")
     from penstock.tinker.service import ServiceConfig  # noqa: PLC0415
 
     profile = only_one(cpu=cpu, gpu=gpu)
@@ -140,7 +140,7 @@ def tinker_api(
 
     - `penstock tinker-api --database sqlite:///tinker-data/service.db --port 8766`
     """
-    require_extra("tinker", "tinker", "sqlalchemy", "alembic", "starlette", "uvicorn")
+    require_extra("tinker", "tinker", "sqlalchemy", "starlette", "uvicorn")
     from penstock.tinker.service_state import Options  # noqa: PLC0415
     from penstock.tinker.tenants import read_keys  # noqa: PLC0415
 

@@ -13,9 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from alembic.config import Config
-from alembic.runtime.environment import EnvironmentContext
-from alembic.script import ScriptDirectory
 from sqlalchemy import (
     JSON,
     BigInteger,
@@ -33,6 +30,7 @@ from sqlalchemy import (
     Text,
     create_engine,
     event,
+    inspect,
     text,
 )
 from sqlalchemy.engine import make_url
@@ -50,7 +48,7 @@ BUSY_S = 30
 JOURNAL = f"journal_size_limit={64 << 20}"
 """Limit in bytes of the write-ahead log on disk, once its pages are in the file."""
 _LOCK = 0x7_1E6
-"""PostgreSQL's advisory lock for migrations: any constant that nothing else uses."""
+"""PostgreSQL's advisory lock for the creation of tables: any constant that nothing else uses."""
 
 DATABASE = "PENSTOCK_TINKER_DATABASE"
 """Environment variable of the URL. It is no argument, because `ps` would show its password to all users."""
@@ -151,10 +149,11 @@ facts = Table("facts", metadata, Column("name", String, primary_key=True), Colum
 
 
 def open_engine(url: str, *, new: bool = True) -> Engine:
-    """Open a database and bring its tables to this version.
+    """Open a database, and create its tables if it has none.
 
     Raises:
-        ConfigError: invalid URL, unusable database, or SQLite's file is missing and not `new`.
+        ConfigError: invalid URL, unusable database, tables of another version, or SQLite's file is missing and not
+            `new`.
     """
     try:
         parsed = make_url(url)
@@ -171,12 +170,10 @@ def open_engine(url: str, *, new: bool = True) -> Engine:
                 os.close(os.open(parsed.database, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
         _prepare_sqlite(engine)
     try:
-        _migrate(engine)
-    except SQLAlchemyError as error:
+        _create_tables(engine)
+    except ConfigError:
         engine.dispose()
-        shown = parsed.render_as_string(hide_password=True)
-        reason = " ".join(str(_reason(error)).split())
-        raise ConfigError(f"the database {shown} cannot be used: {reason}") from error
+        raise
     return engine
 
 
@@ -194,18 +191,20 @@ def _prepare_sqlite(engine: Engine) -> None:
     event.listen(engine, "begin", begun)
 
 
-def _migrate(engine: Engine) -> None:
-    scripts = ScriptDirectory(str(Path(__file__).parent / "migrations"))
-
-    def steps(revision: Any, _context: Any) -> Any:
-        return scripts._upgrade_revs("head", revision)  # noqa: SLF001 # pyright: ignore[reportPrivateUsage] - as alembic does
-
-    with engine.begin() as connection:
-        if engine.dialect.name == "postgresql":
-            connection.execute(text(f"SELECT pg_advisory_xact_lock({_LOCK})"))
-        with EnvironmentContext(Config(), scripts, fn=steps) as environment:
-            environment.configure(connection=connection, target_metadata=metadata)
-            environment.run_migrations()
+def _create_tables(engine: Engine) -> None:
+    """Create the missing tables. ConfigError: the database refused, or has tables of another version."""
+    what = f"the database {engine.url.render_as_string(hide_password=True)} cannot be used"
+    try:
+        with engine.begin() as connection:
+            if engine.dialect.name == "postgresql":
+                connection.execute(text(f"SELECT pg_advisory_xact_lock({_LOCK})"))
+            metadata.create_all(connection)
+            there = inspect(connection)
+            for name, table in metadata.tables.items():
+                if {column["name"] for column in there.get_columns(name)} != set(table.columns.keys()):
+                    raise ConfigError(f"{what}: its {name} are of another version of Penstock; give a new one")
+    except SQLAlchemyError as error:
+        raise ConfigError(f"{what}: {' '.join(str(_reason(error)).split())}") from error
 
 
 class Database:

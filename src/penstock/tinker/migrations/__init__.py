@@ -1,1 +1,0 @@
-"""Changes of the tables, in order; alembic applies those that a database lacks."""
