@@ -96,13 +96,13 @@ class HTTPEngine(Engine):
         adapter: str | None = None,
     ) -> None:
         if adapter is not None:
-            await self.control.adapters.pause(adapter)
+            await self.control.verbs.adapters.pause(adapter)
             return
         deadline_s = timeout_s or (self.data.request_timeout_s if mode is PauseMode.WAIT else None)
         await self.control.verbs.pause(mode, clear_cache=clear_cache, timeout_s=deadline_s)
 
     async def resume_generation(self, *, adapter: str | None = None) -> None:
-        await (self.control.verbs.resume() if adapter is None else self.control.adapters.resume(adapter))
+        await (self.control.verbs.resume() if adapter is None else self.control.verbs.adapters.resume(adapter))
 
     async def update_adapter(
         self,
@@ -119,7 +119,7 @@ class HTTPEngine(Engine):
         with ExitStack() as undo:
             undo.callback(files.close)
             timeout_s = self.control.timeout_s
-            update = await self.control.adapters.load(name, number, files.source, timeout_s=timeout_s, kv=kv)
+            update = await self.control.verbs.adapters.load(name, number, files.source, timeout_s=timeout_s, kv=kv)
             undo.pop_all()
         if before is not None:
             before[1].close()
@@ -127,7 +127,7 @@ class HTTPEngine(Engine):
         return UpdateReport(version=number, bytes=files.nbytes, seconds={}, engines=(update,), adapter=name)
 
     async def unload_adapter(self, name: str) -> None:
-        await self.control.adapters.unload(name)
+        await self.control.verbs.adapters.unload(name)
         self._adapters.pop(name)[1].close()
 
     async def abort_generation(self) -> None:
@@ -144,10 +144,10 @@ class HTTPEngine(Engine):
         await self.control.verbs.wake_up(tags)
 
     async def init_weight_update_communicator(self, init_info: Mapping[str, Any]) -> None:
-        await self.control.native.init(init_info)
+        await self.control.verbs.native.init(init_info)
 
     async def update_named_weights(self, update_info: Mapping[str, Any], *, version: int) -> None:
-        await self.control.native.update(update_info, version=version)
+        await self.control.verbs.native.update(update_info, version=version)
         self._version = version
 
     async def update_weights(

@@ -12,7 +12,6 @@ from typing import Any
 PLACES = {
     "access_log": "penstock.router.figures:log_access",
     "adapters": "penstock.fleet.adapters:FleetAdapters",
-    "adapters.calls": "penstock.engine.adapters:AdapterCalls",
     "adapters.core": "penstock.plugin.adapters:CoreAdapters",
     "adapters.load": "penstock.plugin.adapter_worker:load_adapter",
     "adapters.mends": "penstock.plugin.adapter_worker:mend",
@@ -41,7 +40,6 @@ PLACES = {
     "launch.says": "penstock.start_report:says",
     "launch.command": "penstock.engine.command:server_command",
     "lent.check": "penstock.weights.transfer:check_same_bits",
-    "native.calls": "penstock.engine.vanilla:NativeTransfer",
     "native": "penstock.fleet.native:NativeCalls",
     "operations": "penstock.fleet.pausing:AllOperations",
     "openai": "penstock.engine.openai:OpenAICalls",

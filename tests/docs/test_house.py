@@ -28,7 +28,7 @@ SIDE_ROOMS = tuple(
     f"penstock.{room}"
     for room in (
         "cli", "options", "engine.command", "engine.verbs",
-        "engine.adapters", "engine.experts", "engine.lacking", "engine.layouts", "engine.openai", "engine.vanilla",
+        "engine.experts", "engine.lacking", "engine.layouts", "engine.openai", "engine.vanilla",
         "facade",
         "fleet.adapters", "fleet.attach", "fleet.calls", "fleet.delivery", "fleet.elastic", "fleet.fleet", "fleet.gpus",
         "fleet.launch", "fleet.native", "fleet.pausing", "fleet.ray", "fleet.remote", "fleet.router_process",

@@ -233,14 +233,14 @@ async def test_what_does_not_fit_is_refused_and_the_version_in_force_stays(tuned
 
 async def test_adapters_are_read_side_by_side_while_the_engine_generates(tuned: Tuned, tmp_path: Path) -> None:
     """The pipes in place of the settings end only when the test writes: both reads are under way at once."""
-    control, names = tuned.engine.control, ("s", "t")
+    calls, names = tuned.engine.control.verbs.adapters, ("s", "t")
     files = {name: AdapterFiles({"path": str(tmp_path / name)}) for name in names}
     for seed, name in enumerate(names, 51):
         (tmp_path / name).mkdir()
         save_file(adapter_tensors(seed), tmp_path / name / TENSORS)
         os.mkfifo(tmp_path / name / SETTINGS)
         tuned.models[name, 1] = merged(tuned.base, adapter_tensors(seed))
-    reads = [asyncio.create_task(control.adapters.read(name, files[name].source, timeout_s=300.0)) for name in names]
+    reads = [asyncio.create_task(calls.read(name, files[name].source, timeout_s=300.0)) for name in names]
     async with asyncio.timeout(300.0):
         # A pipe opens when its reader has it open.
         ends = [await asyncio.to_thread((tmp_path / name / SETTINGS).open, "w") for name in names]
@@ -252,11 +252,11 @@ async def test_adapters_are_read_side_by_side_while_the_engine_generates(tuned: 
             end.close()
         await asyncio.gather(*reads)
         for name in names:  # a second read would wait at the pipe
-            await control.adapters.load(name, 1, files[name].source, timeout_s=300.0)
+            await calls.load(name, 1, files[name].source, timeout_s=300.0)
             (sample,) = await tuned.engine.sample([1, 2], 1, SHORT, adapter=name)
             assert [(s.adapter, s.adapter_version) for s in sample.spans] == [(name, 1)]
             tuned.check([1, 2], sample)
-            await tuned.engine.control.adapters.unload(name)
+            await calls.unload(name)
 
 
 async def test_an_adapter_that_vllm_has_dropped_comes_back_as_it_was(tuned: Tuned) -> None:

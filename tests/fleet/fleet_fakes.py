@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.control_types import KV, EngineStats, EngineUpdate, PauseMode
-from penstock.engine.adapters import AdapterLoad
 from penstock.engine.capabilities import PENSTOCK
 from penstock.engine.control import CoreState, EngineInfo
+from penstock.engine.verbs import AdapterLoad
 from penstock.errors import EngineDeadError, EngineHTTPError, StateError, WeightsError
 from penstock.fleet.member import Lifecycle, Member, State
 from penstock.fleet.pausing import AllOperations as Operations

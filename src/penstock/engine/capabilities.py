@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -102,8 +102,3 @@ def info_of(answer: Mapping[str, Any]) -> EngineInfo:
         "sampled_logprobs": answer["logprobs_mode"] in SAMPLED_FROM,
     }
     return checked_info(**{**answer, "capabilities": capabilities})
-
-
-def smallest_vocabulary(infos: Iterable[EngineInfo]) -> int | None:
-    """Return the smallest bound on token ids; None if no engine reports one."""
-    return min((info.vocab_size for info in infos if info.vocab_size), default=None)

@@ -61,19 +61,9 @@ class ControlClient:
         self._core_answered = False
 
     @cached_property
-    def adapters(self) -> Any:
-        """Calls for LoRA adapters, `adapters.AdapterCalls`."""
-        return plugged_in("adapters.calls")(self)
-
-    @cached_property
     def verbs(self) -> Any:
         """Calls that no update and no restart needs, `verbs.EngineVerbs`."""
         return plugged_in("control.verbs")(self)
-
-    @cached_property
-    def native(self) -> Any:
-        """Native weight transfer of vLLM (R18), `vanilla.NativeTransfer`."""
-        return plugged_in("native.calls")(self)
 
     async def info(self) -> EngineInfo:
         """Return the engine's versions, sizes, state and capabilities.

@@ -25,7 +25,7 @@ from penstock.engine.client import Answer, Continuation
 from penstock.engine.control import ControlClient, CoreState
 from penstock.engine.lacking import require
 from penstock.engine.openai import Stream
-from penstock.errors import EngineError, EngineHTTPError, StateError
+from penstock.errors import EngineError, EngineHTTPError
 from penstock.http import HttpTransport, Reply
 from penstock.types import SamplingParams
 from penstock.wire import GENERATE, version_number
@@ -60,33 +60,6 @@ class VanillaControl(ControlClient):
                 raise
         self.has_plugin = False
         return await identify(self.http, timeout_s=self.timeout_s)
-
-
-class NativeTransfer:
-    """Calls of vLLM's native weight transfer to one engine (R18)."""
-
-    def __init__(self, control: ControlClient) -> None:
-        self._control = control
-
-    async def init(self, init_info: Mapping[str, Any]) -> None:
-        """Call vLLM's native /init_weight_transfer_engine (R18)."""
-        await self._control.post("/init_weight_transfer_engine", {"init_info": dict(init_info)})
-
-    async def update(self, update_info: Mapping[str, Any], *, version: int) -> None:
-        """Run vLLM's native start, update and finish calls (R18).
-
-        StateError: the engine is not paused. vLLM 0.26 to 0.32 dies if an update starts while requests run.
-        """
-        if not await self._control.is_paused():
-            raise StateError(f"engine {self._control.name}: pause generation before a native weight update")
-        await self._control.post("/start_weight_update")
-        await self._control.post("/update_weights", {"update_info": dict(update_info)})
-        await self._control.post("/finish_weight_update", {"weight_version": str(version)})
-        await self._label(version)
-
-    async def _label(self, version: int) -> None:
-        if (await self._control.info()).weight_version != version:  # vLLM 0.26 ignores the label
-            await self._control.post("/penstock/weights/label", {"version": version})
 
 
 async def identify(http: HttpTransport, *, timeout_s: float) -> EngineInfo:

@@ -1,17 +1,20 @@
-"""Control calls that no update and no restart needs: pause, sleep, caches, workers' methods, figures."""
+"""Control calls that no update and no restart needs: pause, sleep, caches, workers' methods, figures, adapters."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.control_types import EngineStats, PauseMode, TokenLoss
+from penstock.control_types import KV, EngineStats, EngineUpdate, PauseMode, TokenLoss
 from penstock.engine.control import BAD_REQUEST, NOT_FOUND, ControlClient
-from penstock.errors import EngineError, MissingCapabilityError
+from penstock.errors import EngineError, EngineHTTPError, MissingCapabilityError, StateError, WeightsError
+from penstock.wire import ADAPTERS
 
 RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 KV_USAGE = "vllm:kv_cache_usage_perc"
@@ -29,6 +32,16 @@ class EngineVerbs:
 
     def __init__(self, control: ControlClient) -> None:
         self._control = control
+
+    @cached_property
+    def adapters(self) -> AdapterCalls:
+        """Calls for LoRA adapters."""
+        return AdapterCalls(self._control)
+
+    @cached_property
+    def native(self) -> NativeTransfer:
+        """Native weight transfer of vLLM (R18)."""
+        return NativeTransfer(self._control)
 
     async def stats(self) -> EngineStats:
         """Read the load from /metrics. MissingCapabilityError: it has none."""
@@ -125,3 +138,95 @@ def engine_stats(text: str, engine: str) -> EngineStats:
     running, waiting, usage, generated, preemptions = (sum(values[name]) for name in _SERIES)
     usage /= len(values[KV_USAGE])
     return EngineStats(int(running), int(waiting), usage, int(generated), int(preemptions))
+
+
+# --- LoRA adapters ----------------------------------------------------------------------------------------------------
+
+IN_FLIGHT = 409
+"""HTTP status with which an engine refuses to unload an adapter in use."""
+
+
+class AdapterRefusedError(EngineHTTPError, WeightsError):
+    """An adapter does not fit the engine's model, or is unreadable."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLoad:
+    """The state of a LoRA adapter on one engine."""
+
+    version: int | None
+    """The adapter's own version; None if the fleet did not load it."""
+    in_flight: int
+    """Number of its requests in flight."""
+    idle_s: float
+    """Seconds since its last request came."""
+
+
+class AdapterCalls:
+    """`EngineVerbs.adapters` of an engine with our plugin."""
+
+    def __init__(self, control: ControlClient) -> None:
+        self._control = control
+
+    async def read(self, name: str, source: Mapping[str, Any], *, timeout_s: float) -> None:
+        """Let the engine read an adapter while it generates, so that `load` is quick."""
+        await self._control.at_core(f"{ADAPTERS}/read", {"name": name, "source": dict(source)}, timeout_s)
+
+    async def load(
+        self, name: str, version: int, source: Mapping[str, Any], *, timeout_s: float, kv: KV = "recompute"
+    ) -> EngineUpdate:
+        """Put a version of an adapter in force between two steps.
+
+        `source`: see `weights.adapter_files.AdapterFiles.source`. AdapterRefusedError: unfit; the old one stays.
+        """
+        body = {"name": name, "version": version, "source": dict(source), "kv": kv}
+        try:
+            return self._control.update_of(await self._control.post(f"{ADAPTERS}/load", body, timeout_s=timeout_s))
+        except EngineHTTPError as error:
+            if error.status == BAD_REQUEST:
+                raise AdapterRefusedError(str(error), status=error.status, engine=self._control.name) from error
+            raise
+
+    async def unload(self, name: str) -> None:
+        """Forget an adapter. EngineHTTPError with status 409: it has requests in flight."""
+        await self._control.post(f"{ADAPTERS}/unload", {"name": name})
+
+    async def served(self) -> dict[str, AdapterLoad]:
+        """Return the adapters that requests can name."""
+        answer: Any = await self._control.http.get(ADAPTERS, timeout_s=self._control.timeout_s)
+        return {str(name): AdapterLoad(**given) for name, given in answer.items()}
+
+    async def pause(self, name: str) -> None:
+        """Stop an adapter's requests after a token. These and new requests wait."""
+        await self._control.at_core(f"{ADAPTERS}/pause", {"name": name})
+
+    async def resume(self, name: str) -> None:
+        """Let an adapter's requests continue. Harmless if it is not paused."""
+        await self._control.at_core(f"{ADAPTERS}/resume", {"name": name})
+
+
+class NativeTransfer:
+    """Calls of vLLM's native weight transfer to one engine (R18)."""
+
+    def __init__(self, control: ControlClient) -> None:
+        self._control = control
+
+    async def init(self, init_info: Mapping[str, Any]) -> None:
+        """Call vLLM's native /init_weight_transfer_engine (R18)."""
+        await self._control.post("/init_weight_transfer_engine", {"init_info": dict(init_info)})
+
+    async def update(self, update_info: Mapping[str, Any], *, version: int) -> None:
+        """Run vLLM's native start, update and finish calls (R18).
+
+        StateError: the engine is not paused. vLLM 0.26 to 0.32 dies if an update starts while requests run.
+        """
+        if not await self._control.is_paused():
+            raise StateError(f"engine {self._control.name}: pause generation before a native weight update")
+        await self._control.post("/start_weight_update")
+        await self._control.post("/update_weights", {"update_info": dict(update_info)})
+        await self._control.post("/finish_weight_update", {"weight_version": str(version)})
+        await self._label(version)
+
+    async def _label(self, version: int) -> None:
+        if (await self._control.info()).weight_version != version:  # vLLM 0.26 ignores the label
+            await self._control.post("/penstock/weights/label", {"version": version})

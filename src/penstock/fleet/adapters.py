@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 from penstock.aio import in_thread
 from penstock.checks import reading, seconds
 from penstock.control_types import KV, AdapterStatus, UpdateReport
-from penstock.engine.adapters import IN_FLIGHT, AdapterLoad
 from penstock.engine.capabilities import Capability
 from penstock.engine.control import ControlClient
 from penstock.engine.lacking import require
+from penstock.engine.verbs import IN_FLIGHT, AdapterLoad, verbs_of
 from penstock.errors import DeadlineError, EngineHTTPError, StateError, UserError, WeightsError
 from penstock.fleet.member import Member, fan_out
 from penstock.fleet.pausing import command
@@ -184,7 +184,8 @@ class FleetAdapters:
 
     async def _set_paused(self, name: str, *, paused: bool, again: bool) -> None:
         async def call(engine: ControlClient) -> None:
-            await (engine.adapters.pause(name) if paused else engine.adapters.resume(name))
+            calls = verbs_of(engine).adapters
+            await (calls.pause(name) if paused else calls.resume(name))
 
         async def work() -> None:
             known = self._of(name)
@@ -204,7 +205,9 @@ class FleetAdapters:
 
     async def _served(self) -> list[Mapping[str, AdapterLoad]]:
         """Return each engine's adapters, without engines that fail."""
-        asked = await fan_out(self._roster.live(), lambda engine: engine.adapters.served(), deadline_s=self._timeout_s)
+        asked = await fan_out(
+            self._roster.live(), lambda engine: verbs_of(engine).adapters.served(), deadline_s=self._timeout_s
+        )
         return list(asked.results.values())
 
     async def _bring_to_all(self, name: str, known: FleetAdapter | None) -> bool:
@@ -217,11 +220,12 @@ class FleetAdapters:
 
     async def _bring(self, member: Member, name: str, known: FleetAdapter, *, trusted: bool = True) -> None:
         async def load(engine: ControlClient) -> None:
+            calls = verbs_of(engine).adapters
             if not known.resumed.is_set():
-                await engine.adapters.pause(name)
-            served = (await engine.adapters.served()).get(name)
+                await calls.pause(name)
+            served = (await calls.served()).get(name)
             if not trusted or served is None or served.version != known.version:
-                await engine.adapters.load(name, known.version, known.files.source, timeout_s=self._timeout_s)
+                await calls.load(name, known.version, known.files.source, timeout_s=self._timeout_s)
 
         (await fan_out((member,), load, deadline_s=3 * self._timeout_s)).raise_first()
 
@@ -247,7 +251,7 @@ class FleetAdapters:
         try:
             await fan_out(
                 self._roster.live(),
-                lambda engine: engine.adapters.read(name, files.source, timeout_s=timeout_s),
+                lambda engine: verbs_of(engine).adapters.read(name, files.source, timeout_s=timeout_s),
                 deadline_s=timeout_s,
             )
             yield read
@@ -288,7 +292,7 @@ class FleetAdapters:
             number = self._highest[name] + 1 if version is None else version
             outcome = await command(
                 self._roster,
-                lambda engine: engine.adapters.load(name, number, files.source, timeout_s=timeout_s, kv=kv),
+                lambda engine: verbs_of(engine).adapters.load(name, number, files.source, timeout_s=timeout_s, kv=kv),
                 what=f"version {number} of adapter {name!r}",
                 deadline_s=timeout_s + MARGIN_S,
                 refusable=True,
@@ -310,7 +314,9 @@ class FleetAdapters:
         if busy := (await self.status(name)).in_flight:
             raise StateError(f"adapter {name!r} has {busy} requests in flight; unload it when they have ended")
         members = self._roster.live()
-        outcome = await fan_out(members, lambda engine: engine.adapters.unload(name), deadline_s=self._timeout_s)
+        outcome = await fan_out(
+            members, lambda engine: verbs_of(engine).adapters.unload(name), deadline_s=self._timeout_s
+        )
         errors = outcome.failures.values()
         if refused := [e for e in errors if isinstance(e, EngineHTTPError) and e.status == IN_FLIGHT]:
             for member in members:  # new requests came in between

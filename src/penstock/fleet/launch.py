@@ -14,7 +14,6 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from penstock.aio import all_or_first_error
-from penstock.engine.capabilities import smallest_vocabulary
 from penstock.engine.client import DataClient
 from penstock.engine.command import server_command
 from penstock.errors import ConfigError, EngineError, StateError, UserError
@@ -248,7 +247,7 @@ def data_client(url: str, api_key: str | None, roster: Roster, owned: AsyncExitS
         url,
         api_key=api_key,
         request_timeout_s=terms.request_timeout_s,
-        vocab_size=smallest_vocabulary(m.info for m in roster.members),
+        vocab_size=min((m.info.vocab_size for m in roster.members if m.info.vocab_size), default=None),  # 0: unknown
         stream_chunk_tokens=terms.fleet.stream_chunk_tokens,
     )
     data.http.back = partial(router_back, roster)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.checks import reading
 from penstock.engine.control import ControlClient
 from penstock.engine.lacking import require
+from penstock.engine.verbs import verbs_of
 from penstock.errors import MissingCapabilityError, StateError
 from penstock.fleet.member import Member
 from penstock.fleet.pausing import command, foreign_to
@@ -60,7 +61,7 @@ class NativeCalls:
                 infos = _by_rank(members, init_info)
             with foreign_to(members):
                 await self._operations.refusable(
-                    lambda engine: engine.native.init(infos[engine]), "initialisation of weight transfer"
+                    lambda engine: verbs_of(engine).native.init(infos[engine]), "initialisation of weight transfer"
                 )
             self._joined = frozenset(infos)
 
@@ -82,7 +83,7 @@ class NativeCalls:
             with foreign_to(roster.live()):
                 await command(
                     roster,
-                    lambda engine: engine.native.update(update_info, version=version),
+                    lambda engine: verbs_of(engine).native.update(update_info, version=version),
                     what=f"native update to weight version {version}",
                     deadline_s=CALLS * self._timeout_s,
                     tears=True,
