@@ -267,7 +267,10 @@ class FakeRouter:
 
 
 class FakeStore:
+    lent = None
+
     def __init__(self) -> None:
+        self.last = self
         self.current: WeightManifest | None = None
         self.error: Exception | None = None
         self.published: list[tuple[int, Any]] = []
@@ -283,9 +286,6 @@ class FakeStore:
 
     def commit(self, manifest: WeightManifest) -> None:
         self.current = manifest
-
-    def weights_for(self, member: Member, version: int) -> WeightManifest | None:
-        return self.current
 
     def close(self) -> None:
         pass

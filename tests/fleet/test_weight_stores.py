@@ -15,6 +15,7 @@ from penstock.engine.control import EngineInfo
 from penstock.errors import WeightsError
 from penstock.fleet.member import Lifecycle, Member
 from penstock.fleet.stores import Stores, choose
+from penstock.fleet.supervise import weights_for
 from penstock.settings import FleetConfig
 from penstock.weights import delta
 from penstock.weights.manifest import as_named_tensors
@@ -118,10 +119,10 @@ def test_engines_of_other_hosts_cannot_have_a_copy_in_memory() -> None:
     settings = FleetConfig(weight_transport="broadcast", weight_address="10.0.0.1")
     stores = Stores(settings, lambda: [member(THERE)], 10.0)
     stores.commit(stores.publish(5, as_named_tensors(lambda: WEIGHTS)))
-    assert stores.current is stores.weights_for(member(THERE), 5) is None
-    assert stores.weights_for(member(HERE), 5) is not None
+    assert stores.current is weights_for(stores, member(THERE), 5) is None
+    assert weights_for(stores, member(HERE), 5) is not None
     assert stores.current is not None
-    assert stores.weights_for(member(THERE), 5) is None, "it waits for the next update, and is not refused"
+    assert weights_for(stores, member(THERE), 5) is None, "it waits for the next update, and is not refused"
     stores.close()
 
 
@@ -142,17 +143,17 @@ def test_a_module_that_gave_a_version_gives_the_same_again_or_nothing() -> None:
     module = torch.nn.Linear(2, 2)
     stores.commit(stores.publish(3, as_named_tensors(module)))
     assert stores.current is None
-    assert stores.weights_for(member(HERE), 2) is None
-    found = stores.weights_for(member(HERE), 3)
+    assert weights_for(stores, member(HERE), 2) is None
+    found = weights_for(stores, member(HERE), 3)
     assert found is not None
     assert found == stores.current
     assert (found.version, found.transport) == (3, "shared_memory")
     stores.commit(stores.publish(4, as_named_tensors(module.named_parameters)))
     module.weight.data += 1
     with pytest.raises(WeightsError, match="'weight' the first, are not those of weight version 4"):
-        stores.weights_for(member(HERE), 4)
+        weights_for(stores, member(HERE), 4)
     stores.commit(stores.publish(5, list(module.named_parameters())))
-    assert stores.weights_for(member(HERE), 5) is None, (
+    assert weights_for(stores, member(HERE), 5) is None, (
         "a list may have been changed in place since, and cannot be asked"
     )
     stores.close()

@@ -33,10 +33,11 @@ class Stores:
         self._members = members
         self._timeout_s = timeout_s
         self._stores: dict[str, Store] = {"shared_memory": SharedMemoryStore()}
-        self._last: Store | None = None
+        self.last: Store | None = None
+        """Store of the last committed version."""
         self._provider: TensorProvider | None = None
         """Provider of the version published last, if it can be asked again."""
-        self._lent: Any = None
+        self.lent: Any = None
         """The committed version, if the trainer keeps the bytes (`transports.LentVersion`)."""
 
     @cached_property
@@ -47,9 +48,9 @@ class Stores:
     @property
     def current(self) -> WeightManifest | None:
         """The last committed version, if its bytes are still available."""
-        if self._lent is not None:
-            return self._lent.copy
-        return self._last.current if self._last is not None else None
+        if self.lent is not None:
+            return self.lent.copy
+        return self.last.current if self.last is not None else None
 
     def publish(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
         """Choose the transport and publish by it; raises as that store's `publish`."""
@@ -74,27 +75,13 @@ class Stores:
 
     def commit(self, manifest: WeightManifest) -> None:
         """Note that a version is in force; keep a copy of lent bytes if the config asks."""
-        store = self._last = self.of(manifest.transport)
+        store = self.last = self.of(manifest.transport)
         store.commit(manifest)
-        provider, self._provider, self._lent = self._provider, None, None
+        provider, self._provider, self.lent = self._provider, None, None
         if (offered := store.offered()) is not None:
-            self._lent = self._others.lent(manifest, provider)
+            self.lent = self._others.lent(manifest, provider)
             if self._others.keeps_copy():
-                self._lent.make_copy(offered)
-
-    def weights_for(self, member: Member, version: int) -> WeightManifest | None:
-        """Return the source of a version for a joining engine; this blocks.
-
-        Returns:
-            The manifest, or None if no store here has that version for it: it waits for the next update.
-
-        Raises:
-            WeightsError: the trainer was asked again, and its tensors have changed. Its own code may raise any error.
-        """
-        if self._lent is not None:
-            return self._lent.for_engine(member, version)
-        current = self.current
-        return current if current is not None and current.version == version else None
+                self.lent.make_copy(offered)
 
     def close(self) -> None:
         for store in self._stores.values():

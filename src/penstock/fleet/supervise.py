@@ -399,9 +399,21 @@ class Admission:
     async def _weights_for(self, member: Member) -> WeightManifest | None:
         """Return the source of the fleet's version for an engine; it may be the trainer."""
         version = self._roster.version
-        asking = in_thread(lambda: self._store.weights_for(member, version))
+        asking = in_thread(lambda: weights_for(self._store, member, version))
         (found,) = await asyncio.gather(asking, return_exceptions=True)  # if cancelled, it waits for the thread
         if isinstance(found, BaseException):  # the trainer's own code can raise anything
             logger.warning("weight version %d was not given again: %r", version, found)
             return None
         return found
+
+
+def weights_for(store: Stores, member: Member, version: int) -> WeightManifest | None:
+    """Return the source of a version for a joining engine, or None if no store here has it; this blocks.
+
+    Raises:
+        WeightsError: the trainer was asked again, and its tensors have changed. Its own code may raise any error.
+    """
+    if store.lent is not None:
+        return store.lent.for_engine(member, version)
+    current = store.last.current if store.last is not None else None
+    return current if current is not None and current.version == version else None

@@ -112,7 +112,7 @@ class LentVersion:
         return self._copies.current if self._copied else None
 
     def for_engine(self, member: Member, version: int) -> WeightManifest | None:
-        """Return the copy if it is of this version; without one, ask the provider. See `Stores.weights_for`."""
+        """Return the copy if it is of this version; without one, ask the provider. See `supervise.weights_for`."""
         if version != self._manifest.version or not is_local(member):
             return None
         if self._copied or self._provider is None:
