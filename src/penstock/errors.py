@@ -97,28 +97,6 @@ class CheckpointError(PenstockError):
     """A checkpoint is missing or truncated, or belongs to another run."""
 
 
-_MORE = ("status", "error_type", "seconds", "results")
-
-
-def error_to_json(error: PenstockError) -> dict[str, Any]:
-    """Return the error as JSON, for another process that raises the same error."""
-    more = {name: getattr(error, name) for name in _MORE if hasattr(error, name)}
-    if isinstance(error, FanOutError):
-        more["failures"] = {engine: error_to_json(failure) for engine, failure in error.failures.items()}
-    return {"type": type(error).__name__, "message": str(error), **more}
-
-
-def error_from_json(data: Mapping[str, Any]) -> PenstockError:
-    """Return the error described by `error_to_json`, in its own class; a PenstockError if that is unknown."""
-    kind = globals().get(str(data["type"]))
-    if not (isinstance(kind, type) and issubclass(kind, PenstockError)):
-        return PenstockError(str(data["message"]))
-    more = {name: data[name] for name in _MORE if name in data}
-    if kind is FanOutError:
-        more["failures"] = {str(engine): error_from_json(failure) for engine, failure in data["failures"].items()}
-    return kind(str(data["message"]), **more)
-
-
 def attempt(work: Callable[[], Any], what: str) -> tuple[Any, Exception | None]:
     """Call `work`. Return its result, or its error for another thread or process.
 

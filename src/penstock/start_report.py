@@ -1,4 +1,4 @@
-"""A child's start: its report on a pipe, or what its log says if it fails."""
+"""A child's start: its report on a pipe, or what its log says if it fails. Errors as JSON for another process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any, Self
 
 import orjson
 
-from penstock.errors import EngineStartError, error_from_json
+from penstock import errors
+from penstock.errors import EngineStartError, FanOutError, PenstockError
 from penstock.process import ChildProcess
 
 MOST_REPORT = 2**20
@@ -127,3 +128,27 @@ def telling_lines(log: str) -> str:
     lines = [LOG_PREFIX.sub("", line).strip() for line in log.splitlines() if line.strip()]
     errors = [line for line in lines if TELLING.search(line)]
     return "\n".join(dict.fromkeys((errors or lines)[-MOST_LINES:]))
+
+
+# --- Errors for another process ---------------------------------------------------------------------------------------
+
+_MORE = ("status", "error_type", "seconds", "results")
+
+
+def error_to_json(error: PenstockError) -> dict[str, Any]:
+    """Return the error as JSON, for another process that raises the same error."""
+    more = {name: getattr(error, name) for name in _MORE if hasattr(error, name)}
+    if isinstance(error, FanOutError):
+        more["failures"] = {engine: error_to_json(failure) for engine, failure in error.failures.items()}
+    return {"type": type(error).__name__, "message": str(error), **more}
+
+
+def error_from_json(data: Mapping[str, Any]) -> PenstockError:
+    """Return the error described by `error_to_json`, in its own class; a PenstockError if that is unknown."""
+    kind = getattr(errors, str(data["type"]), None)
+    if not (isinstance(kind, type) and issubclass(kind, PenstockError)):
+        return PenstockError(str(data["message"]))
+    more = {name: data[name] for name in _MORE if name in data}
+    if kind is FanOutError:
+        more["failures"] = {str(engine): error_from_json(failure) for engine, failure in data["failures"].items()}
+    return kind(str(data["message"]), **more)

@@ -15,8 +15,9 @@ import orjson
 from aiohttp import web
 
 from penstock.checks import parse_json, reading
-from penstock.errors import EngineError, PenstockError, UserError, error_from_json, error_to_json
+from penstock.errors import EngineError, PenstockError, UserError
 from penstock.http import HttpTransport
+from penstock.start_report import error_from_json, error_to_json
 
 MAX_BODY = 64 * 2**20
 """Most bytes of a body; the manifest of a model with 100,000 tensors has about 10 MB."""

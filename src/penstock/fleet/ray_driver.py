@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engine.launch import EngineProcess
-from penstock.errors import ConfigError, EngineStartError, PenstockError, error_from_json, error_to_json
+from penstock.errors import ConfigError, EngineStartError, PenstockError
 from penstock.fleet.calls import CallServer
 from penstock.fleet.gpus import visible_gpus
 from penstock.process import watch_lifeline
 from penstock.settings import EngineConfig, FleetConfig
+from penstock.start_report import error_from_json, error_to_json
 
 PREFIX = "/ray"
 CALLS = ("open", "start", "wait", "stop", "release")

@@ -15,13 +15,13 @@ from contextlib import suppress
 import uvloop
 
 from penstock.checks import parse_json
-from penstock.errors import ConfigError, PenstockError, UserError, error_to_json
+from penstock.errors import ConfigError, PenstockError, UserError
 from penstock.options import validate
 from penstock.process import raise_file_limit, watch_lifeline
 from penstock.rooms import plugged_in
 from penstock.router.server import Router
 from penstock.settings import ADMIN_KEY_ENV, KEY_ENV, RouterConfig
-from penstock.start_report import StartReport
+from penstock.start_report import StartReport, error_to_json
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

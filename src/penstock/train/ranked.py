@@ -19,7 +19,8 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from penstock.config import TrainConfig
-from penstock.errors import LearnerError, PenstockError, error_from_json, error_to_json
+from penstock.errors import LearnerError, PenstockError
+from penstock.start_report import error_from_json, error_to_json
 from penstock.train.fsdp import REFUSED_ELSEWHERE, Gathering, ShardedLearner
 from penstock.train.interface import AdamSpec, Datum, Learner, LoraSpec, Outputs
 from penstock.train.learner import ServedDtype
