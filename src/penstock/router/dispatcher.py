@@ -145,7 +145,7 @@ class Dispatcher:
         for backend in self.backends.values():
             if backend.idle and backend.idle[0].idle_since <= now - IDLE_S:
                 backend.close_idle(now)
-        if now >= self._expire_at:
+        if now >= self._expire_at and self.placement.turns["opened"]:  # there was a session
             self._expire_at = now + _EXPIRE_S
             if self.placement.expire(now):
                 self.gate.room()

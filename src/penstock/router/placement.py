@@ -11,20 +11,18 @@ from functools import cached_property
 from typing import Any
 
 from penstock.rooms import plugged_in
-from penstock.router.membership import Engine, EngineEntry
+from penstock.router.membership import Engine, EngineEntry, EngineSet
 from penstock.router.memory import Session, SessionStats, SessionTable
 from penstock.router.policies import Defer, Hints, Policies, RequestView
 from penstock.settings import RouterConfig
 
 MOST_GROUPS = 16_384
 """Most groups that are remembered; one more replaces the least recently used."""
-MOST_TOKENS = 1 << 20
-"""Most tokens that a request's headers can claim if no engine reports a limit: today's longest contexts."""
 _NO_SAMPLES: Counter[str] = Counter()
 
 
-class Placement:
-    """Chooses an engine for each request: the eligible engines, the policy's choice, and the memory for it.
+class Placement(EngineSet):
+    """Chooses an engine for each request: the policy's choice among the eligible engines, and the memory for it.
 
     `process` is the index of this process among `config.workers`; each knows its own sessions and load.
     """
@@ -32,10 +30,9 @@ class Placement:
     def __init__(
         self, config: RouterConfig | None = None, process: int = 0, make: Callable[[EngineEntry], Engine] = Engine
     ) -> None:
+        super().__init__(make)
         self._placed = process
-        self._make = make
         self.set_policy(config or RouterConfig())
-        self.engines: dict[str, Engine] = {}
         self.sessions = SessionTable()
         self.rules: Counter[str] = Counter()
         """Placements by the policy that chose; `draining`: the session's engine takes no other requests."""
@@ -48,9 +45,6 @@ class Placement:
         """Turns in flight of each session."""
         self._stats = SessionStats()
         self._added_share = self._stats.added_share
-        self._open: list[Engine] = []
-        """Engines that take new requests."""
-        self._arrange()
 
     def set_policy(self, config: RouterConfig) -> None:
         """Place by other policies from now on; sessions, loads and prefixes stay known."""
@@ -61,39 +55,6 @@ class Placement:
     def _prefixes(self) -> Any:
         """Engines by the prompt prefixes they have seen: a `kv.Prefixes`."""
         return plugged_in("router.prefixes")()
-
-    def set_engines(self, entries: Sequence[EngineEntry]) -> Collection[Engine]:
-        """Take over a full set; return the engines that left, whose sessions have no home.
-
-        Call `done` for their requests all the same. An engine with another URL or rank is a new one, even under its old
-        name.
-        """
-        before = dict(self.engines)
-        self.engines.clear()
-        for entry in entries:
-            known = before.get(entry.name)
-            if known is not None and known.entry.place == entry.place:
-                del before[entry.name]
-                if known.weight_version != entry.weight_version:
-                    known.fillings += 1  # its cache belongs to older weights
-                known.announce(entry)
-                self.engines[entry.name] = known
-            else:
-                self.engines[entry.name] = self._make(entry)
-        for engine in before.values():
-            engine.left = True
-        self._arrange()
-        return before.values()
-
-    def mark(self, engine: Engine, *, down: bool) -> None:
-        """Note whether an engine is down."""
-        engine.down = down
-        self._arrange()
-
-    def report_kv(self, engine: Engine, *, kv_usage: float, kv_capacity: int) -> None:
-        """Note an engine's report of its KV cache; negative usage and capacity 0: unknown."""
-        engine.report_kv(kv_usage, kv_capacity)
-        self._arrange()
 
     def place(self, request: Hints, now: float, tried: Collection[Engine] = ()) -> Engine | Defer | None:
         """Choose an engine, and count the request there until `done`.
@@ -175,23 +136,12 @@ class Placement:
         Returns:
             The number of sessions that ceased to count; above 0, waiting requests may find room.
         """
-        if not self.turns["opened"]:
-            return 0  # there was never a session
         for session_id in self._in_flight:
             self.sessions.touch(session_id, now)
         ttl = self.config.session_ttl_s
         idle = min(ttl, self._stats.idle_s)
         self._added_share = self._stats.added_share
         return self.sessions.expire(idle_before=now - idle, gone_before=now - ttl)
-
-    def _arrange(self) -> None:
-        """Recompute open engines and limits after a change of engines."""
-        engines = self.engines.values()
-        self._open = [engine for engine in engines if engine.takes_new]
-        self._oldest = min([engine.weight_version for engine in self._open], default=0)
-        limits = [min(filter(None, (e.entry.max_model_len, e.kv_capacity)), default=MOST_TOKENS) for e in engines]
-        self.most_tokens = max(limits, default=MOST_TOKENS)
-        """Most tokens of one sequence on any engine."""
 
     def _able(self, request: Hints, tried: Collection[Engine]) -> Sequence[Engine]:
         """Return the engines that may serve a new request."""
