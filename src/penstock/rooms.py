@@ -48,7 +48,7 @@ PLACES = {
     "policy.bounded-sticky": "penstock.router.policies:BoundedSticky",
     "policy.kv-cache": "penstock.router.other_policies:KVCache",
     "policy.prefix-aware": "penstock.router.other_policies:PrefixAware",
-    "policy.requests": "penstock.router.policies:Requests",
+    "policy.requests": "penstock.router.other_policies:Requests",
     "policy.round-robin": "penstock.router.other_policies:RoundRobin",
     "prefix_hashes": "penstock.prefix_hash:prefix_hashes",
     "progress.answers": "penstock.plugin.answers:AnswerReporter",

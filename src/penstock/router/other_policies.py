@@ -1,11 +1,18 @@
-"""Placement policies that a user selects by name, instead of the default or before it; see `policies.py`."""
+"""Placement policies that a user selects by name, instead of the default or before it, and the last of every list."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from penstock.router.membership import Engine
-from penstock.router.policies import Defer, Policy, RequestView
+from penstock.router.policies import OUTSTANDING, Defer, Policy, RequestView, breaking_tie, lowest
+
+
+class Requests(Policy):
+    """Takes the engine with the fewest outstanding requests, equals in turn. Every list of policies ends with it."""
+
+    def choose(self, engines: Sequence[Engine], request: RequestView) -> Engine:
+        return breaking_tie(lowest(engines, OUTSTANDING), None, request.placed)
 
 
 class RoundRobin(Policy):

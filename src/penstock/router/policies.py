@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache
 from hashlib import blake2b
 from operator import attrgetter
 from typing import NamedTuple
@@ -93,26 +92,10 @@ class Policy:
         raise NotImplementedError
 
 
-_MASK = (1 << 64) - 1
-
-
-def mix64(value: int) -> int:
-    """Mix 64 bits by SplitMix64's finaliser (Steele, Lea and Flood 2014)."""
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
-
-
-@lru_cache(maxsize=4096)
-def _hash64(name: bytes) -> int:
-    return int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
-
-
 def rendezvous(key: bytes, engines: Sequence[Engine]) -> Engine:
     """Choose by highest random weight (Thaler and Ravishankar 1998)."""
     # If an engine is lost, only its own keys move.
-    of_key = int.from_bytes(blake2b(key, digest_size=8).digest(), "little")
-    return max(engines, key=lambda engine: mix64(of_key ^ _hash64(engine.name.encode())))
+    return max(engines, key=lambda engine: blake2b(key + engine.name.encode(), digest_size=8).digest())
 
 
 def breaking_tie(engines: Sequence[Engine], session_id: str | None, placed: int) -> Engine:
@@ -136,13 +119,6 @@ def lowest(engines: Sequence[Engine], measure: Measure) -> Sequence[Engine]:
     if values.count(least) == 1:
         return (engines[values.index(least)],)
     return [engine for engine, value in zip(engines, values, strict=True) if value == least]
-
-
-class Requests(Policy):
-    """Takes the engine with the fewest outstanding requests, equals in turn. Every list of policies ends with it."""
-
-    def choose(self, engines: Sequence[Engine], request: RequestView) -> Engine:
-        return breaking_tie(lowest(engines, OUTSTANDING), None, request.placed)
 
 
 _MOVE_COST = 2.0
@@ -241,14 +217,11 @@ class BoundedSticky(Policy):
         return target if gain > max(cost, self._slack) else home
 
 
-_LAST_RESORT = "requests"
-
-
 class Policies:
     """Policies in order: one without an opinion passes to the next. The last, `requests`, always has one."""
 
     def __init__(self, config: RouterConfig) -> None:
-        names = dict.fromkeys([*config.policy.split(","), _LAST_RESORT])
+        names = dict.fromkeys([*config.policy.split(","), "requests"])
         self._policies: list[tuple[str, Policy]] = [(name, plugged_in(f"policy.{name}")(config)) for name in names]
         self.sticky = any(policy.sticky for _, policy in self._policies)
         self.reads_prefixes = any(policy.reads_prefixes for _, policy in self._policies)
@@ -258,4 +231,4 @@ class Policies:
             answer = policy.choose(engines, request)
             if answer is not Defer.PASS:
                 return name, answer
-        raise AssertionError(f"policy {_LAST_RESORT} has an opinion")
+        raise AssertionError("`requests` has an opinion")
