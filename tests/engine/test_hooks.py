@@ -16,9 +16,9 @@ import orjson
 import pytest
 
 from penstock.plugin import compat
-from penstock.plugin.cores import CoreCalls
-from penstock.plugin.hooks import RequestHooks
-from penstock.plugin.token_versions import MARK, TokenVersions
+from penstock.plugin.cores import CoreCalls, settle
+from penstock.plugin.hooks import RequestHooks, TokenVersions
+from penstock.plugin.token_versions import MARK
 from penstock.types import SamplingParams
 from penstock.wire import FINAL_ONLY, PROGRESS_HEADER, SPANS_HEADER, generate_body
 
@@ -295,7 +295,7 @@ async def test_an_abort_that_somebody_asks_for_is_told_from_one_of_a_pause(path,
 
 
 async def test_after_a_pause_everything_made_before_it_is_counted():
-    spans, engine, processed = RequestHooks(), Engine(), []
+    engine, processed = Engine(), []
     outputs_queue = engine.engine_core.outputs_queue
 
     async def handler():  # as AsyncLLM's output handler: it yields to the loop between portions of one batch
@@ -308,7 +308,7 @@ async def test_after_a_pause_everything_made_before_it_is_counted():
     engine.request_states = dict.fromkeys(map(str, range(300)))
     outputs_queue.put_nowait([["a"], ["b"], ["c"]])
     outputs_queue.put_nowait([["d"]])
-    await spans.versions.settle(engine)
+    await settle(engine)
     assert processed == ["a", "b", "c", "d"]
     task.cancel()
 
@@ -330,7 +330,7 @@ def test_the_version_of_one_that_does_not_is_kept_and_marked_among_its_outputs_t
     passed: list[str] = []
     versions = TokenVersions()
     processor = SimpleNamespace(process_outputs=lambda outputs: passed.extend(o.request_id for o in outputs))
-    versions.install(SimpleNamespace(output_processor=processor))
+    versions.install(processor)
     processor.process_outputs(marks[0][1].outputs)
     assert (versions.version, passed) == (7, [f'{MARK}{{"version": 7}}'])
     assert versions.of_newest(SimpleNamespace()) == 7

@@ -1,7 +1,7 @@
 """Differences of vLLM 0.26 to 0.31. To end their support, remove this file and its calls in one commit.
 
-vLLM 0.32 labels its weights and every token. `token_versions.py` does so for older versions, which `labels_weights`
-finds. `trainer_send_weights` of `native.py` can also be removed with 0.26.
+vLLM 0.32 labels its weights and every token. `token_versions.py` does so for older versions, which
+`cores.labels_weights` finds. `trainer_send_weights` of `native.py` can also be removed with 0.26.
 """
 # pyright: basic, reportMissingImports=false
 

@@ -26,13 +26,14 @@ from penstock.plugin.core import field
 from penstock.plugin.core_http import RefusedError
 from penstock.plugin.hooks import RequestHooks
 from penstock.plugin.pause import mode_in_core
-from penstock.plugin.token_versions import labels_weights
 from penstock.weights.manifest import kind_of
 
 _WEIGHTS = "/penstock/weights/"
 _OK = 200
 _LED = frozenset({"/pause", "/resume", "/sleep", "/wake_up", "/finish_weight_update", "/collective_rpc"})
 """vLLM's own calls that end in the cores' `PauseState`."""
+OUTPUTS_PER_TICK = 128
+"""Outputs after which vLLM's output handler yields to the loop (VLLM_V1_OUTPUT_PROC_CHUNK_SIZE's default)."""
 _ABORTS = frozenset({"/abort_requests", "/inference/v1/abort_requests"})
 _release: ContextVar[bool] = ContextVar("penstock_release", default=False)
 """Whether the pause call of this task requests vLLM's own abort."""
@@ -71,7 +72,7 @@ class CoreCalls:
             if not engine.vllm_config.model_config.is_moe:
                 check_replicas(checksum.split("-"), len(cores))
             loaded = time.perf_counter()
-            await self._hooks.versions.settle(engine)
+            await settle(engine)
             await on_cores(engine, _WEIGHTS + "commit", data)
         slowest = max((core["seconds"] for core in cores), key=lambda seconds: seconds["load"])
         end = time.perf_counter()
@@ -93,7 +94,11 @@ class CoreCalls:
     async def _label(self, engine: Any, data: bytes) -> dict[str, Any]:
         """Label tokens with this version. The engine must be paused, weights loaded."""
         version = field(parse_json(data, "the body", WeightsError), "version", int)
-        await self._hooks.versions.label(engine, version)
+        if labels_weights(engine):
+            await engine.update_weight_version(str(version))
+        else:
+            await settle(engine)
+            self._hooks.versions.version = version
         self.install(engine)
         await self._weights_are_in()
         return {"version": version}
@@ -181,6 +186,25 @@ async def _names_in(receive: Any) -> tuple[frozenset[str] | None, Any]:
         return None, again
     names = [ids] if isinstance(ids, str) else ids if isinstance(ids, list) else ()
     return frozenset(name for name in names if isinstance(name, str)), again
+
+
+def labels_weights(engine: Any) -> bool:
+    """Whether an AsyncLLM labels its weights."""
+    return hasattr(engine, "update_weight_version")
+
+
+async def settle(engine: Any) -> None:
+    """After a pause, return once every earlier output of the cores has been counted.
+
+    All outputs of the old weights are processed once the queue behind the cores' channel is empty.
+    """
+    if labels_weights(engine):
+        return
+    queue = engine.engine_core.outputs_queue
+    while not queue.empty():  # noqa: ASYNC110 - vLLM's queue has no event for this
+        await asyncio.sleep(0)  # lets the output handler in this loop run
+    for _ in range(2 + len(engine.output_processor.request_states) // OUTPUTS_PER_TICK):
+        await asyncio.sleep(0)
 
 
 async def on_cores(engine: Any, path: str, data: bytes) -> list[Any]:

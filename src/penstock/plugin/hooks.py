@@ -1,8 +1,9 @@
 """Follows requests through an engine's API server: the version of every token, progress, and resumed samples.
 
-Three methods are wrapped, because vLLM (0.26 to 0.33) has no extension point (its issue 54443 asks for versions):
+Four methods are wrapped, because vLLM (0.26 to 0.33) has no extension point (its issue 54443 asks for versions):
 
-- `OutputProcessor.add_request` adds the samples of an HTTP request, and resumes a sample that was cut.
+- `OutputProcessor.add_request` adds the samples of an HTTP request, and resumes a sample that was cut (`resume.py`).
+- `OutputProcessor.process_outputs` reads the cores' marks, which say what made later tokens.
 - `make_request_output` of each sample's state counts tokens, because vLLM calls it with every output.
 - `EngineCoreClient.add_request_async` keeps samples that have already ended away from the core.
 """
@@ -10,17 +11,16 @@ Three methods are wrapped, because vLLM (0.26 to 0.33) has no extension point (i
 
 from __future__ import annotations
 
-import copy
 import functools
+import json
 import re
 import time
 from typing import Any
 
-from penstock.errors import RequestError
 from penstock.plugin.progress import CURRENT, RequestProgress, SampleProgress, serve
-from penstock.plugin.resume import check_part, parts_of
-from penstock.plugin.token_versions import TokenVersions, seed_versions
-from penstock.wire import GENERATE, PROGRESS_HEADER, RESUME_ARG
+from penstock.plugin.resume import emit, part_of, seed
+from penstock.plugin.token_versions import MARK
+from penstock.wire import GENERATE, PROGRESS_HEADER, RESUME_ARG, Notes, version_of_tokens
 
 GENERATION = frozenset({GENERATE, "/v1/completions", "/v1/chat/completions"})
 BEAM = re.compile("-[0-9a-f]{16}-beam-[0-9]+$")
@@ -46,7 +46,7 @@ class RequestHooks:
         self._model = engine.vllm_config.model_config
         processor.add_request = functools.partial(self._add, processor, processor.add_request)
         core.add_request_async = functools.partial(self._add_to_core, processor, core, core.add_request_async)
-        self.versions.install(engine)
+        self.versions.install(processor)
 
     async def pass_on(self, app: Any, scope: dict[str, Any], receive: Any, send: Any) -> None:
         """Serve a request for vLLM, and report its progress (`progress.py`)."""
@@ -81,8 +81,9 @@ class RequestHooks:
         if in_flight is None or request.sampling_params is None or BEAM.search(request.external_req_id):
             add_request(request, prompt, parent_req, request_index, queue)
             return
-        samples = 1 if parent_req is None else parent_req.n
-        part = part_of(request, request_index, samples, self._model)
+        part = None
+        if RESUME_ARG in (request.sampling_params.extra_args or ()):
+            part = part_of(request, request_index, 1 if parent_req is None else parent_req.n, self._model)
         add_request(request, prompt, parent_req, request_index, queue)
         state = processor.request_states[request.request_id]
         sample = in_flight.add(request, state)
@@ -126,78 +127,42 @@ class RequestHooks:
                 processor._finish_request(sample.state)  # noqa: SLF001 - as vLLM does at the end of a request
 
 
-# --- Resumed samples -------------------------------------------------------------------------------------------------
-#
-# A sample that another engine or an abort left continues here, with the answer of one undisturbed request. The core
-# gets prompt and partial as its prompt, and the remaining limits. vLLM's state of the request in the API server
-# (detokenizer, stop strings, logprobs, versions) is fed the partial.
+class TokenVersions:
+    """The weights that make the tokens of one API server's engine.
 
-
-def part_of(request: Any, index: int, samples: int, config: Any) -> dict[str, Any] | None:
-    """Extract a sample's earlier progress from an EngineCoreRequest's arguments.
-
-    Raises:
-        VLLMValidationError: it is inconsistent or does not fit this model. vLLM answers 400; its core would die of it.
+    vLLM 0.32 labels every token. The marks of the cores (`token_versions.py`) say the rest.
     """
-    params = request.sampling_params
-    extra = getattr(params, "extra_args", None)
-    if not extra or RESUME_ARG not in extra:
-        return None
-    # Copied, because the samples of one request may share their parameters.
-    request.sampling_params = params = copy.copy(params)
-    params.extra_args = {key: value for key, value in extra.items() if key != RESUME_ARG} or None
-    try:
-        return _checked(extra[RESUME_ARG], request, index, samples, config)
-    except RequestError as error:
-        from vllm.exceptions import VLLMValidationError  # noqa: PLC0415 - only inside vLLM
 
-        raise VLLMValidationError(str(error)) from error
+    def __init__(self) -> None:
+        self.version = 0
+        """The last version that was set, for an engine without labels."""
+        self.adapters: dict[tuple[int, str], Notes] = {}
+        """Labels of an adapter's tokens, by the core's number and the adapter's name."""
+        self._kept: set[str] = set()
+        """Requests with KV of older weights."""
 
+    def install(self, processor: Any) -> None:
+        processor.process_outputs = functools.partial(self._process, processor, processor.process_outputs)
 
-def _checked(text: Any, request: Any, index: int, samples: int, config: Any) -> dict[str, Any] | None:
-    params, prompt = request.sampling_params, request.prompt_token_ids
-    if prompt is None:
-        raise RequestError(f"{RESUME_ARG}: the prompt is no list of token ids")
-    parts = parts_of(text, samples)
-    fits = {
-        "room": min(config.max_model_len - len(prompt), params.max_tokens),
-        "vocab_size": config.get_vocab_size(),
-        "logprobs": getattr(params, "num_logprobs", params.logprobs) is not None,
-    }
-    # The first sample checks all parts. Otherwise earlier samples would continue after a later one is refused.
-    for part in parts if index == 0 else ():
-        check_part(part, **fits)
-    if index >= len(parts) or not parts[index]["ids"]:
-        return None
-    return {**parts[index], "logprobs": check_part(parts[index], **fits)}
+    def _process(self, processor: Any, process_outputs: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        # A mark comes alone and belongs to no request. vLLM ignores it.
+        if len(outputs) == 1 and outputs[0].request_id.startswith(MARK):
+            said = json.loads(outputs[0].request_id.removeprefix(MARK))
+            self.version = said.get("version", self.version)
+            if "adapter" in said:
+                self.adapters[said.pop("engine_index"), said["adapter"]] = said
+            if "kept" in said:
+                self._kept = {name for name in (*self._kept, *said["kept"]) if name in processor.request_states}
+            self._kept.difference_update(said.get("anew", ()))
+        return process_outputs(outputs, *args, **kwargs)
 
+    def notes_of(self, state: Any, core: int) -> Notes | None:
+        """Return further notes on a RequestState's newest tokens on this core."""
+        notes = Notes(kv_kept=True) if state.request_id in self._kept else Notes()
+        if (name := state.lora_name) is not None:
+            notes |= self.adapters.get((core, name)) or {"adapter": name}
+        return notes or None
 
-def seed(request: Any, state: Any, part: dict[str, Any]) -> None:
-    """Give the partial to the core's request as prompt, to the state as output."""
-    from vllm.logprobs import Logprob  # noqa: PLC0415 - only inside vLLM
-
-    ids = part["ids"]
-    params = request.sampling_params
-    params.max_tokens = max(1, params.max_tokens - len(ids))
-    params.min_tokens = max(0, params.min_tokens - len(ids))
-    request.prompt_token_ids = [*request.prompt_token_ids, *ids]
-    by_token = part["finish"] == "stop" and not isinstance(part["stop_reason"], str)
-    for i, token in enumerate(ids):
-        state.detokenizer.update([token], by_token and i == len(ids) - 1)
-    processor = state.logprobs_processor
-    if processor.logprobs is not None:
-        for position in part["logprobs"]:
-            processor.logprobs.append({token: Logprob(value, rank, text) for token, value, rank, text in position})
-            processor.cumulative_logprob += position[0][1]
-    seed_versions(state, part["versions"])
-
-
-def emit(state: Any, part: dict[str, Any]) -> None:
-    """Send the partial to the request's reader: at once in a stream, else as part of the whole answer."""
-    from vllm.v1.engine import FINISH_REASON_STRINGS, FinishReason  # noqa: PLC0415 - only inside vLLM
-
-    finish = part["finish"]
-    reason = None if finish is None else FinishReason(FINISH_REASON_STRINGS.index(finish))
-    output = state.make_request_output(list(part["ids"]), None, reason, part["stop_reason"])
-    if output is not None:
-        state.queue.put(output)
+    def of_newest(self, state: Any) -> int:
+        labels = getattr(state, "weight_version_starts", None)
+        return version_of_tokens(labels[-1][0]) if labels else self.version

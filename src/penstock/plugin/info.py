@@ -8,7 +8,9 @@ from importlib import metadata
 from typing import Any
 
 from penstock.plugin import INSTANCE_VARIABLE, takes_adapters
+from penstock.plugin.cores import labels_weights, settle
 from penstock.plugin.hooks import RequestHooks
+from penstock.plugin.token_versions import version_of_label
 from penstock.rooms import plugged_as
 
 
@@ -30,8 +32,9 @@ class EngineInfo:
         # The answer follows the marks of updates on its channel, so it comes first: 0.26 reads the version from a mark.
         core = engine.engine_core.call_utility_async
         kept_version, checksum = await core("penstock_kv_kept"), await core("penstock_checksum")
-        await self._hooks.versions.settle(engine)
-        version = await self._hooks.versions.in_force(engine)
+        await settle(engine)
+        labelled = labels_weights(engine)
+        version = version_of_label(await engine.get_weight_version()) if labelled else self._hooks.versions.version
         return {
             "engine": "vllm",
             "vllm": _vllm_version(),
