@@ -22,10 +22,10 @@ from penstock.train.grpo import Trainee
 from penstock.train.interface import Datum
 from penstock.train.learner import LocalLearner
 from penstock.train.losses import LossSpec
-from penstock.train.parts import to_the_end
 from penstock.train.rank_group import COLLECTIVE, RankGroup
 from penstock.train.ranked import RankedLearner
 from penstock.train.ranks import Ranks
+from penstock.train.schedules import to_the_end
 
 CONFIG = TrainConfig(threads=1, micro_batch_tokens=64)
 

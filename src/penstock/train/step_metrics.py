@@ -14,9 +14,9 @@ from penstock.observe.summary import STALENESS_PREFIX
 from penstock.rollout.generator import Trajectory
 
 LOGPROB_DIFFERENCE = "logprob_diff_max_equal"
+"""The learner's name for the largest |trainer - engine logprob| over tokens of its own version."""
 STEPS_WITHOUT_COMPARISON = 10
 """So many in a row warn: an asynchronous run has single ones, because its first tokens of a version come late."""
-"""The learner's name for the largest |trainer - engine logprob| over tokens of its own version."""
 SOLVED = 1 - 1e-9
 """Least reward of a solved episode. It is below 1 because ten turns of 0.1 add up to less than 1."""
 

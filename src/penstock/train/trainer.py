@@ -25,10 +25,9 @@ from penstock.observe.trajectory_log import pick, record_of
 from penstock.rollout.environment import Environment, Task
 from penstock.rollout.generator import Generator, Trajectory
 from penstock.train.grpo import Trainee
-from penstock.train.parts import Parts, to_the_end
 from penstock.train.resume import Progress, save_checkpoint, take_up
 from penstock.train.rollouts import Rollouts, greedy_accuracy
-from penstock.train.schedules import SCHEDULES
+from penstock.train.schedules import SCHEDULES, Parts, to_the_end
 from penstock.train.staleness import StalenessWindow
 from penstock.train.step_metrics import (
     LogprobAlarm,
@@ -177,7 +176,8 @@ class _Run:
             async with asyncio.TaskGroup() as tasks:
                 self.reporter.on_phase("train")
                 self.watch.lap()
-                parts = self._parts(tasks)
+                rollouts = Rollouts(self.config, self.generator, self.environment, self.progress, self.window, tasks)
+                parts = Parts(rollouts, self.trainee, self.client, self.watch, self.tracer, self.config.train.staleness)
                 while self.progress.step < self.config.train.steps:
                     await self._step(parts)
         except ExceptionGroup as errors:
@@ -207,10 +207,6 @@ class _Run:
         self.reporter.on_phase("done")
         self.reporter.on_end(summary)
         return summary
-
-    def _parts(self, tasks: asyncio.TaskGroup) -> Parts:
-        rollouts = Rollouts(self.config, self.generator, self.environment, self.progress, self.window, tasks)
-        return Parts(rollouts, self.trainee, self.client, self.watch, self.tracer, self.config.train.staleness)
 
     # --- one step ----------------------------------------------------------------------------------------------------
 
