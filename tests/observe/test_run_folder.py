@@ -182,11 +182,12 @@ def test_a_completion_of_two_versions_is_recorded_where_there_is_one() -> None:
 
 
 def test_markdown_shows_every_token_and_survives_bars_and_backticks() -> None:
-    record = record_of(2, trajectory(), lambda ids: "|`" * len(ids))
+    record = record_of(2, trajectory(), lambda ids: "|`" * len(ids) + "``" * (len(ids) > 1))
     text = to_markdown([record])
     assert "## Step 2, group 7, reward 1" in text
     assert "made by weight version 3, 4" in text
     assert '| 2 | 12 | ``"\\|`"`` | -0.5000 | 4 |' in text
+    assert 'Response: ````"\\|`\\|`\\|```"````\n' in text, "a fence longer than any within"
 
 
 def test_markdown_shows_the_first_the_last_and_no_more_than_it_says() -> None:

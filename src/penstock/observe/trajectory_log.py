@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -66,5 +67,5 @@ def _section(record: Mapping[str, Any]) -> str:
 def _code(text: str) -> str:
     """Return text as one line of code for a table cell. White space shows, and no backtick or bar ends the cell."""
     escaped = json.dumps(text, ensure_ascii=False).replace("|", "\\|")
-    fence = "``" if "`" in escaped else "`"
+    fence = "`" * (1 + max(map(len, re.findall("`+", escaped)), default=0))
     return f"{fence}{escaped}{fence}"
