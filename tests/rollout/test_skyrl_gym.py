@@ -89,6 +89,12 @@ def test_tasks_are_the_rows_and_a_tenth_is_held_out(tmp_path: Path) -> None:
     assert first_pass[:9] != [other.train_task(i).prompt for i in range(9)]
 
 
+def test_a_row_may_hold_every_end_of_line_that_json_may(tmp_path: Path) -> None:
+    prompt = [{"role": "user", "content": "one\u2028two\x85three"}]
+    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n", "utf-8-sig")
+    assert load("gsm8k", data=str(tmp_path / "train.jsonl")).train_task(0).messages == prompt
+
+
 def test_rows_in_parquet_are_read(tmp_path: Path) -> None:
     pandas = pytest.importorskip("pandas")
     pytest.importorskip("pyarrow")

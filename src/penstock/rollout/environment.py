@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
-from penstock.checks import did_you_mean
+from penstock.checks import did_you_mean, parse_json
 from penstock.config import EnvironmentConfig
 from penstock.errors import ConfigError, PenstockError, UserError
 
@@ -208,6 +208,13 @@ class DrawnTasks(Environment):
             if split_of(task.prompt) == split:
                 yield task
         raise UserError(f"{type(self).__name__}.draw gave too few {split} prompts in {MOST_DRAWS} tries")
+
+
+def json_lines(file: Path) -> list[Any]:
+    """Return the rows of a data set in JSON lines. ConfigError: a line is no JSON."""
+    # JSON may hold other ends of lines, at which `splitlines` would split it.
+    lines = enumerate(file.read_text("utf-8-sig").split("\n"), start=1)
+    return [parse_json(line, f"{file}, line {number}", ConfigError) for number, line in lines if line.strip()]
 
 
 def split_of(prompt: str) -> Split:

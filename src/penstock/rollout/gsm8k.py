@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from penstock.checks import parse_json
 from penstock.config import check_on_hub
 from penstock.errors import ConfigError
-from penstock.rollout.environment import ListedTasks, Task
+from penstock.rollout.environment import ListedTasks, Task, json_lines
 
 HUB = "openai/gsm8k"
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -67,7 +66,7 @@ def _rows(folder: Path, split: str) -> Sequence[tuple[str, str]]:
     """Return question and answer of each problem; the answer is a bare number."""
     lines = folder / f"{split}.jsonl"
     if lines.is_file():
-        found: list[Any] = _json_lines(lines)
+        found = json_lines(lines)
     else:
         found = _parquet(sorted((folder / "main").glob(f"{split}-*.parquet")), folder, split)
     rows = [_problem(row, f"{folder}, row {number} of {split!r}") for number, row in enumerate(found, start=1)]
@@ -85,13 +84,6 @@ def _problem(row: Any, where: str) -> tuple[str, str]:
             f"this one is {str(row)[:200]!r}"
         )
     return question, _plain(ending[1])
-
-
-def _json_lines(file: Path) -> list[Any]:
-    text = file.read_text("utf-8-sig")
-    # JSON may contain other line ends that `splitlines` would split at.
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
-    return [parse_json(line, f"{file}, line {number}", ConfigError) for number, line in lines]
 
 
 def _parquet(files: Sequence[Path], folder: Path, split: str) -> list[Any]:

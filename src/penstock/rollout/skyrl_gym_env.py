@@ -10,9 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from penstock.checks import parse_json
 from penstock.errors import ConfigError, PenstockError
-from penstock.rollout.environment import Dialogue, ListedTasks, Response, Task, Turn
+from penstock.rollout.environment import Dialogue, ListedTasks, Response, Task, Turn, json_lines
 
 
 class SkyRLEnvironment(ListedTasks):
@@ -106,8 +105,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     if path.suffix == ".parquet":
         table: Any = importlib.import_module("pandas").read_parquet(path)  # skyrl-gym needs pandas itself
         return cast("list[dict[str, Any]]", table.to_dict("records"))
-    lines = path.read_text().splitlines()
-    return [parse_json(line, f"{path}, line {i}", ConfigError) for i, line in enumerate(lines, 1) if line.strip()]
+    return json_lines(path)
 
 
 def _task(task_id: str, row: Mapping[str, Any]) -> Task:
