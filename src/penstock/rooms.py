@@ -31,7 +31,7 @@ PLACES = {
     "elastic": "penstock.fleet.elastic:Elastic",
     "experts.add": "penstock.engine.experts:add_experts",
     "figures": "penstock.router.figures:text",
-    "generator.agent": "penstock.gateway.training:AgentRollouts",
+    "generator.agent": "penstock.gateway.agent:AgentRollouts",
     "info": "penstock.plugin.info:EngineInfo",
     "kept_kv.core": "penstock.plugin.kept_kv:KeptKV",
     "gpus.place": "penstock.fleet.gpus:place_beside",

@@ -15,8 +15,8 @@ from wire_clients import Chat
 
 from gateway_rig import KEY, Rig
 from penstock.gateway import dialect
+from penstock.gateway.agent import _WHOLE
 from penstock.gateway.app import serving
-from penstock.gateway.training import _WHOLE
 from penstock.rollout.tokenizer import Tokenizer
 from penstock.types import SamplingParams
 

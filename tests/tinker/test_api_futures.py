@@ -17,7 +17,7 @@ from tinker_rig import KEY, OTHER_KEY, Rig, fleet_of, parts, rig, until
 
 from patience import WAIT_S
 from penstock.errors import ConfigError, UserError
-from penstock.tinker import bodies, futures
+from penstock.tinker import futures, requests
 from penstock.tinker.api import serving
 from penstock.tinker.database import Database, usage
 from penstock.tinker.database import futures as table
@@ -260,7 +260,7 @@ async def test_a_large_body_is_parsed_beside_the_loop(tmp_path: Path, monkeypatc
         assert answered.wait(60.0), "the loop answers nothing else"
         check_fields(body)
 
-    monkeypatch.setattr("penstock.tinker.bodies.check_fields", waits)
+    monkeypatch.setattr("penstock.tinker.requests.check_fields", waits)
     async with rig(tmp_path) as service:
         model = await service.model()
         message = pb.ForwardBackwardRequest(model_id=model, seq_id=1, loss_fn="ppo")
@@ -292,7 +292,7 @@ async def test_runs_are_those_of_a_project(tmp_path: Path) -> None:
 
 
 async def test_bodies_may_be_packed_and_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.tinker.bodies.MOST_BODY", 1 << 16)
+    monkeypatch.setattr("penstock.tinker.requests.MOST_BODY", 1 << 16)
     async with rig(tmp_path) as service:
         model = await service.model()
         message = pb.ForwardBackwardRequest(model_id=model, seq_id=1, loss_fn="cross_entropy").SerializeToString()
@@ -320,9 +320,9 @@ async def test_bodies_may_be_packed_and_are_bounded(tmp_path: Path, monkeypatch:
 async def test_bodies_under_way_are_bounded_for_each_tenant_and_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bodies, "MOST_OF_TENANT", 1 << 20)
-    monkeypatch.setattr(bodies, "MOST_OF_PROCESS", 3 << 19)
-    budget = bodies.BodyBudget()
+    monkeypatch.setattr(requests, "MOST_OF_TENANT", 1 << 20)
+    monkeypatch.setattr(requests, "MOST_OF_PROCESS", 3 << 19)
+    budget = requests.BodyBudget()
     monkeypatch.setattr("penstock.tinker.api.BodyBudget", lambda: budget)
     large, packed = bytes(700_000), zstandard.ZstdCompressor().compress(bytes(4 << 20))
     async with rig(tmp_path) as service:

@@ -1,30 +1,40 @@
-"""Episodes of any agent: a callable or a command that calls the gateway."""
+"""Episodes of an agent: a callable or a command that calls the gateway. A run has one by `rollout.generator: agent`."""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import logging
 import re
+import shutil
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from penstock.aio import all_or_first_error
+from penstock.config import RunConfig
 from penstock.errors import ConfigError, PenstockError
 from penstock.gateway.agent_process import GRACE_S
+from penstock.gateway.app import serving
 from penstock.gateway.dialect import SAMPLING
 from penstock.gateway.graph import Limits, Node, Session
 from penstock.gateway.service import Gateway, Tenant
-from penstock.process import ChildProcess
-from penstock.rollout.environment import Environment, Task, user_code
+from penstock.gateway.turn import GatewayOptions
+from penstock.guard import new_key
+from penstock.process import ChildProcess, raise_file_limit
+from penstock.rollout.chat_template import ChatTemplate
+from penstock.rollout.environment import Environment, Task, import_named, user_code
 from penstock.rollout.generator import Generator, GeneratorInput, GeneratorOutput, Trajectory
+from penstock.rollout.multi_turn import Sampler
 from penstock.rollout.single_turn import Places, finite_reward
 from penstock.rollout.tokenizer import Tokenizer
+from penstock.rollout.vllm_parser import output_parser
 
 log = logging.getLogger(__name__)
 STOP_S = 2.0 * GRACE_S
@@ -39,6 +49,19 @@ _LONGEST_VARIABLE = 100_000
 """Bytes of a variable. Linux starts no program with a variable of 128 KiB."""
 _SECRETS = ("PENSTOCK_API_KEY", "PENSTOCK_GATEWAY_KEY", "VLLM_API_KEY")
 """Variables of our environment that an agent must not see."""
+_WHOLE = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "seed": None,
+    "min_tokens": 0,
+    "ignore_eos": False,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""Parameters that replace the harness's own. Logprobs over a part of the vocabulary cannot be trained on, and a seed
+would make all episodes of a task equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,3 +297,84 @@ class AgentGenerator(Generator):
 def _fits_variable(text: str) -> bool:
     """Whether a program can be started with the text in a variable."""
     return "\0" not in text and len(text.encode(errors="surrogatepass")) <= _LONGEST_VARIABLE
+
+
+# --- a run's agent ---------------------------------------------------------------------------------------------------
+
+
+class AgentRollouts:
+    """The agent of a run, checked before engines start.
+
+    Args:
+        config: configuration of the run.
+        tokenizer: the policy's tokenizer, with a chat template.
+        environment: gives the tasks, and scores the last answer if the agent gives no reward.
+
+    Raises:
+        ConfigError: no such callable or command, or both or neither given; no `engine.max_model_len`; no chat template;
+            or the named parsers of vLLM are not available.
+    """
+
+    def __init__(self, config: RunConfig, tokenizer: Tokenizer, environment: Environment) -> None:
+        given, context = config.rollout.agent, config.engine.max_model_len
+        if given is None or bool(given.command) == bool(given.callable):
+            raise ConfigError("rollout.agent: give either command or callable")
+        if context is None:
+            raise ConfigError("rollout.generator: agent needs engine.max_model_len, which bounds each turn")
+        self._given = given
+        self._rollout = config.rollout
+        self._agent = _callable(given.callable) if given.callable is not None else _command(given.command)
+        self._template = ChatTemplate(tokenizer)
+        self._parser = output_parser(tokenizer, tool_parser=given.tool_parser, reasoning_parser=given.reasoning_parser)
+        self._environment = environment
+        self._options = GatewayOptions(
+            config.engine.served_model_name or config.engine.model,
+            context,
+            given.policy,
+            sampling={**_WHOLE, "temperature": config.rollout.temperature},
+            max_tokens=config.rollout.max_tokens,
+            force_calls=given.force_calls,
+        )
+
+    @asynccontextmanager
+    async def generator(
+        self, client: Sampler, log_dir: Path, *, adapter: str | None = None
+    ) -> AsyncGenerator[Generator]:
+        """Serve the gateway while the block runs, and yield the generator.
+
+        Args:
+            client: source of samples: a fleet or an engine.
+            log_dir: folder for the output of commands.
+            adapter: name of the LoRA adapter that every turn uses.
+        """
+        raise_file_limit()
+        tenant = Tenant("training", new_key())
+        gateway = Gateway(client, self._template, self._options, [tenant], adapter=adapter, parser=self._parser)
+        async with serving(gateway) as base_url:
+            yield AgentGenerator(
+                gateway,
+                base_url,
+                tenant,
+                self._environment,
+                self._agent,
+                concurrency=self._given.concurrency,
+                timeout_s=self._given.timeout_s,
+                log_dir=log_dir,
+                most_logs=self._given.keep_output,
+                limits=Limits(max_turns=self._rollout.max_turns, max_tokens=self._rollout.max_episode_tokens),
+            )
+
+
+def _callable(name: str) -> Agent:
+    found = import_named("rollout.agent.callable", name)
+    if not inspect.iscoroutinefunction(found):
+        raise ConfigError(
+            f"rollout.agent.callable {name!r} is no `async def`; a blocking agent runs as rollout.agent.command"
+        )
+    return found
+
+
+def _command(words: Sequence[str]) -> Sequence[str]:
+    if shutil.which(words[0]) is None:
+        raise ConfigError(f"rollout.agent.command: there is no program {words[0]!r} on the PATH; give its path")
+    return words

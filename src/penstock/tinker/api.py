@@ -20,11 +20,11 @@ from penstock.asgi import listening, serving_app
 from penstock.errors import PenstockError, StateError, UserError
 from penstock.guard import cross_site
 from penstock.tinker import requests as body
-from penstock.tinker.bodies import MOST_BODY, BodyBudget, RefusedError, most_of_sample, read_body, training_request
 from penstock.tinker.checkpoints import MissingError, TinkerPath, as_json
 from penstock.tinker.children import run_child
 from penstock.tinker.database import DATABASE
 from penstock.tinker.futures import SAMPLE, GoneError, Operation
+from penstock.tinker.requests import MOST_BODY, BodyBudget, RefusedError, most_of_sample, read_body, training_request
 from penstock.tinker.sampling import MOST_SAMPLES
 from penstock.tinker.schema import JSON_TYPE
 from penstock.tinker.service_state import About, Options, ServiceState, opened
@@ -344,7 +344,7 @@ class _Calls:
         return Response(status_code=204)
 
     async def weights_info(self, http: Request, tenant: Tenant) -> Response:
-        row = await self._state.checkpoints.find(tenant.name, body.TinkerPath.of(await read_body(http)).tinker_path)
+        row = await self._state.checkpoints.find(tenant.name, body.CheckpointPath.of(await read_body(http)).tinker_path)
         lora = row.lora
         flags = {name: lora.get(name) for name in ("train_unembed", "train_mlp", "train_attn")}
         return JSONResponse({"base_model": row.base_model, "is_lora": True, "lora_rank": lora.get("rank"), **flags})

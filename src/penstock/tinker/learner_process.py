@@ -38,10 +38,10 @@ from penstock.config import TrainConfig
 from penstock.errors import LearnerError, PenstockError, UserError
 from penstock.fleet.remote import FleetClient, RemoteAdapters
 from penstock.settings import Section
-from penstock.tinker.bodies import SMALL
 from penstock.tinker.children import run_child
 from penstock.tinker.learner_client import ANOTHER, FAILED_TYPE, INCARNATION
 from penstock.tinker.models import ALPHA, Models
+from penstock.tinker.requests import SMALL
 from penstock.tinker.schema import JSON_TYPE, PROTO_TYPE
 from penstock.tinker.training_data import Batch, Sizes, decode, encode, joined
 from penstock.train.batching import default_device, micro_batch_tokens
