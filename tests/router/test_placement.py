@@ -33,6 +33,9 @@ class NamedPlacement:
     def done(self, request: Hints, name: str, now: float) -> None:
         self.own.done(request, self.own.engines[name], now)
 
+    def forget_idle(self, now: float) -> None:
+        self.own.sessions.expire(now, self.own.config.session_ttl_s)
+
     def report_kv(self, name: str, **given: Any) -> None:
         self.own.report_kv(self.own.engines[name], **given)
 
@@ -80,8 +83,8 @@ def test_a_session_stays_and_what_lives_there_is_counted() -> None:
     assert resident(p)[home] == 1500, "what the answer added is known at the next turn"
     assert turn(p, "s", 3.0, tokens=1600) == home
     assert resident(p) == {home: 1600, other: 0}
-    assert p.finish_session("s")
-    assert not p.finish_session("s")
+    assert p.sessions.drop("s")
+    assert not p.sessions.drop("s")
     assert resident(p) == {home: 0, other: 0}
     assert p.turns == Counter(opened=1, stayed=2)
 
@@ -99,15 +102,15 @@ def test_sessions_are_forgotten_after_their_time_and_not_in_mid_turn() -> None:
     assert isinstance(home, str)
     assert turn(p, "short", 0.0) is not None
     for now in range(0, 300, 10):
-        p.expire(now)
+        p.forget_idle(now)
     assert len(p.sessions) == 1
     assert p.engines[home].sessions == 1
     p.done(long, home, 300.0)
-    p.expire(390.0)
+    p.forget_idle(390.0)
     assert len(p.sessions) == 1
-    p.expire(401.0)
+    p.forget_idle(401.0)
     assert len(p.sessions) == 0
-    assert not p.finish_session(short.session_id or "")
+    assert not p.sessions.drop(short.session_id or "")
 
 
 def test_a_session_that_pauses_for_long_counts_no_more_until_it_is_back() -> None:
@@ -115,9 +118,9 @@ def test_a_session_that_pauses_for_long_counts_no_more_until_it_is_back() -> Non
     for i in range(20):  # sessions pause for 10 s
         turn(p, "regular", 10.0 * i)
     turn(p, "over", 200.0, tokens=5000)
-    p.expire(225.0)
+    p.forget_idle(225.0)
     assert resident(p)["e0"] >= 5000
-    p.expire(235.0)
+    p.forget_idle(235.0)
     assert resident(p)["e0"] < 5000
     assert p.engines["e0"].sessions == 2
     assert turn(p, "over", 240.0, tokens=6000) == "e0"
@@ -128,13 +131,13 @@ def test_what_turns_add_is_learnt() -> None:
     p = placement(entries(1))
     for i in range(1, 50):
         turn(p, "s", float(i), tokens=100 * i, expected_tokens=1000)
-    p.expire(50.0)
+    p.forget_idle(50.0)
     request = Hints("s", prompt_tokens=5000, expected_tokens=1000)
     p.place(request, 50.0)
     assert resident(p)["e0"] == pytest.approx(5100, abs=2)
-    p.expire(1000.0)  # another share now, and yet what was added is taken back
+    p.forget_idle(1000.0)  # another share now, and yet what was added is taken back
     p.done(request, "e0", 1000.0)
-    p.finish_session("s")
+    p.sessions.drop("s")
     assert resident(p) == {"e0": 0}
 
 
@@ -142,7 +145,7 @@ def test_where_no_session_comes_back_only_prompts_are_resident() -> None:
     p = placement(entries(1))
     for i in range(64):
         turn(p, f"s{i}", 0.0, tokens=0, expected_tokens=1000)
-    p.expire(10.0)
+    p.forget_idle(10.0)
     p.place(Hints("s", prompt_tokens=10, expected_tokens=1000), 10.0)
     assert resident(p)["e0"] == 10
 

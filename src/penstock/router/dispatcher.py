@@ -80,7 +80,7 @@ class Dispatcher:
 
     def finish_session(self, session_id: str) -> bool:
         """Forget a session that has no further turn; return False if it was not known."""
-        known = self.placement.finish_session(session_id)
+        known = self.placement.sessions.drop(session_id)
         self.gate.room()
         return known
 
@@ -147,7 +147,7 @@ class Dispatcher:
                 backend.close_idle(now)
         if now >= self._expire_at and self.placement.turns["opened"]:  # there was a session
             self._expire_at = now + _EXPIRE_S
-            if self.placement.expire(now):
+            if self.placement.sessions.expire(now, self._config.session_ttl_s):
                 self.gate.room()
         if self.gate.busy:
             self.gate.expire(now)

@@ -7,6 +7,7 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
 from penstock.router.membership import Engine
+from penstock.router.policies import Hints
 
 
 @dataclass(slots=True)
@@ -32,6 +33,10 @@ class SessionTable:
         self._counted: OrderedDict[str, Session] = OrderedDict()
         self._idle: OrderedDict[str, Session] = OrderedDict()
         """Sessions that no longer count. Both tables have the least recently used session first."""
+        self._in_flight: dict[str, int] = {}
+        """Turns in flight of each session."""
+        self._stats = SessionStats()
+        self.added_share = self._stats.added_share
 
     def __len__(self) -> int:
         return len(self._counted) + len(self._idle)
@@ -40,14 +45,35 @@ class SessionTable:
         """Return a session, which the caller must not change; None: unknown."""
         return self._counted.get(session_id) or self._idle.get(session_id)
 
-    def record(self, session_id: str, engine: Engine, tokens: int, now: float) -> None:
-        """Note that a session lives on `engine` with `tokens` of context; `now`: seconds."""
+    def begin_turn(
+        self, session_id: str, request: Hints, record: Session | None, engine: Engine, now: float, *, again: bool
+    ) -> int:
+        """Note a turn of a session on `engine`, where it lives from now on; return the tokens that its answer will add.
+
+        `record` is what `get` returned; `again`: an engine has failed under this turn; `now`: seconds.
+        """
+        context = request.prompt_tokens
+        if record is not None:
+            context = context or record.tokens
+            if session_id not in self._in_flight and not again:
+                self._stats.came_back(now - record.used, context - record.tokens, request.expected_tokens)
+        self._in_flight[session_id] = self._in_flight.get(session_id, 0) + 1
+        self._record(session_id, engine, context or 1, now)
+        return int(request.expected_tokens * self.added_share)
+
+    def end_turn(self, session_id: str, now: float) -> None:
+        in_flight = self._in_flight.pop(session_id) - 1
+        if in_flight:
+            self._in_flight[session_id] = in_flight
+        self._touch(session_id, now)
+        self._stats.ended += 1
+
+    def _record(self, session_id: str, engine: Engine, tokens: int, now: float) -> None:
         record = self._counted.get(session_id)
         if record is not None and record.engine is engine:  # a later turn that stays
             engine.resident_tokens += tokens - record.tokens
             record.tokens = tokens
-            record.used = now
-            self._counted.move_to_end(session_id)
+            self._touch(session_id, now)
             return
         self.drop(session_id)
         if len(self) >= self._capacity:
@@ -56,14 +82,14 @@ class SessionTable:
         engine.resident_tokens += tokens
         self._counted[session_id] = Session(engine, tokens, now)
 
-    def touch(self, session_id: str, now: float) -> None:
+    def _touch(self, session_id: str, now: float) -> None:
         record = self._counted.get(session_id)
         if record is not None:
             record.used = now
             self._counted.move_to_end(session_id)
 
-    def drop(self, session_id: str) -> Session | None:
-        """Forget a session; return its record, or None if it was unknown."""
+    def drop(self, session_id: str) -> bool:
+        """Forget a session, which has ended; return False if it was not known."""
         record = self._counted.pop(session_id, None)
         if record is not None:
             record.engine.resident_tokens -= record.tokens
@@ -71,14 +97,21 @@ class SessionTable:
             record = self._idle.pop(session_id, None)
         if record is not None:
             record.engine.sessions -= 1
-        return record
+        return record is not None
 
-    def expire(self, *, idle_before: float, gone_before: float) -> int:
-        """Stop counting idle sessions, and forget those unused for longer.
+    def expire(self, now: float, ttl: float) -> int:
+        """Forget sessions unused for `ttl` seconds; stop counting idle ones as resident.
 
-        Idle: not used since `idle_before`; forgotten: not since `gone_before`. Returns the number that ceased to count.
+        The idle limit is three times the mean pause between two turns. Sessions that ended without `drop` therefore do
+        not keep new ones waiting. A pause for a tool does not make a session look gone.
+
+        Returns:
+            The number of sessions that ceased to count; above 0, waiting requests may find room.
         """
-        ceased = 0
+        for session_id in self._in_flight:
+            self._touch(session_id, now)
+        self.added_share = self._stats.added_share
+        idle_before, ceased = now - min(ttl, self._stats.idle_s), 0
         while self._counted:
             session_id, record = next(iter(self._counted.items()))
             if record.used >= idle_before:
@@ -89,7 +122,7 @@ class SessionTable:
             ceased += 1
         while self._idle:
             session_id, record = next(iter(self._idle.items()))
-            if record.used >= gone_before:
+            if record.used >= now - ttl:
                 break
             self.drop(session_id)
         return ceased
@@ -99,8 +132,7 @@ _RECENT = 1024
 """Turns that a mean is made of, at least; older turns count half or less."""
 _FIRST_TURNS = 64
 """Turns, none of them a session's second, after which sessions are assumed to have one turn each."""
-_IDLE_PAUSES = 3.0
-_LEAST_IDLE_S = 3.0
+_IDLE_PAUSES, _LEAST_IDLE_S = 3.0, 3.0
 
 
 class SessionStats:
@@ -110,11 +142,10 @@ class SessionStats:
     over. Both values are needed to estimate how much of a KV cache is taken.
     """
 
-    def __init__(self) -> None:
-        self.ended = 0
-        """Turns that have ended."""
-        self._returns = self._added = self._expected = 0
-        self._paused_s = 0.0
+    ended = 0
+    """Turns that have ended."""
+    _returns = _added = _expected = 0
+    _paused_s = 0.0
 
     def came_back(self, paused_s: float, added: int, expected: int) -> None:
         """Note that a session begins another turn, `paused_s` seconds after its last one.
@@ -123,9 +154,8 @@ class SessionStats:
         """
         self._returns += 1
         self._paused_s += paused_s
-        if expected:
-            self._expected += expected
-            self._added += added if 0 < added < expected else expected if added > 0 else 0
+        self._expected += expected
+        self._added += min(max(added, 0), expected)
         if self._returns >= 2 * _RECENT:
             self._returns //= 2
             self._paused_s /= 2
@@ -146,7 +176,7 @@ class SessionStats:
     @property
     def idle_s(self) -> float:
         """Seconds of pause after which a session will probably not come back."""
-        return max(_LEAST_IDLE_S, _IDLE_PAUSES * self._paused_s / self._returns) if self._returns else _LEAST_IDLE_S
+        return max(_LEAST_IDLE_S, _IDLE_PAUSES * self._paused_s / max(1, self._returns))
 
 
 SECONDS = (

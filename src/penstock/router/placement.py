@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.rooms import plugged_in
 from penstock.router.membership import Engine, EngineEntry, EngineSet
-from penstock.router.memory import Session, SessionStats, SessionTable
+from penstock.router.memory import Session, SessionTable
 from penstock.router.policies import Defer, Hints, Policies, RequestView
 from penstock.settings import RouterConfig
 
@@ -41,10 +41,6 @@ class Placement(EngineSet):
         engine could not serve them. Others: `opened` a session, or `single` without one."""
         self._groups: OrderedDict[str, Counter[str]] = OrderedDict()
         """Samples of each group by engine."""
-        self._in_flight: dict[str, int] = {}
-        """Turns in flight of each session."""
-        self._stats = SessionStats()
-        self._added_share = self._stats.added_share
 
     def set_policy(self, config: RouterConfig) -> None:
         """Place by other policies from now on; sessions, loads and prefixes stay known."""
@@ -72,76 +68,43 @@ class Placement(EngineSet):
         record = None if session_id is None else self.sessions.get(session_id)
         home = None if record is None else self._home(record.engine, request, tried)
         if home is not None and not home.takes_new:
-            return self._record(request, now, tried, record, home, home, "draining")
-        engines = self._able(request, tried)
-        if not engines:
-            return None
-        boundaries = ()
-        if self._policy.reads_prefixes and request.prefix_hashes:
-            boundaries = self._prefixes.boundaries(request.prefix_hashes)
-        group_id = None if home is not None else request.group_id
-        seen = RequestView(
-            session_id,
-            home,
-            0 if record is None else record.tokens,
-            record is not None,
-            request.prompt_tokens,
-            int(request.expected_tokens * self._added_share),
-            self._prefixes.holders(boundaries, len(self.engines)) if boundaries else {},
-            self._groups.get(group_id or "", _NO_SAMPLES),
-            self._placed,
-        )
-        rule, engine = self._policy.ask(engines, seen)
-        if isinstance(engine, Defer):
-            return engine
-        if boundaries:
-            self._prefixes.note(engine, boundaries, self.config.prefix_length)
-        if group_id is not None:
-            self._groups.setdefault(group_id, Counter())[engine.name] += 1
-            self._groups.move_to_end(group_id)
-            if len(self._groups) > MOST_GROUPS:
-                self._groups.popitem(last=False)
-        return self._record(request, now, tried, record, home, engine, rule)
+            rule, engine = "draining", home
+        else:
+            engines = self._able(request, tried)
+            if not engines:
+                return None
+            rule, engine = self._ask(engines, request, record, home)
+            if isinstance(engine, Defer):
+                return engine
+        tokens = request.prompt_tokens + request.expected_tokens
+        if session_id is None:
+            # Without token counts, a request counts as one token, so that the number of requests is balanced.
+            turn, request.counted_tokens = "single", tokens or 1
+        else:
+            turn = (
+                "opened" if record is None else "rehomed" if home is None else "stayed" if home is engine else "moved"
+            )
+            counted = self.sessions.begin_turn(session_id, request, record, engine, now, again=bool(tried))
+            request.counted_tokens = counted
+        engine.outstanding += 1
+        engine.outstanding_tokens += tokens
+        engine.resident_tokens += request.counted_tokens
+        self._placed += 1
+        self.rules[rule] += 1
+        self.turns[turn] += 1
+        return engine
+
+    def done(self, request: Hints, engine: Engine, now: float) -> None:
+        """Stop counting a request on an engine, once for each answer of `place`."""
+        engine.outstanding -= 1
+        engine.outstanding_tokens -= request.prompt_tokens + request.expected_tokens
+        engine.resident_tokens -= request.counted_tokens
+        if request.session_id is not None:
+            self.sessions.end_turn(request.session_id, now)
 
     def could_serve(self, request: Hints) -> bool:
         """Return whether an engine may serve the request if none counted as tried."""
         return bool(self._able(request, ()))
-
-    def done(self, request: Hints, engine: Engine, now: float) -> None:
-        """Stop counting a request on an engine, once for each answer of `place`."""
-        session_id = request.session_id
-        tokens = request.prompt_tokens + request.expected_tokens
-        if session_id is None:
-            _count(engine, -1, -tokens, -(tokens or 1))
-        else:
-            _count(engine, -1, -tokens, -request.counted_tokens)
-            in_flight = self._in_flight[session_id] - 1
-            if in_flight:
-                self._in_flight[session_id] = in_flight
-            else:
-                del self._in_flight[session_id]
-            self.sessions.touch(session_id, now)
-            self._stats.ended += 1
-
-    def finish_session(self, session_id: str) -> bool:
-        """Forget a session that has ended; return False if it was not known."""
-        return self.sessions.drop(session_id) is not None
-
-    def expire(self, now: float) -> int:
-        """Forget sessions unused for `session_ttl_s`; stop counting idle ones as resident.
-
-        The idle limit is three times the mean pause between two turns (`SessionStats`). Sessions that ended without
-        `finish_session` therefore do not keep new ones waiting. A pause for a tool does not make a session look gone.
-
-        Returns:
-            The number of sessions that ceased to count; above 0, waiting requests may find room.
-        """
-        for session_id in self._in_flight:
-            self.sessions.touch(session_id, now)
-        ttl = self.config.session_ttl_s
-        idle = min(ttl, self._stats.idle_s)
-        self._added_share = self._stats.added_share
-        return self.sessions.expire(idle_before=now - idle, gone_before=now - ttl)
 
     def _able(self, request: Hints, tried: Collection[Engine]) -> Sequence[Engine]:
         """Return the engines that may serve a new request."""
@@ -155,41 +118,32 @@ class Placement(EngineSet):
             return None
         return home if home.takes_new or (home.serves and self._policy.sticky) else None
 
-    def _record(
-        self,
-        request: Hints,
-        now: float,
-        tried: Collection[Engine],
-        record: Session | None,
-        home: Engine | None,
-        engine: Engine,
-        rule: str,
-    ) -> Engine:
-        session_id = request.session_id
-        tokens = request.prompt_tokens + request.expected_tokens
-        if session_id is None:
-            # Without token counts, a request counts as one token, so that the number of requests is balanced.
-            _count(engine, 1, tokens, tokens or 1)
-            turn = "single"
-        else:
-            context, turn = request.prompt_tokens, "opened"
-            if record is not None:
-                context = context or record.tokens
-                if session_id not in self._in_flight and not tried:
-                    self._stats.came_back(now - record.used, context - record.tokens, request.expected_tokens)
-                turn = "rehomed" if home is None else "stayed" if home is engine else "moved"
-            request.counted_tokens = int(request.expected_tokens * self._added_share)
-            _count(engine, 1, tokens, request.counted_tokens)
-            self._in_flight[session_id] = self._in_flight.get(session_id, 0) + 1
-            self.sessions.record(session_id, engine, context or 1, now)
-        self._placed += 1
-        self.rules[rule] += 1
-        self.turns[turn] += 1
-        return engine
-
-
-def _count(engine: Engine, requests: int, tokens: int, resident: int) -> None:
-    """Add to an engine's load in flight; negative values take a finished request out again."""
-    engine.outstanding += requests
-    engine.outstanding_tokens += tokens
-    engine.resident_tokens += resident
+    def _ask(
+        self, engines: Sequence[Engine], request: Hints, record: Session | None, home: Engine | None
+    ) -> tuple[str, Engine | Defer]:
+        """Ask the policies; note the engine as one that has the prompt and a sample of the group."""
+        boundaries = ()
+        if self._policy.reads_prefixes and request.prefix_hashes:
+            boundaries = self._prefixes.boundaries(request.prefix_hashes)
+        group_id = None if home is not None else request.group_id
+        seen = RequestView(
+            request.session_id,
+            home,
+            0 if record is None else record.tokens,
+            record is not None,
+            request.prompt_tokens,
+            int(request.expected_tokens * self.sessions.added_share),
+            self._prefixes.holders(boundaries, len(self.engines)) if boundaries else {},
+            self._groups.get(group_id or "", _NO_SAMPLES),
+            self._placed,
+        )
+        rule, engine = self._policy.ask(engines, seen)
+        if not isinstance(engine, Defer):
+            if boundaries:
+                self._prefixes.note(engine, boundaries, self.config.prefix_length)
+            if group_id is not None:
+                self._groups.setdefault(group_id, Counter())[engine.name] += 1
+                self._groups.move_to_end(group_id)
+                if len(self._groups) > MOST_GROUPS:
+                    self._groups.popitem(last=False)
+        return rule, engine

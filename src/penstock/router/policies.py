@@ -36,7 +36,7 @@ class Hints:
     prefix_hashes: bytes | None = None
     """`X-Prefix-Hashes`, unparsed."""
     counted_tokens: int = 0
-    """Tokens of `expected_tokens` that count on the engine; the placement sets it."""
+    """Tokens that count as resident on the engine while the request is in flight; the placement sets it."""
 
 
 class RequestView(NamedTuple):
