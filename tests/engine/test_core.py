@@ -69,6 +69,9 @@ class Core:
     def set_weight_version(self, version: str) -> None:
         self.done.append(f"label {version}")
 
+    def get_weight_version(self) -> str | None:
+        return "4"
+
     def reset_prefix_cache(self, *, reset_running_requests: bool, reset_connector: bool) -> bool:
         assert (reset_running_requests, reset_connector, self.paused) == (True, True, True)
         self.done.append("reset prefix cache")
@@ -147,7 +150,6 @@ def test_a_core_that_has_loaded_waits_for_the_others_until_it_commits():
 ])  # fmt: skip
 def test_the_api_server_gets_what_the_port_would_answer(path: str, given: Any, reply: tuple[int, Any]):
     core = Core(step_under_way=False)
-    core.get_weight_version = lambda: "4"
     done = control_of(core).control(path, orjson.dumps(given))
     if reply[0] != 400:
         kind, call = core.input_queue.get(timeout=WAIT_S)
@@ -224,7 +226,6 @@ def test_a_core_says_how_long_it_was_held_whatever_held_it(monkeypatch: pytest.M
 
 def test_a_core_says_what_it_is_in_and_how_many_calls_may_have_changed_its_weights():
     core = Core(step_under_way=False)
-    core.get_weight_version = lambda: "4"
     pausing = control_of(core).pausing
 
     def state() -> dict[str, Any]:

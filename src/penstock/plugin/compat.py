@@ -7,7 +7,6 @@ vLLM 0.32 labels its weights and every token. `token_versions.py` does so for ol
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import runpy
 import sys
@@ -16,39 +15,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from penstock.plugin.token_versions import send_mark, version_of_label
+from penstock.plugin.token_versions import send_mark
 
 
 def run_server() -> None:
-    """Run vLLM's API server with the token endpoint, an option of newer versions."""
-    if importlib.util.find_spec("vllm.entrypoints.launchers") is None:
-        if "--enable-return-routed-experts" in sys.argv:  # its second model runner does not report experts
-            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-        runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
-        return
-    sys.argv.append("--enable-scale-out")
-    importlib.import_module("vllm.entrypoints.launchers.api_server.entry").main()
+    """Run vLLM's API server."""
+    if "--enable-return-routed-experts" in sys.argv:  # its second model runner does not report experts
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
 
 
-def core_label(core: Any) -> int | None:
-    """Return the core's label for tokens; None on 0.26, where only the API server sees a native update."""
-    return core_version(core) if hasattr(core, "get_weight_version") else None
-
-
-def core_version(core: Any) -> int:
-    """Return the version of a core's weights: its label, or our last update's."""
-    if hasattr(core, "get_weight_version"):
-        return version_of_label(core.get_weight_version())
-    return getattr(core, "_penstock_version", 0)
-
-
-def label_core(core: Any, version: int) -> None:
-    """Label tokens that this core makes from now on."""
-    if hasattr(core, "set_weight_version"):
-        core.set_weight_version(str(version))
-        return
-    core._penstock_version = version  # noqa: SLF001
-    send_mark(core, version=version)
+def add_labels(core_class: Any) -> None:
+    """Give EngineCoreProc the newer versions' methods that set and return the label of tokens from now on."""
+    core_class.set_weight_version = lambda core, label: send_mark(core, version=int(label))
+    core_class.get_weight_version = lambda _: None  # only the API server sees a native update
 
 
 def preempt(scheduler: Any, request: Any) -> None:

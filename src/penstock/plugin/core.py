@@ -20,11 +20,11 @@ from typing import Any, get_args
 
 from penstock.control_types import KV
 from penstock.errors import EngineError, StateError, TransferError, WeightsError, attempt
-from penstock.plugin import compat
 from penstock.plugin.core_http import CoreServer, Route, respond
 from penstock.plugin.pause import UPDATE, WEIGHTS, PauseState, StepCap, clear_kv, mode_in_core
 from penstock.plugin.spec import WeightSpec, expected_weights
 from penstock.plugin.steps import Steps, between_steps
+from penstock.plugin.token_versions import version_of_label
 from penstock.rooms import plugged_as, plugged_in
 from penstock.weights.manifest import WeightManifest
 
@@ -198,6 +198,7 @@ class CoreControl:
 
     def _state(self) -> dict[str, Any]:
         running, waiting = self.core.scheduler.get_request_counts()
+        label = self.core.get_weight_version()
         return {
             "paused": self.core.is_scheduler_paused(),
             "running": running,
@@ -205,7 +206,7 @@ class CoreControl:
             "held_s": self.pausing.held_s,
             "asleep": bool(self.pausing.asleep),
             "torn": WEIGHTS in self.pausing.holds,
-            "weight_version": compat.core_label(self.core),
+            "weight_version": None if label is None else version_of_label(label),
             "foreign": self._foreign,
             "checksum": self.loaded,
         }
@@ -274,7 +275,7 @@ class CoreUpdate:
 
     def commit(self) -> None:
         """Label the loaded weights. The core resumes unless paused or asleep."""
-        compat.label_core(self._core, self._version)
+        self._core.set_weight_version(str(self._version))
         self._pausing.weights_are_in()
 
 

@@ -35,6 +35,8 @@ def install() -> None:
 
 
 def _add_calls(core_class: Any) -> None:
+    if not hasattr(core_class, "set_weight_version"):
+        plugged_in("compat.labels")(core_class)
     core_class._handle_client_request = taking_calls(core_class._handle_client_request)  # noqa: SLF001
     core_class.penstock_rpc = core_class.collective_rpc  # our own calls keep track of the weights themselves
     core_class.collective_rpc = _sendable(core_class.collective_rpc)

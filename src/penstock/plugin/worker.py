@@ -7,7 +7,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from penstock.errors import PenstockError, WeightsError, attempt
-from penstock.plugin.compat import without_adapters
 from penstock.plugin.spec import schemes_of
 from penstock.rooms import plugged_as, plugged_in
 from penstock.weights.checksum import device_sums, warm_up
@@ -169,9 +168,12 @@ class Loader:
             config = self._worker.model_config
             quantised = getattr(config.hf_config, "quantization_config", None) is not None
             self._schemes = schemes_of(config) if quantised else {}
-        begin(self._model)
-        receive(self._model, plugged_in("quantise.tensors")(self._schemes, tensors()) if self._schemes else tensors())
-        finish(self._model, self._worker.model_config)
+        lora = getattr(self._worker.model_runner, "lora_manager", None) is not None
+        with plugged_in("compat.bare")(self._model) if lora else nullcontext():
+            begin(self._model)
+            given = plugged_in("quantise.tensors")(self._schemes, tensors()) if self._schemes else tensors()
+            receive(self._model, given)
+            finish(self._model, self._worker.model_config)
         if proof is not None and self.direct is not None:
             self.direct.settle(proof, self._model)
 
@@ -185,15 +187,14 @@ class Loader:
 
 def begin(model: Any) -> None:
     """Put the layers into loading state. The model cannot run until `finish`."""
-    with without_adapters(model):
-        if current_platform.is_cpu():
-            _rebuild_experts(model)
-        initialize_layerwise_reload(model)
+    if current_platform.is_cpu():
+        _rebuild_experts(model)
+    initialize_layerwise_reload(model)
 
 
 def receive(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Load checkpoint tensors into a model after `begin`. After an error, `begin` may be called again."""
-    with without_adapters(model), ExitStack() as undo:
+    with ExitStack() as undo:
         undo.callback(_put_back, model)  # else the next reload would count the tensors of this one as its own
         model.load_weights(tensors)
         undo.pop_all()
@@ -201,10 +202,9 @@ def receive(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 def finish(model: Any, model_config: Any) -> None:
     """Take the layers out of loading state, with the loaded weights in force."""
-    with without_adapters(model):
-        finalize_layerwise_reload(model, model_config)
-        if current_platform.is_cpu():
-            _pack_again(model)
+    finalize_layerwise_reload(model, model_config)
+    if current_platform.is_cpu():
+        _pack_again(model)
     if next(model.parameters()).device.type == "cuda":
         torch.cuda.empty_cache()  # torch would keep the memory that the largest layers used during the reload
 
