@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from penstock.errors import StateError
@@ -113,7 +114,7 @@ class Pacer:
 
     def __init__(self) -> None:
         self.busy_s = 0.0
-        self._turns: dict[int, asyncio.Future[None]] = {}
+        self._turns: dict[int, asyncio.Event] = {}
         self._hurried = -1
 
     async def turn(self, group: int, place: int, of: int) -> None:
@@ -125,13 +126,12 @@ class Pacer:
         delay = self.busy_s * (portion + 0.5) / STARTS_PER_BATCH
         if delay <= 0 or group <= self._hurried:
             return
-        loop = asyncio.get_running_loop()
-        turn = self._turns[group] = loop.create_future()
-        timer = loop.call_later(delay, _release, turn)
+        turn = self._turns[group] = asyncio.Event()
         try:
-            await turn
+            with suppress(TimeoutError):
+                async with asyncio.timeout(delay):
+                    await turn.wait()
         finally:
-            timer.cancel()
             del self._turns[group]
 
     def hurry(self, groups: Iterable[int]) -> None:
@@ -139,9 +139,4 @@ class Pacer:
         self._hurried = max(self._hurried, *groups)
         for group, turn in self._turns.items():
             if group <= self._hurried:
-                _release(turn)
-
-
-def _release(turn: asyncio.Future[None]) -> None:
-    if not turn.done():
-        turn.set_result(None)
+                turn.set()
