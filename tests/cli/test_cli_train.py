@@ -7,7 +7,9 @@ import shlex
 import signal
 import subprocess
 import time
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
 from run_cli import END_S, PENSTOCK, environment, penstock
@@ -57,12 +59,13 @@ def test_after_ctrl_c_it_says_the_command_that_goes_on(tmp_path: Path) -> None:
 def test_before_the_run_began_it_names_no_command_that_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(*_: object, **__: object) -> None:
+    def interrupted(run: Coroutine[Any, Any, object]) -> None:
+        run.close()
         raise Interrupted(signal.SIGINT)
 
     (tmp_path / "run.yaml").write_text(FILE)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "_train", interrupted)
+    monkeypatch.setattr(train, "run_until_signal", interrupted)
     with pytest.raises(Interrupted):
         train._run_here(Path("run.yaml"), [], {}, resume=False, fresh=False)
     assert capsys.readouterr().err == "interrupted before the run began\n"

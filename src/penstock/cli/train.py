@@ -7,14 +7,11 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from penstock.cli.common import Interrupted, check_engine, check_port, only_one, require_extra, run_until_signal
-
-if TYPE_CHECKING:
-    from penstock.config import RunConfig
 
 
 def train(
@@ -59,6 +56,7 @@ def _run_here(
 ) -> Path:
     """Train after the checks that need no slow imports. Return the run folder."""
     from penstock.config import load_config  # noqa: PLC0415
+    from penstock.observe.progress import RunDisplay  # noqa: PLC0415
     from penstock.observe.run_folder import CONFIG  # noqa: PLC0415
 
     only_one(resume=resume, fresh=fresh)
@@ -69,22 +67,16 @@ def _run_here(
     if settings.fleet.engines:  # attached engines have their own device and model
         check_engine(settings.engine)
     try:
-        _train(settings, launched, resume=resume, fresh=fresh)
+        with RunDisplay(settings.name, settings.train.steps) as display:
+            from penstock.train.run import run  # noqa: PLC0415 - seconds: torch
+
+            run_until_signal(run(settings, resume=resume, fresh=fresh, reporter=display, launched=launched))
     except Interrupted:
         command = shlex.join(["penstock", "train", str(config), *overrides, "--resume"])
         goes_on = f"; {folder} goes on from its last checkpoint with: {command}" if (folder / CONFIG).exists() else ""
         typer.echo(f"interrupted{goes_on or ' before the run began'}", err=True)
         raise
     return folder
-
-
-def _train(settings: RunConfig, launched: Mapping[str, str], *, resume: bool, fresh: bool) -> None:
-    from penstock.observe.progress import RunDisplay  # noqa: PLC0415
-
-    with RunDisplay(settings.name, settings.train.steps) as display:
-        from penstock.train.run import run  # noqa: PLC0415 - seconds: torch
-
-        run_until_signal(run(settings, resume=resume, fresh=fresh, reporter=display, launched=launched))
 
 
 def plot(
