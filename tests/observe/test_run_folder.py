@@ -14,9 +14,8 @@ import pytest
 from patience import WAIT_S
 from penstock.config import RunConfig
 from penstock.errors import ConfigError, UserError
-from penstock.observe.run_folder import RunFolder
+from penstock.observe.run_folder import SHOWN, RunFolder, pick, record_of, to_markdown
 from penstock.observe.summary import Summary
-from penstock.observe.trajectory_log import SHOWN, pick, record_of, to_markdown
 from penstock.rollout.generator import Trajectory
 from penstock.settings import EngineConfig
 

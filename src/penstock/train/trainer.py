@@ -18,10 +18,9 @@ from penstock.control_types import UpdateReport
 from penstock.engine.layouts import read_shape
 from penstock.errors import MissingCapabilityError, PenstockError, StateError, WeightsError
 from penstock.fleet.fleet import Fleet
-from penstock.observe.run_folder import RunFolder
+from penstock.observe.run_folder import RunFolder, pick, record_of
 from penstock.observe.summary import Reporter, Summary
 from penstock.observe.trace import LEARNER, Loads, Tracer
-from penstock.observe.trajectory_log import pick, record_of
 from penstock.rollout.environment import Environment, Task
 from penstock.rollout.generator import Generator, Trajectory
 from penstock.train.grpo import Trainee
