@@ -71,7 +71,7 @@ async def test_a_rank_that_stands_still_in_a_save_ends_the_run_with_its_name(
         pid = ranks.pids[1]
         with pytest.raises(LearnerError, match=rf"lost each other: .*imed out.*; still running: rank 1 \(pid {pid}\)"):
             await ranks.during(asyncio.to_thread(learner.save, None, folder))
-        assert learner.is_lost
+        assert learner._lost
 
 
 async def test_a_cancelled_run_does_not_wait_for_a_rank_that_stands_still(
@@ -88,7 +88,7 @@ async def test_a_cancelled_run_does_not_wait_for_a_rank_that_stands_still(
         run.cancel()
         with pytest.raises(asyncio.CancelledError):
             await run
-        assert learner.is_lost
+        assert learner._lost
 
 
 async def test_a_rank_that_cannot_start_is_named(micro_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

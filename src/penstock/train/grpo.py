@@ -77,13 +77,7 @@ class Trainee:
         are those of the behaviour policy: no second forward pass computes them.
 
         Returns:
-            `loss`, and its parts `loss_kl` and `loss_entropy` without coefficients; `grad_norm` (before clipping),
-            `reward_mean`, `tokens` (prompt and response), `seconds`, `tokens_per_second`,
-            `trajectories_without_advantage` (fraction). Over the policy's tokens: means of `LossOutput.metrics` and
-            `entropy` (nats), `ratio_p1`, `ratio_p50`, `ratio_p99`, `ratio_max`, `effective_sample_share`,
-            `kv_kept_share`, `logprob_diff_mean` (|trainer - engine|, nats), and `logprob_diff_kv_kept` of tokens with
-            older KV. Over the others: `logprob_diff_staleness/s` (mean at staleness s). At staleness 0:
-            `logprob_diff_equal_tokens` (count) and `logprob_diff_max_equal` (if there are any).
+            The metrics that docs/reference/run-folder.md explains under `learner/...`.
 
         Raises:
             UserError: no trajectories, an empty prompt, or no token that the policy made.

@@ -61,11 +61,6 @@ class RankedLearner(Learner):
     def versions(self) -> dict[str | None, int]:  # pyright: ignore[reportIncompatibleVariableOverride] - read only
         return self._part.versions
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether a rank is lost, or a call broke off on some of the ranks."""
-        return bool(self._lost)
-
     def forward(self, adapter: str | None, loss: LossSpec, data: Sequence[Datum]) -> Outputs:
         return self._run("forward", adapter, loss, data)
 

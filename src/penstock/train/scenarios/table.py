@@ -49,7 +49,6 @@ class Scenario:
         on_gpu: keys over `keys` for engines on GPUs.
         fewer: further keys for machines with this many GPUs, or more but fewer than the next entry.
         kind: `train`, or the name of a check in `fleets.py`.
-        note: how the shape differs from the plan, and what stands in for what.
         missing: part of Penstock that the scenario needs and that does not exist yet.
         gains: whether the sorter's accuracy must rise by `GAIN`.
     """
@@ -61,7 +60,6 @@ class Scenario:
     gpus: int = 0
     fewer: Mapping[int, Mapping[str, Mapping[str, Any]]] = field(default_factory=lambda: SHARED)
     kind: str = "train"
-    note: str = ""
     missing: str = ""
     gains: bool = True
 
@@ -162,7 +160,7 @@ SCENARIOS: Mapping[str, Scenario] = {
                 "rollout": {"groups_per_batch": 32, "max_tokens": 20, "max_turns": 2, "max_episode_tokens": 64},
                 "train": {"steps": 20},
             },
-            gains=False, note="20 steps; the checklist asks for no gain",
+            gains=False,
         ),
         Scenario(
             "http-generator", "OpenAI's completions over HTTP give the tokens of the token interface", kind="http"
@@ -192,7 +190,7 @@ SCENARIOS: Mapping[str, Scenario] = {
                 1: {"engine": {**SLEEPING, "tensor_parallel_size": 1}, "train": {"schedule": "colocated"}},
                 2: {"engine": SLEEPING, "train": {"schedule": "colocated"}},
             },
-            note="a small Qwen3-MoE of random weights stands in for a model, unless --model",
+            # a small Qwen3-MoE of random weights stands in for a model, unless --model
         ),
         Scenario(
             "lora", "an adapter is trained and served beside the base", {"train": {"lora": {"rank": 16},
@@ -203,7 +201,7 @@ SCENARIOS: Mapping[str, Scenario] = {
             "quantised", "int8 engines under a learner in floats, corrected",
             {"engine": {"quantization": "int8"}, "train": {"correction": "tis"}},
             on_gpu={"engine": {"dtype": "bfloat16"}},
-            note="engine.quantization=fp8 is the other kind; GPUs compute it in bfloat16",
+            # engine.quantization=fp8 is the other kind; GPUs compute it in bfloat16
         ),
         Scenario("pause-keep", "a pause keeps requests in flight, and they go on", kind="pause_keep"),
         Scenario(
@@ -228,7 +226,7 @@ SCENARIOS: Mapping[str, Scenario] = {
                 "eval": {"size": 8},
             },
             gains=False,
-            note="the sorter stands in for a model that can solve it, and a generated data set for GSM8K unless --data",
+            # the sorter stands in for a model that can solve it, and a generated data set for GSM8K unless --data
         ),
     )
 }  # fmt: skip
