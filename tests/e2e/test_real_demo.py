@@ -72,7 +72,7 @@ async def test_a_run_that_loses_a_rank_says_so_and_is_taken_up_again(tmp_path):
     await eventually(lambda: len(_rows(folder)) >= 3 or first.returncode is not None, 180)
     assert first.returncode is None, (await first.communicate())[0].decode()
     started = psutil.Process(first.pid).children(recursive=True)
-    (rank,) = (process for process in started if "penstock.train.rank" in process.cmdline())
+    (rank,) = (process for process in started if "penstock.train.ranks" in process.cmdline())
     rank.send_signal(signal.SIGKILL)
     out, _ = await asyncio.wait_for(first.communicate(), 100)
     assert first.returncode == 1, out.decode()

@@ -43,7 +43,7 @@ async def nodes(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RayNodes]:
 
 def rank_processes() -> list[psutil.Process]:
     below = psutil.Process().children(recursive=True)
-    return [p for p in below if p.status() != psutil.STATUS_ZOMBIE and "penstock.train.rank" in p.cmdline()]
+    return [p for p in below if p.status() != psutil.STATUS_ZOMBIE and "penstock.train.ranks" in p.cmdline()]
 
 
 async def test_ranks_on_two_nodes_train_as_one_process_and_a_lost_node_is_named(

@@ -15,8 +15,7 @@ import pytest
 
 from penstock.cli.train import train
 from penstock.errors import ConfigError
-from penstock.train.rank import take_launched
-from penstock.train.ranks import Ranks
+from penstock.train.ranks import Ranks, take_launched
 
 MODEL = Path(__file__).parents[2] / "examples" / "models" / "sorter-0.8m"
 FILE = f"""

@@ -37,7 +37,7 @@ def train(
     trajectories (docs/reference/run-folder.md). Keys and their meaning: docs/reference/configuration.md.
     """
     from penstock.errors import PenstockError  # noqa: PLC0415
-    from penstock.train.rank import follow, on_one_host, report_failure, take_launched  # noqa: PLC0415
+    from penstock.train.ranks import follow, on_one_host, report_failure, take_launched  # noqa: PLC0415
 
     sys.path.append(str(Path.cwd()))  # for the user's own environment or loss, on every rank
     launched = take_launched(os.environ)

@@ -1,21 +1,25 @@
-"""Starts the other ranks of a sharded learner, and ends the run if one ends."""
+"""The ranks of a sharded learner: rank 0 starts the others, and ends the run if one ends.
+
+`python -m penstock.train.ranks` is one of the others. It runs until rank 0 stops or dies.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Coroutine, Mapping
+import time
+from collections.abc import Callable, Coroutine, Mapping, MutableMapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from penstock.errors import ConfigError, LearnerError
+from penstock.errors import ConfigError, LearnerError, PenstockError
 from penstock.fleet.gpus import visible_gpus
-from penstock.process import ChildProcess
-from penstock.train.rank import on_one_host
+from penstock.process import ChildProcess, watch_lifeline
 
 if TYPE_CHECKING:
     from penstock.train.rank_group import RankGroup
@@ -26,6 +30,10 @@ STOP_S = 10.0
 """Seconds for a rank to end by itself, and then again after SIGTERM."""
 EXPLAIN_S = 10.0
 """Seconds between a failed collective and the end of the rank that explains it."""
+_NEEDED = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+_NAMES = _NEEDED | {"LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"}
+_PREFIXES = ("GROUP_", "ROLE_", "TORCHELASTIC_")
+"""Names and prefixes of the variables that torchrun sets."""
 T = TypeVar("T")
 
 
@@ -35,7 +43,7 @@ class Ranks:
     Args:
         count: number of all ranks, including this one.
         log_dir: folder of the `rank-N.log` files.
-        launched: torchrun's variables (`rank.take_launched`): the others already run, and torchrun ends them.
+        launched: torchrun's variables (`take_launched`): the others already run, and torchrun ends them.
         ray_address: address of the Ray cluster that runs the others; None: they are processes of this machine.
 
     Raises:
@@ -157,7 +165,7 @@ class Ranks:
         for rank in range(1, self.count):
             place = {"RANK": rank, "WORLD_SIZE": self.count, "LOCAL_WORLD_SIZE": self.count, "MASTER_PORT": port}
             child = await ChildProcess.start(
-                [sys.executable, "-m", "penstock.train.rank"],
+                [sys.executable, "-m", "penstock.train.ranks"],
                 name=f"rank {rank}",
                 log=self._log_dir / f"rank-{rank}.log",
                 env={"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in place.items()}},
@@ -184,3 +192,54 @@ def _lost(child: ChildProcess, status: int) -> LearnerError:
         f"{child.name} of the learner (pid {child.pid}) ended with status {status}; it said last: "
         f"{lines[-1] if lines else 'nothing'} ({child.log}). Go on from the last checkpoint with --resume"
     )
+
+
+# --- torchrun's variables, and the other ranks -----------------------------------------------------------------------
+
+
+def take_launched(environment: MutableMapping[str, str]) -> dict[str, str]:
+    """Take torchrun's variables out of the environment; empty if torchrun did not start this process.
+
+    Engines start with the remaining variables. With torchrun's, vLLM would take itself for a rank of the learner.
+    """
+    if not environment.keys() >= _NEEDED:
+        return {}
+    ours = [name for name in environment if name in _NAMES or name.startswith(_PREFIXES)]
+    return {name: environment.pop(name) for name in ours}
+
+
+def on_one_host(launched: Mapping[str, str]) -> bool:
+    """Whether all ranks were started on this host."""
+    return launched.get("LOCAL_WORLD_SIZE") == launched["WORLD_SIZE"]
+
+
+def report_failure(launched: Mapping[str, str], message: str) -> None:
+    """Make torchrun show why this process ended, at the end of its output."""
+    if file := launched.get("TORCHELASTIC_ERROR_FILE"):
+        shown = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": shown}}))
+
+
+def follow(place: Mapping[str, str], *, one_host: bool) -> int:
+    """Follow rank 0's commands until the end, and return the exit status. `place` has torchrun's variables."""
+    # Importing torch takes seconds.
+    from penstock.train.rank_group import RankGroup, place_of  # noqa: PLC0415
+    from penstock.train.ranked import serve  # noqa: PLC0415
+
+    try:
+        group = RankGroup(place_of(place), one_host=one_host)
+        serve(group)
+    except (PenstockError, RuntimeError) as error:  # RuntimeError from torch: a lost peer, or no memory left
+        message = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        report_failure(place, message)
+        sys.stderr.write(f"{message}\n")
+        sys.stderr.flush()
+        os._exit(1)  # a normal exit would wait for collectives that never end
+    group.close()
+    return 0
+
+
+if __name__ == "__main__":
+    watch_lifeline()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    sys.exit(follow(os.environ, one_host=on_one_host(os.environ)))

@@ -53,7 +53,7 @@ class RankActor:
         """Run a rank in the user's folder until it ends. Return the reason, or an empty text for success."""
         with suppress(OSError):  # a user's own loss is imported from this folder
             os.chdir(folder)
-        argv = [sys.executable, "-m", "penstock.train.rank"]
+        argv = [sys.executable, "-m", "penstock.train.ranks"]
         child = await ChildProcess.start(argv, name=f"rank {rank}", log=Path(log), env=env)
         status = await child.wait()
         lines = child.said().strip().splitlines() or ["nothing"]

@@ -54,7 +54,7 @@ async def run(
     """Do a training run, as `penstock train` does. The folder is `config.run_dir / config.name`.
 
     All checks that can refuse the run come before the first engine starts. `fresh` deletes an existing run first.
-    `launched`: torchrun's variables, if it started this process as rank 0 of the learner (`rank.take_launched`).
+    `launched`: torchrun's variables, if it started this process as rank 0 of the learner (`ranks.take_launched`).
 
     Raises:
         UserError: both `resume` and `fresh`, or another process holds the run (the message names it).
