@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from chat_model import TEMPLATE, chat_tokenizer
 from http_engine import HTTPEngine
 from penstock.errors import ConfigError, PenstockError
 from penstock.rollout.chat_template import ChatTemplate
-from penstock.rollout.environment import Environment, Task, Turn
+from penstock.rollout.environment import Environment, Response, Task, Turn
 from penstock.rollout.generator import GeneratorInput, Trajectory
 from penstock.rollout.multi_turn import MultiTurnGenerator, TokenRow
 from penstock.rollout.tokenizer import Tokenizer, load_tokenizer
@@ -139,6 +140,25 @@ async def test_seeds_make_episodes_repeatable_and_their_turns_differ(client: HTT
     assert ids[:2] == ids[2:]
     assert ids[0] != ids[1]
     assert len({params.seed for _, _, params in spy.sent}) > 2
+
+
+async def test_a_stop_token_of_the_batch_is_no_part_of_an_answer(tokenizer: Tokenizer) -> None:
+    answers: list[str] = []
+
+    class Ends:
+        async def sample(self, *_: Any) -> list[Sample]:
+            return [Sample(tuple(tokenizer.encode_exact("ab")), "stop", (-1.0, -1.0), (VersionSpan(0, 0, 2),))]
+
+    class Notes(Repeats):
+        async def step(self, task: Task, responses: Sequence[Response]) -> Turn | None:
+            del task
+            answers.append(responses[-1].answer)
+            return None
+
+    params = replace(PARAMS, stop_token_ids=tuple(tokenizer.encode_exact("b")))
+    batch = GeneratorInput([Task("t", "x")], sampling_params=params)
+    await MultiTurnGenerator(Ends(), tokenizer, Notes(), PARAMS, 1).generate(batch)
+    assert answers == ["a"]
 
 
 async def test_an_environment_that_fails_is_named(client: HTTPEngine, tokenizer: Tokenizer) -> None:

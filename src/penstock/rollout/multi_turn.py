@@ -170,7 +170,7 @@ class MultiTurnGenerator(Generator):
             sample = await self._sample(row, params, session, len(responses))
             row.add_sample(sample)
             stop_reason = sample.finish_reason
-            responses.append(self._response(context, sample))
+            responses.append(self._response(context, sample, params))
             with user_code(f"the environment's step of task {task.id!r} failed", PenstockError):
                 turn = await dialogue.step(responses)
             rewards.append((len(row.ids), finite_reward(turn.reward if turn else 0.0, task)))
@@ -192,8 +192,8 @@ class MultiTurnGenerator(Generator):
         ends = dict.fromkeys((*params.stop_token_ids, *self._template.end_ids))
         return replace(token_space(params), stop_token_ids=tuple(ends))
 
-    def _response(self, context: Sequence[int], sample: Sample) -> Response:
-        ended = sample.finish_reason == "stop" and sample.token_ids[-1] in self._params.stop_token_ids
+    def _response(self, context: Sequence[int], sample: Sample, params: SamplingParams) -> Response:
+        ended = sample.finish_reason == "stop" and sample.token_ids[-1] in params.stop_token_ids
         ids = sample.token_ids[:-1] if ended else sample.token_ids
         parsed = self._parser.parse(context, ids, self._schemas)
         return Response.of(self.tokenizer.decode(sample.token_ids), parsed.text, parsed.calls)
