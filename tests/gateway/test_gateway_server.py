@@ -14,6 +14,7 @@ from gateway_rig import KEY, Rig, auth
 from patience import WAIT_S
 from penstock import asgi as server
 from penstock.gateway.app import serving
+from penstock.gateway.graph import Row
 from penstock.rollout.tokenizer import Tokenizer
 
 CHAT = "/v1/chat/completions"
@@ -132,6 +133,14 @@ async def test_what_is_nested_too_deeply_is_a_400(rig: Rig, depth: int) -> None:
     answer = await rig.http.post(CHAT, json={"messages": messages})
     assert answer.status_code in {200, 400}
     assert depth < 1000 or answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_a_report_builds_no_rows(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 1.2 million tokens of context it took 1.2 s, in which no turn went on."""
+    await rig.post(CHAT, BODY)
+    monkeypatch.setattr(Row, "trajectory", None)
+    report = (await rig.http.get("/sessions")).json()
+    assert report["trained_tokens"] == report["sampled_tokens"] > 0
 
 
 async def test_asking_for_models_or_a_count_opens_no_session(rig: Rig) -> None:

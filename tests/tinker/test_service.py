@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sdk_rig import ANSWER, BASE, PROMPT, call, client_of, service_of
 
 import tinker
+from penstock import Fleet
 from penstock.config import EngineConfig, FleetConfig, RouterConfig, TrainConfig
 from penstock.engine.command import server_command
 from penstock.errors import ConfigError
+from penstock.tinker.children import SupervisedChild
 from penstock.tinker.service import Service, ServiceConfig, adapted, serving
 from tinker import types
 
@@ -82,6 +85,29 @@ async def test_a_folder_that_others_can_read_and_bad_keys_are_refused_before_any
     with pytest.raises(ConfigError, match=r"is open to other users \(mode 755\): chmod 700 it"):
         async with serving(ServiceConfig(engine, FleetConfig(), RouterConfig(), TrainConfig(), tmp_path)):
             pass
+
+
+async def test_a_process_whose_watch_broke_leaves_no_other_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    stopped: list[str] = []
+
+    @asynccontextmanager
+    async def launch(*_: Any, **__: Any) -> AsyncIterator[SimpleNamespace]:
+        yield SimpleNamespace(url="http://fleet")
+
+    async def start(child: SupervisedChild) -> None:
+        child.url = "http://child"
+
+    async def stop(child: SupervisedChild) -> None:
+        stopped.append(child.name)
+        raise RuntimeError(child.name)
+
+    monkeypatch.setattr(Fleet, "launch", launch)
+    monkeypatch.setattr(SupervisedChild, "start", start)
+    monkeypatch.setattr(SupervisedChild, "stop", stop)
+    with pytest.raises(RuntimeError):
+        async with service_of(tmp_path / "data"):
+            pass
+    assert stopped == ["API process", "learner"]
 
 
 async def test_models_of_two_clients_learn_different_things(service: Service):

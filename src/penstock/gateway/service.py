@@ -396,13 +396,13 @@ class Gateway:
         sessions = self.sessions(tenant)
         rows = [row for session in sessions for row in session.rows()]
         sampled = sum(session.sampled_tokens for session in sessions)
-        trained = sum(sum(row.trajectory(reward=0.0).loss_mask) for row in rows)
+        trained = [node for row in rows for node in row.leaf.path() if node.id not in row.elsewhere]
         return {
             "sessions": len(sessions),
             "turns": sum(len(session.nodes) for session in sessions),
             "rows": len(rows),
             "sampled_tokens": sampled,
-            "trained_tokens": trained,
+            "trained_tokens": sum(len(node.sample.token_ids) for node in trained),
             "unscored_rows": sum(row.session.reward_of(row.leaf) is None for row in rows),
             "breaks": dict(sum((session.breaks for session in sessions), Counter[str]())),
             "policy": self.policy,

@@ -8,7 +8,7 @@ import json
 import logging
 import os
 from collections.abc import AsyncGenerator, Generator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,16 +95,15 @@ async def serving(config: ServiceConfig) -> AsyncGenerator[Service]:
         logs = data / "logs"
         fleet_config = config.fleet.model_copy(update={"log_dir": config.fleet.log_dir or logs})
         # The router serves tenants' adapters, so it answers only the service's processes, by the owner's key.
-        async with Fleet.launch(engine, fleet=fleet_config, router=config.router, api_key=new_key()) as fleet:
+        async with AsyncExitStack() as stack:
+            launched = Fleet.launch(engine, fleet=fleet_config, router=config.router, api_key=new_key())
+            fleet = await stack.enter_async_context(launched)
             learner = _learner(config, engine, data, fleet.url, about, vocabulary)
             api = _api(config, data, fleet.url, about)
-            try:
-                await learner.start()
-                await api.start()
-                yield Service(api.url, fleet, learner, api)
-            finally:
-                await api.stop()
-                await learner.stop()
+            for child in (learner, api):
+                stack.push_async_callback(child.stop)
+                await child.start()
+            yield Service(api.url, fleet, learner, api)
 
 
 def adapted(config: ServiceConfig) -> EngineConfig:
