@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from penstock.asgi import listening, serving_app
-from penstock.errors import PenstockError, StateError, UserError
+from penstock.errors import PenstockError, UserError
 from penstock.guard import cross_site
 from penstock.tinker import requests as body
 from penstock.tinker.checkpoints import MissingError, TinkerPath, as_json
@@ -39,8 +41,7 @@ Handler = Callable[[Request, Tenant], Awaitable[Response]]
 
 
 STATUS: Mapping[type[PenstockError], int] = {
-    UnknownError: 404, MissingError: 404, FinishedError: 410, QuotaError: 429, UserError: 400, StateError: 503,
-    PenstockError: 503,
+    UnknownError: 404, MissingError: 404, FinishedError: 410, QuotaError: 429, UserError: 400, PenstockError: 503,
 }  # fmt: skip
 
 
@@ -59,9 +60,9 @@ def build_app(state: ServiceState) -> Starlette:
         "create_model": calls.create_model,
         "get_info": calls.get_info,
         "forward_backward": calls.forward_backward,
-        "optim_step": calls.operation("optim_step"),
-        "save_weights": calls.operation("save_weights"),
-        "save_weights_for_sampler": calls.operation("save_weights_for_sampler"),
+        "optim_step": partial(calls.operation, "optim_step"),
+        "save_weights": partial(calls.operation, "save_weights"),
+        "save_weights_for_sampler": partial(calls.operation, "save_weights_for_sampler"),
         "load_weights": calls.load_weights,
         "create_sampling_session": calls.create_sampler,
         "join_sampling_session": calls.join_sampler,
@@ -193,17 +194,8 @@ class _Calls:
     async def create_model(self, http: Request, tenant: Tenant) -> Response:
         data = await read_body(http)
         given = body.CreateModel.of(data)
-        await self._state.sessions.open_one(tenant.name, given.session_id)
-        model = f"{given.session_id}:train:{given.model_seq_id}"
-        about = await self._state.about()
-        operation = Operation(f"{model}:create", tenant.name, "create_model", model, data)
-        if given.base_model != about.base_model:
-            reason = f"this service trains {about.base_model}, not {given.base_model!r}; ask get_server_capabilities"
-            await self._state.futures.fail(operation, reason)
-            return _future(operation)
         lora = {} if given.lora_config is None else given.lora_config.model_dump()
-        row = new_model(tenant, model, given.session_id, about.base_model, lora, given.user_metadata)
-        return await self._accepted(operation, tenant, also=row)
+        return await self._new_model("create_model", tenant, data, given, lora)
 
     async def load_weights(self, http: Request, tenant: Tenant) -> Response:
         data = await read_body(http)
@@ -211,14 +203,19 @@ class _Calls:
         if given.model_id is not None:
             await self._state.sessions.model(tenant.name, given.model_id)
             return await self._accepted(_on_model("load_weights", tenant, given.model_id, given.seq_id, data), tenant)
+        return await self._new_model("load_weights", tenant, data, given, {})
+
+    async def _new_model(
+        self, kind: str, tenant: Tenant, data: bytes, given: body.CreateModel | body.LoadWeights, lora: dict[str, Any]
+    ) -> Response:
+        """Accept the first operation of a model, and add its row."""
         if given.session_id is None or given.model_seq_id is None:
-            raise UserError("load_weights needs model_id, or session_id and model_seq_id")
+            raise UserError(f"{kind} needs model_id, or session_id and model_seq_id")
         await self._state.sessions.open_one(tenant.name, given.session_id)
         model = f"{given.session_id}:train:{given.model_seq_id}"
-        operation = Operation(f"{model}:create", tenant.name, "load_weights", model, data)
         base_model = (await self._state.about()).base_model
-        row = new_model(tenant, model, given.session_id, base_model, {}, given.user_metadata)
-        return await self._accepted(operation, tenant, also=row)
+        row = new_model(tenant, model, given.session_id, base_model, lora, given.user_metadata)
+        return await self._accepted(Operation(f"{model}:create", tenant.name, kind, model, data), tenant, also=row)
 
     async def forward_backward(self, http: Request, tenant: Tenant) -> Response:
         data, message = await training_request(http)
@@ -226,16 +223,11 @@ class _Calls:
         await self._state.sessions.own_model(tenant.name, model)
         return await self._accepted(_on_model(kind, tenant, model, message.seq_id or None, data), tenant)
 
-    def operation(self, kind: str) -> Handler:
-        """Return the handler for a kind of operation on a model, with a JSON body."""
-
-        async def handle(http: Request, tenant: Tenant) -> Response:
-            data = await read_body(http)
-            given = body.ModelBody.of(data)
-            await self._state.sessions.own_model(tenant.name, given.model_id)
-            return await self._accepted(_on_model(kind, tenant, given.model_id, given.seq_id, data), tenant)
-
-        return handle
+    async def operation(self, kind: str, http: Request, tenant: Tenant) -> Response:
+        data = await read_body(http)
+        given = body.ModelBody.of(data)
+        await self._state.sessions.own_model(tenant.name, given.model_id)
+        return await self._accepted(_on_model(kind, tenant, given.model_id, given.seq_id, data), tenant)
 
     async def get_info(self, http: Request, tenant: Tenant) -> Response:
         row = await self._state.sessions.model(tenant.name, body.ModelBody.of(await read_body(http)).model_id)
@@ -306,7 +298,7 @@ class _Calls:
         return Response(status_code=204)
 
     async def _accepted(self, operation: Operation, tenant: Tenant, *, also: Any = None, **more: Any) -> Response:
-        await self._state.futures.accept(operation, self._state.executor_of(operation.kind), also, tenant)
+        await self._state.accept(operation, also, tenant)
         return _future(operation, **more)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
@@ -340,7 +332,8 @@ class _Calls:
 
     async def set_ttl(self, http: Request, tenant: Tenant) -> Response:
         ttl = body.Ttl.of(await read_body(http)).ttl_seconds
-        await self._state.checkpoints.set_ttl(tenant.name, _path(http), ttl)
+        expires = None if ttl is None else time.time() + ttl
+        await self._state.checkpoints.change(tenant.name, _path(http), expires=expires)
         return Response(status_code=204)
 
     async def weights_info(self, http: Request, tenant: Tenant) -> Response:

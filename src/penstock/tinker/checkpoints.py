@@ -130,10 +130,6 @@ class Checkpoints:
         if not await self._database.run(lambda c: c.execute(change).rowcount):
             raise MissingError(f"there is no checkpoint {path}")
 
-    async def set_ttl(self, tenant: str, path: TinkerPath, seconds: int | None) -> None:
-        """Let a tenant's checkpoint expire in `seconds`, or never. MissingError: it does not exist."""
-        await self.change(tenant, path, expires=None if seconds is None else time.time() + seconds)
-
     async def remove(self, tenant: str, path: TinkerPath) -> None:
         """Delete a tenant's own checkpoint. MissingError: the tenant has no such checkpoint."""
         row = await self.find(tenant, str(path))

@@ -195,7 +195,8 @@ class Futures:
                 f"this request has {size} bytes, and all of yours together may have {limits.max_bytes} (max_bytes); "
                 "send it in smaller parts"
             )
-        row = _row(operation, runs, state=PENDING, body=operation.body, size=size)
+        row = {name: getattr(operation, name) for name in ("id", "tenant", "kind", "scope", "body")}
+        row |= {"executor": runs, "arrived": time.time(), "state": PENDING, "size": size}
 
         def work(connection: Connection) -> int | None:
             number = connection.execute(_ADD[connection.dialect.name], row).scalar()
@@ -208,11 +209,6 @@ class Futures:
         number = await self._database.run(work)
         if number is not None and runs == self.executor:
             self._begin([replace(operation, number=number)])
-
-    async def fail(self, operation: Operation, reason: str) -> None:
-        """Accept an operation that cannot run. Its future fails at once."""
-        row = _row(operation, self.executor, state=FAILED, error=reason, category="user", finished=time.time())
-        await self._database.run(lambda c: c.execute(_ADD[c.dialect.name], row).scalar())
 
     async def finish(self, operation: Operation, outcome: Outcome) -> bool:
         """Store an outcome, and answer the polls that wait for it. Return whether it is stored."""
@@ -383,9 +379,3 @@ class Futures:
         for request_id in await self._database.run(lambda c: list(c.execute(ended).scalars())):
             if (changed := self._foreign.get(request_id)) is not None:
                 changed.set()
-
-
-def _row(operation: Operation, executor: str, **more: Any) -> dict[str, Any]:
-    """Return the row of an arriving future."""
-    known = {name: getattr(operation, name) for name in ("id", "tenant", "kind", "scope")}
-    return {**known, "executor": executor, "arrived": time.time(), **more}

@@ -156,8 +156,7 @@ class Sampling:
         body = SampleBody.of(operation.body)
         for left in range(RECONNECTS, -1, -1):
             fleet = await self._link.fleet()
-            request = _Request.of(body, fleet.data.vocab_size)
-            request.check_fits(context)
+            request = _Request.of(body, fleet.data.vocab_size, context)
             try:
                 answers = await self._answers(fleet, request, source)
                 return Outcome(request.response(answers).SerializeToString(), PROTO_TYPE)
@@ -216,17 +215,8 @@ class _Request:
     prompt_from: int
     """First position of the prompt that is scored."""
 
-    def check_fits(self, context: int | None) -> None:
-        """Refuse a request that an engine would silently cut at its context. UserError: it is too long."""
-        asked = len(self.prompt) + self.params.max_tokens
-        if context is not None and asked > context:
-            raise UserError(
-                f"prompt and max_tokens are {len(self.prompt)} + {self.params.max_tokens} tokens, and the model's "
-                f"context has {context}; ask for at most {max(context - len(self.prompt), 0)}"
-            )
-
     @classmethod
-    def of(cls, given: SampleBody, vocab_size: int | None) -> _Request:
+    def of(cls, given: SampleBody, vocab_size: int | None, context: int | None) -> _Request:
         """Read a request. UserError: it asks for something that no engine supports; the message names it."""
         _refuse_unsupported(given)
         prompt = [token for chunk in given.prompt.chunks for token in chunk.tokens]
@@ -242,10 +232,16 @@ class _Request:
         last = given.prompt_logprobs_last_n
         if last is not None and not (given.prompt_logprobs and 1 <= last < len(prompt)):
             raise UserError(f"prompt_logprobs_last_n is {last}; it needs prompt_logprobs, and 1 to {len(prompt) - 1}")
+        params = _params(given)
+        if context is not None and len(prompt) + params.max_tokens > context:  # an engine would silently cut it
+            raise UserError(
+                f"prompt and max_tokens are {len(prompt)} + {params.max_tokens} tokens, and the model's context has "
+                f"{context}; ask for at most {max(context - len(prompt), 0)}"
+            )
         scored = given.prompt_logprobs or given.topk_prompt_logprobs
         return cls(
             prompt,
-            _params(given),
+            params,
             given.num_samples,
             given.topk_sample_logprobs,
             given.topk_prompt_logprobs if scored else None,

@@ -15,11 +15,11 @@ from penstock.errors import ConfigError, PenstockError, StateError
 from penstock.fleet.fleet import Fleet
 from penstock.tinker.checkpoints import Checkpoints, delete_folder
 from penstock.tinker.database import Database
-from penstock.tinker.futures import HOLD_S, SAMPLE, Futures, Operation, Outcome, outcome_of
+from penstock.tinker.futures import HOLD_S, SAMPLE, Also, Futures, Operation, Outcome, outcome_of
 from penstock.tinker.learner_client import LearnerClient
 from penstock.tinker.sampling import FleetLink, Sampling
 from penstock.tinker.sessions import Sessions
-from penstock.tinker.tenants import Tenants
+from penstock.tinker.tenants import Tenant, Tenants
 from penstock.tinker.training import Training
 
 SWEEP_S = 60.0
@@ -107,14 +107,15 @@ class ServiceState:
         told = await self.sessions.fact(FLEET)
         return None if told is None else str(told["proxy_url"])
 
-    def executor_of(self, kind: str) -> str:
-        """Return the name of the process that runs operations of a kind."""
-        return self.futures.executor if kind == SAMPLE else MAIN
+    async def accept(self, operation: Operation, also: Also | None = None, tenant: Tenant | None = None) -> None:
+        """Append an operation to the order: samples run here, the others in the main process. See `Futures.accept`."""
+        executor = self.futures.executor if operation.kind == SAMPLE else MAIN
+        await self.futures.accept(operation, executor, also, tenant)
 
     async def drop_models(self, models: Iterable[tuple[str, str]]) -> None:
         """Queue the removal of ended sessions' models, `(tenant, model)`. It runs after their other operations."""
         for tenant, model in models:
-            await self.futures.accept(Operation(f"{model}:drop", tenant, "drop_model", model, b"{}"), MAIN)
+            await self.accept(Operation(f"{model}:drop", tenant, "drop_model", model, b"{}"))
 
     def _start(self, operation: Operation) -> Callable[[], object] | None:
         if operation.kind != SAMPLE:

@@ -99,20 +99,16 @@ class Sessions:
     async def listed(self, tenant: str, limit: int, offset: int) -> list[str]:
         """Return a tenant's session ids, newest first."""
         mine = select(sessions.c.id).where(sessions.c.tenant == tenant).order_by(sessions.c.created.desc())
-        return [row[0] for row in await self._database.run(lambda c: c.execute(mine.limit(limit).offset(offset)).all())]
+        return await self._database.run(lambda c: list(c.execute(mine.limit(limit).offset(offset)).scalars()))
 
     async def described(self, tenant: str, session: str) -> dict[str, Any]:
         """Return a session as the SDK's `GetSessionResponse`. UnknownError: no such session."""
         row = await self._mine(sessions, "session", tenant, session)
 
-        def work(connection: Connection) -> tuple[list[str], list[str]]:
-            runs, drawn = (
-                [found[0] for found in connection.execute(select(table.c.id).where(table.c.session == session)).all()]
-                for table in (models, samplers)
-            )
-            return runs, drawn
+        def ids(connection: Connection, table: Table) -> list[str]:
+            return list(connection.execute(select(table.c.id).where(table.c.session == session)).scalars())
 
-        runs, drawn = await self._database.run(work)
+        runs, drawn = await self._database.run(lambda c: (ids(c, models), ids(c, samplers)))
         about: Mapping[str, Any] = row.about
         return {
             "training_run_ids": runs,
@@ -203,7 +199,7 @@ class Sessions:
                 connection.execute(update(samplers).where(s.id == sampler).values(used=at))
             latest = select(s.folder).where(s.folder.is_not(None) & ~old)
             gone = old & s.folder.not_in(latest)  # samplers of kind inflight share a folder
-            folders = [row[0] for row in connection.execute(select(s.folder).where(gone).distinct()).all()]
+            folders = list(connection.execute(select(s.folder).where(gone).distinct()).scalars())
             connection.execute(update(samplers).where(s.folder.in_(folders)).values(folder=None))
             return folders
 

@@ -131,6 +131,10 @@ class Training:
 
     async def _create(self, operation: Operation, row: Row[Any]) -> Prepared:
         given = CreateModel.of(operation.body)
+        if given.base_model != row.base_model:
+            raise UserError(
+                f"this service trains {row.base_model}, not {given.base_model!r}; ask get_server_capabilities"
+            )
         if given.lora_config is None:
             raise UserError("create_model without lora_config would train all weights; this service trains LoRA alone")
         body = given.model_dump() | {"model_id": row.id}
