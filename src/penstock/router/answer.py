@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 
@@ -147,23 +148,21 @@ class ChunkedReader(BodyReader):
         data = self._carry + data[start:]
         at, end = 0, len(data)
         while at < end and not self.done:
-            if self._left:
-                step = min(self._left, end - at)
-                if self._payload is not None:
-                    self._payload.append(data[at : at + step])
-                self._left -= step
-                at += step
-                continue
-            opening = _CHUNK_OPENING.match(data, at)
-            if opening is None:
-                if not _PART_OF_OPENING.fullmatch(data, at):
-                    raise FramingError(
-                        f"a chunk does not end where its size says, or bad size {shown(data[at : at + 20])}"
-                    )
-                break
-            at = opening.end()
-            self.done = opening[1] is None
-            self._left = 0 if self.done else int(opening[1], 16)
+            if not self._left:
+                opening = _CHUNK_OPENING.match(data, at)
+                if opening is None:
+                    if _PART_OF_OPENING.fullmatch(data, at):
+                        break
+                    found = shown(data[at : at + 20])
+                    raise FramingError(f"a chunk does not end where its size says, or bad size {found}")
+                at = opening.end()
+                self.done = opening[1] is None
+                self._left = 0 if self.done else int(opening[1], 16)
+            step = min(self._left, end - at)
+            if self._payload is not None:
+                self._payload.append(data[at : at + step])
+            self._left -= step
+            at += step
         self._carry = b"" if self.done else data[at:]
         taken = (at if self.done else end) - carried
         self.size += taken
@@ -206,9 +205,9 @@ class Answer:
     between_chunks = False
     """Whether the answer is being passed on and the next byte is the first of a chunk."""
     _head: ResponseHead | None = None
-    _buffer = b""
-    """Bytes received before the head may go to the client."""
     _body: BodyReader
+    _held = b""
+    """Bytes of a head that is not whole, then of the body until `response` is set."""
 
     def __init__(self, request: RequestHead) -> None:
         self._request = request
@@ -220,35 +219,30 @@ class Answer:
             FramingError: the body is malformed, or bytes follow the answer.
             RefusalError: 502, the head is not valid HTTP.
         """
-        if self.response is None:
-            data = self._begin(self._buffer + data)
-            if self.response is None:
+        if self._head is None:
+            data = self._held + data
+            end = data.find(b"\r\n\r\n") + 4
+            if end < 4:  # noqa: PLR2004 - not found
+                if len(data) > _MAX_HEAD:
+                    what = f"the engine's head is longer than {_MAX_HEAD} bytes"
+                    raise RefusalError(502, "bad_engine_response", what)
+                self._held = data
                 return b""
+            self._head = parse_response(data[:end], self._request.method)
+            self._body = body_reader(self._head.length)
+            data, self._held = data[end:], b""
         body = self._body
         if body.feed(data) < len(data):
             # Bytes follow the answer: this answer or the next one would belong to another request.
             raise FramingError("the engine sent more than its answer")
-        self.done = body.done
-        self.between_chunks = body.between_chunks and not body.done
-        return data
-
-    def _begin(self, data: bytes) -> bytes:
-        """Read the head; return the body once it cannot report a dead core."""
-        self._buffer = data
-        end = data.find(b"\r\n\r\n") + 4
-        if end < 4:  # noqa: PLR2004 - not found
-            if len(data) > _MAX_HEAD:
-                what = f"the engine's head is longer than {_MAX_HEAD} bytes"
-                raise RefusalError(502, "bad_engine_response", what)
-            return b""
-        head = self._head = self._head or parse_response(data[:end], self._request.method)
-        data = data[end:]
-        beginning = _beginning(head, data)
-        if beginning is None:
-            return b""
-        self.death = _cause_of_death(beginning)
-        if not self.death:
-            self.response, self._buffer, self._body = head, b"", body_reader(head.length)
+        if self.response is None:
+            data = self._held = self._held + data
+            beginning = _beginning(self._head, data)
+            self.death = _cause_of_death(beginning) if beginning else ""
+            if beginning is None or self.death:
+                return b""
+            self.response, self._held = self._head, b""
+        self.done, self.between_chunks = body.done, body.between_chunks
         return data
 
 
@@ -261,23 +255,16 @@ def _beginning(head: ResponseHead, body: bytes) -> bytes | None:
     if head.status != _OK or head.length != CHUNKED or not head.content_type.startswith(_STREAMS):
         return b""
     line, ended, chunk = body.partition(b"\r\n")
-    if not ended:
-        return None if len(body) < _MOST_HELD_BACK else b""
-    try:
-        size = int(line, 16)
-    except ValueError:
-        return b""  # the body's reader raises for it
+    size = int(line, 16) if ended else _MOST_HELD_BACK
     return chunk[:size] if len(chunk) >= size or size > _MOST_HELD_BACK else None
 
 
 def _cause_of_death(beginning: bytes) -> str:
     """Return the error message of a dead core in a body; empty: there is none."""
-    if _DEAD not in beginning:
-        return ""
-    try:
-        answer: Any = orjson.loads(beginning.removeprefix(b"data: ").partition(b"\n")[0])
-    except orjson.JSONDecodeError:
-        return ""
+    answer: Any = None
+    if _DEAD in beginning:
+        with suppress(orjson.JSONDecodeError):
+            answer = orjson.loads(beginning.removeprefix(b"data: ").partition(b"\n")[0])
     match answer:
         case {"error": {"message": str(message)}} | {"answer": {"error": {"message": str(message)}}} if (
             message.startswith(_DEAD.decode())

@@ -116,9 +116,8 @@ class Exchange(Call, Waiter, ConnectionUser):
             why = f"the router cannot open a connection ({error}); raise ulimit -n"
             self.refuse(RefusalError(503, "no_sockets", why))
             return
-        self._displace(backend)
         self._dispatcher.backend_refused(backend)
-        self._dispatcher.retry(self, "refused")
+        self._lose(backend, "refused")
 
     # --- the way back ------------------------------------------------------------------------------------------------
 
@@ -140,18 +139,16 @@ class Exchange(Call, Waiter, ConnectionUser):
         try:
             piece = answer.feed(data)
         except FramingError as error:
-            self._drop_connection()
             self._break(f"bad answer: {error}")
             return
         except RefusalError as refusal:
-            self._drop_connection()
             self.refuse(refusal)
             return
         if answer.response is not None:
             self.bytes_out += len(piece)
             self._client.transport.write(piece if self._head_sent else self._respond(answer.response) + piece)
             if answer.done:
-                self._answered()
+                self._answered(answer.response)
         elif answer.death:
             self._died(answer.death)
 
@@ -164,11 +161,10 @@ class Exchange(Call, Waiter, ConnectionUser):
             self.pause(paused=True)
         return response.to_client(close=not self.request.keep_alive)
 
-    def _answered(self) -> None:
+    def _answered(self, response: ResponseHead) -> None:
         """Finish a complete answer, and free both connections for the next request."""
         connection, self._connection = self._connection, None
-        response = self._answer.response
-        if connection is not None and response is not None:
+        if connection is not None:
             connection.user = None
             connection.reused = True
             connection.backend.release(connection, reusable=response.keep_alive)
@@ -189,7 +185,6 @@ class Exchange(Call, Waiter, ConnectionUser):
             self._break(f"the engine closed the connection inside its answer{f': {error}' if error else ''}")
 
     def _died(self, cause: str) -> None:
-        self._drop_connection()
         backend = self.backend
         if backend is not None:
             backend.dead_answers += 1
@@ -199,34 +194,30 @@ class Exchange(Call, Waiter, ConnectionUser):
 
     def _lose(self, backend: Backend, reason: str) -> None:
         """Give the request to another engine after this one failed under it."""
-        self._displace(backend)
-        self.lost_on |= {backend}
-        if reason != "stale":
-            self.tried += (backend,)
-        self.first_byte_at = 0.0
+        self._drop_connection()
+        self.backend = None
+        self._dispatcher.left(self.request, backend, time.monotonic())
+        if reason != "refused":  # it was sent
+            self.lost_on |= {backend}
+            self.first_byte_at = 0.0
+            if reason != "stale":
+                self.tried += (backend,)
         self._dispatcher.retry(self, reason)
 
-    def _displace(self, backend: Backend) -> None:
-        """Take the request from its engine, so that it may go to another."""
-        self._connection = self.backend = None
-        self._dispatcher.left(self.request, backend, time.monotonic())
-
     def refuse(self, refusal: RefusalError) -> None:
-        """Answer with an error, or break off an answer that has begun."""
-        if self._head_sent and not self.gone:
-            self._break(str(refusal))
-        elif not self.gone:
+        """Answer with an error, or break off an answer that has begun by closing the client's connection."""
+        if self.gone:
+            return
+        if self._head_sent:
+            self._end(f"broken: {refusal}")
+            self._client.cut()
+        else:
             self.status = refusal.status
             self._end(refusal.code)
             self._client.answer_refusal(refusal)
 
     def _break(self, reason: str) -> None:
-        """End an answer that cannot be completed, by closing the client's connection."""
-        if not self._head_sent:
-            self.refuse(RefusalError(502, "engine_failed", reason))
-            return
-        self._end(f"broken: {reason}")
-        self._client.cut()
+        self.refuse(RefusalError(502, "engine_failed", reason))
 
     def _drop_connection(self) -> None:
         connection, self._connection = self._connection, None

@@ -9,9 +9,9 @@ requests sent ahead of an answer. `answer.py` reads what engines send.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
 from http import HTTPStatus
 
 import orjson
@@ -20,8 +20,8 @@ from penstock.errors import PenstockError
 from penstock.router.policies import Hints
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 408: "timeout_error", 409: "conflict_error"}
-RETRY_AFTER_S = 5
-"""Seconds that a 503 asks a client to wait."""
+_JSON = "application/json"
+_EXTRA_FIELDS = {401: "WWW-Authenticate: Bearer\r\n", 503: "Retry-After: 5\r\n"}
 
 
 def shown(given: object, most: int = 80) -> str:
@@ -45,26 +45,15 @@ class RefusalError(PenstockError):
 
     def response(self, *, close: bool, head_only: bool = False) -> bytes:
         """Return the HTTP response with OpenAI's JSON error; `head_only`: for HEAD."""
-        kind = _TYPES.get(self.status, "server_error" if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "")
-        content = orjson.dumps(
-            {"error": {"message": str(self), "type": kind or "invalid_request_error", "code": self.code}}
-        )
-        extra = f"X-Penstock-Error: {self.code}\r\n"
-        if self.status == HTTPStatus.UNAUTHORIZED:
-            extra += "WWW-Authenticate: Bearer\r\n"
-        if self.status == HTTPStatus.SERVICE_UNAVAILABLE:
-            extra += f"Retry-After: {RETRY_AFTER_S}\r\n"
+        server = self.status >= HTTPStatus.INTERNAL_SERVER_ERROR
+        kind = _TYPES.get(self.status, "server_error" if server else "invalid_request_error")
+        content = orjson.dumps({"error": {"message": str(self), "type": kind, "code": self.code}})
+        extra = f"X-Penstock-Error: {self.code}\r\n{_EXTRA_FIELDS.get(self.status, '')}"
         return response(self.status, content, extra=extra, close=close, head_only=head_only)
 
 
 def response(
-    status: int,
-    content: bytes,
-    *,
-    content_type: str = "application/json",
-    extra: str = "",
-    close: bool = False,
-    head_only: bool = False,
+    status: int, content: bytes, *, content_type: str = _JSON, extra: str = "", close: bool, head_only: bool
 ) -> bytes:
     """Return an HTTP/1.1 response of the router; `extra` holds whole header lines."""
     connection = "close" if close else "keep-alive"
@@ -101,25 +90,19 @@ def malformed(what: str, status: int = 400, code: str = "bad_request") -> Refusa
     return RefusalError(status, code, what)
 
 
-def _whole_number(field: str) -> Callable[[bytes], int]:
-    def make(value: bytes) -> int:
-        if not value.isdigit() or len(value) > _MAX_DIGITS:
-            raise malformed(f"{field} must be a whole number, got {shown(value, 40)}")
-        return int(value)
-
-    return make
+def _whole_number(field: str, value: bytes) -> int:
+    if not value.isdigit() or len(value) > _MAX_DIGITS:
+        raise malformed(f"{field} must be a whole number, got {shown(value, 40)}")
+    return int(value)
 
 
-def _text(field: str) -> Callable[[bytes], str | None]:
-    def make(value: bytes) -> str | None:
-        if len(value) > _MAX_ID:
-            raise malformed(f"{field} has {len(value)} bytes, over the limit of {_MAX_ID}")
-        try:
-            return value.decode() or None  # clients send non-ASCII names as UTF-8, and so do admin calls
-        except UnicodeDecodeError:
-            return value.decode("latin-1")
-
-    return make
+def _text(field: str, value: bytes) -> str | None:
+    if len(value) > _MAX_ID:
+        raise malformed(f"{field} has {len(value)} bytes, over the limit of {_MAX_ID}")
+    try:
+        return value.decode() or None  # clients send non-ASCII names as UTF-8, and so do admin calls
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
 
 
 def _host(value: bytes) -> bytes:
@@ -133,7 +116,7 @@ _Role = tuple[str, Callable[[bytes], Value], bool]
 GOES_ON, _ENDS_HERE = True, False
 _HOP_BY_HOP = b"keep-alive proxy-connection proxy-authorization te upgrade http2-settings"
 FRAMING: dict[bytes, _Role] = {
-    b"content-length": ("content_length", _whole_number("Content-Length"), _ENDS_HERE),
+    b"content-length": ("content_length", partial(_whole_number, "Content-Length"), _ENDS_HERE),
     b"transfer-encoding": ("transfer_encoding", bytes.lower, _ENDS_HERE),
     b"connection": ("connection", bytes.lower, _ENDS_HERE),
     **dict.fromkeys(_HOP_BY_HOP.split(), ("hop_by_hop", bytes, _ENDS_HERE)),
@@ -147,11 +130,11 @@ _REQUEST_ROLES = FRAMING | {
     b"authorization": ("authorization", bytes, _ENDS_HERE),  # the router's key; an engine gets its own
     b"x-api-key": ("x_api_key", bytes, _ENDS_HERE),
     b"x-data-parallel-rank": ("dp_rank", bytes, _ENDS_HERE),  # the membership decides it
-    b"x-session-id": ("session_id", _text("X-Session-ID"), GOES_ON),
-    b"x-group-id": ("group_id", _text("X-Group-ID"), GOES_ON),
-    b"x-weight-version": ("min_weight_version", _whole_number("X-Weight-Version"), GOES_ON),
-    b"x-prompt-tokens": ("prompt_tokens", _whole_number("X-Prompt-Tokens"), GOES_ON),
-    b"x-expected-tokens": ("expected_tokens", _whole_number("X-Expected-Tokens"), GOES_ON),
+    b"x-session-id": ("session_id", partial(_text, "X-Session-ID"), GOES_ON),
+    b"x-group-id": ("group_id", partial(_text, "X-Group-ID"), GOES_ON),
+    b"x-weight-version": ("min_weight_version", partial(_whole_number, "X-Weight-Version"), GOES_ON),
+    b"x-prompt-tokens": ("prompt_tokens", partial(_whole_number, "X-Prompt-Tokens"), GOES_ON),
+    b"x-expected-tokens": ("expected_tokens", partial(_whole_number, "X-Expected-Tokens"), GOES_ON),
     b"x-prefix-hashes": ("prefix_hashes", bytes, GOES_ON),
     b"origin": ("origin", bytes, GOES_ON),
     b"traceparent": ("traceparent", bytes, GOES_ON),
@@ -209,7 +192,7 @@ def parse_request(head: bytes) -> RequestHead:
     return (_request.__wrapped__ if own or len(head) > LONGEST_KNOWN else _request)(head)
 
 
-@functools.lru_cache(maxsize=1024)
+@lru_cache(maxsize=1024)
 def _request(head: bytes) -> RequestHead:
     line = _REQUEST_LINE.match(head)
     if line is None:
