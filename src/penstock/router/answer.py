@@ -232,7 +232,7 @@ class Answer:
             self._body = body_reader(self._head.length)
             data, self._held = data[end:], b""
         body = self._body
-        if body.feed(data) < len(data):
+        if data and body.feed(data) < len(data):
             # Bytes follow the answer: this answer or the next one would belong to another request.
             raise FramingError("the engine sent more than its answer")
         if self.response is None:

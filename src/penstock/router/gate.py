@@ -80,7 +80,7 @@ class Gate:
         self._turns = self._queues[Wait.TURN]
         self._room = self._queues[Wait.ROOM]
         """When load falls, only the first is tried; the next is tried once that one is placed."""
-        self._passing = self._filling = self._filling_soon = False
+        self._filling = self._letting_go = False
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
@@ -147,16 +147,13 @@ class Gate:
             self.discard(request)
             self._enter(request, Wait.TURN)
             self._turns.move_to_end(request, last=False)
-        if not self._passing and self._turns:
-            self._passing = True
-            self._pass()
-        self.room()
+        self._let_go()
 
     def room(self) -> None:
-        """Soon try requests that wait for room, since load fell; calls share one try."""
-        if self._room and not self._filling_soon:
-            self._filling_soon = True
-            asyncio.get_running_loop().call_soon(self._fill)
+        """Soon try requests that wait for their turn or for room, since load fell; calls share one try."""
+        if (self._turns or self._room) and not self._letting_go:
+            self._letting_go = True
+            asyncio.get_running_loop().call_soon(self._let_go)
 
     def expire(self, now: float) -> None:
         """Refuse requests that had no engine for too long; `now` is `time.monotonic()`."""
@@ -193,35 +190,21 @@ class Gate:
         self._queues[wait][request] = None
         self.busy = True
 
-    def _try(self, request: Waiter) -> None:
-        """Place the request, or queue it again."""
-        self.discard(request)
-        wait = self._place(request)
-        if wait is not None:
-            self._enter(request, wait)
-
-    def _pass(self) -> None:
+    def _let_go(self) -> None:
+        """Place requests whose turn it is, then those that wait for room, in order, until one has to wait on."""
+        self._letting_go = False
         for _ in range(_SLICE):
-            if not self._turns or self.closed:
-                self._passing = False
+            queue = self._turns or self._room
+            if not queue or self.closed:  # opening tries them
                 return
-            self._try(next(iter(self._turns)))
-        asyncio.get_running_loop().call_soon(self._pass)
-
-    def _fill(self) -> None:
-        """Place requests that wait for room, in order, until one has to wait on."""
-        self._filling_soon = False
-        if self.closed:  # opening tries them
-            return
-        self._filling = True
-        for _ in range(_SLICE):
-            if not self._room:
-                break
-            request = next(iter(self._room))
-            self._try(request)
-            if request.wait is Wait.ROOM:  # no room for it, so none for those behind it
+            request = next(iter(queue))
+            self._filling = queue is self._room
+            self.discard(request)
+            wait = self._place(request)
+            self._filling = False
+            if wait is not None:
+                self._enter(request, wait)
+            if queue is self._room and wait is Wait.ROOM:  # no room for it, so none for those behind it
                 self._room.move_to_end(request, last=False)
-                break
-        else:
-            self.room()  # the rest of them follow in the next turn of the event loop
-        self._filling = False
+                return
+        self.room()  # the rest of them follow in the next turn of the event loop

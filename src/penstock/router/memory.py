@@ -72,8 +72,8 @@ class SessionTable:
         record = self._counted.get(session_id)
         if record is not None and record.engine is engine:  # a later turn that stays
             engine.resident_tokens += tokens - record.tokens
-            record.tokens = tokens
-            self._touch(session_id, now)
+            record.tokens, record.used = tokens, now
+            self._counted.move_to_end(session_id)
             return
         self.drop(session_id)
         if len(self) >= self._capacity:
