@@ -6,12 +6,11 @@ import asyncio
 import errno
 import socket
 import time
+from functools import lru_cache
 from typing import cast
 
 from penstock.router.membership import Engine, EngineEntry
 
-RANK_HEADER = b"X-data-parallel-rank"
-"""Header of vLLM that names the data-parallel rank for a request."""
 IDLE_S = 4.0
 """Seconds after which the router closes an idle connection; vLLM's server does so after 5 s."""
 CONNECT_TIMEOUT_S = 5.0
@@ -23,6 +22,13 @@ OWN_SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.
 """Errors of `connect` that come from this process's limits and not from the engine."""
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
 """TCP keepalive: the router notices after 35 s that a machine vanished, also during a long answer."""
+
+
+@lru_cache(maxsize=4096)
+def added_fields(dp_rank: int | None, api_key: str | None) -> bytes:
+    """Return the header lines that the router adds to every request for an engine: its rank, for vLLM, and its key."""
+    rank = b"" if dp_rank is None else b"X-data-parallel-rank: %d\r\n" % dp_rank
+    return rank + (b"" if api_key is None else b"Authorization: Bearer %b\r\n" % api_key.encode())
 
 
 class ConnectionUser:
@@ -106,8 +112,6 @@ class Backend(Engine):
     """Cause in the last such answer; empty: none came."""
     requests = 0
     """Requests sent by this process."""
-    _fields: bytes | None = None
-    _key: str | None = None
 
     def __init__(self, entry: EngineEntry) -> None:
         super().__init__(entry)
@@ -119,17 +123,6 @@ class Backend(Engine):
         closed. A lost connection stays in the list until `take` finds it."""
         self._connecting: dict[asyncio.Task[None], ConnectionUser] = {}
         self._may_connect = asyncio.Semaphore(MAX_CONNECTING)
-
-    @property
-    def fields(self) -> bytes:
-        """Header lines that the router adds to every request for this engine. Its key may change, its rank may not."""
-        key = self.entry.api_key
-        if self._fields is None or key is not self._key:
-            rank, self._key = self.entry.dp_rank, key
-            self._fields = (b"" if rank is None else b"%b: %d\r\n" % (RANK_HEADER, rank)) + (
-                b"" if key is None else b"Authorization: Bearer %b\r\n" % key.encode()
-            )
-        return self._fields
 
     def take(self) -> BackendConnection | None:
         oldest = time.monotonic() - IDLE_S

@@ -13,7 +13,7 @@ from typing import cast
 
 from penstock.rooms import plugged_in
 from penstock.router.answer import WHOLE_CHUNK_LIMIT, WHOLE_CHUNK_OPENING, Answer, FramingError, ResponseHead
-from penstock.router.backend import OWN_SHORTAGES, Backend, BackendConnection, ConnectionUser
+from penstock.router.backend import OWN_SHORTAGES, Backend, BackendConnection, ConnectionUser, added_fields
 from penstock.router.client_connection import Call, ClientConnection
 from penstock.router.dispatcher import Dispatcher
 from penstock.router.gate import Waiter
@@ -99,7 +99,8 @@ class Exchange(Call, Waiter, ConnectionUser):
         self._answer = Answer(self.request)
         self.nowhere_since = 0.0
         connection.user = self
-        head = self.request.to_engine(len(self._body), connection.backend.fields)
+        entry = connection.backend.entry
+        head = self.request.to_engine(len(self._body), added_fields(entry.dp_rank, entry.api_key))
         if len(self._body) < _LONG:
             connection.transport.write(b"".join((head, self._body)))
         else:

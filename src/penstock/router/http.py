@@ -69,7 +69,6 @@ def response(
 CHUNKED = -1
 """Body length of a chunked message."""
 
-Value = bytes | int | str | None
 Field = tuple[bytes, bytes]
 
 _TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]++"  # possessive: no head is read twice
@@ -111,7 +110,7 @@ def _host(value: bytes) -> bytes:
     return value
 
 
-_Role = tuple[str, Callable[[bytes], Value], bool]
+_Role = tuple[str, Callable[[bytes], bytes | int | str | None], bool]
 """A field that the router reads: its attribute, the function for its value, and whether the field goes on."""
 GOES_ON, _ENDS_HERE = True, False
 _HOP_BY_HOP = b"keep-alive proxy-connection proxy-authorization te upgrade http2-settings"

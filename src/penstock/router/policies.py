@@ -1,8 +1,7 @@
 """Placement policies: their input, their answers, and the default, `bounded-sticky`.
 
-A policy keeps nothing between calls, changes nothing and does no I/O. `penstock.router.placement.Placement` remembers
-the state: where a session lives, which engine holds a prefix, where the other samples of a group went. It passes them
-in with the request. So the same policies run in the router and in the discrete-event fleet of `benchmarks/fleet_sim`.
+A policy keeps nothing between calls, changes nothing and does no I/O. `placement.Placement` remembers where sessions
+live, which engines hold a prefix, and where a group's samples went. It passes them in with the request.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ class RequestView(NamedTuple):
     """A request as policies see it."""
 
     session_id: str | None = None
-    """Text of `X-Session-ID`; an integer id and its decimal text are one session."""
     home: Engine | None = None
     """The engine where this session lives; None if it is new, or that engine may not serve this request."""
     home_tokens: int = 0
@@ -51,10 +49,8 @@ class RequestView(NamedTuple):
     known: bool = False
     """Whether the session has had a turn, even on a lost engine; a known session never waits."""
     prompt_tokens: int = 0
-    """`X-Prompt-Tokens`; 0: not given."""
     expected_tokens: int = 0
-    """Tokens that the answer will probably add, all samples together: `X-Expected-Tokens` times the fraction of it that
-    answers usually add; 0: not given."""
+    """`X-Expected-Tokens` times the fraction of it that answers usually add."""
     prefixes: Mapping[str, int] = {}
     """Names of engines that hold a prefix of this prompt, with its tokens; some may not be allowed to serve it."""
     group: Mapping[str, int] = {}
@@ -73,11 +69,7 @@ class Defer(Enum):
 
 
 class Policy:
-    """Picks one of the engines that may serve a request. One object serves all requests.
-
-    Args:
-        config: the policy's options, and the number of processes that place requests on the same engines.
-    """
+    """Picks one of the engines that may serve a request. One object serves all requests."""
 
     sticky = False
     """Whether a session stays on its engine while that drains."""
@@ -130,15 +122,7 @@ _SHARED_SHARE = 2
 
 
 class BoundedSticky(Policy):
-    """Placement bounded by resident tokens.
-
-    - A new session, or a request without one, goes to an engine within the bound: at most `balance_factor` times the
-      mean of resident tokens, plus `slack_tokens`. The least resident tokens win, then the fewest requests. Samples of
-      a group prefer the engines with the fewest of their group, if that costs at most `slack_tokens` of balance.
-      Engines that hold a prefix of `prefix_length` tokens and half the prompt are preferred.
-    - A later turn stays, unless its engine is well over the bound and moving clearly beats staying.
-    - A new session waits while no engine has room: resident and expected tokens would exceed `kv_admission` of the KV
-      cache. An engine without resident tokens always has room, so no session waits for ever.
+    """Placement bounded by resident tokens; `docs/explanation/placement.md` has the rules.
 
     With several processes, each knows its own sessions and load, and has its share of every KV cache and of the slack.
     A session without a home goes by rendezvous hash to an engine within the bound. So all processes send it to the same
@@ -196,18 +180,14 @@ class BoundedSticky(Policy):
     def _stay_or_move(self, home: Engine, engines: Sequence[Engine], mean: float, request: RequestView) -> Engine:
         """Return home, or the least loaded engine if moving there clearly beats staying.
 
-        Moving gains the difference in resident tokens that share the engine with the session. It costs recomputing the
-        context, for which others on the new engine wait too. If home holds more than its cache can, the context has
-        likely been evicted and is recomputed anywhere. Otherwise a session leaves only an engine far over the mean:
-        migration after every difference of load costs more than it gains (verl #6533).
+        Moving costs recomputing the context, which an overfull cache has likely evicted anyway. Otherwise a session
+        leaves only an engine far over the mean: moving after every difference costs more than it gains (verl #6533).
         """
         context = max(request.home_tokens, request.prompt_tokens)
         if home.kv_capacity and home.resident_tokens > home.kv_capacity / self._processes:
-            able = [engine for engine in engines if engine is not home and self._has_room(engine, request)]
-            cost = 0.0
+            able, cost = [engine for engine in engines if engine is not home and self._has_room(engine, request)], 0.0
         elif home.resident_tokens > _FAR_OVER * mean:
-            able = [engine for engine in engines if engine is not home]
-            cost = _MOVE_COST * context
+            able, cost = [engine for engine in engines if engine is not home], _MOVE_COST * context
         else:
             return home
         if not able:
