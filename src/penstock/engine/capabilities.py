@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, Strict, TypeAdapter, ValidationError
+from pydantic import Field, Strict
 
 from penstock.checks import LARGEST
 
@@ -79,26 +78,3 @@ class EngineInfo:
     """Id that changes with each start of the server. Empty: unknown."""
     model: str = ""
     """Name under which it serves its model. Empty: unknown."""
-
-
-_INFO = TypeAdapter(EngineInfo)
-
-
-def checked_info(**values: Any) -> EngineInfo:
-    """Build the description of an engine. ValueError: a value is missing, of another type, or out of range."""
-    try:
-        return _INFO.validate_python(values)
-    except ValidationError as error:
-        raise ValueError("; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())) from None
-
-
-def info_of(answer: Mapping[str, Any]) -> EngineInfo:
-    """Read the answer of our plugin. KeyError, TypeError, ValueError: it has another form."""
-    capabilities = {
-        "kv_in_flight": answer.get("kv_in_flight", False),
-        "sleep": answer.get("sleep", True),
-        "lora": answer.get("lora", True),
-        "weight_transfer": answer.get("weight_transfer"),
-        "sampled_logprobs": answer["logprobs_mode"] in SAMPLED_FROM,
-    }
-    return checked_info(**{**answer, "capabilities": capabilities})

@@ -1,26 +1,23 @@
-"""Control calls to one engine: its weights, and the reports of the engine and its core."""
+"""Control of one engine: what it is and can do, its health, and what its core reports."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
 from yarl import URL
 
 from penstock.checks import reading
-from penstock.control_types import KV, EngineUpdate
-from penstock.engine.capabilities import EngineInfo, info_of
-from penstock.errors import DeadlineError, EngineError, EngineHTTPError, PenstockError, TransferError, WeightsError
-from penstock.http import TORN, HttpTransport, UnreachableError
+from penstock.engine.capabilities import SAMPLED_FROM, EngineInfo
+from penstock.engine.core_client import NO_CORE, CoreClient
+from penstock.errors import DeadlineError, EngineError, EngineHTTPError, PenstockError
+from penstock.http import HttpTransport
 from penstock.rooms import plugged_in
-from penstock.weights.manifest import WeightManifest
 from penstock.wire import INFO
 
-BAD_REQUEST, UNAUTHORIZED, NOT_FOUND = 400, 401, 404
-_NO_CORE = object()
 GONE_S = 3000.0
 """Seconds after which `core_gone` repeats its call. The core keeps such a call for an hour."""
 
@@ -45,20 +42,8 @@ class CoreState:
 _CORE_FIELDS = [field.name for field in fields(CoreState)]
 
 
-class ControlClient:
-    """Control calls to one engine, each with a deadline of `timeout_s` seconds.
-
-    Every method raises `EngineDeadError`, `DeadlineError` and `EngineHTTPError`.
-    """
-
-    def __init__(self, name: str, url: str, *, api_key: str | None = None, timeout_s: float = 60.0) -> None:
-        self.name = name
-        self.url = url
-        self.http = HttpTransport(url, api_key=api_key, name=name)
-        self.timeout_s = timeout_s
-        self._key = api_key
-        self._core: HttpTransport | None = None
-        self._core_answered = False
+class ControlClient(CoreClient):
+    """All control of one engine."""
 
     @cached_property
     def verbs(self) -> Any:
@@ -72,26 +57,27 @@ class ControlClient:
             EngineError: the answer has another form, so this is not our engine.
             EngineHTTPError: the engine has no plugin of ours, or requires another key.
         """
-        try:
-            return await self._info()
-        except EngineHTTPError as error:
-            if error.status != UNAUTHORIZED:
-                raise
-            does = "does not take the API key that was given" if self._key else "asks for an API key and none was given"
-            raise EngineHTTPError(
-                f"{self.url} {does}; a fleet and its servers share one key, which `penstock serve` "
-                "(PENSTOCK_API_KEY) or Fleet (api_key) takes at its start; "
-                "an engine that a fleet launched obeys that fleet alone",
-                status=error.status,
-                engine=self.name,
-            ) from None
-
-    async def _info(self) -> EngineInfo:
         answer: Any = await self.http.get(INFO, timeout_s=self.timeout_s)
         with reading(f"answer to GET {INFO}", partial(EngineError, engine=self.name)):
-            info = info_of(answer)
+            capabilities = {
+                "kv_in_flight": answer.get("kv_in_flight", False),
+                "sleep": answer.get("sleep", True),
+                "lora": answer.get("lora", True),
+                "weight_transfer": answer.get("weight_transfer"),
+                "sampled_logprobs": answer["logprobs_mode"] in SAMPLED_FROM,
+            }
+            info = checked_info(**{**answer, "capabilities": capabilities})
             await self._connect_core(answer.get("control_port"))
         return info
+
+    async def _connect_core(self, port: int | None) -> None:
+        """Use the core at `port` from now on, for calls that must not wait for tokens."""
+        url = None if port is None else str(URL(self.url).with_port(port))
+        if self._core is not None and self._core.url != url:
+            await self._core.close()
+            self._core, self._core_answered = None, False
+        if url is not None and self._core is None:
+            self._core = HttpTransport(url, api_key=self._key, name=self.name)
 
     async def health(self, timeout_s: float) -> None:
         """Return once the engine says that it is healthy, else raise."""
@@ -103,7 +89,7 @@ class ControlClient:
     async def state(self) -> CoreState:
         """Ask the core between two of its steps. UnreachableError: the core is gone."""
         answer: Any = await self._ask_core("/penstock/core", {}, self.timeout_s)
-        if answer is not _NO_CORE:
+        if answer is not NO_CORE:
             return CoreState(**{name: answer[name] for name in _CORE_FIELDS if name in answer})
         paused = await self.is_paused()
         info = await self.info()
@@ -122,95 +108,13 @@ class ControlClient:
                 return
         await asyncio.Event().wait()
 
-    async def prepare_weights(self, manifest: WeightManifest) -> None:
-        """Let the engine map and check a version while it generates. Changes nothing.
 
-        WeightsError: names, shapes, dtypes or checksums do not fit.
-        """
-        await self.offer("prepare", {"manifest": manifest.to_json()})
+_INFO = TypeAdapter(EngineInfo)
 
-    async def apply_weights(self, version: int, *, kv: KV = "recompute") -> EngineUpdate:
-        """Pause (keep), load the prepared version, label it, resume, in one call.
 
-        One call queues only once. After any error except TransferError, the engine must not serve again.
-
-        Raises:
-            TransferError: bytes are missing. It stays paused until a whole version is prepared and applied.
-        """
-        try:
-            answer: Any = await self.at_core("/penstock/weights/apply", {"version": version, "kv": kv})
-        except EngineHTTPError as error:
-            if error.error_type == TORN:
-                raise TransferError(str(error)) from error
-            raise
-        confirmed = int(answer["version"])
-        if confirmed != version:
-            message = f"applied weight version {version} but says it serves {confirmed}"
-            raise EngineHTTPError(message, status=200, engine=self.name)
-        return self.update_of(answer)
-
-    async def close(self) -> None:
-        await self.http.close()
-        if self._core is not None:
-            await self._core.close()
-
-    def update_of(self, answer: Any) -> EngineUpdate:
-        """Read an engine's report about an update."""
-        return EngineUpdate(
-            engine=self.name,
-            seconds={str(k): float(v) for k, v in answer["seconds"].items()},
-            preempted=int(answer["preempted"]),
-            checksum=str(answer.get("checksum", "")),
-            kept=int(answer["kept"]),
-        )
-
-    async def _connect_core(self, port: int | None) -> None:
-        """Use the core at `port` from now on, for calls that must not wait for tokens."""
-        url = None if port is None else str(URL(self.url).with_port(port))
-        if self._core is not None and self._core.url != url:
-            await self._core.close()
-            self._core, self._core_answered = None, False
-        if url is not None and self._core is None:
-            self._core = HttpTransport(url, api_key=self._key, name=self.name)
-
-    async def offer(self, step: str, body: Mapping[str, Any], *, refused: Sequence[int] = (BAD_REQUEST,)) -> None:
-        """Make the weights call `step` of the core. WeightsError: it answers with a status of `refused`."""
-        try:
-            await self.at_core(f"/penstock/weights/{step}", body)
-        except EngineHTTPError as error:
-            if error.status in refused:
-                raise WeightsError(str(error)) from error
-            raise
-
-    async def at_core(
-        self, path: str, body: Mapping[str, Any], timeout_s: float | None = None, *, otherwise: str | None = None
-    ) -> Any:
-        """Ask the core, else the API server at the same path or vLLM's `otherwise`."""
-        answer = await self._ask_core(path, body, timeout_s or self.timeout_s)
-        if answer is not _NO_CORE:
-            return answer
-        if otherwise is None:
-            return await self.post(path, body, timeout_s=timeout_s)
-        return await self.post(otherwise, timeout_s=timeout_s)
-
-    async def _ask_core(self, path: str, body: Mapping[str, Any], timeout_s: float) -> Any:
-        """Ask the core. Return `_NO_CORE` if only the API server is reachable.
-
-        A proxy or a mapped port may hide the core. UnreachableError: the core has answered before, so it has died.
-        """
-        if self._core is None:
-            return _NO_CORE
-        try:
-            answer = await self._core.post(path, body, timeout_s=timeout_s)
-        except UnreachableError:  # the request was not sent
-            if self._core_answered:
-                raise
-            await self._core.close()
-            self._core = None
-            return _NO_CORE
-        self._core_answered = True
-        return answer
-
-    async def post(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None) -> Any:
-        """Call the API server."""
-        return await self.http.post(path, body, timeout_s=timeout_s or self.timeout_s)
+def checked_info(**values: Any) -> EngineInfo:
+    """Build the description of an engine. ValueError: a value is missing, of another type, or out of range."""
+    try:
+        return _INFO.validate_python(values)
+    except ValidationError as error:
+        raise ValueError("; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())) from None

@@ -20,9 +20,9 @@ import orjson
 from penstock import wire
 from penstock.aio import all_or_first_error
 from penstock.checks import reading
-from penstock.engine.capabilities import SAMPLED_FROM, Capabilities, EngineInfo, checked_info
+from penstock.engine.capabilities import SAMPLED_FROM, Capabilities, EngineInfo
 from penstock.engine.client import Answer, Continuation
-from penstock.engine.control import ControlClient, CoreState
+from penstock.engine.control import ControlClient, CoreState, checked_info
 from penstock.engine.lacking import require
 from penstock.engine.openai import Stream
 from penstock.errors import EngineError, EngineHTTPError
@@ -30,7 +30,7 @@ from penstock.http import HttpTransport, Reply
 from penstock.types import SamplingParams
 from penstock.wire import GENERATE, version_number
 
-NOT_FOUND, NOT_ALLOWED, REFUSED_BODY, FAILED = 404, 405, frozenset({400, 422}), 500
+UNAUTHORIZED, NOT_FOUND, NOT_ALLOWED, REFUSED_BODY, FAILED = 401, 404, 405, frozenset({400, 422}), 500
 _CALLS = {
     "pause": "/pause", "abort": "/abort_requests", "caches": "/reset_prefix_cache", "sleep": "/sleep",
     "rpc": "/collective_rpc", "weight_transfer": "/init_weight_transfer_engine",
@@ -51,11 +51,25 @@ class VanillaControl(ControlClient):
         """Return the core's report; without our plugin, only whether it is paused."""
         return await super().state() if self.has_plugin else CoreState(await self.is_paused())
 
-    async def _info(self) -> EngineInfo:
+    async def info(self) -> EngineInfo:
+        """Return what `ControlClient.info` does, also without our plugin; the error of a wrong key says what to do."""
         self.has_plugin = True
         try:
-            return await super()._info()
+            return await super().info()
         except EngineHTTPError as error:
+            if error.status == UNAUTHORIZED:
+                does = (
+                    "does not take the API key that was given"
+                    if self._key
+                    else "asks for an API key and none was given"
+                )
+                raise EngineHTTPError(
+                    f"{self.url} {does}; a fleet and its servers share one key, which `penstock serve` "
+                    "(PENSTOCK_API_KEY) or Fleet (api_key) takes at its start; "
+                    "an engine that a fleet launched obeys that fleet alone",
+                    status=error.status,
+                    engine=self.name,
+                ) from None
             if error.status != NOT_FOUND:
                 raise
         self.has_plugin = False

@@ -12,10 +12,12 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.control_types import KV, EngineStats, EngineUpdate, PauseMode, TokenLoss
-from penstock.engine.control import BAD_REQUEST, NOT_FOUND, ControlClient
+from penstock.engine.control import ControlClient
+from penstock.engine.core_client import BAD_REQUEST
 from penstock.errors import EngineError, EngineHTTPError, MissingCapabilityError, StateError, WeightsError
 from penstock.wire import ADAPTERS
 
+NOT_FOUND = 404
 RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 KV_USAGE = "vllm:kv_cache_usage_perc"
 GENERATED, PREEMPTIONS = "vllm:generation_tokens_total", "vllm:num_preemptions_total"
