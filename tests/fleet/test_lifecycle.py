@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from penstock.errors import StateError
-from penstock.fleet.member import SUBSTATES, TRANSITIONS, Lifecycle, State, Substate
+from penstock.fleet.lifecycle import SUBSTATES, TRANSITIONS, Lifecycle, State, Substate
 
 ROUTES = {
     "launching": ([], {"syncing", "dead"}),
@@ -31,7 +31,7 @@ def engine_in(state: str) -> Lifecycle:
 
 @pytest.mark.parametrize(("old", "new"), list(itertools.product(ROUTES, ROUTES)))
 def test_a_state_leads_only_into_those_of_the_table(old: str, new: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "penstock.fleet.member")
+    caplog.set_level(logging.INFO, "penstock.fleet.lifecycle")
     life = engine_in(old)
     before = list(life.history)
     if new in ROUTES[old][1]:

@@ -43,7 +43,7 @@ from penstock.facade.forms import (
 from penstock.facade.loop_thread import LoopThread
 from penstock.fleet.adapters import stamp_of
 from penstock.fleet.fleet import Fleet
-from penstock.fleet.member import SERVABLE, State
+from penstock.fleet.lifecycle import SERVABLE, State
 from penstock.rollout.tokenizer import Tokenizer, load_tokenizer
 from penstock.router.admin_client import RouterAdmin
 from penstock.settings import EngineConfig

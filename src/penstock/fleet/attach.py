@@ -11,7 +11,8 @@ from typing import Any, cast
 from penstock.engine.vanilla import VanillaControl
 from penstock.errors import EngineHTTPError, PenstockError, UserError
 from penstock.fleet.engines import connect_engine
-from penstock.fleet.member import Lifecycle, Member, State
+from penstock.fleet.lifecycle import Lifecycle, State
+from penstock.fleet.member import Member
 from penstock.options import validate
 from penstock.settings import ServerSpec
 

@@ -17,7 +17,8 @@ from penstock.engine.verbs import verbs_of
 from penstock.errors import DeadlineError, EngineDeadError, EngineStartError, PenstockError, StateError, UserError
 from penstock.fleet.attach import AttachedServers, place_of, specs_of
 from penstock.fleet.engines import LaunchedEngines
-from penstock.fleet.member import SERVABLE, Lifecycle, Member, State, Substate, fan_out, why
+from penstock.fleet.lifecycle import SERVABLE, Lifecycle, State, Substate
+from penstock.fleet.member import Member, fan_out, why
 from penstock.fleet.roster import Roster
 from penstock.fleet.supervise import Supervisor
 from penstock.fleet.update import Operations

@@ -12,7 +12,8 @@ from penstock.aio import all_or_first_error
 from penstock.engine.control import ControlClient
 from penstock.engine.launch import EngineProcess, ServerCommand
 from penstock.errors import DeadlineError, EngineStartError, PenstockError, StateError
-from penstock.fleet.member import SERVABLE, EngineHandle, Lifecycle, Member, State
+from penstock.fleet.lifecycle import SERVABLE, Lifecycle, State
+from penstock.fleet.member import EngineHandle, Member
 from penstock.rooms import plugged_in
 from penstock.settings import EngineConfig, FleetConfig
 
@@ -136,7 +137,7 @@ class LaunchedEngines:
 
     def any_died(self) -> bool:
         """Return whether an engine ever failed, so that its log is worth keeping."""
-        return any(change.new is State.DEAD for life in self._lives for change in life.history)
+        return any(life.deaths for life in self._lives)
 
 
 async def connect_engine(

@@ -13,7 +13,7 @@ from penstock.checks import reading
 from penstock.control_types import KV, AdapterStatus, PauseMode, UpdateReport
 from penstock.engine.client import DataClient
 from penstock.errors import ConfigError, UserError
-from penstock.fleet.member import State
+from penstock.fleet.lifecycle import State
 from penstock.fleet.roster import Admin, Roster
 from penstock.fleet.serving import ServingFleet, T
 from penstock.rooms import plugged_in

@@ -20,7 +20,8 @@ from penstock.errors import ConfigError, EngineError, StateError, UserError
 from penstock.fleet.engines import LaunchedEngines
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.gpus import assign, usable_gpus
-from penstock.fleet.member import Lifecycle, Member, State
+from penstock.fleet.lifecycle import Lifecycle, State
+from penstock.fleet.member import Member
 from penstock.fleet.roster import Roster
 from penstock.fleet.router_process import OpenRouter, check_router, open_router, router_back
 from penstock.fleet.stores import Stores

@@ -17,7 +17,8 @@ from penstock.engine.control import ControlClient, CoreState
 from penstock.engine.lacking import require
 from penstock.engine.verbs import verbs_of
 from penstock.errors import DeadlineError, EngineDeadError, EngineHTTPError, PenstockError, StateError, UserError
-from penstock.fleet.member import SERVABLE, Call, FanOut, Member, State, ask, fan_out, why
+from penstock.fleet.lifecycle import SERVABLE, State
+from penstock.fleet.member import Call, FanOut, Member, ask, fan_out, why
 from penstock.fleet.roster import Roster
 from penstock.fleet.update import Operations
 from penstock.weights.manifest import WeightManifest, differ

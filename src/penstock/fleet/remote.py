@@ -24,7 +24,8 @@ from penstock.fleet.calls import CallClient
 from penstock.fleet.elastic import Elastic
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.launch import LogFolder, PendingFleet, Terms, assemble, data_client, reachable
-from penstock.fleet.member import Change, Lifecycle, Member, State
+from penstock.fleet.lifecycle import Change, Lifecycle, State
+from penstock.fleet.member import Member
 from penstock.fleet.native import NativeCalls
 from penstock.fleet.pausing import AllOperations
 from penstock.fleet.roster import Roster

@@ -12,7 +12,8 @@ from typing import Any, Protocol, TypeVar
 from penstock.aio import Changes
 from penstock.engine.capabilities import Capabilities
 from penstock.errors import DeadlineError, EngineDeadError, PenstockError, StateError, UserError
-from penstock.fleet.member import SERVABLE, Member, State, ask, updatable, why
+from penstock.fleet.lifecycle import SERVABLE, State
+from penstock.fleet.member import Member, ask, updatable, why
 from penstock.rooms import plugged_in
 from penstock.router.admin_client import RouterState
 from penstock.router.membership import Membership

@@ -28,7 +28,7 @@ from penstock.errors import EngineError, StateError, UserError
 from penstock.fleet.adapters import FleetAdapters
 from penstock.fleet.calls import Call, CallServer
 from penstock.fleet.elastic import Elastic
-from penstock.fleet.member import State
+from penstock.fleet.lifecycle import State
 from penstock.fleet.native import NativeCalls
 from penstock.fleet.pausing import AllOperations
 from penstock.fleet.roster import Roster

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from penstock.aio import cancelled, in_thread
 from penstock.engine.control import CoreState
 from penstock.errors import DeadlineError, EngineError, PenstockError, StateError
-from penstock.fleet.member import SERVABLE, Member, State, Substate, ask, fan_out, put
+from penstock.fleet.lifecycle import SERVABLE, State, Substate
+from penstock.fleet.member import Member, ask, fan_out, put
 from penstock.fleet.probe import CoreSilentError, probe
 from penstock.fleet.roster import Roster
 from penstock.process import backoff_s

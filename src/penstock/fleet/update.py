@@ -17,7 +17,8 @@ from penstock.aio import in_thread
 from penstock.control_types import KV, EngineUpdate, UpdateReport
 from penstock.engine.control import ControlClient
 from penstock.errors import PenstockError, StateError, UpdateError, UserError
-from penstock.fleet.member import SERVABLE, Call, Member, State, fan_out, put, updatable, why
+from penstock.fleet.lifecycle import SERVABLE
+from penstock.fleet.member import Call, Member, fan_out, put, updatable, why
 from penstock.fleet.roster import OperationQueue, Roster
 from penstock.fleet.stores import Stores
 from penstock.rooms import plugged_as, plugged_in
@@ -161,7 +162,8 @@ class Updater:
                 replace(took := applied[m.name], seconds={"prepare": prepared[m.name], **took.seconds})
                 for m in committed
             ),
-            failures=_failures(m for m in asked if m not in committed),
+            # The reason of the last death: an engine may have restarted since.
+            failures={m.name: m.lifecycle.deaths[-1] for m in asked if m not in committed and m.lifecycle.deaths},
         )
 
     async def _commit_or_go_back(
@@ -260,12 +262,6 @@ def odd_ones_out(checksums: Mapping[str, str], layouts: Mapping[str, Hashable]) 
             elif checksum != common:
                 odd.setdefault(name, f"checksum {checksum} on rank {rank} differs from its peers' {common}")
     return odd
-
-
-def _failures(members: Iterable[Member]) -> dict[str, str]:
-    """Return the last death's reason for each engine, which may have restarted since."""
-    deaths = {m.name: [c.reason for c in m.lifecycle.history if c.new is State.DEAD] for m in members}
-    return {name: reasons[-1] for name, reasons in deaths.items() if reasons}
 
 
 class Operations:

@@ -20,7 +20,7 @@ from penstock.engine.client import Continuation
 from penstock.engine.partial import Partial, whole_of
 from penstock.errors import DeadlineError, EngineDeadError, EngineError, EngineHTTPError, StateError, UserError
 from penstock.fleet.fleet import Fleet
-from penstock.fleet.member import State
+from penstock.fleet.lifecycle import State
 from penstock.tinker.futures import Operation, Outcome
 from penstock.tinker.requests import SampleBody
 from penstock.tinker.schema import PROTO_TYPE, pb
