@@ -20,7 +20,7 @@ from penstock.errors import EngineDeadError, EngineHTTPError, StateError, Weight
 from penstock.fleet.member import Lifecycle, Member, State
 from penstock.fleet.pausing import AllOperations as Operations
 from penstock.fleet.roster import Roster
-from penstock.fleet.supervise import Admission
+from penstock.fleet.supervise import Admission, admit
 from penstock.router.membership import Membership
 from penstock.router.state import EngineLoad, RouterState
 from penstock.settings import FleetConfig
@@ -333,7 +333,9 @@ class Bench:
             lifecycle.to(State.SYNCING, "test")
             info = EngineInfo("fake", "0", 0, False, *layout, 32, 64, ("shared_memory",), fake.capabilities)
             url = f"http://127.0.0.1:{port}"
-            self.roster.admit(Member(name, url, fake, info, lifecycle, 0, process=self.process[name]))
+            member = Member(name, url, fake, info, lifecycle, 0, process=self.process[name])
+            self.roster.add(member)
+            admit(self.roster, member)
         self.operations = Operations(
             self.roster,
             self.store,

@@ -21,6 +21,7 @@ from penstock.errors import (
 )
 from penstock.fleet.member import State, fan_out
 from penstock.fleet.router_process import keep_in_step
+from penstock.fleet.supervise import admit
 from penstock.router.membership import Membership
 from virtual_time import virtual
 
@@ -360,7 +361,7 @@ async def test_an_engine_of_another_version_is_not_admitted() -> None:
     member.lifecycle.to(State.SYNCING, "test")
     bench.roster.version = 3
     with pytest.raises(StateError, match="engine b has weight version 0, the fleet serves 3"):
-        bench.roster.admit(member)
+        admit(bench.roster, member)
     assert member.state is State.SYNCING
 
 

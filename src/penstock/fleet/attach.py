@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, cast
 
+from penstock.engine.capabilities import Capabilities
 from penstock.engine.vanilla import VanillaControl
+from penstock.engine.verbs import verbs_of
 from penstock.errors import EngineHTTPError, PenstockError, UserError
 from penstock.fleet.engines import connect_engine
 from penstock.fleet.lifecycle import Lifecycle, State
-from penstock.fleet.member import Member
+from penstock.fleet.member import Member, ask
+from penstock.fleet.roster import Roster
 from penstock.options import validate
-from penstock.settings import ServerSpec
+from penstock.settings import FleetConfig, ServerSpec
 
 logger = logging.getLogger(__name__)
+
+SILENCING_S = 2.0
+"""Deadline of pausing a server that has torn weights."""
 
 
 class AttachedServers:
@@ -67,9 +73,14 @@ class AttachedServers:
         await self._connections.aclose()
 
 
-def check_beside(member: Member, others: Sequence[Member]) -> None:
+def asked(roster: Roster) -> list[tuple[str, Capabilities]]:
+    """Return name and capabilities of each engine that may get a request."""
+    return [(m.name, m.info.capabilities) for m in roster.members if m.state not in {State.DEAD, State.STOPPED}]
+
+
+def check_beside(member: Member, members: Sequence[Member]) -> None:
     """Refuse another member's server or model (UserError); warn of another model name."""
-    own = member.info
+    own, others = member.info, [one for one in members if one is not member and one.state is not State.STOPPED]
     for one in others:
         same = place_of(member.url) == place_of(one.url)  # a plain vLLM names no instance
         if same or (own.instance and one.info.instance == own.instance):
@@ -88,6 +99,33 @@ def check_beside(member: Member, others: Sequence[Member]) -> None:
             "one --served-model-name, or requests by one name fail on the other",
             member.name, own.model, odd[0].name, odd[0].info.model,
         )  # fmt: skip
+
+
+async def until_it_answers(member: Member, fleet: FleetConfig, sleep: Callable[[float], Awaitable[None]]) -> None:
+    """Return once a dead server answers health checks again."""
+    while True:
+        try:
+            await member.control.health(fleet.hang_timeout_s)
+        except PenstockError:
+            await sleep(fleet.health_interval_s)
+        else:
+            return
+
+
+async def reread(member: Member, deadline_s: float) -> None:
+    """Ask a server without our plugin for its version, since its owner may have changed its weights."""
+    info = member.info = await ask(member, lambda engine: engine.info(), deadline_s=deadline_s)
+    member.weight_version = info.weight_version
+    if info.instance and info.instance != member.torn:
+        member.torn = None
+
+
+async def silence(member: Member) -> None:
+    """Pause a dead server with torn weights, for clients that do not use this fleet's router."""
+    try:
+        await ask(member, lambda engine: verbs_of(engine).release(), deadline_s=SILENCING_S)
+    except PenstockError as error:
+        logger.warning("engine %s may make tokens of unconfirmed weights: %s", member.name, error)
 
 
 def _ranks(member: Member, spec: ServerSpec) -> int:

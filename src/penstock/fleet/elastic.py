@@ -15,7 +15,7 @@ from penstock.checks import seconds, whole_number
 from penstock.control_types import EngineStats, TokenLoss
 from penstock.engine.verbs import verbs_of
 from penstock.errors import DeadlineError, EngineDeadError, EngineStartError, PenstockError, StateError, UserError
-from penstock.fleet.attach import AttachedServers, place_of, specs_of
+from penstock.fleet.attach import AttachedServers, check_beside, place_of, specs_of
 from penstock.fleet.engines import LaunchedEngines
 from penstock.fleet.lifecycle import SERVABLE, Lifecycle, State, Substate
 from penstock.fleet.member import Member, fan_out, why
@@ -261,6 +261,8 @@ class Elastic:
         return self._joined(member)
 
     def _watch(self, member: Member) -> None:
+        if member.process is None:
+            check_beside(member, self._roster.members)
         self._roster.add(member)
         self._supervisor.watch(member)
 

@@ -16,16 +16,21 @@ from typing import Any, NoReturn
 from penstock.aio import all_or_first_error
 from penstock.engine.client import DataClient
 from penstock.engine.command import server_command
+from penstock.engine.vanilla import VanillaReplies
 from penstock.errors import ConfigError, EngineError, StateError, UserError
+from penstock.fleet.attach import AttachedServers, asked, check_beside, specs_of
+from penstock.fleet.elastic import Elastic
 from penstock.fleet.engines import LaunchedEngines
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.gpus import assign, usable_gpus
 from penstock.fleet.lifecycle import Lifecycle, State
-from penstock.fleet.member import Member
+from penstock.fleet.member import Member, updatable
+from penstock.fleet.pausing import AllOperations
 from penstock.fleet.roster import Roster
 from penstock.fleet.router_process import OpenRouter, check_router, open_router, router_back
+from penstock.fleet.service import Endpoint, refuse_second
 from penstock.fleet.stores import Stores
-from penstock.fleet.supervise import Admission, Supervisor
+from penstock.fleet.supervise import Admission, Supervisor, admit
 from penstock.guard import new_key
 from penstock.options import check_key, refuse_unknown, section
 from penstock.rooms import plugged_in
@@ -96,7 +101,7 @@ def launch(
     engine = section(EngineConfig, given, options if given is not None else {**options, "model": str(model)})
     of_fleet = section(FleetConfig, fleet, options)
     if of_fleet.attach:
-        plugged_in("attach.specs")(of_fleet.attach)
+        specs_of(of_fleet.attach)
     count = of_fleet.engines + len(of_fleet.attach)
     if count == 0:
         raise ConfigError("engines is 0 and there is nothing to attach; launch one, or give the URLs of others")
@@ -125,7 +130,7 @@ async def _launched(
     engine: EngineConfig, router_config: RouterConfig, terms: Terms, gpus: Sequence[tuple[str, ...]]
 ) -> Fleet:
     fleet, api_key = terms.fleet, terms.api_key
-    plugged_in("control_socket.refuse_second")(router_config.url)
+    refuse_second(router_config.url)
     shared = len({name for names in gpus for name in names}) < sum(len(names) for names in gpus)
     key = new_key()
     engine_key = api_key if router_config.kind == "vllm-router" else key  # it passes its callers' key to engines
@@ -142,7 +147,7 @@ async def _launched(
             parallel_starts=1 if shared else max(1, fleet.engines),
         )
         owned.push_async_callback(engines.end_all)
-        attached = plugged_in("attach")(api_key=api_key, control_timeout_s=terms.control_timeout_s)
+        attached = AttachedServers(api_key=api_key, control_timeout_s=terms.control_timeout_s)
         owned.push_async_callback(attached.close)
         first = fleet.engines
         # Servers of others come first: their errors show at once.
@@ -184,7 +189,7 @@ async def assemble(
     owned: AsyncExitStack,
     terms: Terms,
     *,
-    attached: Any,
+    attached: AttachedServers,
     engines: LaunchedEngines | None = None,
 ) -> Fleet:
     """Make a fleet of engines that are SYNCING: admit, announce and watch them.
@@ -199,17 +204,17 @@ async def assemble(
     if not members or len(members) < fleet.min_engines:
         raise UserError(f"there are {len(members)} engines, the fleet needs at least {fleet.min_engines}")
     roster = await _roster(router, members)
-    store = Stores(fleet, roster.updatable, terms.control_timeout_s)
+    store = Stores(fleet, lambda: updatable(roster.members), terms.control_timeout_s)
     owned.callback(store.close)
     data = data_client(router.url, terms.api_key, roster, owned, terms)
 
     def read_others() -> None:
-        data.unreported = plugged_in("replies.vanilla")(roster.asked)
+        data.unreported = VanillaReplies(partial(asked, roster))
 
     attached.joined = read_others
     if any(member.process is None for member in members):
         read_others()
-    operations = plugged_in("operations")(
+    operations = AllOperations(
         roster,
         store,
         fleet,
@@ -226,9 +231,9 @@ async def assemble(
     if router.guard is not None:
         router.guard.watch(roster, fleet)
     data.http.suspect = supervisor.probe_all
-    elastic = plugged_in("elastic")(roster, operations, supervisor, fleet, engines=engines, attached=attached)
+    elastic = Elastic(roster, operations, supervisor, fleet, engines=engines, attached=attached)
     owned.push_async_callback(elastic.close)
-    endpoint = plugged_in("control_socket")(router.url, roster, operations, elastic, admin_key=router.key)
+    endpoint = Endpoint(router.url, roster, operations, elastic, admin_key=router.key)
     return Fleet(router.url, roster, operations, elastic, data, owned.pop_all(), endpoint)
 
 
@@ -263,7 +268,10 @@ async def _roster(router: OpenRouter, members: Sequence[Member]) -> Roster:
     paused = members[0].info.paused
     roster = Roster(router.admin, version=members[0].weight_version, closed=paused, by_rank=router.ours)
     for member in members:
-        roster.admit(member)
+        if member.process is None:
+            check_beside(member, roster.members)
+        roster.add(member)
+        admit(roster, member)
         if paused:
             member.lifecycle.to(State.PAUSED, "was paused when it was found")
     await roster.restore()

@@ -18,6 +18,7 @@ from penstock.errors import MissingCapabilityError, StateError
 from penstock.fleet.member import Member
 from penstock.fleet.pausing import command, foreign_to
 from penstock.fleet.roster import Roster
+from penstock.fleet.update import check_version
 from penstock.http import as_json
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class NativeCalls:
         operations, roster = self._operations, self._roster
 
         async def run() -> None:
-            roster.check_version(version)
+            check_version(roster, version)
             if not operations.paused:
                 raise StateError("pause generation before a native weight update: vLLM dies of one while it generates")
             operations.check_weights_awake()

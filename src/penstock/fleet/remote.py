@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, get_type_hints
 
@@ -17,9 +17,10 @@ from pydantic import TypeAdapter
 from penstock.aio import cancelled, in_thread
 from penstock.checks import reading
 from penstock.control_types import KV, PauseMode, UpdateReport
+from penstock.engine.vanilla import VanillaReplies
 from penstock.errors import ConfigError, EngineDeadError, EngineError, PenstockError, StateError, UserError
 from penstock.fleet.adapters import FleetAdapters
-from penstock.fleet.attach import AttachedServers, specs_of
+from penstock.fleet.attach import AttachedServers, asked, specs_of
 from penstock.fleet.calls import CallClient
 from penstock.fleet.elastic import Elastic
 from penstock.fleet.fleet import Fleet
@@ -43,10 +44,10 @@ from penstock.fleet.service import (
     socket_of,
     state_of,
 )
+from penstock.fleet.update import check_version
 from penstock.guard import new_key
 from penstock.http import UnreachableError
 from penstock.options import check_key, refuse_unknown, section
-from penstock.rooms import plugged_in
 from penstock.router.admin_client import RouterAdmin
 from penstock.settings import FleetConfig, RouterConfig, ServerSpec
 from penstock.weights.adapter_files import AdapterFiles
@@ -108,7 +109,7 @@ async def adopt(client: FleetClient, url: str, terms: Terms) -> Fleet:
         owned.callback(store.close)
         elastic = Remote(Elastic, roster.call)
         data = data_client(url, terms.api_key or state.admin_key, roster, owned, terms)
-        data.unreported = plugged_in("replies.vanilla")(roster.asked)
+        data.unreported = VanillaReplies(partial(asked, roster))
         follower = asyncio.create_task(roster.follow(client), name="follow-fleet")
         owned.push_async_callback(cancelled, follower)
         operations: Any = RemoteOperations(roster, store)
@@ -269,7 +270,7 @@ class RemoteOperations(Remote):
         if self._update is not None and not self._update.done():
             raise StateError("a weight update is under way; await it before the next one")
         number = self._roster.highest_version + 1 if version is None else version
-        self._roster.check_version(number)
+        check_version(self._roster, number)
         self._update = asyncio.create_task(self._publish_and_apply(named_tensors, number, kv), name="remote-update")
         return await asyncio.shield(self._update)
 

@@ -10,10 +10,9 @@ from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from penstock.aio import Changes
-from penstock.engine.capabilities import Capabilities
-from penstock.errors import DeadlineError, EngineDeadError, PenstockError, StateError, UserError
+from penstock.errors import DeadlineError, EngineDeadError, PenstockError, StateError
 from penstock.fleet.lifecycle import SERVABLE, State
-from penstock.fleet.member import Member, ask, updatable, why
+from penstock.fleet.member import Member, why
 from penstock.rooms import plugged_in
 from penstock.router.admin_client import RouterState
 from penstock.router.membership import Membership
@@ -23,8 +22,6 @@ T = TypeVar("T")
 
 ROUTER_BACK_S = 30.0
 """Seconds that a call waits for a restarting router, which takes a fraction of a second on an idle machine."""
-SILENCING_S = 2.0
-"""Deadline of pausing a server of others that has torn weights."""
 
 
 class Admin(Protocol):
@@ -198,12 +195,6 @@ class Roster(Changes):
         """Return the members with confirmed weights: SERVING, PAUSED or DRAINING."""
         return tuple(m for m in self.members if m.state in SERVABLE)
 
-    def updatable(self) -> list[Member]:
-        return updatable(self.members)
-
-    def asked(self) -> list[tuple[str, Capabilities]]:
-        return [(m.name, m.info.capabilities) for m in self.members if m.state not in {State.DEAD, State.STOPPED}]
-
     def is_lost(self) -> bool:
         """Return whether no engine is left or coming back, or the fleet ends."""
         return self.ended or (not self.live() and not any(m.is_restarting for m in self.members))
@@ -229,46 +220,12 @@ class Roster(Changes):
         self.kv_kept_versions |= {version}
         self.announce()  # clients in other processes need it to label tokens from the first one on
 
-    def admit(self, member: Member) -> None:
-        """Let a SYNCING engine serve; the next `push_membership` announces it.
-
-        Raises:
-            StateError: it has another weight version than the fleet.
-            UserError: see `attach.check_beside`.
-        """
-        if member.weight_version != self.version:
-            raise StateError(
-                f"engine {member.name} has weight version {member.weight_version}, the fleet serves {self.version}"
-            )
-        self.add(member)
-        member.lifecycle.to(State.SERVING, f"weight version {member.weight_version} confirmed")
-        if member.info.kv_kept:  # by an earlier owner
-            self.kv_kept_versions |= {member.info.weight_version}
-        self.announce()
-
     def add(self, member: Member) -> None:
-        """Give an engine the fleet's next index if it has none; see `attach.check_beside`."""
-        if member.process is None:
-            others = [one for one in self.members if one is not member and one.state is not State.STOPPED]
-            plugged_in("attach.check")(member, others)
+        """Give an engine the fleet's next index if it has none."""
         if member not in self.members:
             member.ranks = member.ranks if self.by_rank else 1  # a vllm-router sees it as one engine
             self.members = (*self.members, member)
             self.announce()
-
-    def check_version(self, version: int) -> None:
-        """Refuse an invalid version, or one that may already name other weights.
-
-        Raises:
-            UserError: the reason.
-        """
-        if type(version) is not int or version >= 2**63:  # engines would fail on it and be dead
-            raise UserError(f"a weight version is an int below 2**63, got {version!r}; give int(...) of it")
-        if version <= self.highest_version:
-            raise UserError(
-                f"weight version {version} is not greater than {self.highest_version}, under which engines may have "
-                f"made tokens, committed or not; take {self.highest_version + 1}, or leave the number to the fleet"
-            )
 
     def commit(self, version: int, checksums: Mapping[tuple[int, int, int], Collection[str]] | None = None) -> None:
         """Make `version` the fleet's, after every live engine has confirmed it."""
@@ -308,7 +265,24 @@ class Roster(Changes):
     async def restore(self) -> None:
         """Bring a router, such as a restarted one, to the fleet's state."""
         async with self.calling:
-            await self._push()
+            known, self.router_uncertain = self.epoch >= 0, True
+            self.epoch += 1
+            wanted = self._membership(self.epoch)
+            try:
+                try:
+                    await self.admin.announce(wanted)
+                except StateError:  # another process has sent a newer set; this fleet's set must win
+                    if known:
+                        logger.warning(
+                            "another process has sent this fleet's router its engines. Two processes that update the "
+                            "same engines give one version number to different weights: let one own the fleet, and "
+                            "others connect"
+                        )
+                    self.epoch = (await self.admin.engines()).epoch + 1
+                    await self.admin.announce(replace(wanted, epoch=self.epoch))
+                self.router_uncertain = False
+            finally:
+                self.announce()
 
     def _membership(self, epoch: int) -> Membership:
         entries = tuple(entry for member in self.live() for entry in member.entries())
@@ -316,27 +290,6 @@ class Roster(Changes):
         left = (m for m in self.members if m.state in {State.DEAD, State.STOPPED})
         cut = tuple(entry.name for member in left for entry in member.entries())
         return Membership(epoch, entries, self._closed, self.policy, cut)
-
-    async def _push(self) -> None:
-        known, self.router_uncertain = self.epoch >= 0, True
-        self.epoch += 1
-        wanted = self._membership(self.epoch)
-        try:
-            try:
-                await self.admin.announce(wanted)
-            except StateError:  # another process has sent a newer set; this fleet's set must win
-                if known:
-                    logger.warning(
-                        "another process has sent this fleet's router its engines. Two processes that update the same "
-                        "engines give one version number to different weights: let one own the fleet, and others "
-                        "connect"
-                    )
-                self.epoch = (await self.admin.engines()).epoch + 1
-                wanted = replace(wanted, epoch=self.epoch)
-                await self.admin.announce(wanted)
-            self.router_uncertain = False
-        finally:
-            self.announce()
 
     # --- the engines -------------------------------------------------------------------------------------------------
 
@@ -354,7 +307,4 @@ class Roster(Changes):
             self.announce()
             await self.push_or_defer(f"engine {member.name} died")
         if member.torn is not None and member.process is None:
-            try:
-                await ask(member, lambda engine: engine.verbs.release(), deadline_s=SILENCING_S)
-            except PenstockError as error:
-                logger.warning("engine %s may make tokens of unconfirmed weights: %s", member.name, error)
+            await plugged_in("attach.silence")(member)

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.aio import cancelled, in_thread
 from penstock.engine.control import CoreState
@@ -20,12 +20,12 @@ from penstock.fleet.member import Member, ask, fan_out, put
 from penstock.fleet.probe import CoreSilentError, probe
 from penstock.fleet.roster import Roster
 from penstock.process import backoff_s
+from penstock.rooms import plugged_in
 from penstock.settings import FleetConfig
 from penstock.weights.manifest import WeightManifest, differ
 
 if TYPE_CHECKING:
     from penstock.fleet.stores import Stores
-    from penstock.fleet.update import Operations
 
 logger = logging.getLogger(__name__)
 
@@ -274,19 +274,10 @@ class Supervisor:
             if not self._roster.ended:  # otherwise no engine has failed
                 await self._roster.mark_dead(member, f"could not join: {error}")
 
-    async def _until_it_answers(self, member: Member) -> None:
-        while True:
-            try:
-                await member.control.health(self._fleet.hang_timeout_s)
-            except PenstockError:
-                await self._sleep(self._fleet.health_interval_s)
-            else:
-                return
-
     async def _start_again(self, member: Member, again: Callable[[], Awaitable[Member]]) -> bool:
         """Restart a DEAD engine, or wait for a server of others; True: it is SYNCING."""
         if member.process is None:
-            await self._until_it_answers(member)
+            await plugged_in("attach.answers")(member, self._fleet, self._sleep)
         member.lifecycle.to(State.LAUNCHING, "answers again" if member.process is None else "restarted")
         self._roster.announce()
         try:
@@ -312,8 +303,8 @@ class Admission:
     `control_timeout_s`: deadline of a control call.
     """
 
-    def __init__(self, operations: Operations, roster: Roster, store: Stores, control_timeout_s: float) -> None:
-        self._operations = operations
+    def __init__(self, operations: Any, roster: Roster, store: Stores, control_timeout_s: float) -> None:
+        self._operations = operations  # `pausing.AllOperations`
         self._roster = roster
         self._store = store
         self._control_s = control_timeout_s
@@ -360,7 +351,9 @@ class Admission:
             await operations.bring_to_state(member)
         if member.control is not control:
             raise StateError(f"engine {member.name} was restarted while it joined")
-        roster.admit(member)
+        if member.process is None:
+            plugged_in("attach.check")(member, roster.members)
+        admit(roster, member)
         if operations.paused:
             member.lifecycle.to(State.PAUSED, "joined a fleet that is paused")
             roster.announce()
@@ -379,10 +372,7 @@ class Admission:
         """
         plugin, version = member.info.capabilities.plugin, self._roster.version
         if not plugin:  # its owner may have changed its weights
-            info = member.info = await ask(member, lambda engine: engine.info(), deadline_s=self._control_s)
-            member.weight_version = info.weight_version
-            if info.instance and info.instance != member.torn:
-                member.torn = None
+            await plugged_in("attach.reread")(member, self._control_s)
         if member.has(version):
             return True
         if not plugin or (weights := await self._weights_for(member)) is None:
@@ -406,6 +396,22 @@ class Admission:
             logger.warning("weight version %d was not given again: %r", version, found)
             return None
         return found
+
+
+def admit(roster: Roster, member: Member) -> None:
+    """Let a SYNCING engine serve; the next `push_membership` announces it.
+
+    Raises:
+        StateError: it has another weight version than the fleet.
+    """
+    if member.weight_version != roster.version:
+        raise StateError(
+            f"engine {member.name} has weight version {member.weight_version}, the fleet serves {roster.version}"
+        )
+    member.lifecycle.to(State.SERVING, f"weight version {member.weight_version} confirmed")
+    if member.info.kv_kept:  # by an earlier owner
+        roster.kv_kept_versions |= {member.info.weight_version}
+    roster.announce()
 
 
 def weights_for(store: Stores, member: Member, version: int) -> WeightManifest | None:

@@ -39,6 +39,21 @@ def check_kv(kv: str) -> None:
         raise UserError(f"kv must be one of {', '.join(get_args(KV))}, got {kv!r}")
 
 
+def check_version(roster: Roster, version: int) -> None:
+    """Refuse an invalid version, or one that may already name other weights.
+
+    Raises:
+        UserError: the reason.
+    """
+    if type(version) is not int or version >= 2**63:  # engines would fail on it and be dead
+        raise UserError(f"a weight version is an int below 2**63, got {version!r}; give int(...) of it")
+    if version <= roster.highest_version:
+        raise UserError(
+            f"weight version {version} is not greater than {roster.highest_version}, under which engines may have "
+            f"made tokens, committed or not; take {roster.highest_version + 1}, or leave the number to the fleet"
+        )
+
+
 class Fetching:
     """Brings a version to engines that fetch it themselves; `fleet/delivery.py` sends it to them instead."""
 
@@ -113,7 +128,7 @@ class Updater:
             UpdateError: fewer than `min_engines` made it; the engines left serve the previous version.
         """
         began = time.monotonic()
-        asked = self.roster.updatable()
+        asked = updatable(self.roster.members)
         self._need(asked, version, "before it began")
         manifest = await in_thread(lambda: publish(version))
         way = self._way(manifest.transport)
@@ -323,7 +338,7 @@ class Operations:
                 self.check_weights_awake()
                 self._require("plugin", "update_weights")
                 number = self._roster.highest_version + 1 if version is None else version
-                self._roster.check_version(number)
+                check_version(self._roster, number)
                 if kv == "keep_in_flight":
                     self._require("kv_in_flight", f"update_weights with kv={kv!r}")
                 return await self._updater.run(publish, version=number, kv=kv)
@@ -379,11 +394,3 @@ class Operations:
             state, version = "closed" if closed else "open", self._roster.version
             message = "the router does not know yet that its gate is %s and its engines serve weight version %d: %s"
             logger.warning(message, state, version, error)
-
-    async def wake(self, member: Member) -> None:
-        """Wake a joining engine that sleeps and has to load weights or serve."""
-        raise NotImplementedError
-
-    async def bring_to_state(self, member: Member) -> None:
-        """Make a joining engine sleep, pause or run; MissingCapabilityError: it cannot."""
-        raise NotImplementedError
