@@ -9,8 +9,7 @@ from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from typing import Any, Self
 
-from penstock.control_types import KV, NamedTensors, PauseMode, UpdateReport
-from penstock.engine.capabilities import EngineInfo
+from penstock.control_types import KV, EngineInfo, NamedTensors, PauseMode, UpdateReport
 from penstock.engine.client import STREAM_CHUNK_TOKENS, Counters, DataClient
 from penstock.engine.control import ControlClient
 from penstock.engine.interface import Engine

@@ -9,14 +9,18 @@ from __future__ import annotations
 import asyncio
 import atexit
 import logging
+import math
 import os
 import re
 import resource
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
@@ -51,11 +55,6 @@ def most_connections() -> int:
     """Return the most clients of a server that opens one more connection for each."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (OPEN_FILES if limit == resource.RLIM_INFINITY else max(limit - _OWN_FILES, 16)) // 2
-
-
-def backoff_s(failures: int, base_s: float = 0.05, cap_s: float = 120.0) -> float:
-    """Return the seconds before a retry: `base_s`, doubled per failure, up to `cap_s`."""
-    return min(base_s * 2.0 ** min(failures, 64), cap_s)
 
 
 class ChildProcess:
@@ -317,3 +316,77 @@ def _processes_of(group: int, field: int = GROUP) -> dict[int, bool]:
         except (FileNotFoundError, ProcessLookupError):  # ended in between
             continue
     return found
+
+
+# --- Restarts ---------------------------------------------------------------------------------------------------------
+
+
+def backoff_s(failures: int, base_s: float = 0.05, cap_s: float = 120.0) -> float:
+    """Return the seconds before a retry: `base_s`, doubled per failure, up to `cap_s`."""
+    return min(base_s * 2.0 ** min(failures, 64), cap_s)
+
+
+Clock = Callable[[], float]
+"""Monotonic seconds."""
+Sleep = Callable[[float], Awaitable[None]]
+
+
+@dataclass(slots=True)
+class RestartBudget:
+    """Restarts of one process: the wait doubles each time, and `max_restarts` can limit them."""
+
+    max_restarts: int | None
+    """Most restarts in any `window_s` seconds; `None` for no limit."""
+    window_s: float
+    """Seconds without a restart after which the wait is short again."""
+    first_s: float
+    """Seconds before the first restart."""
+    clock: Clock = time.monotonic
+    _spent: deque[float] = field(default_factory=deque[float], init=False)
+    _last: float = field(default=-math.inf, init=False)
+    """Time at which the last restart was due, or was over."""
+    _in_a_row: int = field(default=0, init=False)
+
+    def left(self) -> bool:
+        if self.max_restarts is None:
+            return True
+        while self._spent and self._spent[0] <= self.clock() - self.window_s:
+            self._spent.popleft()
+        return len(self._spent) < self.max_restarts
+
+    def spend(self) -> float | None:
+        """Take one restart; return the seconds to wait before it, or None if exhausted."""
+        if not self.left():
+            return None
+        now = self.clock()
+        self._in_a_row = 0 if self._last <= now - self.window_s else self._in_a_row + 1
+        if self.max_restarts is not None:
+            self._spent.append(now)
+        wait_s = backoff_s(self._in_a_row, self.first_s)
+        self._last = now + wait_s
+        return wait_s
+
+    def restarted(self) -> None:
+        """Note that the process has started: its time of running counts from now."""
+        self._last = self.clock()
+
+
+async def keep_running(
+    until_ended: Callable[[], Awaitable[None]],
+    restart: Callable[[], Awaitable[bool]],
+    budget: RestartBudget,
+    sleep: Sleep = asyncio.sleep,
+) -> None:
+    """Restart a process each time it ends; return when its budget is exhausted.
+
+    If `restart` returns False, it failed and is tried again after the next wait.
+    """
+    while True:
+        await until_ended()
+        while True:
+            if (wait_s := budget.spend()) is None:
+                return
+            await sleep(wait_s)
+            if await restart():
+                budget.restarted()
+                break

@@ -12,9 +12,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.control_types import KV, EngineStats, EngineUpdate, PauseMode
-from penstock.engine.capabilities import PENSTOCK
-from penstock.engine.control import CoreState, EngineInfo
+from penstock.control_types import KV, PENSTOCK, CoreState, EngineInfo, EngineStats, EngineUpdate, PauseMode
 from penstock.engine.verbs import AdapterLoad
 from penstock.errors import EngineDeadError, EngineHTTPError, StateError, WeightsError
 from penstock.fleet.member import Lifecycle, Member, State

@@ -40,7 +40,7 @@ from penstock.errors import (
     UserError,
 )
 from penstock.fleet.member import State
-from penstock.fleet.probe import YOUNG
+from penstock.fleet.supervise import YOUNG
 from penstock.sim import Fault, FaultKind, SimConfig
 from penstock.sim import Phase as SimPhase
 from sim_fleets import CONTEXT, check

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.control import CoreState
-from penstock.fleet.probe import YOUNG, CoreSilentError, probe
+from penstock.control_types import CoreState
 from penstock.fleet.roster import Occupation
+from penstock.fleet.supervise import YOUNG, CoreSilentError, probe
 from virtual_time import VirtualClock, run_virtual
 
 HANG_S = 6.0

@@ -8,8 +8,7 @@ import pytest
 from fleet_fakes import Bench, on_bench, until
 from supervise_rig import NEVER, restarting, until_dead, until_serves, watched
 
-from penstock.control_types import PauseMode
-from penstock.engine.control import CoreState
+from penstock.control_types import CoreState, PauseMode
 from penstock.fleet.member import State
 from penstock.fleet.pausing import AllOperations as Operations
 from penstock.settings import FleetConfig

@@ -11,7 +11,7 @@ from supervise_rig import begins_to_return, dies_and_returns, restarting, until_
 from penstock.control_types import PauseMode
 from penstock.errors import StateError, UpdateError
 from penstock.fleet.member import State
-from penstock.fleet.supervise import RestartBudget, keep_running
+from penstock.process import RestartBudget, keep_running
 from penstock.settings import FleetConfig
 from virtual_time import virtual
 

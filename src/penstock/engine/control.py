@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cached_property, partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from yarl import URL
 
 from penstock.checks import reading
-from penstock.engine.capabilities import SAMPLED_FROM, EngineInfo
+from penstock.control_types import SAMPLED_FROM, CoreState, EngineInfo
 from penstock.engine.core_client import NO_CORE, CoreClient
 from penstock.errors import DeadlineError, EngineError, EngineHTTPError, PenstockError
 from penstock.http import HttpTransport
@@ -20,23 +20,6 @@ from penstock.wire import INFO
 
 GONE_S = 3000.0
 """Seconds after which `core_gone` repeats its call. The core keeps such a call for an hour."""
-
-
-@dataclass(frozen=True, slots=True)
-class CoreState:
-    """State that an engine's core reports about itself; None: it does not report the value."""
-
-    paused: bool
-    """It makes no token: it is paused, asleep, or without weights."""
-    weight_version: int | None = None
-    asleep: bool = False
-    """It has given back memory."""
-    torn: bool = False
-    """Its weights were dropped or partly overwritten."""
-    foreign: int | None = None
-    """Number of calls other than our updates that may have changed its weights."""
-    checksum: str | None = None
-    """Checksum of the last `update_weights`, of any owner."""
 
 
 _CORE_FIELDS = [field.name for field in fields(CoreState)]

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from penstock.aio import cancelled, settled
 from penstock.errors import DeadlineError, PenstockError
 from penstock.fleet.roster import ROUTER_BACK_S, Admin, Occupation, Roster
-from penstock.fleet.supervise import RestartBudget, keep_running
+from penstock.process import RestartBudget, keep_running
 from penstock.rooms import plugged_in
 from penstock.router.admin_client import RouterAdmin, RouterState
 from penstock.settings import ADMIN_KEY_ENV, KEY_ENV, FleetConfig, RouterConfig, refuse_open_host

@@ -1,25 +1,23 @@
-"""Watches processes and restarts those that end: the common loop, the engines' supervisor, and their admission."""
+"""Watches engines and restarts those that end: their supervisor, their admission, and the probe of one."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from penstock.aio import cancelled, in_thread
-from penstock.engine.control import CoreState
-from penstock.errors import DeadlineError, EngineError, PenstockError, StateError
+from penstock.aio import all_or_first_error, cancelled, in_thread, settled
+from penstock.control_types import CoreState
+from penstock.engine.control import ControlClient
+from penstock.errors import DeadlineError, EngineDeadError, EngineError, PenstockError, StateError
 from penstock.fleet.lifecycle import SERVABLE, State, Substate
 from penstock.fleet.member import Member, ask, fan_out, put
-from penstock.fleet.probe import CoreSilentError, probe
-from penstock.fleet.roster import Roster
-from penstock.process import backoff_s
+from penstock.fleet.roster import Occupation, Roster
+from penstock.http import UnreachableError
+from penstock.process import Clock, RestartBudget, Sleep, keep_running
 from penstock.rooms import plugged_in
 from penstock.settings import FleetConfig
 from penstock.weights.manifest import WeightManifest, differ
@@ -32,71 +30,6 @@ logger = logging.getLogger(__name__)
 PROBE_ALL_S = 0.5
 """Seconds for an engine's answer after a death. The usual probe judges an engine that is late."""
 WATCHED = SERVABLE | {State.SYNCING}
-
-Clock = Callable[[], float]
-"""Monotonic seconds."""
-Sleep = Callable[[float], Awaitable[None]]
-
-
-@dataclass(slots=True)
-class RestartBudget:
-    """Restarts of one process: the wait doubles each time, and `max_restarts` can limit them."""
-
-    max_restarts: int | None
-    """Most restarts in any `window_s` seconds; `None` for no limit."""
-    window_s: float
-    """Seconds without a restart after which the wait is short again."""
-    first_s: float
-    """Seconds before the first restart."""
-    clock: Clock = time.monotonic
-    _spent: deque[float] = field(default_factory=deque[float], init=False)
-    _last: float = field(default=-math.inf, init=False)
-    """Time at which the last restart was due, or was over."""
-    _in_a_row: int = field(default=0, init=False)
-
-    def left(self) -> bool:
-        if self.max_restarts is None:
-            return True
-        while self._spent and self._spent[0] <= self.clock() - self.window_s:
-            self._spent.popleft()
-        return len(self._spent) < self.max_restarts
-
-    def spend(self) -> float | None:
-        """Take one restart; return the seconds to wait before it, or None if exhausted."""
-        if not self.left():
-            return None
-        now = self.clock()
-        self._in_a_row = 0 if self._last <= now - self.window_s else self._in_a_row + 1
-        if self.max_restarts is not None:
-            self._spent.append(now)
-        wait_s = backoff_s(self._in_a_row, self.first_s)
-        self._last = now + wait_s
-        return wait_s
-
-    def restarted(self) -> None:
-        """Note that the process has started: its time of running counts from now."""
-        self._last = self.clock()
-
-
-async def keep_running(
-    until_ended: Callable[[], Awaitable[None]],
-    restart: Callable[[], Awaitable[bool]],
-    budget: RestartBudget,
-    sleep: Sleep = asyncio.sleep,
-) -> None:
-    """Restart a process each time it ends; return when its budget is exhausted.
-
-    If `restart` returns False, it failed and is tried again after the next wait.
-    """
-    while True:
-        await until_ended()
-        while True:
-            if (wait_s := budget.spend()) is None:
-                return
-            await sleep(wait_s)
-            if await restart():
-                budget.restarted()
-                break
 
 
 class Supervisor:
@@ -424,3 +357,89 @@ def weights_for(store: Stores, member: Member, version: int) -> WeightManifest |
         return store.lent.for_engine(member, version)
     current = store.last.current if store.last is not None else None
     return current if current is not None and current.version == version else None
+
+
+# --- The probe of one engine, of its server and its core --------------------------------------------------------------
+
+# The server answers health checks by itself, also when the core has died, was stopped or hangs. So the probe asks the
+# core too. Its answer waits only for the present step. A healthy core's longest silence is therefore one step, a
+# fraction of a second even for a full chunk of prefill, with three exceptions:
+#
+# - A call of the fleet keeps it busy: it loads weights, sleeps, or runs a method of `collective_rpc`. The time of the
+#   call does not count, since it has its own deadline. Time counted before it stays counted, and an open question stays
+#   open: calls may come more often than a core needs to be found silent.
+# - It has made no token yet: the first steps compile kernels. `YOUNG` allows for it.
+# - A later step compiles one more kernel. `hang_timeout_s` has to be longer than that.
+
+YOUNG = 10
+"""Multiple of `hang_timeout_s` for which an engine that has made no token may be silent."""
+BROKEN = 3
+"""Connections to a core that break before an answer until it counts as gone."""
+
+
+class CoreSilentError(DeadlineError):
+    """The server is well, but its core has not answered."""
+
+
+async def probe(control: ControlClient, occupation: Occupation, *, hang_s: float) -> CoreState | None:
+    """Probe an engine's server and core; None: the core's answer is unreadable.
+
+    It hangs after `hang_s` seconds without an answer; the time of calls in `occupation` does not count.
+
+    Raises:
+        CoreSilentError: its core hangs; DeadlineError: its server hangs.
+        PenstockError: it is gone, or reports that it is not well.
+    """
+    _, said = await all_or_first_error((_server(control, hang_s), _core(control, occupation, hang_s)))
+    return said
+
+
+async def _server(control: ControlClient, hang_s: float) -> None:
+    answer = await settled(control.health(YOUNG * hang_s), Occupation().without(hang_s))
+    if answer.cancelled():
+        raise DeadlineError(f"no answer to a health check in {hang_s:g} s", seconds=hang_s)
+    answer.result()
+
+
+async def _core(control: ControlClient, occupation: Occupation, hang_s: float) -> CoreState | None:
+    missed = 0
+
+    async def too_long() -> None:
+        nonlocal missed
+        while not missed or (missed < YOUNG and await _is_young(control, hang_s)):
+            await occupation.without(hang_s)
+            missed += 1
+
+    answer = await settled(_state(control, occupation), too_long())
+    if not answer.cancelled():
+        return answer.result()
+    await control.health(hang_s)  # otherwise the server is silent
+    silent_s = missed * hang_s
+    why = f"its core has answered nothing for {silent_s:g} s, though its server is well"
+    raise CoreSilentError(why, seconds=silent_s)
+
+
+async def _state(control: ControlClient, occupation: Occupation) -> CoreState | None:
+    broken = 0
+    while True:
+        await occupation.over()
+        try:
+            return await control.state()
+        except DeadlineError:  # the call's own deadline, not the probe's
+            continue
+        except UnreachableError:
+            raise
+        except EngineDeadError:
+            broken += 1
+            if broken == BROKEN:
+                raise
+        except (PenstockError, KeyError, TypeError, ValueError):  # an answer, though unreadable
+            return None
+
+
+async def _is_young(control: ControlClient, deadline_s: float) -> bool:
+    try:
+        async with asyncio.timeout(deadline_s):
+            return (await control.verbs.stats()).generation_tokens == 0
+    except (TimeoutError, PenstockError):
+        return False
