@@ -17,7 +17,7 @@ from penstock.engine.control import ControlClient
 from penstock.engine.lacking import require
 from penstock.engine.verbs import IN_FLIGHT, AdapterLoad, verbs_of
 from penstock.errors import DeadlineError, EngineHTTPError, StateError, UserError, WeightsError
-from penstock.fleet.member import Member, fan_out, updatable
+from penstock.fleet.member import Member, fan_out
 from penstock.fleet.pausing import command
 from penstock.fleet.roster import OperationQueue, Roster
 from penstock.fleet.stores import is_local
@@ -362,7 +362,7 @@ class FleetAdapters:
 
         WeightsError: they need a folder, and none is set.
         """
-        far = [m.name for m in updatable(self._roster.members) if not (is_local(m) and m.info.capabilities.plugin)]
+        far = [m.name for m in self._roster.updatable() if not (is_local(m) and m.info.capabilities.plugin)]
         if not far:
             return None
         if self._folder is None:

@@ -24,7 +24,7 @@ from penstock.fleet.engines import LaunchedEngines
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.gpus import assign, usable_gpus
 from penstock.fleet.lifecycle import Lifecycle, State
-from penstock.fleet.member import Member, updatable
+from penstock.fleet.member import Member
 from penstock.fleet.pausing import AllOperations
 from penstock.fleet.roster import Roster
 from penstock.fleet.router_process import OpenRouter, check_router, open_router, router_back
@@ -204,7 +204,7 @@ async def assemble(
     if not members or len(members) < fleet.min_engines:
         raise UserError(f"there are {len(members)} engines, the fleet needs at least {fleet.min_engines}")
     roster = await _roster(router, members)
-    store = Stores(fleet, lambda: updatable(roster.members), terms.control_timeout_s)
+    store = Stores(fleet, roster.updatable, terms.control_timeout_s)
     owned.callback(store.close)
     data = data_client(router.url, terms.api_key, roster, owned, terms)
 

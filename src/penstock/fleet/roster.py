@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 from penstock.aio import Changes
 from penstock.errors import DeadlineError, EngineDeadError, PenstockError, StateError
 from penstock.fleet.lifecycle import SERVABLE, State
-from penstock.fleet.member import Member, why
+from penstock.fleet.member import Member, updatable, why
 from penstock.rooms import plugged_in
 from penstock.router.admin_client import RouterState
 from penstock.router.membership import Membership
@@ -194,6 +194,9 @@ class Roster(Changes):
     def live(self) -> tuple[Member, ...]:
         """Return the members with confirmed weights: SERVING, PAUSED or DRAINING."""
         return tuple(m for m in self.members if m.state in SERVABLE)
+
+    def updatable(self) -> list[Member]:
+        return updatable(self.members)
 
     def is_lost(self) -> bool:
         """Return whether no engine is left or coming back, or the fleet ends."""

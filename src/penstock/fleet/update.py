@@ -127,7 +127,7 @@ class Updater:
             UpdateError: fewer than `min_engines` made it; the engines left serve the previous version.
         """
         began = time.monotonic()
-        asked = updatable(self.roster.members)
+        asked = self.roster.updatable()
         self._need(asked, version, "before it began")
         manifest = await in_thread(lambda: publish(version))
         way = self._way(manifest.transport)
