@@ -20,6 +20,7 @@ from penstock.errors import (
     UserError,
 )
 from penstock.fleet.member import State, fan_out
+from penstock.fleet.pausing import raise_for
 from penstock.fleet.router_process import keep_in_step
 from penstock.fleet.supervise import admit
 from penstock.router.membership import Membership
@@ -372,10 +373,10 @@ async def test_a_call_that_fails_on_some_engines_tells_of_each() -> None:
     bench.engine["c"].faults["rpc"] = "hang"
     outcome = await fan_out(bench.roster.live(), lambda e: e.collective_rpc("f", 1.0, (), None), deadline_s=DEADLINE_S)
     with pytest.raises(FanOutError, match=r"^f failed on 2 of 3 engines \(a: engine a: no rpc; c: ") as caught:
-        outcome.raise_for("f")
+        raise_for(outcome, "f")
     failures = {name: type(failure) for name, failure in caught.value.failures.items()}
     assert failures == {"a": EngineHTTPError, "c": DeadlineError}
     assert caught.value.results == {"b": ["b.0"]}
     alone = await fan_out(bench.roster.live()[:1], lambda e: e.collective_rpc("f", 1.0, (), None), deadline_s=1.0)
     with pytest.raises(EngineHTTPError, match="engine a: no rpc"):
-        alone.raise_for("f")
+        raise_for(alone, "f")

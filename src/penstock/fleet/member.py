@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 from penstock.control_types import EngineInfo, EngineUpdate
 from penstock.engine.control import ControlClient
-from penstock.errors import DeadlineError, EngineError, FanOutError, PenstockError
+from penstock.errors import DeadlineError, EngineError, PenstockError
 from penstock.fleet.lifecycle import SERVABLE, Lifecycle, State, Substate
 from penstock.router.membership import EngineEntry
 from penstock.weights.manifest import WeightManifest
@@ -151,19 +151,6 @@ class FanOut(Generic[T]):
 
     results: Mapping[str, T]
     failures: Mapping[str, PenstockError]
-
-    def raise_for(self, what: str) -> None:
-        """Raise `FanOutError` if one failed; for a fan-out to one engine, its own error."""
-        if not self.results and len(self.failures) == 1:
-            self.raise_first()
-        if self.failures:
-            each = "; ".join(f"{name}: {error}" for name, error in self.failures.items())
-            count = len(self.failures) + len(self.results)
-            raise FanOutError(
-                f"{what} failed on {len(self.failures)} of {count} engines ({each})",
-                failures=self.failures,
-                results=self.results,
-            )
 
     def raise_first(self) -> None:
         """Raise the first engine's failure, if there is one."""

@@ -15,7 +15,15 @@ from penstock.control_types import KV, Capability, CoreState, PauseMode, UpdateR
 from penstock.engine.control import ControlClient
 from penstock.engine.lacking import require
 from penstock.engine.verbs import verbs_of
-from penstock.errors import DeadlineError, EngineDeadError, EngineHTTPError, PenstockError, StateError, UserError
+from penstock.errors import (
+    DeadlineError,
+    EngineDeadError,
+    EngineHTTPError,
+    FanOutError,
+    PenstockError,
+    StateError,
+    UserError,
+)
 from penstock.fleet.lifecycle import SERVABLE, State
 from penstock.fleet.member import Call, FanOut, Member, ask, fan_out, why
 from penstock.fleet.roster import Roster
@@ -230,7 +238,7 @@ class AllOperations(Operations):
                 # Longer than the engine client's own deadline, so that its message arrives.
                 deadline_s=timeout_s + 2.0,
             )
-        outcome.raise_for(f"collective_rpc {method!r}")
+        raise_for(outcome, f"collective_rpc {method!r}")
         return [result for results in outcome.results.values() for result in results]
 
     async def check(self, member: Member, probe: Awaitable[CoreState | None]) -> None:
@@ -439,6 +447,20 @@ async def command(
     if not members:
         roster.raise_if_lost()
     return outcome
+
+
+def raise_for(outcome: FanOut[Any], what: str) -> None:
+    """Raise `FanOutError` if one engine failed; for a fan-out to one engine, its own error."""
+    results, failures = outcome.results, outcome.failures
+    if not results and len(failures) == 1:
+        outcome.raise_first()
+    if failures:
+        each = "; ".join(f"{name}: {error}" for name, error in failures.items())
+        raise FanOutError(
+            f"{what} failed on {len(failures)} of {len(failures) + len(results)} engines ({each})",
+            failures=failures,
+            results=results,
+        )
 
 
 # --- Engines that other processes changed -----------------------------------------------------------------------------
