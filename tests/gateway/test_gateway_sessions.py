@@ -13,6 +13,7 @@ from gateway_rig import CALL, KEY, OTHER_KEY, PARAMETERS, THOUGHT, Engine, Rig, 
 from penstock.errors import ConfigError
 from penstock.gateway import app
 from penstock.gateway.graph import Limits
+from penstock.gateway.messages import ToolCall
 from penstock.gateway.service import Gateway, Tenant
 from penstock.gateway.turn import GatewayOptions
 from penstock.rollout.chat_template import ChatTemplate
@@ -57,6 +58,41 @@ async def test_edited_arguments_branch_and_the_shared_turn_trains_once(rig: Rig,
     assert sorted(len(row["nodes"]) for row in rows) == [3, 3]
     assert sum(row["nodes"][0]["trained"] for row in rows) == 1
     assert await causes(rig) == {"edited arguments": 1}
+
+
+@pytest.mark.parametrize("wire", WIRES)
+async def test_edited_reasoning_is_a_branch(rig: Rig, wire: type[Chat]) -> None:
+    rig.engine.texts = [f"{THOUGHT}five", "six", "seven"]
+    client = wire(rig)
+    client.user("x")
+    answer = await client.ask()
+    client.echo(json.loads(json.dumps(answer).replace("let me see", "no idea")))
+    client.user("y")
+    client.echo(await client.ask())
+    client.user("z")
+    await client.ask()  # continues the branch
+    rows = await rig.rows()
+    assert sorted(len(row["nodes"]) for row in rows) == [1, 2]
+    assert await causes(rig) == {"edited reasoning": 1}
+
+
+async def test_a_later_turn_continues_the_sibling_whose_ids_it_carries(rig: Rig) -> None:
+    rig.engine.texts = ["same", "same", "same again", "same again", "end"]
+    asked = [{"role": "user", "content": "x"}]
+    first = await rig.post("/v1/responses", {"input": asked})
+    second = await rig.post("/v1/responses", {"input": asked})
+    both = [[*asked, *given["output"], {"role": "user", "content": "y"}] for given in (first, second)]
+    for items in both:
+        items.extend((await rig.post("/v1/responses", {"input": items}))["output"])
+    stripped = {**both[0][-1], "id": None}  # only the first answer's id is left
+    await rig.post("/v1/responses", {"input": [*both[0][:-1], stripped, {"role": "user", "content": "z"}]})
+    *_, last = rig.session().nodes.values()
+    assert last.path()[0].id in first["id"]
+
+
+def test_equal_numbers_are_no_edit() -> None:
+    assert ToolCall("a", "f", '{"x": 1.0}').meaning == ToolCall("a", "f", '{"x": 1}').meaning
+    assert ToolCall("a", "f", '{"x": 1.5}').meaning != ToolCall("a", "f", '{"x": 1}').meaning
 
 
 async def test_each_kind_of_break_is_counted_by_its_cause(rig: Rig) -> None:

@@ -177,6 +177,14 @@ def test_integers_of_more_than_64_bits_are_written() -> None:
     assert dumps({"a": 10**30}) == b'{"a":1000000000000000000000000000000}'
 
 
+async def test_half_a_character_in_a_call_is_no_500(rig: Rig) -> None:
+    rig.engine.texts = ['<tool_call>\n{"name": "add", "arguments": {"a": "\\ud800"}}\n</tool_call>']
+    tool = {"name": "add", "input_schema": {"type": "object"}}
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 200, "tools": [tool]}
+    answer = await rig.post("/v1/messages", body)
+    assert answer["content"][0]["name"] == "add"
+
+
 async def test_a_thread_of_messages_goes_on_with_its_tools_and_system_prompt(rig: Rig) -> None:
     """Anthropic's SDK sends only new messages, and the whole again where the thread is unknown."""
     rig.engine.texts = [CALL, "three"]

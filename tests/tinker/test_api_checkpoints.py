@@ -54,10 +54,7 @@ async def test_checkpoints_are_listed_loaded_replaced_and_deleted(tmp_path: Path
         assert loaded == {"path": path, "model_id": f"{session}:train:0", "type": "load_weights"}
         assert service.learner.models[f"{session}:train:0"] == 1
         assert (await service.post("get_info", {"model_id": f"{session}:train:0"}))["lora_rank"] == 4
-        deleted = await service.http.delete(
-            f"/api/v1/training_runs/{model}/checkpoints/weights/first", headers={"X-API-Key": "tml-key-of-alice"}
-        )
-        assert deleted.status_code == 204
+        await service.delete(f"training_runs/{model}/checkpoints/weights/first", status=204)
         assert not folder.exists()
         load |= {"model_seq_id": 1}
         assert "no checkpoint" in (await service.result(await service.post("load_weights", load)))["error"]
@@ -103,11 +100,8 @@ async def test_others_read_what_is_published_and_nothing_else(tmp_path: Path) ->
         session = await service.session(OTHER_KEY)
         load = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": False}
         assert "path" in await service.result(await service.post("load_weights", load, key=OTHER_KEY), key=OTHER_KEY)
-        headers = {"X-API-Key": OTHER_KEY}
-        refused = await service.http.delete(f"/api/v1/training_runs/{model}/checkpoints/weights/a", headers=headers)
-        assert refused.status_code == 404
-        undone = await service.http.delete(f"/api/v1/{publish}", headers={"X-API-Key": "tml-key-of-alice"})
-        assert undone.status_code == 204
+        await service.delete(f"training_runs/{model}/checkpoints/weights/a", key=OTHER_KEY, status=404)
+        await service.delete(publish, status=204)
         await service.post("weights_info", {"tinker_path": path}, key=OTHER_KEY, status=404)
 
 
@@ -121,9 +115,7 @@ async def test_a_checkpoint_ends_with_its_time(tmp_path: Path) -> None:
         await database.run(lambda c: c.execute(checkpoints.update().values(expires=1.0)))
         await service.post("weights_info", {"tinker_path": path}, status=404)
         assert (await service.get("checkpoints"))["checkpoints"] == []
-        ttl = f"/api/v1/training_runs/{model}/checkpoints/weights/a/ttl"
-        kept = await service.http.put(ttl, json={"ttl_seconds": None}, headers={"X-API-Key": "tml-key-of-alice"})
-        assert kept.status_code == 204
+        await service.put(f"training_runs/{model}/checkpoints/weights/a/ttl", {"ttl_seconds": None}, status=204)
         await service.post("weights_info", {"tinker_path": path})
         await database.close()
 
@@ -149,9 +141,7 @@ async def test_a_sampler_that_is_not_used_any_more_gives_its_folder_back(
         path = (await service.result(await service.post("save_weights_for_sampler", body)))["path"]
         await service.sampler(model.partition(":")[0], 9, model_path=path)
         assert await known.unused_folders() == [], "a checkpoint has it"
-        headers = {"X-API-Key": "tml-key-of-alice"}
-        url = f"/api/v1/training_runs/{model}/checkpoints/sampler_weights/named"
-        assert (await service.http.delete(url, headers=headers)).status_code == 204
+        await service.delete(f"training_runs/{model}/checkpoints/sampler_weights/named", status=204)
         assert [Path(folder).is_dir() for folder in await known.unused_folders()] == [True]
         await database.close()
 
@@ -176,8 +166,7 @@ async def test_a_data_folder_that_was_moved_keeps_its_checkpoints(tmp_path: Path
         assert source.folder.startswith(f"{new}/samplers/")
         assert Path(source.folder, "adapter_config.json").is_file()
         await database.close()
-        url = f"/api/v1/training_runs/{model}/checkpoints/weights/checkpoints"
-        assert (await service.http.delete(url, headers={"X-API-Key": "tml-key-of-alice"})).status_code == 204
+        await service.delete(f"training_runs/{model}/checkpoints/weights/checkpoints", status=204)
         assert not folder.exists()
 
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -171,15 +172,18 @@ class Rig:
         async with self.process(name="second", learner=None, fleet=None, about=None, **more) as found:
             yield found
 
-    async def post(self, path: str, body: Any = None, *, key: str = KEY, status: int = 200, **more: Any) -> Any:
-        answer = await self.http.post(f"/api/v1/{path}", json=body, headers={"X-API-Key": key}, **more)
+    async def call(
+        self, method: str, path: str, body: Any = None, *, key: str = KEY, status: int = 200, **more: Any
+    ) -> Any:
+        """The answer's JSON, or None without one."""
+        answer = await self.http.request(method, f"/api/v1/{path}", json=body, headers={"X-API-Key": key}, **more)
         assert answer.status_code == status, answer.text
         return answer.json() if answer.content else None
 
-    async def get(self, path: str, *, key: str = KEY, status: int = 200) -> Any:
-        answer = await self.http.get(f"/api/v1/{path}", headers={"X-API-Key": key})
-        assert answer.status_code == status, answer.text
-        return answer.json()
+    get = partialmethod(call, "GET")
+    post = partialmethod(call, "POST")
+    put = partialmethod(call, "PUT")
+    delete = partialmethod(call, "DELETE")
 
     async def session(self, key: str = KEY) -> str:
         return (await self.post("create_session", {"tags": [], "sdk_version": "0.38.0"}, key=key))["session_id"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from penstock.gateway.dialect import Dialect, event, forced_tools, listed, notes_of, refuse_many, sampling_of, text_of
+from penstock.gateway.dialect import Dialect, event, forced_tools, listed, notes_of, sampling_of, text_of
 from penstock.gateway.messages import Answer, ChatMessage, ChatRequest, GatewayError, Tool, ToolCall, bare, minted_in
 
 _KNOWN = ("messages", "max_tokens", "max_completion_tokens", "parallel_tool_calls", "n", "stop")
@@ -15,7 +15,9 @@ class ChatDialect(Dialect):
     """Chat completions, with `reasoning_content` as in vLLM."""
 
     def read(self, body: Mapping[str, Any]) -> ChatRequest:
-        refuse_many(body)
+        if body.get("n") not in (None, 1):
+            why = f"one choice a turn is served here, got n={body['n']!r}; send the request again for another"
+            raise GatewayError(why)
         choice = body.get("tool_choice")
         limit = body.get("max_completion_tokens")
         tools = () if choice == "none" else tuple(_tool(tool) for tool in body.get("tools") or ())

@@ -183,9 +183,3 @@ def refuse_long(request: ChatRequest) -> None:
         if (size := len(call.arguments)) > MOST_ARGUMENTS:
             why = f"the arguments of a call of {call.name} have {size} characters; at most {MOST_ARGUMENTS} are served"
             raise GatewayError(why, status=413)
-
-
-def refuse_many(body: Mapping[str, Any]) -> None:
-    """Refuse a request for several choices of one turn."""
-    if body.get("n") not in (None, 1):
-        raise GatewayError(f"one choice a turn is served here, got n={body['n']!r}; send the request again for another")

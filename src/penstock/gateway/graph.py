@@ -183,10 +183,6 @@ class Session:
         _, kind = max(spans, key=lambda root: (spans[root], latest[root[1]].length))
         return latest[kind]
 
-    def leaves(self) -> list[Node]:
-        """Return the turns that no other turn extends, oldest first."""
-        return [node for node in self.nodes.values() if not node.children]
-
     def reward_of(self, leaf: Node) -> float | None:
         """Return a row's reward: its turns' sum, plus the session's if the leaf has none. Or None: no reward yet."""
         own = [node.reward for node in leaf.path() if node.reward is not None]
@@ -205,10 +201,10 @@ class Session:
         node.reward = reward
 
     def rows(self) -> list[Row]:
-        """Return one row for each leaf. Every sampled token has mask 1 in exactly one row."""
+        """Return one row for each turn that no other extends. Every sampled token has mask 1 in exactly one row."""
         trained: set[str] = set()
         rows: list[Row] = []
-        for leaf in self.leaves():
+        for leaf in [node for node in self.nodes.values() if not node.children]:
             rows.append(Row(self, leaf, frozenset(trained)))
             trained |= {node.id for node in leaf.path()}
         return rows
