@@ -1,7 +1,8 @@
-"""The bound on staleness: exhaustively for small schedules, and over random histories."""
+"""The bound on staleness, exhaustively for small schedules and over random histories; and the pace of the groups."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import StateError
-from penstock.train.staleness import StalenessWindow
+from penstock.train.staleness import STARTS_PER_BATCH, Pacer, StalenessWindow
+from virtual_time import run_virtual
 
 
 def ages_of(window: StalenessWindow, first_step: int = 0, lag: random.Random | None = None) -> dict[int, list[int]]:
@@ -104,3 +106,43 @@ def test_completion_in_any_order_makes_no_token_too_old_and_loses_no_group(
     assert max([*early, *late], default=0) <= staleness
     trained = [*itertools.chain(*early.values()), *itertools.chain(*late.values())]
     assert sorted(trained) == list(range(steps * groups))
+
+
+# --- the pace --------------------------------------------------------------------------------------------------------
+
+PACED = 32
+
+
+def starts(busy_s: float, hurry_after_s: float | None = None, hurry: range = range(PACED)) -> list[float]:
+    """Virtual time at which each of the groups got its turn."""
+
+    async def main(_clock) -> list[float]:
+        loop = asyncio.get_running_loop()
+        pacer = Pacer()
+        pacer.busy_s = busy_s
+        began = loop.time()
+
+        async def one(group: int) -> float:
+            await pacer.turn(group, group, PACED)
+            return loop.time() - began
+
+        tasks = [asyncio.create_task(one(group)) for group in range(PACED)]
+        if hurry_after_s is not None:
+            await asyncio.sleep(hurry_after_s)
+            pacer.hurry(hurry)
+        return [await task for task in tasks]
+
+    return run_virtual(main)
+
+
+def test_portions_are_spread_evenly_and_in_order():
+    times = starts(8.0)
+    assert times == sorted(times)
+    assert sorted(set(times)) == [i + 0.5 for i in range(STARTS_PER_BATCH)]
+    assert all(times.count(t) == PACED // STARTS_PER_BATCH for t in times)
+
+
+def test_hurried_groups_start_now_and_later_ones_keep_their_turn():
+    times = starts(8.0, hurry_after_s=2.0, hurry=range(16))
+    assert max(times[:16]) == 2.0
+    assert times[16:] == starts(8.0)[16:]
