@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -76,7 +76,8 @@ class RunFolder:
         Raises:
             UserError: another process holds the run, or the lock file cannot be written.
         """
-        file = _lock_file(path)
+        folder = path.resolve()
+        file = folder.with_name(f".{folder.name}.lock")
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             # Whoever can read a file can lock it. A colleague's file stays as it is.
@@ -92,7 +93,11 @@ class RunFolder:
             os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {now}\n".encode())
         except BlockingIOError:
             with os.fdopen(descriptor, "rb") as held:
-                raise _going_on(path, held.read(1000)) from None
+                holder = held.read(1000).decode(errors="replace").strip() or "another process"
+            raise UserError(
+                f"the run in {path} is going on: it is held by {holder}; wait for its end, stop it, or choose another "
+                "name"
+            ) from None
         except OSError as error:
             os.close(descriptor)
             raise UserError(f"cannot lock {file}: {error}; choose a run_dir on another file system") from error
@@ -217,7 +222,7 @@ class RunFolder:
         for name in RECORDS:
             file = self.path / name
             if file.exists():
-                _replace(file, "".join(_line(row) for row in _read(file) if row["step"] <= step))
+                _replace(file, _lines(row for row in _read(file) if row["step"] <= step))
         return dropped
 
     # --- end of the run ----------------------------------------------------------------------------------------------
@@ -317,26 +322,13 @@ def _code(text: str) -> str:
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def _lock_file(path: Path) -> Path:
-    folder = path.resolve()
-    return folder.with_name(f".{folder.name}.lock")
-
-
-def _going_on(path: Path, holder: bytes) -> UserError:
-    """Return the error for a held run. `holder` is the content of the lock file."""
-    named = holder.decode(errors="replace").strip() or "another process"
-    return UserError(
-        f"the run in {path} is going on: it is held by {named}; wait for its end, stop it, or choose another name"
-    )
-
-
-def _line(row: Mapping[str, Any]) -> str:
-    return json.dumps(row) + "\n"
-
-
 def _append(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     with file.open("a") as out:
-        out.write("".join(_line(row) for row in rows))
+        out.write(_lines(rows))
+
+
+def _lines(rows: Iterable[Mapping[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def _read(file: Path) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import SupportsFloat, cast
@@ -58,39 +58,33 @@ class SingleTurnGenerator(Generator):
 
     async def _group(self, batch: GeneratorInput, index: int, params: SamplingParams) -> list[Trajectory]:
         task = batch.tasks[index]
-        seed = batch.seeds[index] if batch.seeds is not None else params.seed
+        params = params if batch.seeds is None else replace(params, seed=batch.seeds[index])
         group_id = batch.group_ids[index] if batch.group_ids is not None else task.id
-        prompt_ids = tuple(self._tokenizer.encode(task.prompt))
-        samples = await self._sample(prompt_ids, batch.num_samples, replace(params, seed=seed))
-        return [self._trajectory(task, group_id, prompt_ids, sample) for sample in samples]
-
-    async def _sample(self, prompt_ids: Sequence[int], n: int, params: SamplingParams) -> list[Sample]:
+        n, prompt_ids = batch.num_samples, tuple(self._tokenizer.encode(task.prompt))
         async with self._places.take(n):
             samples = await self._client.sample(prompt_ids, n, params, adapter=self._adapter)
         if len(samples) != n:
             raise EngineError(f"asked for {n} samples of one prompt, got {len(samples)}")
-        return samples
+        return [self._trajectory(task, group_id, prompt_ids, sample) for sample in samples]
 
     def _trajectory(self, task: Task, group_id: str, prompt_ids: tuple[int, ...], sample: Sample) -> Trajectory:
         if sample.logprobs is None:
             raise EngineError(f"the engine returned no logprobs for task {task.id}, although they were asked for")
+        text = self._tokenizer.decode(sample.token_ids)
+        with user_code(f"the environment's reward of task {task.id!r} failed", PenstockError):
+            reward = self._environment.reward(task, text)
         return Trajectory(
             prompt_ids=prompt_ids,
             response_ids=sample.token_ids,
             loss_mask=(1,) * len(sample.token_ids),
             logprobs=sample.logprobs,
             versions=sample.versions(),
-            reward=self._reward(task, self._tokenizer.decode(sample.token_ids)),
+            reward=finite_reward(reward, task),
             stop_reason=sample.finish_reason,
             group_id=group_id,
             kv_kept=sample.kv_kept() if any(span.kv_kept for span in sample.spans) else (),
             routed_experts=sample.routed_experts,
         )
-
-    def _reward(self, task: Task, text: str) -> float:
-        with user_code(f"the environment's reward of task {task.id!r} failed", PenstockError):
-            reward = self._environment.reward(task, text)
-        return finite_reward(reward, task)
 
 
 def finite_reward(reward: object, task: Task, giver: str = "environment") -> float:

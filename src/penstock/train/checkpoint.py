@@ -69,7 +69,7 @@ def save(run_dir: Path, step: int, write: Callable[[Path], Mapping[str, Any]]) -
         shutil.rmtree(path, ignore_errors=True)  # from before a resume at an earlier step
         unfinished.replace(path)
         _flush(folder)
-        for useless in _checkpoints(folder)[:-KEEP]:
+        for useless in [*_checkpoints(folder).values()][:-KEEP]:
             shutil.rmtree(useless)
     return path
 
@@ -87,14 +87,12 @@ def rewrite(path: Path, values: Mapping[str, Any]) -> None:
 def latest(run_dir: Path) -> Path | None:
     """Return the checkpoint of the highest step in `run_dir`, or None."""
     found = _checkpoints(run_dir / "checkpoints")
-    return found[-1] if found else None
+    return found[max(found)] if found else None
 
 
 def latest_step(run_dir: Path) -> int:
     """Return the step of the `latest` checkpoint, or 0 without one."""
-    path = latest(run_dir)
-    match = _NAME.fullmatch(path.name) if path is not None else None
-    return int(match[1]) if match else 0
+    return max(_checkpoints(run_dir / "checkpoints"), default=0)
 
 
 def load(path: Path) -> tuple[int, Mapping[str, Any]]:
@@ -206,10 +204,10 @@ def _first(error: dcp.api.CheckpointException) -> str:
     return f"rank {rank}: {type(cause).__name__}: {lines[0] if lines else ''}"
 
 
-def _checkpoints(folder: Path) -> list[Path]:
-    """Return all checkpoints, oldest step first."""
+def _checkpoints(folder: Path) -> dict[int, Path]:
+    """Return all checkpoints by step, the oldest first."""
     named = [(match, path) for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted((int(match[1]), path) for match, path in named)]
+    return dict(sorted((int(match[1]), path) for match, path in named))
 
 
 def _checksums(folder: Path, names: Iterable[str]) -> dict[str, int]:

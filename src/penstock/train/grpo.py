@@ -93,7 +93,8 @@ class Trainee:
         advantages_N = ADVANTAGES[self.config.advantage](rewards_N, groups_N, episodes_N).float()
         data = [datum_of(t, advantage) for t, advantage in zip(trajectories, advantages_N.tolist(), strict=True)]
         if self.config.kl_coefficient:
-            data = self._with_reference(data)
+            found = (self.reference or self.learner).forward(None, LossSpec({}, temperature=self.temperature), data)
+            data = [replace(datum, reference=row) for datum, row in zip(data, found.logprobs, strict=True)]
         version = self.version
         outputs = self.learner.forward_backward(self.adapter, self._loss(data), data)
         losses, grad_norm = self._optimise(outputs)
@@ -122,11 +123,6 @@ class Trainee:
 
     def load(self, folder: Path, values: Mapping[str, Any]) -> None:
         self.learner.load(self.adapter, folder, values)
-
-    def _with_reference(self, data: Sequence[Datum]) -> list[Datum]:
-        """Add the reference policy's logprobs to the data."""
-        found = (self.reference or self.learner).forward(None, LossSpec({}, temperature=self.temperature), data)
-        return [replace(datum, reference=row) for datum, row in zip(data, found.logprobs, strict=True)]
 
     def _coefficients(self) -> dict[str, float]:
         """Return the parts of the loss and their coefficients. The policy's part comes first."""

@@ -40,8 +40,6 @@ from penstock.errors import ConfigError
 _STORED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Safetensors dtypes that weights can be cast to. For others (quantized weights), the config's dtype applies."""
 GIB = 1 << 30
-MASTER_BYTES, GRADIENT_BYTES, ADAM_BYTES = 4, 4, 8
-"""Bytes per trained parameter: all in fp32, AdamW with two moments."""
 _ABSENT_IS_NONE: dict[str, Any] = {
     "_raise_exceptions_for_missing_entries": False,
     "_raise_exceptions_for_connection_errors": False,
@@ -158,7 +156,7 @@ def check_fits(
     free = _free_bytes(device)
     if free is None:
         return
-    needs = {"weights": MASTER_BYTES, "gradients": GRADIENT_BYTES, "AdamW": ADAM_BYTES}
+    needs = {"weights": 4, "gradients": 4, "AdamW": 8}  # bytes per parameter, all in fp32, AdamW with two moments
     if config.lora is not None:
         needs = {"frozen weights": frozen_bytes}
     total = sum(needs.values()) * count / ranks

@@ -35,7 +35,8 @@ class RouterReplay:
                 if kind in _NORMALISED | _ALWAYS_NORMALISED:
                     router: Any = module
                     self._top_k, self._experts = int(router.top_k), int(router.weight.shape[0])
-                    module.register_forward_hook(self._hook(index, normalised=_normalises(module)))
+                    normalised = kind in _ALWAYS_NORMALISED or bool(router.norm_topk_prob)
+                    module.register_forward_hook(self._hook(index, normalised=normalised))
                 elif kind.endswith("Router"):
                     self._others.add(kind)
 
@@ -77,7 +78,3 @@ class RouterReplay:
             return logits, weights.to(scores.dtype), experts
 
         return replay
-
-
-def _normalises(router: Any) -> bool:
-    return type(router).__name__ in _ALWAYS_NORMALISED or bool(router.norm_topk_prob)

@@ -66,13 +66,14 @@ async def train(
     """
     if resume:
         reporter.on_phase("resume")
-    if not resume:
+        progress = take_up(config, folder, trainee)
+        if progress.step == 0:
+            reporter.on_phase("restart")
+    else:
         RunFolder.check_unused(folder.path)
-    progress = take_up(config, folder, trainee) if resume else Progress()
+        progress = Progress()
     if config.engines_may_differ and trainee.adapter is None and not trainee.version:
         trainee.learner.versions[None] = 1  # version 0 are the weights that engines were loaded with
-    if resume and progress.step == 0:
-        reporter.on_phase("restart")
     run = _Run(config, client, trainee, generator, environment, folder, reporter, progress, loads)
     for step, accuracy in folder.evaluations().items():
         run.report_evaluation(step, accuracy)
@@ -189,7 +190,6 @@ class _Run:
                 self.recovering.cancel()
 
     def summarize(self) -> Summary:
-        """Write the summary and pass it to the reporter."""
         progress = self.progress
         self.folder.append_spans(self.tracer.cut(progress.step, 0.0)[0])
         summary = Summary.of(
@@ -261,7 +261,8 @@ class _Run:
         if idle is not None:
             row["idle/engines"] = idle
         self.folder.append_spans(spans)
-        self.folder.append_trajectories([record_of(progress.step, t, self._decode) for t in pick(batch)])
+        decode = partial(self.generator.tokenizer.decode, skip_special_tokens=False)
+        self.folder.append_trajectories([record_of(progress.step, t, decode) for t in pick(batch)])
         self.folder.append_metrics(row)
         self.reporter.on_update(report)
         self.reporter.on_step(row)
@@ -281,6 +282,3 @@ class _Run:
         """Report a held-out accuracy, measured now or before a resume."""
         name = "before" if step == 0 else "after" if step == self.config.train.steps else f"step {step}"
         self.reporter.on_eval(name, accuracy)
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        return self.generator.tokenizer.decode(token_ids, skip_special_tokens=False)
