@@ -57,7 +57,6 @@ class DrawnRun:
         return cls(f"{label} ({schedule}, seed {seed})", color, rows, folder.evaluations())
 
     def column(self, key: str) -> list[float]:
-        """Return one value of each row."""
         return [row[key] for row in self.rows]
 
     def minutes(self) -> list[float]:

@@ -96,7 +96,6 @@ class Tracer:
             self._doing[engine] = (doing, now)
 
     def _end(self, engine: str, now: float) -> None:
-        """End an engine's activity at `now`."""
         doing, since = self._doing[engine]
         self.add(engine, doing, since, now - since)
         if doing == "generate":

@@ -50,7 +50,6 @@ class GSM8K(ListedTasks):
         super().__init__(train, seed=seed, heldout=test)
 
     def reward(self, task: Task, response_text: str) -> float:
-        """Return 1.0 if the response's answer equals the task's, else 0.0."""
         said = NUMBER.findall(response_text.rpartition("####")[2])
         answer = said[0 if "####" in response_text else -1] if said else ""
         return float(bool(answer) and _plain(answer) == task.metadata["answer"])

@@ -57,7 +57,6 @@ class MicroBatch:
     experts_L_N_K: Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Return the batch on another device."""
         values: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
         tensors = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
         return replace(self, **tensors, extra={name: value.to(device) for name, value in self.extra.items()})

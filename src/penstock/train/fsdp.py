@@ -193,7 +193,6 @@ class Gathering:
         self._full = gathered[:rows]
 
     def wait(self) -> Tensor:
-        """Wait, and return the whole tensor."""
         if self._work is not None:
             self._work.wait()
             del self._local

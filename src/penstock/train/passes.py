@@ -35,7 +35,6 @@ class Tally:
         self._sums: dict[str, dict[str, float]] = {"losses": {}, "denominators": {}, "metrics": {}}
 
     def add(self, batch: MicroBatch, logprobs_K: Tensor, sums: Sums) -> None:
-        """Add the results of one micro-batch."""
         named = [(kind, name, value.double()) for kind, values in sums.items() for name, value in values.items()]
         # Read all values at once, because each read waits for the device.
         found = torch.stack([value for *_, value in named]).tolist() if named else []
@@ -46,7 +45,6 @@ class Tally:
             self._logprobs[index][places] = part
 
     def outputs(self) -> Outputs:
-        """Return the collected results."""
         return Outputs(self._logprobs, **self._sums)
 
 

@@ -61,7 +61,6 @@ class Message:
     tensors: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     def pack(self) -> Tensor:
-        """Return the message's bytes as a tensor."""
         header = torch.frombuffer(bytearray(json.dumps(self.values).encode()), dtype=torch.uint8)  # NaN is allowed
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors.items()}
         return torch.frombuffer(bytearray(save({_HEADER: header, **tensors})), dtype=torch.uint8)

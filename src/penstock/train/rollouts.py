@@ -69,7 +69,6 @@ class Rollouts:
         return batch
 
     async def settled(self) -> None:
-        """Wait until all submitted groups are complete."""
         if self._groups:
             await asyncio.wait(self._groups.values())
 

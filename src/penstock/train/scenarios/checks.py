@@ -44,11 +44,9 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether every check holds."""
         return all(check.ok for check in self.checks)
 
     def row(self) -> str:
-        """Return the result as one line for people."""
         points = ", ".join(f"{'' if check.ok else 'FAILED '}{check.name} {check.figure}" for check in self.checks)
         kind = f"{self.profile}, {self.shape}" if self.shape else self.profile
         return f"{self.scenario} ({kind}): {'ok' if self.ok else 'FAILED'} in {self.seconds:.0f} s: {points}"
