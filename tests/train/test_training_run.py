@@ -14,6 +14,7 @@ import torch
 from huggingface_hub import constants
 from training_setup import Letters, Recorder, config_of
 
+from chat_model import TEMPLATE, save_chat_tokenizer
 from patience import WAIT_S
 from penstock.config import RunConfig, load_config
 from penstock.errors import ConfigError, EngineStartError, StateError, UserError
@@ -141,6 +142,30 @@ def test_sampling_that_the_loss_does_not_correct_for_is_refused_before_anything_
     with pytest.raises(ConfigError, match=reason):
         load_config(ROOT / "examples" / "DEMO.yaml", ["rollout.top_p=0.9"])
     assert load_config(ROOT / "examples" / "DEMO.yaml", ["rollout.top_p=1"]).rollout.top_p == 1
+
+
+class Misnamed(Again):
+    tools = ({"name": "look_up"},)
+
+
+@pytest.mark.parametrize(
+    ("environment", "template", "message"),
+    [
+        ("Again", TEMPLATE.replace("{{ m.role }}", "{{ m.role }}{{ messages | length }}"), "extended turn by turn"),
+        ("Misnamed", TEMPLATE, "tools are not in OpenAI's form: KeyError: 'function'"),
+    ],
+)
+async def test_turns_that_cannot_be_rendered_are_refused_before_engines_start(
+    chat_model: Path, tmp_path: Path, environment: str, template: str, message: str
+) -> None:
+    tokenizer = save_chat_tokenizer(tmp_path / "tokenizer", template)
+    engine = {"model": str(chat_model), "tokenizer": str(tokenizer), "profile": "sim", "extra_args": SIM}
+    config = fleet_config(
+        chat_model, tmp_path / "runs", engine=engine, environment={"name": f"{__name__}:{environment}"}
+    )
+    with pytest.raises(ConfigError, match=message):
+        await run(config, resume=False, reporter=Recorder())
+    assert not (tmp_path / "runs").exists()
 
 
 class Waiting(Recorder):

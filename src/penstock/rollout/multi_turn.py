@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -107,7 +107,7 @@ class MultiTurnGenerator(Generator):
     environment's too.
 
     Raises:
-        ConfigError: no chat template, stop strings, or a limit below 1.
+        ConfigError: stop strings, a limit below 1, or see `prepare_turns`.
     """
 
     def __init__(
@@ -124,11 +124,8 @@ class MultiTurnGenerator(Generator):
     ) -> None:
         if max_turns < 1 or max_tokens < 1:
             raise ConfigError(f"max_turns and max_tokens must be at least 1, got {max_turns} and {max_tokens}")
-        self._template = ChatTemplate(tokenizer)
-        if faults := self._template.faults():
-            raise ConfigError(f"the chat template cannot be extended turn by turn: {faults[0]}")
+        self._template, self._schemas = prepare_turns(tokenizer, environment)
         self._parser = OutputParser(tokenizer)
-        self._schemas = {t["function"]["name"]: t["function"].get("parameters", {}) for t in environment.tools}
         self._environment = environment
         self._params = self._with_ends(sampling_params)
         self._places = Places(concurrency)
@@ -212,6 +209,19 @@ class MultiTurnGenerator(Generator):
 def seed_of_turn(seed: int, turn: int) -> int:
     """Return the seed of one turn. With the episode's seed, every turn would draw the same random numbers."""
     return (seed + turn * _SEED_STEP) % _SEEDS
+
+
+def prepare_turns(tokenizer: Tokenizer, environment: Environment) -> tuple[ChatTemplate, Mapping[str, Any]]:
+    """Return the chat template, and the schema of each tool's parameters by its name.
+
+    Raises:
+        ConfigError: no chat template, one that cannot be extended turn by turn, or tools of another form.
+    """
+    template = ChatTemplate(tokenizer)
+    if faults := template.faults():
+        raise ConfigError(f"the chat template cannot be extended turn by turn: {faults[0]}")
+    with user_code("the environment's tools are not in OpenAI's form", ConfigError):
+        return template, {t["function"]["name"]: t["function"].get("parameters", {}) for t in environment.tools}
 
 
 def generator_for(

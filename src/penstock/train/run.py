@@ -26,7 +26,7 @@ from penstock.observe.summary import Reporter, Summary
 from penstock.observe.trackers import check_trackers, tracked
 from penstock.rollout.environment import Environment, Task, check_tasks, load_environment, user_code
 from penstock.rollout.generator import Generator
-from penstock.rollout.multi_turn import generator_for
+from penstock.rollout.multi_turn import generator_for, prepare_turns
 from penstock.rollout.tokenizer import Tokenizer, load_tokenizer
 from penstock.rooms import plugged_in
 from penstock.train.checkpoint import latest_step
@@ -77,6 +77,8 @@ async def run(
     tokenizer = _load_tokenizer(config)
     _check_context(config, tokenizer, await _check_tasks(config, environment))
     agents = plugged_in("generator.agent")(config, tokenizer, environment) if config.rollout.agent else None
+    if agents is None and environment.has_turns():
+        prepare_turns(tokenizer, environment)
     with RunFolder.lock(path):
         if fresh and RunFolder.remove(path):
             log.info("removed the earlier run in %s", path)
