@@ -153,13 +153,14 @@ class Misnamed(Again):
     [
         ("Again", TEMPLATE.replace("{{ m.role }}", "{{ m.role }}{{ messages | length }}"), "extended turn by turn"),
         ("Misnamed", TEMPLATE, "tools are not in OpenAI's form: KeyError: 'function'"),
+        ("Again", TEMPLATE, r"max_model_len is 32, and task 'heldout/10' has a prompt of \d\d tokens"),
     ],
 )
 async def test_turns_that_cannot_be_rendered_are_refused_before_engines_start(
     chat_model: Path, tmp_path: Path, environment: str, template: str, message: str
 ) -> None:
     tokenizer = save_chat_tokenizer(tmp_path / "tokenizer", template)
-    engine = {"model": str(chat_model), "tokenizer": str(tokenizer), "profile": "sim", "extra_args": SIM}
+    engine = {"model": str(chat_model), "tokenizer": str(tokenizer), "profile": "sim", "max_model_len": 32}
     config = fleet_config(
         chat_model, tmp_path / "runs", engine=engine, environment={"name": f"{__name__}:{environment}"}
     )

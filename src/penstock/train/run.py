@@ -24,7 +24,7 @@ from penstock.observe.plots import draw_plots
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Reporter, Summary
 from penstock.observe.trackers import check_trackers, tracked
-from penstock.rollout.environment import Environment, Task, check_tasks, load_environment, user_code
+from penstock.rollout.environment import Dialogue, Environment, Task, check_tasks, load_environment, user_code
 from penstock.rollout.generator import Generator
 from penstock.rollout.multi_turn import generator_for, prepare_turns
 from penstock.rollout.tokenizer import Tokenizer, load_tokenizer
@@ -75,10 +75,8 @@ async def run(
     loss_named(config.train.loss)
     _check_ranks(config, launched or {})
     tokenizer = _load_tokenizer(config)
-    _check_context(config, tokenizer, await _check_tasks(config, environment))
+    _check_context(config, _prompts(config, environment, tokenizer), await _check_tasks(config, environment))
     agents = plugged_in("generator.agent")(config, tokenizer, environment) if config.rollout.agent else None
-    if agents is None and environment.has_turns():
-        prepare_turns(tokenizer, environment)
     with RunFolder.lock(path):
         if fresh and RunFolder.remove(path):
             log.info("removed the earlier run in %s", path)
@@ -135,13 +133,21 @@ async def _check_tasks(config: RunConfig, environment: Environment) -> list[Task
     return [*heldout, first]
 
 
-def _check_context(config: RunConfig, tokenizer: Tokenizer, tasks: Sequence[Task]) -> None:
+def _prompts(config: RunConfig, environment: Environment, tokenizer: Tokenizer) -> Callable[[Task], Sequence[int]]:
+    """Return what gives the ids of a task's first prompt. ConfigError: see `prepare_turns`."""
+    if config.rollout.agent or not environment.has_turns():
+        return lambda task: tokenizer.encode(task.prompt)
+    template, _ = prepare_turns(tokenizer, environment)
+    return lambda task: template.render(Dialogue(environment, task).opening, environment.tools)
+
+
+def _check_context(config: RunConfig, prompt_of: Callable[[Task], Sequence[int]], tasks: Sequence[Task]) -> None:
     """Refuse prompts that leave no room for a response. Else an engine would refuse the first request."""
     most, response = config.engine.max_model_len, config.rollout.max_tokens
     if most is None:
         return
     longest = max(tasks, key=lambda task: len(task.prompt))
-    prompt = len(tokenizer.encode(longest.prompt))
+    prompt = len(prompt_of(longest))
     needed = prompt + (1 if config.rollout.agent else response)  # a gateway shortens an agent's responses
     if needed > most:
         raise ConfigError(
