@@ -62,17 +62,19 @@ def test_a_tracker_that_is_no_list_is_said_to_be_one() -> None:
 
 
 def test_a_resumed_run_gives_its_trackers_the_evaluations_until_then(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As trackers that begin with the resumption need, and wandb's, whose resumed run is another one."""
-    folder, kept = RunFolder.create(tmp_path, config_with()), Kept()
+    folder, kept, bad = RunFolder.create(tmp_path, config_with()), Kept(), Kept(refused=2)
     for step in (0, 2, 4):
         folder.append_evaluation(step, step / 4)
-    monkeypatch.setattr(trackers, "TRACKERS", {"wandb": lambda *_: kept})
+    monkeypatch.setattr(trackers, "TRACKERS", {"wandb": lambda *_: kept, "tensorboard": lambda *_: bad})
     before = folder.on_figures
-    with tracked(config_with("wandb"), folder, 2):  # the checkpoint is of step 2, so 4 comes again
+    with tracked(config_with("wandb", "tensorboard"), folder, 2):  # the checkpoint is of step 2, so 4 comes again
         folder.append_evaluation(4, 0.9)
     assert kept.figures == [(0, {HELD_OUT: 0.0}), (2, {HELD_OUT: 0.5}), (4, {HELD_OUT: 0.9})]
+    assert [step for step, _ in bad.figures] == [0]
+    assert caplog.text.count("it gets no more figures") == 1
     assert folder.on_figures is before
     folder.append_evaluation(5, 0.95)
     assert len(kept.figures) == 3, "the block that tracked has ended"

@@ -89,17 +89,18 @@ def tracked(config: RunConfig, folder: RunFolder, step: int | None = None) -> Ge
             with _foreign_code(name, "; leave it out, or have wandb work offline by WANDB_MODE=offline"):
                 trackers[name] = TRACKERS[name](config, folder, step)
             closing.callback(_close, name, trackers[name])
-        new = {name: tracker for name, tracker in trackers.items() if tracker.is_new}
         for at, accuracy in folder.evaluations().items():
             if step is not None and at <= step:
-                _log(new, {HELD_OUT: accuracy}, at)
+                _log(trackers, {HELD_OUT: accuracy}, at, only_new=True)
         closing.callback(setattr, folder, "on_figures", folder.on_figures)
         folder.on_figures = partial(_log, trackers)
         yield
 
 
-def _log(trackers: dict[str, Tracker], figures: Mapping[str, float], step: int) -> None:
+def _log(trackers: dict[str, Tracker], figures: Mapping[str, float], step: int, *, only_new: bool = False) -> None:
     for name, tracker in tuple(trackers.items()):
+        if only_new and not tracker.is_new:
+            continue
         try:
             with _foreign_code(name):
                 tracker.log(figures, step)
