@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import psutil
@@ -167,6 +168,29 @@ async def test_turns_that_cannot_be_rendered_are_refused_before_engines_start(
     with pytest.raises(ConfigError, match=message):
         await run(config, resume=False, reporter=Recorder())
     assert not (tmp_path / "runs").exists()
+
+
+async def test_a_learner_that_cannot_load_ends_the_start_of_the_engines(
+    chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = asyncio.Event()
+
+    @asynccontextmanager
+    async def slow(*_: object, **__: object) -> AsyncGenerator[None]:
+        try:
+            await asyncio.sleep(10 * WAIT_S)
+            yield
+        finally:
+            ended.set()
+
+    def refuse(_: RunConfig) -> None:
+        raise ConfigError("the model cannot be packed")
+
+    monkeypatch.setattr("penstock.train.run.Fleet.launch", slow)
+    monkeypatch.setattr("penstock.train.run.local_trainee", refuse)
+    with pytest.raises(ConfigError, match="the model cannot be packed"):
+        await asyncio.wait_for(run(fleet_config(chat_model, tmp_path), resume=False, reporter=Recorder()), WAIT_S)
+    assert ended.is_set()
 
 
 class Waiting(Recorder):

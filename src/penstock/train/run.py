@@ -191,18 +191,16 @@ async def _run(
         fleet_config = fleet_config.model_copy(update={"log_dir": folder.path / "logs"})
     reporter.on_phase("launch")
     opening = Fleet.launch(config.engine, fleet=fleet_config, router=config.router)
-    async with ranks:
-        colocated = config.train.schedule == "colocated"
-        # The learner loads in a thread while the engines start. A colocated learner loads while they sleep.
-        loading = asyncio.create_task(_load(config, ranks)) if not colocated else None
-        try:
+    try:
+        async with ranks, asyncio.TaskGroup() as tasks:
+            # The learner loads in a thread while the engines start, and ends their start if it fails. A colocated
+            # learner loads while they sleep.
+            loading = None if config.train.schedule == "colocated" else tasks.create_task(_load(config, ranks))
             async with opening as fleet, open_generator(fleet) as generator:
-                if loading is None:
-                    loading = asyncio.create_task(_load_asleep(config, ranks, fleet))
                 training = train(
                     config,
                     fleet,
-                    trainee=await loading,
+                    trainee=await (loading or _load_asleep(config, ranks, fleet)),
                     generator=generator,
                     environment=environment,
                     folder=folder,
@@ -212,10 +210,9 @@ async def _run(
                 )
                 endpoint = fleet.endpoint
                 return await ranks.during(endpoint.during(training) if endpoint is not None else training)
-        finally:
-            if loading is not None:
-                loading.cancel()
-                await asyncio.wait((loading,))
+    except ExceptionGroup as errors:
+        first = errors.exceptions[0]
+        raise first from first.__cause__
 
 
 async def _in_flight(fleet: Fleet) -> dict[str, int]:
