@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -97,6 +98,19 @@ async def test_a_command_has_none_of_our_keys_and_its_output_is_kept_up_to_a_num
         await made.generate(GeneratorInput([Lengths().train_task(0)], num_samples=4))
     logs = list(tmp_path.iterdir())
     assert [log.read_text() for log in logs] == ["[]\npenstock: task 't0', group t0, no turn\n"] * 2
+
+
+async def test_a_callable_makes_no_folder_for_output(
+    served: tuple[Rig, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def agent(episode: Episode) -> float:
+        await ask(served[0], episode, "be brief", "add")
+        return 1.0
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    output = await generator(served, agent).generate(GeneratorInput([Lengths().train_task(0)], num_samples=1))
+    assert output.rewards == [1.0]
+    assert list(tmp_path.iterdir()) == []
 
 
 async def ask(rig: Rig, episode: Episode, *messages: str, tools: Sequence[Any] = ()) -> httpx.Response:

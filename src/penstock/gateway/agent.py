@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ class AgentGenerator(Generator):
         agent: a callable on this event loop, or the words of a command. In the words, `{prompt}`, `{model}` and
             `{base_url}` are replaced. All processes that a command started end with the episode.
         timeout_s: seconds that one episode may take.
-        log_dir: folder for the commands' output, one file per session, named after it.
+        log_dir: folder for the commands' output, one file per session, named after it; None: a new one below /tmp.
         most_logs: maximum number of kept output files; the oldest is deleted first.
     """
 
@@ -140,12 +141,16 @@ class AgentGenerator(Generator):
                 raise ConfigError(f"an agent's command has {word!r}; known: {', '.join(f'{{{p}}}' for p in _PLACES)}")
         self._places = Places(self.concurrency)
         self._late = f": it took over {self.timeout_s:g} s"
-        self._folder = self.log_dir or Path(tempfile.mkdtemp(prefix="penstock-agents-"))
-        self._folder.mkdir(parents=True, exist_ok=True)
         self._kept: deque[Path] = deque()
         self._failed = self._silent = 0
         self._why_silent = ""
         self._has_turns = False
+
+    @cached_property
+    def _folder(self) -> Path:
+        folder = self.log_dir or Path(tempfile.mkdtemp(prefix="penstock-agents-"))
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -283,6 +288,8 @@ class AgentGenerator(Generator):
 
     def _close_log(self, session: str, said: str) -> None:
         """Append the outcome of an episode to its command's output."""
+        if callable(self.agent):
+            return
         file = self._folder / f"{session}.log"
         if file.exists():
             with file.open("a") as output:
