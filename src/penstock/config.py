@@ -385,7 +385,7 @@ def check_on_hub(name: str, kind: Literal["model", "dataset"], file: str = "conf
     )
 
     try:
-        if not isinstance(try_to_load_from_cache(name, file, repo_type=kind), str):
+        if try_to_load_from_cache(name, file, repo_type=kind) is None:  # the cache also knows which files a name lacks
             get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind), timeout=HUB_S)
     except EntryNotFoundError:  # the repository exists
         return

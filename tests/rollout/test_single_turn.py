@@ -12,13 +12,14 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import constants
 from hypothesis import given
 from hypothesis import strategies as st
 
 from char_tokenizer import save_char_tokenizer
 from http_engine import HTTPEngine
 from patience import WAIT_S
-from penstock.errors import ConfigError, PenstockError, RequestError
+from penstock.errors import ConfigError, PenstockError, RequestError, UserError
 from penstock.rollout.environment import Environment, Task
 from penstock.rollout.generator import GeneratorInput
 from penstock.rollout.single_turn import Places, SingleTurnGenerator
@@ -249,3 +250,9 @@ def test_a_folder_without_a_tokenizer_is_one_clear_line(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there_is_said_to_be_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no tokenizer in .*nowhere: there is no such folder"):
         load_tokenizer(tmp_path / "nowhere")
+
+
+def test_a_name_that_the_hub_does_not_have_is_refused_without_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:1/{repo_id}/{revision}/{filename}")
+    with pytest.raises(UserError, match="no model 'examples/nowhere': there is no such folder"):
+        load_tokenizer("examples/nowhere")

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.config import check_on_hub
 from penstock.errors import ConfigError, RequestError
 
 _CHARACTERS = 8
@@ -112,13 +113,16 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
 
     Raises:
         ConfigError: no tokenizer there, or transformers is not installed.
+        UserError: the hub has no such name.
     """
     try:
         from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds and is not a dependency of the core
     except ImportError as error:
         raise ConfigError("a tokenizer needs `pip install 'penstock[train]'`") from error
-    if str(path).startswith(("/", ".", "~")) and not Path(path).expanduser().is_dir():
-        raise ConfigError(f"no tokenizer in {path}: there is no such folder")
+    if not Path(path).expanduser().exists():
+        if str(path).startswith(("/", ".", "~")) or str(path).count("/") > 1:
+            raise ConfigError(f"no tokenizer in {path}: there is no such folder")
+        check_on_hub(str(path), "model", "tokenizer_config.json")
     try:
         return Tokenizer(AutoTokenizer.from_pretrained(str(path)))
     except (OSError, ValueError) as error:
