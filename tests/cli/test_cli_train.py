@@ -79,3 +79,15 @@ def test_a_run_that_is_going_on_is_refused_and_its_process_named(tmp_path: Path)
     assert f"the run in runs/short is going on: it is held by process {os.getpid()} on " in " ".join(
         done.stderr.split()
     )
+
+
+def test_a_run_that_has_ended_starts_nothing_when_resumed(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(FILE)
+    of_run = ["train", "run.yaml", "train.steps=2"]
+    assert penstock(*of_run, cwd=tmp_path).returncode == 0
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs" / "short").iterdir()}
+    done = penstock(*of_run, "--resume", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == "runs/short has made all of its 2 steps; give a larger train.steps for more"
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "runs" / "short").iterdir()} == kept
+    assert "resumed after step 2" in penstock("train", "run.yaml", "train.steps=3", "--resume", cwd=tmp_path).stdout

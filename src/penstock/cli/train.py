@@ -57,12 +57,16 @@ def _run_here(
     """Train after the checks that need no slow imports. Return the run folder."""
     from penstock.config import load_config  # noqa: PLC0415
     from penstock.observe.progress import RunDisplay  # noqa: PLC0415
-    from penstock.observe.run_folder import CONFIG  # noqa: PLC0415
+    from penstock.observe.run_folder import CONFIG, RunFolder  # noqa: PLC0415
 
     only_one(resume=resume, fresh=fresh)
     settings = load_config(config, overrides)
     folder = settings.run_dir / settings.name
     require_extra("train", "torch", "transformers", "safetensors", "matplotlib")
+    steps = settings.train.steps
+    if resume and not launched and RunFolder.open(folder).has_ended(steps):
+        typer.echo(f"{folder} has made all of its {steps} steps; give a larger train.steps for more")
+        return folder
     check_port(settings.router.host, settings.router.port)
     if settings.fleet.engines:  # attached engines have their own device and model
         check_engine(settings.engine)

@@ -233,6 +233,12 @@ class RunFolder:
         _replace(self.path / "trajectories.md", to_markdown(self.trajectories()))
         self.write_trace()
 
+    def has_ended(self, steps: int) -> bool:
+        """Return whether the run has made `steps` steps and written its summary."""
+        rows = self.metrics()
+        written = (self.path / "summary.json").exists()
+        return bool(rows) and written and self.summary()["steps"] == rows[-1]["step"] == steps
+
     def summary(self) -> dict[str, Any]:
         """Read summary.json. UserError: the run has not ended."""
         try:
