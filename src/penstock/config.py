@@ -317,7 +317,8 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunCo
         except yaml.YAMLError as error:
             raise ConfigError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
         if not isinstance(loaded, dict):
-            raise ConfigError(f"{file} must hold a mapping of sections, not {type(loaded).__name__}")
+            found = "is empty" if loaded is None else f"holds a {type(loaded).__name__}"
+            raise ConfigError(f"{file} {found}; it must hold sections with keys, such as `train: {{steps: 80}}`")
         tree = cast("dict[str, Any]", loaded)
     for override in overrides:
         apply_override(tree, override)

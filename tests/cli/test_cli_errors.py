@@ -59,9 +59,11 @@ def test_help_loads_nothing_heavy() -> None:
         (["train", "nowhere.yaml"], "no such config file: nowhere.yaml"),
         (["train", "run.yaml", "train.stepz=3"], "'train.stepz'; did you mean 'steps'?"),
         (["train", "run.yaml", "steps=3"], "'steps'; did you mean 'train.steps'?"),
+        (["train", "run.yaml", "--group-size", "4"], "--group-size; as a key it is SECTION.group_size=VALUE"),
+        (["train", "empty.yaml"], "empty.yaml is empty; it must hold sections with keys"),
         (["train", "run.yaml", "name=../elsewhere"], "'name': must be a name and no path: letters, digits"),
         (["train", "twice.yaml"], "config line 2: 'engine' is given twice"),
-        (["train", "run.yaml", "engine.profile=cpu", "engine.model=./nowhere"], "./nowhere does not exist"),
+        (["train", "run.yaml", "engine.profile=cpu", "engine.model=./nowhere"], "./nowhere does not exist in /"),
         (["train", "run.yaml", "environment.name=own:Sums"], "'own:Sums' is not a subclass of"),
         (["train", "run.yaml", "--resume", "--fresh"], "give one of them"),
         (["gateway", "http://127.0.0.1:1", "--tokenizer", "."], "set PENSTOCK_GATEWAY_KEY, or give --tenants FILE"),
@@ -88,6 +90,8 @@ def test_help_loads_nothing_heavy() -> None:
         (["serve", "m", "--sim", "router.kind=vllm-router"], "router.url"),
         (["serve", "m", "--sim", "--router", "envoy"], "'penstock' or 'vllm-router'"),
         (["serve", ".", "--cpu"], "has no config.json"),
+        (["serve", "run.yaml", "--cpu"], "model path run.yaml is no folder"),
+        (["serve", "m", "--sim", "--max-model-len", "512"], "--max-model-len; as a key it is max_model_len=VALUE"),
         (["serve", "no-such-org/no-such-model", "--cpu"], "no model 'no-such-org/no-such-model'"),
         (["sim", "tokens_per_secnd=3"], "did you mean 'tokens_per_second'?"),
         (["sim", "--fault", "explode"], "explode"),
@@ -97,11 +101,12 @@ def test_help_loads_nothing_heavy() -> None:
 def test_a_wrong_invocation_is_one_line(args: list[str], says: str, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(SIM)
     (tmp_path / "broken.yaml").write_text("engine: [")
+    (tmp_path / "empty.yaml").touch()
     (tmp_path / "twice.yaml").write_text("engine: {model: a}\nengine: {model: b}\n")
     (tmp_path / "own.py").write_text("class Sums:\n    pass\n")  # found, as it lies where the command was started
     assert says in one_line(forked(*args, cwd=tmp_path))
     left = {path.name for path in tmp_path.iterdir()} - {"__pycache__"}
-    assert left == {"broken.yaml", "own.py", "run.yaml", "twice.yaml"}
+    assert left == {"broken.yaml", "empty.yaml", "own.py", "run.yaml", "twice.yaml"}
 
 
 @pytest.mark.parametrize("command", [["serve", "m", "--sim"], ["sim"]], ids=["serve", "sim"])

@@ -317,6 +317,8 @@ async def test_budgets_are_answered_in_the_wire_s_own_error(tokenizer: Tokenizer
         {"session": "x" * 999},
     ):
         assert (await rig.http.post("/sessions", json=wrong)).status_code == 400
+    answer = await rig.http.post("/sessions", json={"sesion": "x"})
+    assert "unknown key 'sesion'; known: session, max_turns" in answer.text
 
 
 async def test_bodies_and_sessions_are_bounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,15 +340,21 @@ async def test_a_session_is_opened_with_the_limits_in_force(tokenizer: Tokenizer
 
 
 @pytest.mark.parametrize(
-    ("path", "advised"), [("/chat/completions", True), ("/s/x/v1/responses/r", False), ("/v1/nothing", False)]
+    ("path", "advice"),
+    [
+        ("/chat/completions", "; clients of OpenAI need a base URL that ends in /v1"),
+        ("/s/x/v1/responses/r", ""),
+        ("/v1/nothing", ""),
+        ("/v1/v1/messages", "; the base URL of this client must not end in /v1"),
+    ],
 )
 async def test_an_unknown_path_names_all_known_and_fits_its_base_url(
-    tokenizer: Tokenizer, path: str, *, advised: bool
+    tokenizer: Tokenizer, path: str, advice: str
 ) -> None:
     """A base URL that ended in /v1 was told to end in /v1."""
     answer = await Rig(tokenizer).http.get(path)
     assert answer.status_code == 404
-    assert ("base URL that ends in /v1" in answer.text) == advised
+    assert f"there is no path '{path}'{advice}. Known" in answer.text
     assert all(known in answer.text for known in (*app.WIRES, "/v1/messages/count_tokens", "/v1/models"))
 
 

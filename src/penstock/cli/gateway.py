@@ -89,7 +89,7 @@ def _tenants(file: Path | None) -> list[Tenant]:
         for name, entry in entries.items():
             if not isinstance(entry["key"], str) or not entry["key"]:
                 raise ConfigError(f"the key of tenant {name!r} in {file} must be a text, got {entry['key']!r}")
-        return [Tenant(name, entry["key"], Limits.of(entry)) for name, entry in entries.items()]
+        return [Tenant(name, entry["key"], Limits.of(entry, "key")) for name, entry in entries.items()]
 
 
 async def _serve(

@@ -77,7 +77,7 @@ def main() -> NoReturn:
     try:
         status_code = app(standalone_mode=False)
     except UsageError as error:
-        _fail(_one_line(error.format_message()), EXIT_USAGE, error)
+        _fail(_one_line(error.format_message()) + _key_instead(error), EXIT_USAGE, error)
     except UserError as error:
         _fail(str(error), EXIT_USAGE, error)
     except PenstockError as error:
@@ -87,6 +87,19 @@ def main() -> NoReturn:
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(EXIT_INTERRUPTED)
     sys.exit(status_code if isinstance(status_code, int) else 0)
+
+
+def _key_instead(error: typer.BadParameter) -> str:
+    """Return the advice for an unknown option if the command takes KEY=VALUE, such as `--max-model-len 512`."""
+    option = getattr(error, "option_name", "")
+    command = error.ctx.command if error.ctx else None
+    likely = set(getattr(error, "possibilities", None) or ()) - {"--help"}
+    takes_keys = command is not None and any(parameter.metavar == "KEY=VALUE" for parameter in command.params)
+    if not option.startswith("--") or likely or command is None or not takes_keys:
+        return ""
+    key = option[2:].replace("-", "_")
+    section = "" if command.name in {"serve", "tinker", "sim"} else "SECTION."
+    return f"; as a key it is {section}{key}=VALUE (docs/reference/configuration.md)"
 
 
 def _one_line(message: str) -> str:

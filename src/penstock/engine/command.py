@@ -165,5 +165,7 @@ def check_model(model: str) -> None:
     path = Path(model).expanduser()
     looks_like_path = model.startswith(("/", ".", "~")) or path.exists() or model.count("/") > 1
     if looks_like_path and not (path / "config.json").is_file():
-        what = "has no config.json" if path.is_dir() else "does not exist"
+        what = "has no config.json" if path.is_dir() else "is no folder" if path.exists() else "does not exist"
+        if what == "does not exist" and not path.is_absolute():
+            what = f"does not exist in {Path.cwd()}"
         raise ConfigError(f"model path {model} {what}; give a checkpoint folder or a hub name such as Qwen/Qwen3-0.6B")

@@ -101,9 +101,13 @@ async def serving(
 
 
 async def _no_path(http: Request, _: Exception) -> Response:
-    advice = "" if "/v1/" in http.url.path else "; clients of OpenAI need a base URL that ends in /v1"
+    path, advice = http.url.path, ""
+    if "/v1/" not in path:
+        advice = "; clients of OpenAI need a base URL that ends in /v1"
+    elif "/v1/v1/" in path:
+        advice = "; the base URL of this client must not end in /v1"
     known = ", ".join((*WIRES, "/v1/messages/count_tokens", "/v1/models"))
-    why = f"there is no path {http.url.path!r}{advice}. Known, also behind /s/SESSION: {known}"
+    why = f"there is no path {path!r}{advice}. Known, also behind /s/SESSION: {known}"
     return JSONResponse(WIRES["/v1/chat/completions"].error(GatewayError(why, code="not_found")), 404)
 
 
@@ -214,7 +218,7 @@ class _Calls:
         if name is not None and not isinstance(name, str):
             raise UserError(f"session is a text, got {name!r}")
         given = any(value is not None for key, value in body.items() if key != "session")
-        session = self._gateway.open_session(tenant, name, Limits.of(body) if given else None)
+        session = self._gateway.open_session(tenant, name, Limits.of(body, "session") if given else None)
         shown = {"session": session.id, "api_key": session.key, "base_url": str(http.base_url).rstrip("/")}
         return JSONResponse({**shown, "limits": asdict(session.limits)})
 

@@ -219,11 +219,14 @@ class Limits:
     max_seconds: float | None = None
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Limits:
-        """Read the limits from a mapping. UserError: unknown, not a number, or too small."""
+    def of(cls, given: Mapping[str, Any], beside: str) -> Limits:
+        """Read the limits from a mapping that also has the key `beside`.
+
+        UserError: a limit is unknown, not a number, or too small.
+        """
         known = [f.name for f in fields(cls)]
-        if unknown := sorted(given.keys() - {*known, "key", "session"}):
-            raise UserError(f"unknown limit {unknown[0]!r}; known: {', '.join(known)}")
+        if unknown := sorted(given.keys() - {*known, beside}):
+            raise UserError(f"unknown key {unknown[0]!r}; known: {beside}, {', '.join(known)}")
         values: dict[str, Any] = {name: given[name] for name in known if given.get(name) is not None}
         for name in ("max_turns", "max_tokens"):
             if name in values:
