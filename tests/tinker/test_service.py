@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -17,7 +18,7 @@ import tinker
 from penstock import Fleet
 from penstock.config import EngineConfig, FleetConfig, RouterConfig, TrainConfig
 from penstock.engine.command import server_command
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, UserError
 from penstock.tinker.children import SupervisedChild
 from penstock.tinker.service import Service, ServiceConfig, adapted, serving
 from tinker import types
@@ -85,6 +86,12 @@ async def test_a_folder_that_others_can_read_and_bad_keys_are_refused_before_any
     with pytest.raises(ConfigError, match=r"is open to other users \(mode 755\): chmod 700 it"):
         async with serving(ServiceConfig(engine, FleetConfig(), RouterConfig(), TrainConfig(), tmp_path)):
             pass
+    tmp_path.chmod(0o700)
+    with (tmp_path / "owner.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match=r"another service uses --data .*; stop it, or choose another folder"):
+            async with serving(ServiceConfig(engine, FleetConfig(), RouterConfig(), TrainConfig(), tmp_path)):
+                pass
 
 
 async def test_a_process_whose_watch_broke_leaves_no_other_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

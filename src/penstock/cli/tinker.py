@@ -105,8 +105,9 @@ async def _serve(config: ServiceConfig) -> None:
     async with AsyncExitStack() as stack:
         with waiting(f"starting the service of {config.base_model}", console):
             service = await stack.enter_async_context(serving(config))
+        key = " TINKER_API_KEY=tml-anything" if config.keys is None else ""
         typer.echo(
-            f"ready: {config.base_model} at {service.url}\n\n  export TINKER_BASE_URL={service.url}\n"
+            f"ready: {config.base_model} at {service.url}\n\n  export TINKER_BASE_URL={service.url}{key}\n"
             f"  penstock status {service.fleet.url}\n\n"
             f"Ctrl-C stops everything; {config.data} keeps what was saved."
         )

@@ -16,7 +16,7 @@ from typing import Any
 from penstock.checks import parse_json, reading
 from penstock.config import LoraConfig, TrainConfig
 from penstock.engine.launch import resolve_profile
-from penstock.errors import ConfigError, StateError, UserError
+from penstock.errors import ConfigError, UserError
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.gpus import usable_gpus
 from penstock.fleet.service import LONGEST
@@ -83,7 +83,7 @@ async def serving(config: ServiceConfig) -> AsyncGenerator[Service]:
 
     Raises:
         ConfigError: the folder or the database cannot be used, or an option is wrong.
-        StateError: another service uses the folder.
+        UserError: another service uses the folder.
         EngineStartError: an engine or a process did not start. No process is left running.
     """
     # Both checks come before anything starts.
@@ -233,5 +233,5 @@ def _owned(given: Path) -> Generator[Path]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise StateError(f"another service uses --data {data}; stop it, or choose another folder") from None
+            raise UserError(f"another service uses --data {data}; stop it, or choose another folder") from None
         yield data
