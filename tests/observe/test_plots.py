@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
 from PIL import Image
 from sample_run import sample_rows, sample_summary
 
@@ -32,7 +33,9 @@ def folder_with(path: Path, rows: list[dict[str, float]]) -> RunFolder:
     return folder
 
 
-def test_every_plot_is_a_readable_picture(tmp_path: Path) -> None:
+def test_every_plot_is_a_readable_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # For a run of thousands of steps the search of a free place takes seconds, and warns.
+    monkeypatch.delattr(Legend, "_find_best_position")
     rows = sample_rows(12)
     folder = folder_with(tmp_path, rows)
     folder.write_summary(sample_summary(rows))

@@ -153,7 +153,7 @@ def draw_bubble(axes: Axes, runs: Sequence[DrawnRun]) -> None:
         axes.plot(run.column("version"), bubbles, color=run.color, marker=".", linestyle="none", alpha=0.6)
         axes.axhline(middle, color=run.color, linewidth=2, linestyle="--", label=f"median {middle:.0f} ms")
     axes.set_ylim(bottom=0)
-    axes.legend(frameon=False)
+    axes.legend(loc="upper left", framealpha=0.9, edgecolor="none")
 
 
 def draw_staleness(axes: Axes, runs: Sequence[DrawnRun]) -> None:
@@ -179,7 +179,7 @@ def draw_logprobs(axes: Axes, runs: Sequence[DrawnRun]) -> None:
             axes.plot(*zip(*points, strict=True), color=run.color, marker=".", linestyle="none")
     axes.set_xlim(0, max(run.rows[-1]["step"] for run in runs) + 1)  # all steps, though few may have such tokens
     axes.axhline(LOGPROB_BAR, color=GREY, linewidth=2, linestyle="--", label=f"bar for fp32, {LOGPROB_BAR:.0e}")
-    axes.legend(frameon=False)
+    axes.legend(loc="lower left", framealpha=0.9, edgecolor="none")
 
 
 def draw_idle(axes: Axes, runs: Sequence[DrawnRun]) -> None:
@@ -211,7 +211,7 @@ def draw_seconds(axes: Axes, runs: Sequence[DrawnRun]) -> None:
     for label, (values, color) in parts.items():
         axes.bar(run.column("step"), values, bottom=bottom, width=1.0, color=color, label=label)
         bottom = [b + v for b, v in zip(bottom, values, strict=True)]
-    axes.legend(frameon=False)
+    axes.legend(loc="upper left", framealpha=0.9, edgecolor="none")
 
 
 def _label(axes: Axes, title: str, y: str, x: str = "step") -> None:
