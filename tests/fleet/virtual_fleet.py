@@ -191,14 +191,9 @@ class VirtualRouter:
                 exchange = self._network.exchange(node, call)
                 await exchange.begun()
             except aiohttp.ClientConnectorError:
-                self.dispatcher.left(waiting.request, backend, 0.0)
-                self.dispatcher.backend_refused(backend)
-                self.dispatcher.retry(waiting, "refused")
+                self.dispatcher.retry(waiting, backend, "refused", 0.0)
             except aiohttp.ServerDisconnectedError:
-                self.dispatcher.left(waiting.request, backend, 0.0)
-                waiting.tried += (backend,)
-                waiting.lost_on |= {backend}
-                self.dispatcher.retry(waiting, "hung_up")
+                self.dispatcher.retry(waiting, backend, "hung_up", 0.0)
             except BaseException:
                 self.dispatcher.left(waiting.request, backend, 0.0)
                 exchange.sever()

@@ -23,9 +23,9 @@ from penstock.settings import RouterConfig
 
 _EXPIRE_S = 0.75
 """Seconds between two searches for idle and expired sessions."""
-_DOWN_S, _DEAD_S = 0.5, 3.0
-"""Seconds without requests for an engine that refused a connection, and for one that reported a dead core: that one
-does not serve again before the fleet, which probes it each second, has taken it out and restarted it."""
+_BREAKER_S = {"refused": 0.5, "dead": 3.0}
+"""Seconds without requests for an engine that refused a connection, or that reported a dead core: that one does not
+serve again before the fleet, which probes it each second, has taken it out and restarted it."""
 _MOST_LOST = 2
 """Engines that may fail under one request before the router gives it up. The request may be the cause."""
 
@@ -119,22 +119,22 @@ class Dispatcher:
         if self.gate.busy:
             self.gate.room()
 
-    def retry(self, waiter: Waiter, reason: str) -> None:
-        """Place a request again after an engine failed under it; 502 after the second."""
+    def retry(self, waiter: Waiter, backend: Backend, reason: str, now: float) -> None:
+        """Place a request again after an engine failed under it, see `Metrics.retries`; 502 after the second."""
+        self.left(waiter.request, backend, now)
+        if reason in _BREAKER_S and not (backend.left or backend.down):
+            backend.breaker_openings += 1
+            self.placement.mark(backend, down=True)
+            asyncio.get_running_loop().call_later(_BREAKER_S[reason], self._close_breaker, backend)
+        if reason != "refused":  # it was sent
+            waiter.lost_on |= {backend}
+            if reason != "stale":
+                waiter.tried += (backend,)
         if len(waiter.lost_on) >= _MOST_LOST:
             waiter.refuse(_engines_failed(waiter.lost_on))
             return
         self.metrics.retries[reason] += 1
         self.submit(waiter)
-
-    def backend_refused(self, backend: Backend, *, dead: bool = False) -> None:
-        """Open the breaker of an engine that refused a connection or is dead."""
-        if backend.left or backend.down:
-            return
-        backend.breaker_openings += 1
-        self.placement.mark(backend, down=True)
-        self.gate.room()
-        asyncio.get_running_loop().call_later(_DEAD_S if dead else _DOWN_S, self._close_breaker, backend)
 
     def _close_breaker(self, backend: Backend) -> None:
         self.placement.mark(backend, down=False)

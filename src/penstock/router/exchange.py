@@ -117,7 +117,6 @@ class Exchange(Call, Waiter, ConnectionUser):
             why = f"the router cannot open a connection ({error}); raise ulimit -n"
             self.refuse(RefusalError(503, "no_sockets", why))
             return
-        self._dispatcher.backend_refused(backend)
         self._lose(backend, "refused")
 
     # --- the way back ------------------------------------------------------------------------------------------------
@@ -190,20 +189,14 @@ class Exchange(Call, Waiter, ConnectionUser):
         if backend is not None:
             backend.dead_answers += 1
             backend.failure = cause
-            self._dispatcher.backend_refused(backend, dead=True)
             self._lose(backend, "dead")
 
     def _lose(self, backend: Backend, reason: str) -> None:
         """Give the request to another engine after this one failed under it."""
         self._drop_connection()
         self.backend = None
-        self._dispatcher.left(self.request, backend, time.monotonic())
-        if reason != "refused":  # it was sent
-            self.lost_on |= {backend}
-            self.first_byte_at = 0.0
-            if reason != "stale":
-                self.tried += (backend,)
-        self._dispatcher.retry(self, reason)
+        self.first_byte_at = 0.0
+        self._dispatcher.retry(self, backend, reason, time.monotonic())
 
     def refuse(self, refusal: RefusalError) -> None:
         """Answer with an error, or break off an answer that has begun by closing the client's connection."""
