@@ -36,7 +36,7 @@ SIDE_ROOMS = tuple(
         "plugin.adapter_worker", "plugin.adapters", "plugin.answers", "plugin.compat", "plugin.cores", "plugin.direct",
         "plugin.info",
         "plugin.kept_kv",
-        "plugin.quantised", "plugin.served_adapters", "plugin.token_meter", "plugin.worker_replies",
+        "plugin.quantised", "plugin.served_adapters", "plugin.sleeping", "plugin.token_meter", "plugin.worker_replies",
         "prefix_hash", "rollout",
         "router.__main__", "router.figures", "router.kv", "router.other_calls", "router.other_policies",
         "router.unserved", "router.workers",

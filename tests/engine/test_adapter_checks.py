@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import save_file
 
 from penstock.errors import WeightsError
-from penstock.plugin.adapter_worker import worker_step
 from penstock.plugin.adapters import CoreAdapters, check_adapter
 
 MODULE = "model.layers.0.self_attn.q_proj"
@@ -73,8 +72,8 @@ class Worker:
 def test_files_are_read_in_turn_and_each_read_ends_by_its_own_event(tmp_path: Path) -> None:
     workers = [Worker(), Worker()]
 
-    def rpc(_method: str, args: tuple[str, Any]) -> list[bool]:
-        return [worker_step(worker, *args) for worker in workers]
+    def rpc(method: Callable[..., bool], args: tuple[Any]) -> list[bool]:
+        return [method(worker, *args) for worker in workers]
 
     def in_core(work: Callable[[], Any]) -> Future[Any]:
         done: Future[Any] = Future()

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from patience import WAIT_S
+from penstock.control_types import TokenLoss
 from penstock.errors import EngineError, StateError, TransferError, WeightsError
 from penstock.plugin import core as core_module
 from penstock.plugin import pause, steps
@@ -127,6 +128,16 @@ def test_an_update_pauses_empties_the_caches_loads_labels_and_resumes_in_this_or
     said = control_of(core).routes["/penstock/core"]({})
     core.step()
     assert said.result(0)["checksum"] == "c", "by which an owner notices the update of another"
+
+
+def test_an_update_of_an_idle_core_costs_no_tokens_and_needs_no_meter():
+    core = Core(step_under_way=False)
+    core.scheduler.get_request_counts = lambda: (0, 0)
+    assert applied(core)["preempted"] == 0
+    assert "meter" not in vars(control_of(core).pausing)
+    meter = control_of(core).pausing.meter
+    assert meter.loss(4).result(0) == TokenLoss(tokens=0.0, seconds=0.0, rate=0.0, back=True)
+    assert meter.loss(5) is None, "it was not measured"
 
 
 def test_a_core_that_has_loaded_waits_for_the_others_until_it_commits():

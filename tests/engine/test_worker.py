@@ -6,6 +6,7 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 
@@ -88,3 +89,17 @@ def test_what_sums_weights_on_a_gpu_is_compiled_beside_its_steps(monkeypatch: py
     may.set()
     assert ended.wait(60)
     assert compiled == [torch.device("cuda:1")]
+
+
+def test_a_worker_clears_what_a_sleep_dropped_and_lets_adapters_be_copied_again() -> None:
+    from vllm.v1.serial_utils import run_method
+
+    from penstock.plugin.sleeping import clear_dropped
+
+    model, gone = torch.nn.Linear(2, 2), list[int]()
+    adapters = SimpleNamespace(lora_index_to_id=[None, 5], deactivate_adapter=gone.append, _last_mapping="a table")
+    runner = SimpleNamespace(get_model=lambda: model, lora_manager=SimpleNamespace(_adapter_manager=adapters))
+    # As the call goes to a worker in a process of its own.
+    run_method(worker(model_runner=runner), cloudpickle.dumps(clear_dropped), (), {})
+    assert not any(parameter.any() for parameter in model.parameters())
+    assert (gone, adapters._last_mapping) == ([5], None)

@@ -55,9 +55,12 @@ def load_adapter(worker: Any, order: Mapping[str, Any]) -> None:
         raise WeightsError(f"adapter {order['name']!r} cannot be loaded: {error}") from error
 
 
-def worker_step(worker: Any, step: str, given: Any) -> Any:
-    """Do a step on a worker: `read` an order, `unload` an adapter by vLLM's number, or `copy` all when used."""
-    return {"read": read_ahead, "unload": unload_adapter, "copy": copy_again}[step](worker, given)
+def put_in_force(worker: Any, order: Mapping[str, Any]) -> str | None:
+    """Load an adapter as `load_adapter`. Return the reason if that fails: vLLM would end the engine."""
+    error = attempt(lambda: load_adapter(worker, order), "loading an adapter")[1]
+    if error is None:
+        return None
+    return str(error) if isinstance(error, WeightsError) else f"{type(error).__name__}: {error}"
 
 
 def read_ahead(worker: Any, order: Mapping[str, Any]) -> bool:
@@ -102,7 +105,7 @@ def unload_adapter(worker: Any, number: int) -> None:
     _sources(manager).pop(number, None)
 
 
-def copy_again(worker: Any, _: None) -> None:
+def copy_again(worker: Any) -> None:
     """Let LoRA adapters be copied again when used, although vLLM thinks them active."""
     manager = worker.model_runner.lora_manager._adapter_manager  # noqa: SLF001 - vLLM has no call that only frees slots
     for adapter in [adapter for adapter in manager.lora_index_to_id if adapter is not None]:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.checks import parse_json
 from penstock.errors import EngineError, StateError, WeightsError
 from penstock.plugin import compat
-from penstock.plugin.adapter_worker import PLACE, READ_S
+from penstock.plugin.adapter_worker import PLACE, READ_S, put_in_force, read_ahead, unload_adapter
 from penstock.plugin.core import at_boundary, field, settle
 from penstock.plugin.spec import WeightSpec
 from penstock.plugin.token_versions import put_output, send_mark
@@ -120,7 +120,7 @@ class CoreAdapters:
             end = os.open(given["done"], os.O_RDWR | os.O_NONBLOCK)
             try:
                 rpc = self._core.penstock_rpc
-                left = sum(self._control.in_core(lambda: rpc("penstock_adapter", args=("read", given))).result(READ_S))
+                left = sum(self._control.in_core(lambda: rpc(read_ahead, args=(given,))).result(READ_S))
                 (poll := select.poll()).register(end, select.POLLIN)
                 while left and poll.poll(1e3 * max(0.0, until - time.perf_counter())):
                     left -= len(os.read(end, left))
@@ -147,7 +147,7 @@ class CoreAdapters:
 
     def _load(self, order: Mapping[str, Any], began: float) -> dict[str, Any]:
         name, version, paused = order["name"], order["version"], time.perf_counter()
-        problems = self._core.penstock_rpc("penstock_load_adapter", args=(dict(order),))
+        problems = self._core.penstock_rpc(put_in_force, args=(dict(order),))
         if all(problems):
             raise WeightsError(problems[0])
         if any(problems):
@@ -169,7 +169,7 @@ class CoreAdapters:
         if count := len(self._requests(name)):
             raise StateError(f"adapter {name!r} has {count} requests in flight; unload it when they have ended")
         if (adapter := self.loaded.pop(name, None)) is not None:
-            self._core.penstock_rpc("penstock_adapter", args=("unload", adapter.id))
+            self._core.penstock_rpc(unload_adapter, args=(adapter.id,))
         self._held.pop(name, None)
         return {"ok": True}
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import asdict
 from functools import cached_property
@@ -73,7 +73,7 @@ class CoreControl:
             "/penstock/weights/group": lambda body: self.in_core(
                 lambda: self._call_workers("penstock_join_group", body)
             ),
-            "/penstock/weights/apply": lambda body: self.in_core(self._update(body).apply),
+            "/penstock/weights/apply": lambda body: self.in_core(self._update(body, commits=True).load),
             "/penstock/weights/load": lambda body: self.in_core(self._update(body).load),
             "/penstock/weights/commit": lambda body: self.in_core(self._update(body).commit),
             "/penstock/weights/loss": self._loss,
@@ -179,19 +179,18 @@ class CoreControl:
         mode, clear_cache = mode_in_core(str(field(body, "mode"))), bool(field(body, "clear_cache"))
         return self.in_core(lambda: self.pausing.pause(mode, clear_cache))
 
-    def _update(self, body: Any) -> CoreUpdate:
+    def _update(self, body: Any, *, commits: bool = False) -> CoreUpdate:
         if (kv := field(body, "kv")) not in get_args(KV):
             raise WeightsError(f"kv must be one of {', '.join(get_args(KV))}, got {kv!r}")
-        return CoreUpdate(self, field(body, "version", int), kv)
+        return CoreUpdate(self, field(body, "version", int), kv, commits=commits)
 
     def _loss(self, body: Any) -> Future[Any]:
         """Answer with a version's cost once known, or its cost so far after `timeout_s`."""
         version, timeout_s = field(body, "version", int), field(body, "timeout_s", int, float)
         update = version if (adapter := body.get("adapter")) is None else (str(adapter), version)
-        meter = self.pausing.meter
-        known = self.in_core(lambda: meter.loss(update))
+        known = self.in_core(lambda: self.pausing.meter.loss(update))
         if not wait((known,), min(timeout_s, LOSS_S)).done:
-            self.in_core(meter.close)
+            self.in_core(self.pausing.end_measurement)
         answer: Future[Any] = Future()
         known.add_done_callback(lambda _: settle(answer, lambda: (loss := known.result()) and asdict(loss)))
         return answer
@@ -213,21 +212,12 @@ class CoreControl:
 
 
 class CoreUpdate:
-    """One update of one core. Its methods run in the core's thread."""
+    """One update of one core. With `commits`, `load` is all of it. Its methods run in the core's thread."""
 
-    def __init__(self, control: CoreControl, version: int, kv: KV) -> None:
-        self._control = control
-        self._core = control.core
-        self._pausing = control.pausing
-        self._version = version
-        self._kv: KV = kv
-        self._commits = False
+    def __init__(self, control: CoreControl, version: int, kv: KV, *, commits: bool) -> None:
+        self._control, self._core, self._pausing = control, control.core, control.pausing
+        self._version, self._kv, self._commits = version, kv, commits
         self._began = 0.0
-
-    def apply(self) -> Any:
-        """Load and commit: the whole update of an engine with one core."""
-        self._commits = True
-        return self.load()
 
     def load(self) -> Any:
         """Pause, load, stay held until `commit`. Return a future if a step runs now."""
@@ -259,7 +249,9 @@ class CoreUpdate:
         elif self._kv == "keep_in_flight":
             kept = self._control.kv.keep_in_flight(self._version)
         ranks = core.penstock_rpc("penstock_load", args=(self._version,))
-        _raise_failure(ranks)
+        for key, failure in (("fault", EngineError), ("error", TransferError)):  # the second can be sent again
+            if problem := next((rank[key] for rank in ranks if key in rank), None):
+                raise failure(problem)
         self._control.kept_version = self._version if self._kv == "keep" else None
         slowest = max(ranks, key=lambda rank: rank["seconds"]["load"])
         loaded = time.perf_counter()
@@ -319,10 +311,3 @@ def field(body: Any, name: str, *kinds: type) -> Any:
         wanted = " or ".join(kind.__name__ for kind in kinds)
         raise WeightsError(f"{name!r} in the body must be {wanted}, got {repr(value)[:200]}")
     return value
-
-
-def _raise_failure(ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Raise EngineError for a rank's unforeseen error, else TransferError (resend)."""
-    for key, error in (("fault", EngineError), ("error", TransferError)):
-        if problem := next((rank[key] for rank in ranks if key in rank), None):
-            raise error(problem)

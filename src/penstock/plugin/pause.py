@@ -1,35 +1,33 @@
-"""Pauses and sleeps that end no request, wake-ups that do not resume too early, and small steps before an update.
+"""Pauses that end no request, and small steps before an update.
 
-vLLM's pause with `abort`, and its sleep, finish every request in flight. Here both act as `keep`: requests give up
-their KV and wait in the core's queue. At resume they are recomputed from prompt and tokens, and their clients see a
-delay. `POST /pause?mode=abort&release=true` is vLLM's own abort, for an engine that will not be resumed. Our client's
-requests then continue on other engines.
+vLLM's pause with `abort` finishes every request in flight. Here it acts as `keep`: requests give up their KV and wait
+in the core's queue. At resume they are recomputed from prompt and tokens, and their clients see a delay.
+`POST /pause?mode=abort&release=true` is vLLM's own abort, for an engine that will not be resumed. Our client's requests
+then continue on other engines.
 
-vLLM's wake-up resumes the scheduler even if a client has paused it, and after a sleep of level 2 before there are
-weights. A step without memory kills the engine. `PauseState`, in the core's process, decides whether tokens are made.
-`cores.py` redirects the API server's routes to it.
+`PauseState`, in the core's process, decides whether tokens are made. `cores.py` redirects the API server's routes to
+it. `sleeping.py` has sleep and wake-up.
 """
 # pyright: basic, reportMissingImports=false
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Hashable
 from concurrent.futures import Future
+from functools import cached_property
 from typing import Any
 
 from penstock.errors import EngineError, StateError
 from penstock.plugin.steps import Steps
 from penstock.rooms import plugged_in
 
-MEMORY_TAGS = frozenset({"weights", "kv_cache"})
-SCHEDULING = frozenset({"scheduling"})
-"""vLLM's name for the part that a sleep of level 0 stops. It frees no memory."""
-DROPS_WEIGHTS = 2
-"""The sleep level whose wake-up restores memory but not weights."""
-PAUSE, UPDATE, WEIGHTS = "pause", "update", "weights"
+PAUSE, UPDATE, WEIGHTS = "pause", "update", "torn"
 """Reasons to hold a core. `PAUSE`: a client called `/pause`, not yet `/resume`. `UPDATE`: an update waits for a step,
 and has changed nothing. `WEIGHTS`: weights were dropped, or an update has written only a part of them."""
+ASLEEP = frozenset({"weights", "kv_cache", "scheduling"})
+"""Reasons of a sleep, by vLLM's names: memory that is gone, or (level 0) none."""
 CAP_S = 5.0
 """Seconds of small steps after a version was prepared. A fleet's slowest engine may need as long to prepare."""
 CAP_TOKENS = 1024
@@ -40,18 +38,29 @@ class PauseState:
     """The holds on one engine core's generation. Methods run in the core's thread, between two steps."""
 
     def __init__(self, core: Any, steps: Steps) -> None:
-        self.asleep: frozenset[str] = frozenset()
         self.holds: set[object] = set()
-        """`PAUSE`, `UPDATE`, `WEIGHTS`, and changes of adapters that wait for the step under way."""
-        self.meter = plugged_in("token_meter")(steps)
-        """Meter of the core's tokens."""
+        """`PAUSE`, `UPDATE`, `WEIGHTS`, some of `ASLEEP`, and changes of adapters that wait for the step under way."""
         self._core = core
+        self._steps = steps
+        self._idle_updates: deque[Hashable] = deque(maxlen=8)
+        """Updates of an idle core before the meter was needed."""
         self._held_s = 0.0
         self._since: float | None = None
 
     @property
-    def makes_tokens(self) -> bool:
-        return not self.asleep and not self.holds
+    def asleep(self) -> frozenset[object]:
+        """What of `ASLEEP` holds the core."""
+        return ASLEEP & self.holds
+
+    @cached_property
+    def meter(self) -> Any:
+        """Meter of the core's tokens, `token_meter.TokenMeter`."""
+        return plugged_in("token_meter")(self._steps, self._idle_updates)
+
+    @property
+    def _measures(self) -> bool:
+        """Whether the meter is needed: requests are in flight, or were at an earlier update or pause."""
+        return "meter" in vars(self) or any(self._core.scheduler.get_request_counts())
 
     @property
     def held_s(self) -> float:
@@ -60,8 +69,17 @@ class PauseState:
 
     def measure(self, update: Hashable) -> None:
         """Start to measure an update's cost, if tokens are being made."""
-        if self.makes_tokens:
+        if self.holds:
+            return
+        if self._measures:
             self.meter.begin(update, self._core.scheduler.get_request_counts()[0])
+        else:
+            self._idle_updates.append(update)
+
+    def end_measurement(self) -> None:
+        """End a measurement under way now, because something else stops the tokens."""
+        if self._measures:
+            self.meter.close()
 
     def hold(self, reason: object) -> None:
         """Make no tokens until `let_go`."""
@@ -71,14 +89,15 @@ class PauseState:
     def let_go(self, *reasons: object) -> None:
         """End holds, and resume unless something else holds the core."""
         self.holds.difference_update(reasons)
-        if self.makes_tokens:
+        if not self.holds:
             self._core.resume_scheduler()
             self._held_s, self._since = self.held_s, None
-            self.meter.resume()
+            if self._measures:
+                self.meter.resume()
 
     def pause(self, mode: str, clear_cache: bool) -> Any:  # noqa: FBT001 - as in vLLM
         """`/pause`. Return a future if steps are under way."""
-        self.meter.close()
+        self.end_measurement()
         done = self._core.pause_scheduler(mode, clear_cache)
         self.hold(PAUSE)
         return done
@@ -93,33 +112,15 @@ class PauseState:
 
     def sleep(self, level: int, mode: str) -> Any:
         """`/sleep`. Return a future if steps are under way."""
-        self.meter.close()
-        self._since = time.perf_counter() if self._since is None else self._since
-        done = self._core.sleep(level, mode)
-        self.asleep |= MEMORY_TAGS if level else SCHEDULING
-        if level == DROPS_WEIGHTS:
-            self.hold(WEIGHTS)
-        return done
+        return plugged_in("sleep")(self, self._core, level, mode)
 
     def wake_up(self, tags: list[str] | None) -> Any:
-        """`/wake_up`: vLLM's without its resume. The core resumes only if nothing else holds it."""
-        # If the request includes memory that is already there, vLLM does not restore the rest.
-        missing = None if tags is None else [tag for tag in tags if tag in self.asleep]
-        self._core.resume_scheduler = lambda: None
-        try:
-            awake = self._core.wake_up(missing) if missing or tags is None else not self.asleep
-        finally:
-            del self._core.resume_scheduler
-        still = frozenset[str]() if tags is None else self.asleep - set(tags)
-        back, self.asleep = self.asleep - still, still
-        if WEIGHTS in self.holds and "weights" in back:
-            self._core.penstock_rpc("penstock_weights_dropped")
-        self.let_go()
-        return awake
+        """`/wake_up`."""
+        return plugged_in("sleep.wake_up")(self, self._core, tags)
 
     def require_awake(self) -> None:
         """Raise StateError if the memory of the weights is gone."""
-        if "weights" in self.asleep:
+        if "weights" in self.holds:
             raise StateError(
                 "the engine's weights are asleep: wake them (wake_up with the tag weights) before an update"
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -48,10 +48,14 @@ class TokenMeter:
     with the next update, a pause, and the last request in flight; the loss so far counts.
     """
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: Steps, idle: Iterable[Hashable] = ()) -> None:
+        """`idle`: earlier updates, which cost nothing."""
         self._steps = steps
         self._open: _Update | None = None
         self._losses: dict[Hashable, Future[TokenLoss]] = {}
+        for update in idle:
+            self._losses[update] = Future()
+            self._losses[update].set_result(TokenLoss(tokens=0.0, seconds=0.0, rate=0.0, back=True))
 
     def begin(self, name: Hashable, running: int) -> None:
         """Begin to measure the update `name`, with `running` requests making tokens."""

@@ -88,27 +88,8 @@ class WorkerExtension:
         loaded, error = attempt(work, f"loading weight version {version}")
         return loaded or {"error" if isinstance(error, PenstockError) else "fault": _text_of(error)}
 
-    def penstock_load_adapter(self, order: dict[str, Any]) -> str | None:
-        """Load a LoRA adapter while no step runs. Return the reason if that fails."""
-        return _problem(lambda: plugged_in("adapters.load")(self, order), "loading an adapter")
-
-    def penstock_adapter(self, step: str, given: Any) -> Any:
-        """Do another step for a LoRA adapter (`adapter_worker.worker_step`)."""
-        return plugged_in("adapters.worker")(self, step, given)
-
     def penstock_checksum(self) -> str:
         return weights_checksum(self.model_runner.get_model())
-
-    def penstock_weights_dropped(self) -> None:
-        """Clear the remains of a sleep that dropped the weights, before new weights come.
-
-        vLLM (0.26 to 0.33) drops all memory that was allocated for loading the model, and restores only its buffers.
-        """
-        with torch.no_grad():
-            for parameter in self.model_runner.get_model().parameters():
-                parameter.zero_()  # padding, which no update fills
-        if getattr(self.model_runner, "lora_manager", None) is not None:
-            self.penstock_adapter("copy", None)
 
 
 def _problem(work: Callable[[], None], what: str) -> str | None:
