@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from penstock.errors import StateError, WeightsError
-from penstock.weights.manifest import TensorEntry, WeightManifest
+from penstock.weights.manifest import ALIGNMENT, TensorEntry, WeightManifest
 from penstock.weights.pack import read
 from penstock.weights.shared_memory import SharedMemoryStore, open_mapping, sealed_memory
 
@@ -36,6 +36,15 @@ def test_the_current_version_stays_while_the_next_is_written(store):
     mapping = open_mapping(first.location["path"], first.extent)
     assert dict(read(memoryview(mapping), first.tensors))["w"].tolist() == [1, 1, 1, 1]
     assert store.current is first
+
+
+def test_a_tensor_after_one_of_odd_size_begins_where_a_device_may_read_any_dtype(store):
+    odd, wide = torch.ones(3, dtype=torch.uint8), torch.tensor([1.5, -2.0], dtype=torch.float64)
+    manifest = store.publish(1, [("odd", odd), ("wide", wide)])
+    mapped = memoryview(open_mapping(manifest.location["path"], manifest.extent))
+    for (_, found), sent in zip(read(mapped, manifest.tensors), (odd, wide), strict=True):
+        assert found.data_ptr() % ALIGNMENT == 0
+        assert torch.equal(found, sent)
 
 
 def test_memory_that_a_reader_maps_keeps_its_size(store):

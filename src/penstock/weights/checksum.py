@@ -12,6 +12,7 @@ from functools import lru_cache
 import torch
 
 from penstock.rooms import plugged_in
+from penstock.weights.pack import all_finite
 
 WORD = 8
 """Bytes that are summed as one integer. Narrower integers would have to be widened, which is twenty times slower than
@@ -21,17 +22,8 @@ WIDTH = 1024
 _ROW = WORD * WIDTH
 _ODD, _EVEN = 0x243F6A8885A308D3, 0x13198A2E03707344
 """The first 32 hexadecimal digits of pi after the point, so that the numbers are not chosen to fit."""
-_EXPONENTS = {
-    torch.float64: (0x7FF0_0000_0000_0000, 0x0010_0000_0000_0000),
-    torch.float32: (0x7F80_0000_7F80_0000, 0x0080_0000_0080_0000),
-    torch.bfloat16: (0x7F80_7F80_7F80_7F80, 0x0080_0080_0080_0080),
-    torch.float16: (0x7C00_7C00_7C00_7C00, 0x0400_0400_0400_0400),
-    torch.float8_e5m2: (0x7C7C_7C7C_7C7C_7C7C, 0x0404_0404_0404_0404),
-    torch.float8_e4m3fn: (0x7F7F_7F7F_7F7F_7F7F, 0x0101_0101_0101_0101),  # one NaN, all ones, and no infinity
-}
-"""Per dtype: a word's exponent bits (all ones in NaN and infinity), and the lowest bit of each exponent in it."""
 _COPIED_BYTES = 256 * 2**20
-Kernel = Callable[[Sequence[torch.Tensor], Sequence[tuple[int, int]], tuple[int, int, int]], torch.Tensor]
+Kernel = Callable[[Sequence[torch.Tensor], Sequence[torch.dtype], tuple[int, int, int]], torch.Tensor]
 NO_KERNEL = (ImportError, OSError, RuntimeError, AttributeError, subprocess.SubprocessError)
 """Errors if Triton is missing, or cannot compile or load a kernel, for example without a C compiler or Python.h."""
 logger = logging.getLogger("vllm.penstock")  # the only logger that vLLM's workers show
@@ -52,7 +44,7 @@ class DeviceSums:
     """
 
     def __init__(self, *, finite: bool = False) -> None:
-        """`finite`: also check that all elements are finite. Free with the kernel, else another pass."""
+        """`finite`: also check that all elements are finite. Free with the kernel, else a pass that `add` waits for."""
         self._finite = finite
         self._found: list[torch.Tensor] = []
         """int64 of shape `[2, tensors]`: the sums, and a number that is not 0 for NaN or infinity."""
@@ -68,11 +60,10 @@ class DeviceSums:
             raise ValueError(f"tensors on {tensors[0].device} and {', '.join(map(str, devices))} have no sums together")
         flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
         if (kernel := _kernel(flat[0].device)) is not None:
-            exponents = [_EXPONENTS.get(tensor.dtype, (0, 0)) for tensor in tensors]
-            return kernel([_words(part) for part in flat], exponents, (_ODD, _EVEN, WIDTH))
+            return kernel([_words(part) for part in flat], [tensor.dtype for tensor in tensors], (_ODD, _EVEN, WIDTH))
         sums = torch.stack([_sum(part) for part in flat])
-        bad = [_bad(tensor) if self._finite else sums.new_zeros(()) for tensor in tensors]
-        return torch.stack([sums, torch.stack(bad)])
+        bad = [self._finite and not all_finite(tensor) for tensor in tensors]
+        return torch.stack([sums, sums.new_tensor(bad)])
 
     def values(self) -> list[int]:
         """Return each sum in [0, 2**64), in order: one wait for the device, one copy."""
@@ -148,16 +139,6 @@ def _sum(flat: torch.Tensor) -> torch.Tensor:
     of_columns = parts[0].sum(0) + parts[1].sum(0)
     columns = of_columns * (2 * _mixed(WIDTH, flat.device) + 1)
     return 2 * WIDTH * (of_rows * _mixed(len(of_rows), flat.device)).sum() + columns.sum()
-
-
-def _bad(tensor: torch.Tensor) -> torch.Tensor:
-    """Return 1 for NaN or infinity, else 0. Only float8 is copied."""
-    if not tensor.is_floating_point() or tensor.numel() == 0:
-        return torch.zeros((), dtype=torch.int64, device=tensor.device)
-    if tensor.element_size() == 1:  # torch has no minimum of float8
-        tensor = tensor.to(torch.float16)
-    least, most = torch.aminmax(tensor)  # NaN makes both NaN
-    return (~(torch.isfinite(least) & torch.isfinite(most))).long()
 
 
 def _aligned(flat: torch.Tensor) -> torch.Tensor:

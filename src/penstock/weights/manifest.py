@@ -259,13 +259,13 @@ def as_named_tensors(given: NamedTensors) -> Iterable[tuple[str, torch.Tensor]]:
     Raises:
         UserError: it has none of the accepted forms.
     """
-    of_module: Any = getattr(given, "named_parameters", None)
-    if callable(of_module):
-        return TensorProvider(cast("Callable[[], Iterable[tuple[str, torch.Tensor]]]", of_module))
-    if isinstance(given, Iterable) and not isinstance(given, Mapping):
-        return cast("Iterable[tuple[str, torch.Tensor]]", given)
-    if callable(cast("object", given)):
-        return TensorProvider(cast("Callable[[], Iterable[tuple[str, torch.Tensor]]]", given))
+    provide: Any = getattr(given, "named_parameters", None)
+    if not callable(provide):
+        if isinstance(given, Iterable) and not isinstance(given, Mapping):
+            return cast("Iterable[tuple[str, torch.Tensor]]", given)
+        provide = given
+    if callable(provide):
+        return TensorProvider(cast("Callable[[], Iterable[tuple[str, torch.Tensor]]]", provide))
     raise UserError(
         f"update_weights takes pairs of a name and a tensor, not a {type(cast('object', given)).__name__}; give "
         "model.named_parameters(), state_dict().items(), the model, or a function that returns such pairs"

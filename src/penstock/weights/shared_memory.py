@@ -10,7 +10,6 @@ import fcntl
 import mmap
 import os
 import re
-import stat
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -175,21 +174,15 @@ def adopted_file(path: str, nbytes: int = 0) -> int:
             f"cannot open the weights at {path}: {error.strerror}; the process that published them must be alive, on "
             "this host, and of the same user"
         ) from error
-    found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode):
-        why = "it is no file"
-    elif not _is_sealed(fd):
+    try:
+        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS == SEALS
+    except OSError:  # it is no file, or one whose file system has no seals
+        sealed = False
+    if not sealed:
         why = "the file is not sealed, so its size could change"
-    elif found.st_size < max(nbytes, 1):
-        why = f"they are {found.st_size} bytes, the manifest needs {nbytes}"
+    elif (size := os.fstat(fd).st_size) < max(nbytes, 1):
+        why = f"they are {size} bytes, the manifest needs {nbytes}"
     else:
         return fd
     os.close(fd)
     raise WeightsError(f"cannot open the weights at {path}: {why}")
-
-
-def _is_sealed(fd: int) -> bool:
-    try:
-        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS == SEALS
-    except OSError:  # the file system has no seals
-        return False

@@ -15,6 +15,15 @@ import triton
 import triton.language as tl
 from triton.errors import TritonError
 
+EXPONENTS = {
+    torch.float64: (0x7FF0_0000_0000_0000, 0x0010_0000_0000_0000),
+    torch.float32: (0x7F80_0000_7F80_0000, 0x0080_0000_0080_0000),
+    torch.bfloat16: (0x7F80_7F80_7F80_7F80, 0x0080_0080_0080_0080),
+    torch.float16: (0x7C00_7C00_7C00_7C00, 0x0400_0400_0400_0400),
+    torch.float8_e5m2: (0x7C7C_7C7C_7C7C_7C7C, 0x0404_0404_0404_0404),
+    torch.float8_e4m3fn: (0x7F7F_7F7F_7F7F_7F7F, 0x0101_0101_0101_0101),  # one NaN, all ones, and no infinity
+}
+"""Per dtype: a word's exponent bits (all ones in NaN and infinity), and the lowest bit of each exponent in it."""
 PROGRAMS = 128
 """Most programs per tensor: each sums every 128th row. For one embedding among many small tensors, the whole GPU works
 on the embedding, because programs without a row end at once."""
@@ -23,27 +32,26 @@ on the embedding, because programs without a row end at once."""
 def compiled(device: torch.device, mixing: tuple[int, int, int]) -> Callable[..., torch.Tensor]:
     """Return `launch` after a first run. RuntimeError and others: Triton fails."""
     try:
-        launch([torch.zeros(1, dtype=torch.int64, device=device)], [(0, 0)], mixing)
+        launch([torch.zeros(1, dtype=torch.int64, device=device)], [torch.int64], mixing)
     except TritonError as error:
         raise RuntimeError(str(error)) from error
     return launch
 
 
-def launch(
-    parts: Sequence[torch.Tensor], exponents: Sequence[tuple[int, int]], mixing: tuple[int, int, int]
-) -> torch.Tensor:
+def launch(parts: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], mixing: tuple[int, int, int]) -> torch.Tensor:
     """Queue sums and NaN checks of many tensors on the current stream.
 
     Args:
         parts: flat int64 tensors of one device, as `checksum.py` makes them.
-        exponents: per part, a word's exponent bits (all ones in NaN and infinity), and the lowest bit of each exponent.
+        dtypes: of the tensors.
         mixing: the two numbers with which `checksum.py` mixes places, and the number of words in a row.
 
     Returns:
         int64 of shape `[2, parts]`: the sums, and 1 for NaN or infinity.
     """
     device = parts[0].device
-    rows = [(part.data_ptr(), len(part), *bits) for part, bits in zip(parts, exponents, strict=True)]
+    pairs = zip(parts, dtypes, strict=True)
+    rows = [(part.data_ptr(), len(part), *EXPONENTS.get(dtype, (0, 0))) for part, dtype in pairs]
     # Pinned: a copy from other memory waits for all queued work, such as the bucket in transfer.
     on_gpu = device.type == "cuda"
     table = torch.tensor(rows, dtype=torch.int64, pin_memory=on_gpu).to(device, non_blocking=True)
