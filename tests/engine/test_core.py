@@ -124,7 +124,7 @@ def test_an_update_pauses_empties_the_caches_loads_labels_and_resumes_in_this_or
     assert core.done == ["penstock_prepared", "pause keep False", *caches, "penstock_load(4,)", "label 4", "resume"]
     assert (answer["version"], answer["checksum"], answer["preempted" if kv == "recompute" else "kept"]) == (4, "c", 3)
     assert set(answer["seconds"]) == {"pause", "load", "resume", "bubble", "load.load", "load.checksum"}
-    assert control_of(core).kv_kept() == (None if kv == "recompute" else 4)
+    assert control_of(core).last_update() == (None if kv == "recompute" else 4, "c")
     said = control_of(core).routes["/penstock/core"]({})
     core.step()
     assert said.result(0)["checksum"] == "c", "by which an owner notices the update of another"

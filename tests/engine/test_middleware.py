@@ -158,7 +158,7 @@ class Cores:
             return self.replies.get(step, [200, loaded]) if engine else [200, loaded]
         if engine == 0:
             self.done.append(" ".join(map(str, (method, *args))))
-        return {"penstock_control_port": 4001, "penstock_kv_kept": 3, "penstock_checksum": "c"}.get(method)
+        return {"penstock_control_port": 4001, "penstock_last_update": (3, "c")}.get(method)
 
     async def collective_rpc(self, method: str) -> list[Any]:
         self.done.append(method)

@@ -125,13 +125,9 @@ class CoreControl:
         threading.Thread(target=settle, args=(done, work), name="penstock-forwarded", daemon=True).start()
         return done
 
-    def kv_kept(self) -> int | None:
-        """Return the version of our last update, if that update kept the KV cache."""
-        return self.kept_version
-
-    def checksum(self) -> str | None:
-        """Return the checksum of our last update."""
-        return self.loaded
+    def last_update(self) -> tuple[int | None, str | None]:
+        """Return `kept_version` and the checksum of our last update."""
+        return self.kept_version, self.loaded
 
     def count_foreign(self, method: Any) -> None:
         """Count a worker call that may change the weights and is not one of our updates."""

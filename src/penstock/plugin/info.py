@@ -31,7 +31,7 @@ class EngineInfo:
             self._warm = True
         # The answer follows the marks of updates on its channel, so it comes first: 0.26 reads the version from a mark.
         core = engine.engine_core.call_utility_async
-        kept_version, checksum = await core("penstock_kv_kept"), await core("penstock_checksum")
+        kept_version, checksum = await core("penstock_last_update")
         await settle(engine)
         labelled = labels_weights(engine)
         version = version_of_label(await engine.get_weight_version()) if labelled else self._hooks.versions.version

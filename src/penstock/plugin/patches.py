@@ -40,7 +40,7 @@ def _add_calls(core_class: Any) -> None:
     core_class._handle_client_request = taking_calls(core_class._handle_client_request)  # noqa: SLF001
     core_class.penstock_rpc = core_class.collective_rpc  # our own calls keep track of the weights themselves
     core_class.collective_rpc = _sendable(core_class.collective_rpc)
-    for name in ("control_port", "kv_kept", "checksum", "control"):
+    for name in ("control_port", "last_update", "control"):
         setattr(core_class, f"penstock_{name}", _utility(getattr(CoreControl, name), control_of))
     for name in ("pause", "resume", "sleep", "wake_up", "weights_are_in"):
         method = _utility(getattr(PauseState, name), lambda core: control_of(core).pausing)
