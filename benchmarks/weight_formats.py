@@ -19,7 +19,6 @@ from pathlib import Path
 import _common
 import torch
 
-from penstock.plugin.core import check_bytes
 from penstock.rooms import plugged_in
 from penstock.weights.delta import DeltaStore
 from penstock.weights.disk import DiskStore
@@ -54,7 +53,7 @@ class Engine:
 
     def prepare(self, manifest: WeightManifest) -> WeightManifest:
         """Both halves."""
-        local = check_bytes(manifest)
+        local = plugged_in(f"check.{manifest.transport}")(manifest)
         self._source(local).prepare(local)
         return local
 

@@ -281,7 +281,7 @@ def test_a_wake_up_asks_vllm_only_for_what_sleeps():
     pausing.wake_up(["weights"])
     pausing.wake_up(["weights", "kv_cache"])
     assert [said for said in core.done if said.startswith("wake")] == ["wake up ['weights']", "wake up ['kv_cache']"]
-    assert pausing.asleep == frozenset()
+    assert not pausing.holds
 
 
 FLOATS = frozenset({"float32", "bfloat16"})

@@ -21,7 +21,7 @@ from typing import Any, get_args
 from penstock.control_types import KV
 from penstock.errors import EngineError, StateError, TransferError, WeightsError, attempt
 from penstock.plugin.core_http import CoreServer, Route, respond
-from penstock.plugin.pause import UPDATE, WEIGHTS, PauseState, StepCap, clear_kv, mode_in_core
+from penstock.plugin.pause import ASLEEP, UPDATE, WEIGHTS, PauseState, StepCap, clear_kv, mode_in_core
 from penstock.plugin.spec import WeightSpec, expected_weights
 from penstock.plugin.steps import Steps, between_steps
 from penstock.plugin.token_versions import version_of_label
@@ -41,16 +41,6 @@ def control_of(core: Any) -> CoreControl:
     if "_penstock_control" not in core.__dict__:
         core._penstock_control = CoreControl(core)  # noqa: SLF001
     return core._penstock_control  # noqa: SLF001
-
-
-def check_bytes(manifest: WeightManifest) -> WeightManifest:
-    """Check the bytes that the host can read. Return the workers' manifest.
-
-    Raises:
-        WeightsError: bytes are gone, changed, NaN or infinity.
-    """
-    kind = manifest.transport
-    return plugged_in(f"check.{kind}")(manifest) if kind in plugged_as("check") else manifest
 
 
 class CoreControl:
@@ -151,7 +141,9 @@ class CoreControl:
     def _checked(self, body: Any) -> dict[str, Any]:
         manifest = WeightManifest.from_json(field(body, "manifest"))
         self.known_spec().check(manifest)
-        return check_bytes(manifest).to_json()
+        if (kind := manifest.transport) in plugged_as("check"):  # the host can read its bytes
+            manifest = plugged_in(f"check.{kind}")(manifest)
+        return manifest.to_json()
 
     def _find_spec(self) -> WeightSpec:
         if self._spec is not None:
@@ -199,7 +191,7 @@ class CoreControl:
             "running": running,
             "waiting": waiting,
             "held_s": self.pausing.held_s,
-            "asleep": bool(self.pausing.asleep),
+            "asleep": bool(ASLEEP & self.pausing.holds),
             "torn": WEIGHTS in self.pausing.holds,
             "weight_version": None if label is None else version_of_label(label),
             "foreign": self._foreign,

@@ -47,11 +47,6 @@ class PauseState:
         self._held_s = 0.0
         self._since: float | None = None
 
-    @property
-    def asleep(self) -> frozenset[object]:
-        """What of `ASLEEP` holds the core."""
-        return ASLEEP & self.holds
-
     @cached_property
     def meter(self) -> Any:
         """Meter of the core's tokens, `token_meter.TokenMeter`."""

@@ -32,7 +32,7 @@ def sleep(pausing: PauseState, core: Any, level: int, mode: str) -> Any:
 
 def wake_up(pausing: PauseState, core: Any, tags: list[str] | None) -> Any:
     """Restore memory: vLLM's wake-up without its resume. The core resumes only if nothing else holds it."""
-    asleep = pausing.asleep
+    asleep = ASLEEP & pausing.holds
     # If the request includes memory that is already there, vLLM does not restore the rest.
     missing = None if tags is None else [tag for tag in tags if tag in asleep]
     core.resume_scheduler = lambda: None

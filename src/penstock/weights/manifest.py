@@ -234,23 +234,17 @@ class Source:
         raise NotImplementedError
 
 
+@dataclass(eq=False)
 class TensorProvider:
-    """Tensors that the caller can give again for each iteration.
+    """Tensors that the caller can give again for each iteration."""
 
-    Args:
-        provide: starts a pass.
-        specs: specs of a pass in its order, if known in advance. Then stores take the tensors one by one, and do not
-            hold all of them at once.
-    """
-
-    def __init__(
-        self, provide: Callable[[], Iterable[tuple[str, torch.Tensor]]], *, specs: Sequence[TensorSpec] | None = None
-    ) -> None:
-        self._provide = provide
-        self.specs = specs
+    provide: Callable[[], Iterable[tuple[str, torch.Tensor]]]
+    """Starts a pass."""
+    specs: Sequence[TensorSpec] | None = None
+    """Specs of a pass, if known in advance. Then stores take the tensors one by one, and never hold all of them."""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self._provide())
+        return iter(self.provide())
 
 
 def as_named_tensors(given: NamedTensors) -> Iterable[tuple[str, torch.Tensor]]:
@@ -259,13 +253,13 @@ def as_named_tensors(given: NamedTensors) -> Iterable[tuple[str, torch.Tensor]]:
     Raises:
         UserError: it has none of the accepted forms.
     """
-    provide: Any = getattr(given, "named_parameters", None)
-    if not callable(provide):
-        if isinstance(given, Iterable) and not isinstance(given, Mapping):
-            return cast("Iterable[tuple[str, torch.Tensor]]", given)
-        provide = given
-    if callable(provide):
-        return TensorProvider(cast("Callable[[], Iterable[tuple[str, torch.Tensor]]]", provide))
+    of_module: Any = getattr(given, "named_parameters", None)
+    if callable(of_module):
+        return TensorProvider(cast("Callable[[], Iterable[tuple[str, torch.Tensor]]]", of_module))
+    if isinstance(given, Iterable) and not isinstance(given, Mapping):
+        return cast("Iterable[tuple[str, torch.Tensor]]", given)
+    if callable(cast("object", given)):
+        return TensorProvider(cast("Callable[[], Iterable[tuple[str, torch.Tensor]]]", given))
     raise UserError(
         f"update_weights takes pairs of a name and a tensor, not a {type(cast('object', given)).__name__}; give "
         "model.named_parameters(), state_dict().items(), the model, or a function that returns such pairs"
