@@ -126,6 +126,8 @@ class RouterConfig(Section):
     host: str = "127.0.0.1"
     port: Port = 0
     """0: any free port."""
+    control_port: Port = 0
+    """Port of control calls, as the fleet's to its router; 0: any free one. Of several workers, each has the next."""
     policy: Annotated[str, BeforeValidator(_names), AfterValidator(_policy_names)] = "bounded-sticky"
     """One or more `PolicyName`; a policy without a preference passes to the next."""
     prefix_length: Annotated[Positive, Field(le=LARGEST)] = 2048

@@ -21,6 +21,7 @@ from penstock import Fleet
 from penstock.engine.partial import Partials
 from penstock.fleet.member import State
 from penstock.fleet.roster import Roster
+from penstock.http import IDLE_CONNECTION_S
 from penstock.router.state import RouterState
 from penstock.types import SamplingParams
 
@@ -67,6 +68,7 @@ async def main(profile: str, model: str, marks: Path) -> None:
         await fleet.generate(prompt_token_ids=[[5, 6, 7]], sampling_params=SamplingParams(max_tokens=8))
         mark[0] = 0
         await router_says(roster, lambda state: not any(engine.outstanding for engine in state.engines))
+        await asyncio.sleep(2 * IDLE_CONNECTION_S)  # the end of idle connections is no part of a walk either
         mark[0] = UPDATE
         await fleet.update_weights(tensors.items())
         mark[0] = DEATH

@@ -19,7 +19,6 @@ from penstock.errors import EngineError, StateError, TransferError, WeightsError
 from penstock.plugin import core as core_module
 from penstock.plugin import pause, steps
 from penstock.plugin.core import control_of
-from penstock.plugin.core_http import respond
 from penstock.plugin.spec import WeightSpec
 from penstock.weights.shared_memory import SharedMemoryStore
 
@@ -372,6 +371,11 @@ def test_an_engine_whose_kv_leaves_it_keeps_none_in_flight_alone() -> None:
     with pytest.raises(StateError, match="the KV connector SharedStorage shares KV outside of the engine"):
         done.result(0)
     assert core.done == []
-    status, answer = respond(control_of(core).routes["/penstock/weights/apply"], b'{"version": 4, "kv": "lose"}')
+    status, answer = control_of(core).answer("/penstock/weights/apply", b'{"version": 4, "kv": "lose"}')
     assert status == 400
     assert "kv must be one of recompute, keep, keep_in_flight, got 'lose'" in answer["error"]
+
+
+def test_without_a_key_there_is_no_port() -> None:
+    with pytest.raises(StateError, match="there is none"):
+        control_of(Core(step_under_way=False)).control_port([])

@@ -266,6 +266,12 @@ class Rig:
         self.clients.append(client)
         return client
 
+    async def control(self, process: int = 0) -> RawClient:
+        """A connection to a control port."""
+        client = await RawClient.connect((await self.admin._urls())[process])
+        self.clients.append(client)
+        return client
+
     async def announce(self, entries: Sequence[EngineEntry]) -> None:
         self.entries = tuple(entries)
         await self.again()

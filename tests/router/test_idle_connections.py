@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from router_rig import reply, rig, says
+from router_rig import Backend, Reader, Seen, Writer, reply, rig, says
 
 from patience import WAIT_S
 from penstock import http
@@ -23,7 +23,11 @@ async def test_every_client_takes_a_fresh_connection_before_an_engine_closes_an_
     monkeypatch.setattr(http, "IDLE_CONNECTION_S", 3.0)
     monkeypatch.setattr(backend, "IDLE_S", 3.0)
     monkeypatch.setattr(dispatcher, "IDLE_S", 3.0)
-    async with rig(*[says(reply(b"{}"))] * 3) as r:
+
+    async def control(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
+        writer.write(reply(b'{"control_ports": [%d]}' % backend.port))
+
+    async with rig(*[says(reply(b"{}"))] * 2, control) as r:
         behind_router, transport_server, admin_server = r.backends
         await r.announce([behind_router.entry()])
         client = await r.client()

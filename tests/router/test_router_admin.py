@@ -3,13 +3,16 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import resource
 import socket
 
 import aiohttp
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from router_rig import answer_name, held, request, rig
+from router_rig import Backend, RawClient, Reader, Seen, Writer, answer_name, held, request, rig
 
+from patience import WAIT_S, eventually
 from penstock.errors import ConfigError, EngineHTTPError, StateError, UserError
 from penstock.options import validate
 from penstock.router.admin_client import RouterAdmin
@@ -17,6 +20,7 @@ from penstock.router.exchange import observe
 from penstock.router.figures import histogram
 from penstock.router.membership import EngineEntry, Membership
 from penstock.router.memory import Histogram
+from penstock.router.server import Router
 from penstock.settings import RouterConfig, refuse_open_host
 
 
@@ -38,27 +42,30 @@ async def test_a_web_page_cannot_change_anything() -> None:
     async with rig(answer_name) as r:
         page = {"Origin": "http://example.org", "Content-Type": "text/plain"}
         async with aiohttp.ClientSession(headers=page) as browser:
-            async with browser.put(f"{r.url}/router/engines", data='{"epoch": 9, "engines": []}') as answer:
-                assert (answer.status, answer.headers["X-Penstock-Error"]) == (403, "cross_site")
+            for url in (r.url, *await r.admin._urls()):
+                async with browser.put(f"{url}/router/engines", data='{"epoch": 9, "engines": []}') as answer:
+                    assert (answer.status, "leave Origin out" in await answer.text()) == (403, True)
             for path in ("/router/engines", "/router/metrics", "/metrics", "/router/health", "/"):
                 async with browser.get(r.url + path) as answer:
                     assert (answer.status, answer.headers["X-Penstock-Error"]) == (403, "cross_site")
         client = await r.client()
         for method, path in (("GET", "/router/engines"), ("PUT", "/router/engines"), ("GET", "/metrics")):
-            await client.send(f"{method} {path} HTTP/1.1\r\nHost: made.to.point.here\r\n\r\n".encode())
-            answer = await client.receive()
-            assert (answer.status, answer.header("x-penstock-error")) == (403, "cross_site")
-            assert b"name it in router.allowed_hosts" in answer.body
+            for connection in (client, await r.control()):
+                await connection.send(f"{method} {path} HTTP/1.1\r\nHost: made.to.point.here\r\n\r\n".encode())
+                answer = await connection.receive()
+                assert (answer.status, b"name it in router.allowed_hosts" in answer.body) == (403, True)
         assert (await client.ask(headers="Origin: http://example.org\r\n")).status == 200, "the key guards data calls"
         assert (await r.admin.engines()).epoch == 1
 
 
 async def test_names_of_the_router_itself_are_good() -> None:
     async with rig(answer_name, allowed_hosts=["router.internal", "other"]) as r:
-        client = await r.client()
+        client, control = await r.client(), await r.control()
         for host in ("127.0.0.1:8000", "[::1]:80", "LOCALHOST", socket.gethostname(), "router.internal:1", "10.1.2.3"):
             await client.send(f"GET /router/engines HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
             assert (await client.receive()).status == 200, host
+            await control.send(f"GET /router/engines HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+            assert (await control.receive()).status == 200, host
 
 
 async def test_the_admin_key_is_needed_to_change_the_router() -> None:
@@ -68,20 +75,108 @@ async def test_the_admin_key_is_needed_to_change_the_router() -> None:
         ("POST", "/router/sessions/finish"): b'{"session_id": "s"}',
         ("GET", "/router/engines"): b"",
         ("GET", "/metrics"): b"",
-        ("GET", "/router/health"): b"",
-        ("POST", "/v1/x"): b"",
     }
-    async with rig(answer_name, api_key="data", admin_key="admin") as r:
-        client = await r.client()
+    async with rig(answer_name, api_key="data", admin_key="admin", max_hold_s=0.1) as r:
 
         async def statuses(key: str) -> list[int]:
             headers = f"Authorization: Bearer {key}\r\n" if key else ""
             calls = reversed(bodies.items())
-            return [(await client.ask(path, body, headers, method)).status for (method, path), body in calls]
+            return [
+                (await (await r.control()).ask(path, body, headers, method)).status for (method, path), body in calls
+            ]
 
-        assert await statuses("") == [401, 200, 401, 401, 401, 401, 401]
-        assert await statuses("data") == [200, 200, 200, 200, 200, 200, 401]
-        assert await statuses("admin") == [200] * 7
+        assert await statuses("") == await statuses("wrong") == [401] * 5
+        assert await statuses("data") == [200, 200, 200, 200, 401]
+        assert (await r.admin.engines()).epoch == 1
+        assert await statuses("admin") == [200] * 5
+        client = await r.client()
+        for key in ("data", "admin"):
+            assert (await client.ask(headers=f"Authorization: Bearer {key}\r\n")).status == 503, "no engine is left"
+
+
+async def test_an_announcement_gets_through_while_no_descriptor_is_left() -> None:
+    async with rig(answer_name, process=True) as r:
+        router = psutil.Process(r.pid)
+        most = router.num_fds() + 20
+        resource.prlimit(r.pid, resource.RLIMIT_NOFILE, (most, most))
+        clients = [await r.client() for _ in range(40)]
+        await eventually(lambda: router.num_fds() >= most - 1)
+        await r.gate(closed=True)
+        assert (await r.admin.engines()).gate_closed
+        for client in clients:
+            client.close()
+
+
+async def test_an_announcement_gets_through_between_streams() -> None:
+    async def stream(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        while True:
+            writer.write(b"400\r\n" + b"x" * 1024 + b"\r\n")
+            await writer.drain()
+
+    async def read(client: RawClient) -> None:
+        while await client.reader.read(1 << 16):
+            pass
+
+    async with rig(stream, process=True) as r:
+        clients = [await r.client() for _ in range(20)]
+        for client in clients:
+            await client.send(request())
+        reading = [asyncio.create_task(read(client)) for client in clients]
+        await r.until(lambda state: state.engines[0].outstanding == 20)
+        for closed in (True, False) * 5:
+            async with asyncio.timeout(WAIT_S):
+                await r.gate(closed=closed)
+        assert not any(task.done() for task in reading)
+        for task in reading:
+            task.cancel()
+
+
+async def test_without_a_clients_key_changes_alone_need_the_admin_key() -> None:
+    async with rig(answer_name, admin_key="admin") as r:
+        assert (await (await r.control()).ask("/router/engines", method="GET")).status == 200
+        refused = await (await r.control()).ask("/router/engines", b'{"epoch": 9, "engines": []}', method="PUT")
+        assert (refused.status, b"the key is missing" in refused.body) == (401, True)
+        assert (await (await r.client()).ask()).status == 200
+
+
+async def test_a_change_at_the_data_port_is_refused_and_changes_nothing() -> None:
+    async with rig(answer_name, api_key="data", admin_key="admin") as r:
+        client = await r.client()
+        (port,) = json.loads((await client.ask("/router/health", method="GET")).body)["control_ports"]
+        for key in ("data", "admin"):
+            for method, path, body in (
+                ("PUT", "/router/engines", b'{"epoch": 9, "engines": []}'),
+                ("POST", "/router/choose", b"{}"),
+                ("POST", "/router/sessions/finish", b'{"session_id": "s"}'),
+            ):
+                answer = await client.ask(path, body, f"Authorization: Bearer {key}\r\n", method)
+                assert (answer.status, answer.header("x-penstock-error")) == (421, "control_port")
+                assert f"{method} {path} is no call of this port; make it on the control port: {port}" in str(
+                    answer.body
+                )
+        assert (await r.admin.engines()).epoch == 1
+        assert (await client.ask(headers="Authorization: Bearer data\r\n")).status == 200
+
+
+async def test_the_control_port_can_be_chosen() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use; choose"):
+            await Router(RouterConfig(control_port=port)).start()
+    async with rig(answer_name, control_port=port) as r:
+        assert await r.admin._urls() == [f"http://127.0.0.1:{port}"]
+
+
+async def test_a_hung_client_of_the_control_port_holds_up_no_announcement() -> None:
+    async with rig(answer_name, api_key="key") as r:
+        head = b"PUT /router/engines HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer key\r\n"
+        for sent in (b"", head, head + b"Content-Length: 99\r\n\r\n{") * 20:  # more than the strangers it keeps
+            await (await r.control()).send(sent)
+        stranger = RouterAdmin(r.url, "key")  # opens a connection of its own
+        await stranger.announce(Membership(5))
+        assert (await r.admin.engines()).epoch == 5
+        await stranger.close()
 
 
 async def test_an_engine_gets_its_own_key_and_no_client_s() -> None:
@@ -163,24 +258,21 @@ BAD_CALLS = [
     ("PUT", "/router/engines", one_engine(wv=1), 400, "wv"),
     ("PUT", "/router/engines", one_engine(dp_rank=-1), 400, "engines.0.dp_rank"),
     ("POST", "/router/sessions/finish", b'{"session_id": ""}', 400, "session_id"),
-    ("DELETE", "/router/engines", b"", 405, "DELETE"),
+    ("POST", "/router/engines", b"", 404, "POST /router/engines"),
     ("GET", "/router/nothing", b"", 404, "/router/nothing"),
-    ("GET", "/router", b"", 404, "/router"),
+    ("GET", "/v1/x", b"", 404, "/v1/x"),
 ]
 
 
 @pytest.mark.parametrize(("method", "path", "body", "status", "message"), BAD_CALLS)
 async def test_bad_admin_calls_are_clear(method: str, path: str, body: bytes, status: int, message: str) -> None:
     async with rig(answer_name) as r:
-        client = await r.client()
-        answer = await client.ask(path, body, method=method)
+        answer = await (await r.control()).ask(path, body, method=method)
         assert answer.status == status
-        error = json.loads(answer.body)["error"]
-        assert message in error["message"]
-        assert error["code"] == answer.header("x-penstock-error")
+        assert message in json.loads(answer.body)["error"]
         assert (await r.admin.engines()).epoch == 1
         assert r.backends[0].seen == []
-        assert (await client.ask()).status == 200
+        assert (await (await r.client()).ask()).status == 200
 
 
 async def test_two_engines_of_one_name_or_url_are_refused() -> None:
@@ -212,7 +304,7 @@ async def test_the_key_is_asked_for_everywhere_but_on_health() -> None:
         assert r.backends[0].seen[0].header("authorization") is None
         stranger = RouterAdmin(r.url)
         await stranger._call("GET", "/router/health")
-        with pytest.raises(EngineHTTPError, match="API key is missing") as caught:
+        with pytest.raises(EngineHTTPError, match="the key is missing") as caught:
             await stranger.engines()
         assert caught.value.status == 401
         await stranger.close()
@@ -268,6 +360,7 @@ async def test_metrics() -> None:
         client = await r.client()
         await client.ask(body=b"12345")
         await client.ask("/router/nothing")
+        await client.ask("/router", method="GET")
         await r.settled()
         answer = await client.ask("/router/metrics", method="GET")
         assert answer.header("content-type") == "text/plain; version=0.0.4; charset=utf-8"
@@ -277,7 +370,7 @@ async def test_metrics() -> None:
             "answered_total": 1,
             "cancelled_total": 0,
             "broken_total": 0,
-            "rejected_total not_found": 1,
+            "rejected_total not_found": 2,
             "held turn": 0,
             "held nowhere": 0,
             "engine_outstanding e0": 0,
@@ -296,6 +389,9 @@ async def test_metrics() -> None:
         assert figures((await client.ask("/metrics", method="GET")).body.decode()).keys() == found.keys()
         assert (await client.ask("/router/metrics", method="HEAD")).body == b""
         assert len(r.backends[0].seen) == 1
+        scraped = await (await r.control()).ask("/metrics?all", method="GET")
+        assert scraped.header("content-type") == answer.header("content-type")
+        assert figures(scraped.body.decode()).keys() == found.keys()
 
 
 def test_a_histogram_counts_each_value_once_up_to_and_with_its_bound() -> None:

@@ -27,8 +27,8 @@ async def homes(client: RawClient, names: range) -> dict[int, str]:
     return {s: (await client.ask(headers=session(s))).body.decode() for s in names}
 
 
-async def finished(client: RawClient, name: object) -> bool:
-    answer = await client.ask("/router/sessions/finish", f'{{"session_id": "{name}"}}'.encode())
+async def finished(r: Rig, name: object) -> bool:
+    answer = await (await r.control()).ask("/router/sessions/finish", f'{{"session_id": "{name}"}}'.encode())
     return json.loads(answer.body)["finished"]
 
 
@@ -58,8 +58,8 @@ async def test_a_draining_engine_serves_its_sessions_until_they_finish() -> None
         for s in mine:
             e = await r.load("e0")
             assert (e.drained, e.sessions) == (False, len(mine) - mine.index(s))
-            assert await finished(client, s)
-            assert not await finished(client, s)
+            assert await finished(r, s)
+            assert not await finished(r, s)
         e = await r.load("e0")
         assert (e.drained, e.sessions, e.outstanding) == (False, 0, 1)
         go.set()
@@ -105,7 +105,7 @@ async def test_new_sessions_wait_for_room_and_later_turns_do_not() -> None:
         assert (await client.ask(headers=tokens)).status == 200
         await asyncio.sleep(0.6)  # longer than max_hold_s: an engine is up, and load will fall
         assert (await r.admin.engines()).held == 2
-        assert await finished(client, "a")
+        assert await finished(r, "a")
         assert (await first.receive()).status == 200
         assert (await second.receive()).status == 200
         assert [e.resident_tokens for e in (await r.admin.engines()).engines] == [101]

@@ -27,7 +27,7 @@ from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from penstock.router.admin import DATA_PATHS
+from penstock.router.server import DATA_PATHS
 from penstock.router.unserved import CONTROL_PATHS
 
 CASES, MANY = 5_000, 1_000_000

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -108,10 +109,9 @@ async def test_a_process_answers_for_itself_on_its_control_port_alone() -> None:
             for _ in range(times):
                 assert (await client.ask(headers=session("s"))).status == 200
         await r.settled()
-        host = r.url.rpartition(":")[0]
         answer = await (await r.client()).ask("/router/health", method="GET")
         ports = json.loads(answer.body)["control_ports"]
-        asked = [await RawClient.connect(f"{host}:{port}") for port in ports]
+        asked = [await r.control(process) for process in range(2)]
         metrics = [(await client.ask("/metrics", method="GET")).body.decode().splitlines() for client in asked]
         counts = ["penstock_router_requests_total 2.0" in lines for lines in metrics]
         assert counts == ["penstock_router_requests_total 3.0" not in lines for lines in metrics]
@@ -122,12 +122,31 @@ async def test_a_process_answers_for_itself_on_its_control_port_alone() -> None:
         for client in clients:
             for method, path in (("GET", "/router/engines"), ("PUT", "/router/engines"), ("GET", "/metrics")):
                 answer = await client.ask(path, b"{}", method=method)
-                assert (answer.status, answer.header("x-penstock-error")) == (421, "several_processes")
-                assert f"{path} would reach one; make the call on each control port: {ports[0]}, {ports[1]}" in str(
-                    answer.body
-                )
-        for client in asked:
-            client.close()
+                assert (answer.status, answer.header("x-penstock-error")) == (421, "control_port")
+                assert f"make it on the control port of each process: {ports[0]}, {ports[1]}" in str(answer.body)
+
+
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGTERM])
+async def test_a_process_that_ended_and_came_back_has_its_control_port_again(by: signal.Signals) -> None:
+    async with rig(answer_name, **OPTIONS) as r:
+        ports = await r.admin._urls()
+        victim = (await r.admin.engines()).workers[1]
+        os.kill(victim, by)
+        state = await all_up(r, gone=victim)
+        assert state.in_step
+        fresh = RouterAdmin(r.url)
+        assert await fresh._urls() == ports
+        assert (await fresh.engines()).epoch == state.epoch
+        await fresh.close()
+
+
+async def test_control_ports_that_are_chosen_follow_one_another() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        first = one.getsockname()[1]
+    async with rig(answer_name, **OPTIONS, control_port=first) as r:
+        assert await r.admin._urls() == [f"http://127.0.0.1:{first + index}" for index in range(2)]
+    with pytest.raises(UserError, match="65535 is too high: 2 workers take the ports to 65536"):
+        router_of_worker(RouterConfig(workers=2, control_port=65_535), None, None, pytest.fail)
 
 
 async def test_a_change_is_in_force_on_every_process_when_the_call_returns() -> None:

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 from starlette.routing import BaseRoute
 
-from penstock.router.admin import DATA_PATHS
+from penstock.router.server import DATA_PATHS
 from penstock.router.unserved import CONTROL_PATHS, PRIVATE_PATHS, refusal
 
 pytestmark = pytest.mark.vllm

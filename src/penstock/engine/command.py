@@ -44,7 +44,7 @@ def server_command(
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_API_KEY": api_key or "",
         "PENSTOCK_API_KEY": "",
-        "PENSTOCK_CONTROL_HOST": host,  # read by `plugin/core_http.py`
+        "PENSTOCK_CONTROL_HOST": host,  # read by `plugin/core.py`
     }
     if config.enable_lora:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"

@@ -2,14 +2,15 @@
 
 An update by calls on the API server would wait five times behind the tokens of every stream: 2.3 to 3.1 s with 256
 streams, although the weights need 0.13 s. Here the update is a single piece of work in the core. Calls come to the
-core's own port (`core_http.py`). The API server forwards the calls it gets, and coordinates several cores (`cores.py`).
-`patches.py` adds our methods to vLLM's core.
+core's own port. The API server forwards the calls it gets, and coordinates several cores (`cores.py`). `patches.py`
+adds our methods to vLLM's core.
 """
 # pyright: basic, reportMissingImports=false
 
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -18,9 +19,11 @@ from dataclasses import asdict
 from functools import cached_property
 from typing import Any, get_args
 
+import orjson
+
+from penstock.control_server import ControlServer, listen, respond
 from penstock.control_types import KV
 from penstock.errors import EngineError, StateError, TransferError, WeightsError, attempt
-from penstock.plugin.core_http import CoreServer, Route, respond
 from penstock.plugin.pause import ASLEEP, UPDATE, WEIGHTS, PauseState, StepCap, clear_kv, mode_in_core
 from penstock.plugin.spec import WeightSpec, expected_weights
 from penstock.plugin.steps import Steps, between_steps
@@ -32,6 +35,8 @@ SPEC_TIMEOUT_S = 600.0
 """Seconds for the core to end its step and find its tensors. Callers have their own deadlines."""
 LOSS_S = 60.0
 """Longest time in seconds to measure an update's loss of tokens for a caller."""
+Route = Callable[[Any], Future[Any]]
+"""Begins the work of a call with its body."""
 READS = frozenset({"compute_weight_checksums", "get_model_inspection", "update_max_model_len"})
 """vLLM's worker methods that outside callers use and that keep the weights. Any other may change them."""
 
@@ -76,7 +81,7 @@ class CoreControl:
         self.loaded: str | None = None
         """Checksum of our last update, as it answered."""
         self._spec: WeightSpec | None = None
-        self._server: CoreServer | None = None
+        self._server: ControlServer | None = None
         self.adapters: Any = None
         """`adapters.CoreAdapters` of an engine that takes adapters."""
         if core.vllm_config.lora_config is not None:
@@ -102,18 +107,29 @@ class CoreControl:
     # Utility methods, which the API server calls.
 
     def control_port(self, keys: list[str]) -> int:
-        """Return the port of this core's server. The first call starts it, with the API keys to accept."""
+        """Return the port of this core's server. The first call starts it, with the API keys to accept.
+
+        StateError: there is no key, so the port would obey every user of the machine.
+        """
+        if not keys:
+            raise StateError("the engine core takes calls only with the API key, and there is none")
         if self._server is None:
-            self._server = CoreServer(self.routes, keys)
+            routes = {f"POST {path}": functools.partial(self.answer, path) for path in self.routes}
+            listening = listen(os.environ.get("PENSTOCK_CONTROL_HOST", "127.0.0.1"), 0)
+            self._server = ControlServer(listening, routes, lambda _: keys)
             self.in_core(self._find_spec)  # start now, else the first update would wait for it
         return self._server.port
 
     def control(self, path: str, data: bytes) -> Future[tuple[int, Any]]:
         """Return status and answer of a route, as this core's port would give them."""
         done: Future[tuple[int, Any]] = Future()
-        work = functools.partial(respond, self.routes[path], data)
+        work = functools.partial(self.answer, path, data)
         threading.Thread(target=settle, args=(done, work), name="penstock-forwarded", daemon=True).start()
         return done
+
+    def answer(self, path: str, data: bytes) -> tuple[int, Any]:
+        """Return status and answer of a route for a JSON body, once its work has ended. Not for the core's thread."""
+        return respond(lambda: self.routes[path](orjson.loads(data) if data else {}))
 
     def last_update(self) -> tuple[int | None, str | None]:
         """Return `kept_version` and the checksum of our last update."""

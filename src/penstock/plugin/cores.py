@@ -1,7 +1,7 @@
 """Control calls of an engine's API server to its cores: ours, and vLLM's own that pause, sleep, wake and reload.
 
-Clients of an engine with one core call that core's port (`core_http.py`). The calls here are for several cores, which
-pause, load and resume together, and for a core whose port is closed or unreachable.
+Clients of an engine with one core call that core's port (`core.py`). The calls here are for several cores, which pause,
+load and resume together, and for a core whose port is closed or unreachable.
 
 vLLM (0.26 to 0.33) has no extension point for its own calls, so methods of its AsyncLLM are replaced.
 """
@@ -20,10 +20,10 @@ from urllib.parse import parse_qs
 import orjson
 
 from penstock.checks import parse_json
+from penstock.control_server import RefusedError
 from penstock.errors import WeightsError
 from penstock.plugin import compat
 from penstock.plugin.core import field
-from penstock.plugin.core_http import RefusedError
 from penstock.plugin.hooks import RequestHooks
 from penstock.plugin.pause import mode_in_core
 from penstock.weights.manifest import kind_of

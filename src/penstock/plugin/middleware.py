@@ -15,9 +15,9 @@ from typing import Any
 
 import orjson
 
+from penstock.control_server import MAX_BODY, RefusedError, refusal
 from penstock.errors import PenstockError, WeightsError
 from penstock.guard import DATA_PATHS, OPEN_PATHS, cross_site, has_key
-from penstock.plugin.core_http import MAX_BODY, RefusedError, refusal
 from penstock.plugin.hooks import RequestHooks
 from penstock.rooms import plugged_in
 from penstock.wire import ADAPTERS, INFO

@@ -23,6 +23,9 @@ from penstock.router.server import Router
 from penstock.settings import ADMIN_KEY_ENV, KEY_ENV, RouterConfig
 from penstock.start_report import StartReport, error_to_json
 
+_SWITCH_S = 0.0005
+"""Seconds for which the event loop keeps the interpreter while a thread with a control call waits for it."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run until SIGINT or SIGTERM. Exit status 2: a user's error; 1: any other."""
@@ -41,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
         raise_file_limit()
         _keep_freed_memory()
+        sys.setswitchinterval(_SWITCH_S)
         if config.workers > 1:
             router: Router = plugged_in("router.workers")(config, *keys, ready)  # returns in each of the workers
             uvloop.run(_serve(router))

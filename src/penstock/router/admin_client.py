@@ -1,4 +1,4 @@
-"""The fleet's client of its router's admin endpoints; each call has a deadline."""
+"""The fleet's client of its router's control ports; each call has a deadline."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STATE = TypeAdapter(RouterState)
 
 
 class RouterAdmin:
-    """Client of one router's `/router/` endpoints. If several processes serve its port, it calls each.
+    """Client of one router: it calls the control port of each of its processes, which the router's URL tells.
 
     Every method raises `EngineDeadError` where the router is gone, `DeadlineError` after `timeout_s` seconds,
     `UserError` for a refused body (400), `StateError` for an old epoch (409), `EngineHTTPError` for any other status.
@@ -35,7 +35,7 @@ class RouterAdmin:
         self._api_key = api_key
         self._transports: dict[str, HttpTransport] = {}
         self._processes: list[str] | None = None
-        """One URL for each router process; None: not known yet."""
+        """One URL for each router process, of its control port; None: not known yet."""
 
     async def announce(self, membership: Membership) -> None:
         """Put engines, gate and policy in force on each process; repeating is harmless."""
@@ -73,10 +73,12 @@ class RouterAdmin:
         if self._processes is None:
             answer = await self._call("GET", "/router/health")
             with reading("control_ports", self._other_form):
-                ports = [int(port) for port in answer.get("control_ports", ())]
+                ports = [int(port) for port in answer["control_ports"]]
             parts = urlsplit(self._url)
             host = parts.netloc if parts.port is None else parts.netloc.rpartition(":")[0]
-            self._processes = [f"{parts.scheme}://{host}:{port}" for port in ports] or [self._url]
+            self._processes = [f"{parts.scheme}://{host}:{port}" for port in ports]
+            for gone in self._transports.keys() - {self._url, *self._processes}:
+                await self._transports.pop(gone).close()
         return self._processes
 
     async def _all(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
@@ -86,7 +88,7 @@ class RouterAdmin:
             return await self._each(method, path, body)
         except EngineError as error:  # another program may have answered: it must not get the key again
             self.forget()
-            if known is None or len(known) == 1 or not isinstance(error, EngineDeadError):
+            if known is None or not isinstance(error, EngineDeadError):
                 raise
             # Another router may have been started on the same port, with other control ports.
             return await self._each(method, path, body)

@@ -22,6 +22,8 @@ LINGER_S = 2.0
 _LONG = 16_384
 """Bytes above which a view costs less than a copy."""
 _NEVER = float("inf")
+_SWEEP_S = 0.25
+"""Seconds between two checks of all deadlines. A timer for each request would cost more than parsing its head."""
 _COMPLETE = BodyReader(0)
 _BARE_LF = re.compile(rb"(?<!\r)\n")
 _CR = 13
@@ -30,7 +32,7 @@ HEALTH = b"/router/health"
 
 
 class Call:
-    """The service of one request: an `Exchange`, or an admin call."""
+    """The service of one request: an `Exchange`, or a call to the router itself."""
 
     def begin(self, piece: bytes | memoryview, *, done: bool) -> None:
         """Start with the part of the body that came with the head; `done`: all of it."""
@@ -72,11 +74,14 @@ class Clients:
         self.connected: set[ClientConnection] = set()
         self.strangers: dict[ClientConnection, None] = {}
         """Connections that have not yet sent a head with the key, the oldest first."""
+        self._sweeping = False
 
     def add(self, client: ClientConnection) -> None:
         """Add a connection; if descriptors run short, close the oldest of many strangers."""
         self.connected.add(client)
         self.strangers[client] = None
+        if not self._sweeping:
+            self._sweep()
         if len(self.connected) > self.most and len(self.strangers) > self.most // 2:
             oldest = next(iter(self.strangers))
             self.discard(oldest)
@@ -86,10 +91,14 @@ class Clients:
         self.connected.discard(client)
         self.strangers.pop(client, None)
 
-    def sweep(self, now: float) -> None:
-        """Run each action whose deadline has passed; `now` is `time.monotonic()`."""
+    def _sweep(self) -> None:
+        """Run each action whose deadline has passed, periodically while there are connections."""
+        now = time.monotonic()
         for client in [client for client in self.connected if client.deadline <= now]:
             client.expire()
+        self._sweeping = bool(self.connected)
+        if self._sweeping:
+            asyncio.get_running_loop().call_later(_SWEEP_S, self._sweep)
 
 
 class ClientConnection(asyncio.Protocol):
@@ -99,7 +108,7 @@ class ClientConnection(asyncio.Protocol):
         self.transport: asyncio.Transport
         self.write_paused = False
         self.deadline = _NEVER
-        """`time.monotonic()` at which `expire` is due; the router checks it periodically."""
+        """`time.monotonic()` at which `expire` is due."""
         self._ready = True
         """Whether the next byte is the first of a request."""
         self._head: bytes = b""

@@ -21,6 +21,8 @@ from penstock.router.placement import Placement
 from penstock.router.policies import Defer
 from penstock.settings import RouterConfig
 
+_SWEEP_S = 0.25
+"""Seconds between two checks of all deadlines."""
 _EXPIRE_S = 0.75
 """Seconds between two searches for idle and expired sessions."""
 _BREAKER_S = {"refused": 0.5, "dead": 3.0}
@@ -49,6 +51,7 @@ class Dispatcher:
         self._clock: asyncio.Task[None] | None = None
         self._leaving: set[Backend] = set()
         self._expire_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
 
     def announce(self, announced: Membership) -> None:
         """Put engines, gate and policy in force.
@@ -140,8 +143,9 @@ class Dispatcher:
         self.placement.mark(backend, down=False)
         self.gate.recheck()
 
-    def sweep(self, now: float) -> None:
-        """Close idle connections, expire sessions, refuse late requests."""
+    def sweep(self) -> None:
+        """Close idle connections, expire sessions, refuse late requests; from then on periodically."""
+        now = time.monotonic()
         for backend in self.backends.values():
             if backend.idle and backend.idle[0].idle_since <= now - IDLE_S:
                 backend.close_idle(now)
@@ -151,8 +155,11 @@ class Dispatcher:
                 self.gate.room()
         if self.gate.busy:
             self.gate.expire(now)
+        self._timer = asyncio.get_running_loop().call_later(_SWEEP_S, self.sweep)
 
     async def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         if self._clock is not None:
             self._clock.cancel()
             await asyncio.gather(self._clock, return_exceptions=True)

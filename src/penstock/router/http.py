@@ -19,7 +19,7 @@ import orjson
 from penstock.errors import PenstockError
 from penstock.router.policies import Hints
 
-_TYPES = {401: "authentication_error", 403: "permission_error", 408: "timeout_error", 409: "conflict_error"}
+_TYPES = {401: "authentication_error", 403: "permission_error", 408: "timeout_error"}
 _JSON = "application/json"
 _EXTRA_FIELDS = {401: "WWW-Authenticate: Bearer\r\n", 503: "Retry-After: 5\r\n"}
 

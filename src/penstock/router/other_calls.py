@@ -1,39 +1,34 @@
-"""Calls to the router itself that no walk makes: its state, a choice of an engine, the end of a session."""
+"""Calls to the router itself that no walk makes: its state, a choice of an engine, the end of a session.
+
+Its control port takes them all. The data port takes reads alone, and those of its figures only while it has one
+process.
+"""
 
 from __future__ import annotations
 
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from pydantic import Field
 
-from penstock.router.admin import DATA_PATHS, Strict, Text, parse
+from penstock.control_server import encoded
+from penstock.guard import cross_site
+from penstock.rooms import plugged_in
+from penstock.router.admin import ANNOUNCE, Strict, Text, parse
 from penstock.router.backend import Backend
+from penstock.router.client_connection import Call, ClientConnection
 from penstock.router.dispatcher import Dispatcher
-from penstock.router.http import RefusalError
+from penstock.router.http import RefusalError, RequestHead, response
 from penstock.router.membership import Engine
 from penstock.router.policies import Hints
+from penstock.router.server import DATA_PATHS, Router
 from penstock.router.state import EngineLoad, RouterState
 
-_METHODS = {
-    "/": "GET",
-    "/router/health": "GET",
-    "/router/engines": "GET or PUT",
-    "/router/choose": "POST",
-    "/router/sessions/finish": "POST",
-    "/router/metrics": "GET",
-    "/metrics": "GET",
-}
-_SERVED = {
-    "service": "penstock router",
-    "data": sorted(path.decode() for path in DATA_PATHS),
-    "router": sorted(path for path in _METHODS if path != "/"),
-}
-"""The answer to `GET /`. The router also serves the paths that `data_paths` adds."""
 _FIGURES = (
     "name", "weight_version", "down", "outstanding", "requests", "outstanding_tokens", "resident_tokens", "sessions",
     "kv_usage", "kv_capacity", "breaker_openings", "dead_answers", "failure",
@@ -53,24 +48,6 @@ class _ChoiceBody(Strict):
 
 class _SessionBody(Strict):
     session_id: Text
-
-
-def answer(dispatcher: Dispatcher, method: str, path: str, body: bytes) -> Any:
-    """Run one call and return its answer. RefusalError: 400, 404 or 405, as `admin.AdminCall` has it."""
-    match method, path:
-        case "GET", "/":
-            return _SERVED
-        case "GET", "/router/engines":
-            return state_of(dispatcher)
-        case "POST", "/router/choose":
-            return {"engine": _choose(dispatcher, parse(_ChoiceBody, body))}
-        case "POST", "/router/sessions/finish":
-            return {"finished": dispatcher.finish_session(parse(_SessionBody, body).session_id)}
-        case _ if path not in _METHODS:
-            raise RefusalError(404, "not_found", f"no such endpoint: {path[:200]}")
-        case _:
-            what = f"{method} does not go with {path}, which takes {_METHODS[path]}"
-            raise RefusalError(405, "method_not_allowed", what)
 
 
 def _choose(dispatcher: Dispatcher, asked: _ChoiceBody) -> str | None:
@@ -116,6 +93,79 @@ def _load_of(backend: Backend) -> EngineLoad:
         **{name: getattr(backend, name) for name in _FIGURES},
         drained=drained,
     )
+
+
+def calls() -> dict[str, Callable[[Dispatcher, bytes], Any]]:
+    """Return what a control port serves beside announcements."""
+
+    def metrics(dispatcher: Dispatcher, _: bytes) -> str:
+        return plugged_in("figures")(dispatcher)
+
+    return {
+        "GET /router/engines": lambda dispatcher, _: state_of(dispatcher),
+        "POST /router/choose": lambda dispatcher, body: {"engine": _choose(dispatcher, parse(_ChoiceBody, body))},
+        "POST /router/sessions/finish": lambda dispatcher, body: {
+            "finished": dispatcher.finish_session(parse(_SessionBody, body).session_id)
+        },
+        "GET /router/metrics": metrics,
+        "GET /metrics": metrics,
+    }
+
+
+# --- The data port ---------------------------------------------------------------------------------------------------
+
+_CONTROL = {ANNOUNCE, *calls()}
+
+
+class OwnCall(Call):
+    """A read of the router itself at its data port."""
+
+    def __init__(self, router: Router, client: ClientConnection, request: RequestHead, read: Callable[[], Any]) -> None:
+        self._metrics, self._client, self._request, self._read = router.metrics, client, request, read
+
+    def add_body(self, piece: bytes | memoryview, *, done: bool) -> None:  # noqa: ARG002 - a read needs none
+        if done:
+            close, head_only = not self._request.keep_alive, self._request.method == b"HEAD"
+            content, kind = encoded(self._read())
+            answer = response(200, content, content_type=kind, close=close, head_only=head_only)
+            self._client.answer(answer, close=close)
+
+    def refuse(self, refusal: RefusalError) -> None:
+        self._metrics.rejected[refusal.code] += 1
+        self._client.answer_refusal(refusal)
+
+
+def open_call(router: Router, client: ClientConnection, request: RequestHead, given: bytes) -> Call:
+    """Return the call for a path that goes to no engine.
+
+    RefusalError: 403 to a web page, 421 for a call of the control port, 404 for an unknown one; for a path that is not
+    the router's own as `unserved.refusal`.
+    """
+    if given not in {b"/", b"/metrics", b"/router"} and not given.startswith(b"/router/"):
+        raise plugged_in("router.unserved")(given)
+    fields = [(b"host", b"localhost" if request.host is None else request.host)]
+    if request.origin is not None:
+        fields.append((b"origin", request.origin))
+    method = "GET" if request.method == b"HEAD" else request.method.decode()
+    call, ports = f"{method} {given.decode()}", router.control_ports
+    if (why := cross_site(fields, router.hosts, setting="router.allowed_hosts")) is not None:
+        raise RefusalError(403, "cross_site", f"{call[:200]}: {why}")
+    own = sorted({"/router/health", *(name.split()[1] for name in _CONTROL)})
+    reads: dict[str, Any] = {
+        "GET /": lambda: {"service": "penstock router", "data": sorted(map(bytes.decode, DATA_PATHS)), "router": own},
+        "GET /router/health": lambda: {"status": "ok", "pid": os.getpid(), "control_ports": ports},
+    }
+    if len(ports) == 1:
+        reads |= {name: partial(do, router.dispatcher, b"") for name, do in calls().items() if name.startswith("GET ")}
+    if call in reads:
+        return OwnCall(router, client, request, reads[call])
+    if call in _CONTROL:
+        each = "make it on the control port of each process" if len(ports) > 1 else "make it on the control port"
+        raise RefusalError(421, "control_port", f"{call} is no call of this port; {each}: {', '.join(map(str, ports))}")
+    raise RefusalError(404, "not_found", f"no such call: {call[:200]}")
+
+
+# --- Several processes -----------------------------------------------------------------------------------------------
 
 
 def merged(states: Sequence[RouterState]) -> RouterState:

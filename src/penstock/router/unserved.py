@@ -23,7 +23,7 @@ PRIVATE_PATHS = frozenset(
     b"/openapi.json".split()
 )
 """Paths whose answer or state belongs to one engine, or that need another protocol; stored responses too."""
-_CONTROL_PREFIXES = (b"/penstock/", b"/sim/", b"/adapters/")
+_CONTROL_PREFIXES = (b"/penstock/", b"/sim/", b"/adapters/", b"/router/")
 _PRIVATE_PREFIXES = (b"/v1/responses/",)
 _CANONICAL = re.compile(rb"/(?:[0-9A-Za-z._~-]+/)*(?:[0-9A-Za-z._~-]+)?")
 _DOTS = re.compile(rb"/\.\.?(?:/|$)")

@@ -1,7 +1,7 @@
 """Several processes that serve one port as one router; this process forks them and replaces those that end.
 
-Each has its own listening socket on the port and another on its own control port. The kernel spreads connections over
-the former. Each process knows its own sessions and load. The owner of the fleet announces engines, gate and policy to
+Each has its own listening socket on the port, and its own control port. The kernel spreads connections over the
+former. Each process knows its own sessions and load. The owner of the fleet announces engines, gate and policy to
 every process (`admin_client.py`). Until then, a process holds its requests.
 """
 
@@ -17,14 +17,12 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from types import FrameType
 from typing import NoReturn
 
-from penstock.router.admin import AdminCall
-from penstock.router.client_connection import HEALTH, Call, ClientConnection
-from penstock.router.http import RefusalError, RequestHead, shown
-from penstock.router.server import BACKLOG, Router, base_url, cannot_listen
+from penstock import control_server
+from penstock.errors import ConfigError
+from penstock.router.server import BACKLOG, Router, base_url, cannot_listen, control_socket
 from penstock.settings import RouterConfig, refuse_open_host
 
 logger = logging.getLogger(__name__)
@@ -34,28 +32,20 @@ STOP_S = 3
 _RESTART_S = 0.2
 """Seconds before an ended process is started again."""
 _PR_SET_PDEATHSIG = 1
+_LAST_PORT = 65_535
 
 
 class Worker(Router):
     """The router in one of several processes."""
 
-    sockets: tuple[socket.socket, ...]
-    """One on the common port, and one on its control port, where it answers for itself."""
-    control_ports: tuple[int, ...]
-    """Those of all processes."""
+    sockets: tuple[socket.socket, socket.socket]
+    """One on the common port, and one on its control port. They listen already."""
 
-    async def _listen(self, host: str, port: int) -> list[asyncio.Server]:  # noqa: ARG002 - its sockets listen already
+    async def _listen(self) -> socket.socket:
+        data, control = self.sockets
         loop = asyncio.get_running_loop()
-        return [await loop.create_server(self.accept, sock=sock, backlog=BACKLOG) for sock in self.sockets]
-
-    def _own_call(self, client: ClientConnection, request: RequestHead, path: bytes) -> Call:
-        """RefusalError: 421 for a call that would reach one process of several."""
-        ports = self.control_ports
-        if path not in {b"/", HEALTH} and client.transport.get_extra_info("sockname")[1] not in ports:
-            what = f"{len(ports)} processes serve this port, and {shown(path)[1:-1]} would reach one"
-            each = ", ".join(map(str, ports))
-            raise RefusalError(421, "several_processes", f"{what}; make the call on each control port: {each}")
-        return AdminCall(client, request, self.dispatcher, ports)
+        self._servers.append(await loop.create_server(self.accept, sock=data, backlog=BACKLOG))
+        return control
 
 
 def listen(host: str, port: int, count: int) -> list[socket.socket]:
@@ -64,13 +54,11 @@ def listen(host: str, port: int, count: int) -> list[socket.socket]:
     They listen at once. A connection waits in the queue until its process accepts, also while that process restarts.
     ConfigError: the address cannot be used.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         # A socket that does not share detects a taken port, also one taken by another router's processes.
-        with socket.create_server((host, port), family=family) as alone:
-            address = host, alone.getsockname()[1]
-        listening = partial(socket.create_server, address, family=family, backlog=BACKLOG, reuse_port=True)
-        return [listening() for _ in range(count)]
+        with control_server.listen(host, port) as alone:
+            port = alone.getsockname()[1]
+        return [control_server.listen(host, port, backlog=BACKLOG, shared=True) for _ in range(count)]
     except OSError as error:
         raise cannot_listen(host, port, error) from error
 
@@ -83,12 +71,15 @@ def router_of_worker(
     It returns in each process, with its router. The calling process ends with SystemExit at SIGINT or SIGTERM.
 
     Raises:
-        ConfigError: the address cannot be used, or other machines can reach it and there is no key.
+        ConfigError: an address cannot be used, or other machines can reach it and there is no key.
     """
     refuse_open_host(config.host, api_key)
     listening = listen(config.host, config.port, config.workers)
     host, port = listening[0].getsockname()[:2]
-    control = [listen(host, 0, 1)[0] for _ in listening]
+    first, last = config.control_port, config.control_port + config.workers - 1
+    if last > _LAST_PORT:
+        raise ConfigError(f"router.control_port {first} is too high: {config.workers} workers take the ports to {last}")
+    control = [control_socket(host, first and first + index) for index in range(config.workers)]
     ready(base_url(host, port))
     index = _forked(config.workers)
     router = Worker(config, api_key=api_key, admin_key=admin_key, process=index)

@@ -14,9 +14,9 @@ import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from penstock.control_server import refusal
 from penstock.errors import EngineDeadError, EngineStartError, PenstockError, RequestError, UserError
 from penstock.guard import DATA_PATHS, OPEN_PATHS, cross_site, has_key
-from penstock.plugin.core_http import refusal
 from penstock.sim import control, openai
 from penstock.sim.call import Call, error_answer, json_answer
 from penstock.sim.config import FaultKind, SimConfig
@@ -187,7 +187,7 @@ async def _errors_as_vllm(request: web.Request, handler: Handler) -> web.StreamR
         if not request.path.startswith("/penstock/"):
             return _as_vllm(error)
         status, answer = refusal(error)
-        return json_answer(answer, 400 if isinstance(error, UserError) else status)
+        return json_answer(answer, status)
     except web.HTTPException as error:
         return error_answer(error.reason, error.reason, error.status)
 
