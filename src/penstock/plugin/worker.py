@@ -146,7 +146,9 @@ class Loader:
                 yield entry.name, copy
 
         if self._schemes is None:
-            self._schemes = schemes_of(self._worker.model_config)
+            config = self._worker.model_config
+            quantised = getattr(config.hf_config, "quantization_config", None) is not None
+            self._schemes = schemes_of(config) if quantised else {}
         lora = getattr(self._worker.model_runner, "lora_manager", None) is not None
         with plugged_in("compat.bare")(self._model) if lora else nullcontext():
             begin(self._model)
