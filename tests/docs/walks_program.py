@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 import torch
@@ -21,7 +22,6 @@ from penstock import Fleet
 from penstock.engine.partial import Partials
 from penstock.fleet.member import State
 from penstock.fleet.roster import Roster
-from penstock.http import IDLE_CONNECTION_S
 from penstock.router.state import RouterState
 from penstock.types import SamplingParams
 
@@ -37,6 +37,14 @@ def note_from_now_on() -> None:
 async def router_says(roster: Roster, what: Callable[[RouterState], bool]) -> None:
     while not what(await roster.admin.engines()):  # noqa: ASYNC110 - the router reports no change
         await asyncio.sleep(0.01)
+
+
+async def no_connection(url: str) -> None:
+    """Wait until this process has closed its idle connections to a server, and a moment for the server to notice."""
+    port = urlsplit(url).port
+    while any(each.raddr and each.raddr.port == port for each in psutil.Process().net_connections("tcp")):  # noqa: ASYNC110 - no event tells it
+        await asyncio.sleep(0.1)
+    await asyncio.sleep(1)
 
 
 async def main(profile: str, model: str, marks: Path) -> None:
@@ -68,7 +76,7 @@ async def main(profile: str, model: str, marks: Path) -> None:
         await fleet.generate(prompt_token_ids=[[5, 6, 7]], sampling_params=SamplingParams(max_tokens=8))
         mark[0] = 0
         await router_says(roster, lambda state: not any(engine.outstanding for engine in state.engines))
-        await asyncio.sleep(2 * IDLE_CONNECTION_S)  # the end of idle connections is no part of a walk either
+        await no_connection(fleet.url)  # the end of idle connections is no part of a walk either
         mark[0] = UPDATE
         await fleet.update_weights(tensors.items())
         mark[0] = DEATH
