@@ -111,6 +111,14 @@ def test_what_it_does_not_take_is_named(server: str, sent: bytes, status: int, s
     assert (answer.split(" ")[1], says in answer) == (str(status), True), answer
 
 
+def test_a_client_that_waits_before_its_body_is_asked_for_it_at_once(server: str) -> None:
+    with socket.create_connection(("127.0.0.1", int(server.rpartition(":")[2])), timeout=WAIT_S) as client:
+        client.sendall(HEAD + b"Expect: 100-continue\r\nContent-Length: 13\r\n\r\n")
+        assert client.recv(100).startswith(b"HTTP/1.1 100 ")
+        client.sendall(b'{"what": "x"}')
+        assert client.recv(100).startswith(b"HTTP/1.1 200 ")
+
+
 def test_a_text_is_sent_as_it_is(server: str) -> None:
     host, _, port = server.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:

@@ -21,6 +21,7 @@ from penstock.engine.verbs import engine_stats
 from penstock.errors import ConfigError, DeadlineError, EngineDeadError, EngineError, EngineHTTPError, RequestError
 from penstock.http import HttpTransport
 from penstock.router.admin_client import RouterAdmin
+from penstock.router.membership import Membership
 from penstock.types import GenerateBatch, GenerateOutput, SamplingParams
 
 INFO = {
@@ -265,17 +266,42 @@ async def test_a_key_goes_once_at_most_to_a_program_that_took_a_dead_router_work
         await admin.close()
 
 
-@pytest.mark.parametrize("ports", [5, None, ["x"]])
-async def test_control_ports_of_another_form_are_named(ports: object) -> None:
+async def test_a_choice_is_asked_of_the_router_that_was_started_again() -> None:
+    async def choose(_: web.Request) -> web.Response:
+        return web.json_response({"engine": None})
+
     async def health(_: web.Request) -> web.Response:
+        return web.json_response({"control_ports": [control.port]})
+
+    def control_server() -> TestServer:
+        app = web.Application()
+        app.router.add_post("/router/choose", choose)
+        return TestServer(app)
+
+    router = web.Application()
+    router.router.add_get("/router/health", health)
+    async with TestServer(router) as server, control_server() as again:
+        admin = RouterAdmin(f"http://127.0.0.1:{server.port}", "key")
+        async with control_server() as control:
+            assert await admin.choose() is None
+        control = again
+        assert await admin.choose() is None
+        await admin.close()
+
+
+@pytest.mark.parametrize("ports", [5, None, ["x"], [], [0], [65_536]])
+async def test_control_ports_of_another_form_are_named(ports: object) -> None:
+    async def health(request: web.Request) -> web.Response:
+        assert "Authorization" not in request.headers, "the program may be another one, and health needs no key"
         return web.json_response({"status": "ok", "control_ports": ports})
 
     router = web.Application()
     router.router.add_get("/router/health", health)
     async with TestServer(router) as server:
-        admin = RouterAdmin(f"http://127.0.0.1:{server.port}")
-        with pytest.raises(EngineHTTPError, match=r"not as a router of this version does .*control_ports"):
-            await admin.engines()
+        admin = RouterAdmin(f"http://127.0.0.1:{server.port}", "key")
+        for call in (admin.engines, admin.choose, lambda: admin.announce(Membership(1))):
+            with pytest.raises(EngineHTTPError, match=r"not as a router of this version does .*control_ports"):
+                await call()
         await admin.close()
 
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -140,9 +141,18 @@ async def test_a_process_that_ended_and_came_back_has_its_control_port_again(by:
         await fresh.close()
 
 
+def two_free_ports() -> int:
+    """Return the first of two ports below those that the kernel gives to others meanwhile."""
+    for first in range(20_000 + os.getpid() % 10_000, 32_000, 2):
+        with suppress(OSError), ExitStack() as held:
+            for port in (first, first + 1):
+                held.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
+    raise AssertionError("no two ports are free")
+
+
 async def test_control_ports_that_are_chosen_follow_one_another() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        first = one.getsockname()[1]
+    first = two_free_ports()
     async with rig(answer_name, **OPTIONS, control_port=first) as r:
         assert await r.admin._urls() == [f"http://127.0.0.1:{first + index}" for index in range(2)]
     with pytest.raises(UserError, match="65535 is too high: 2 workers take the ports to 65536"):

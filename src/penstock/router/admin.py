@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from penstock.checks import LARGEST
 from penstock.control_server import ControlServer, Route, respond
 from penstock.errors import UserError
 from penstock.guard import cross_site
@@ -38,7 +39,7 @@ class _Policy(Strict):
 
 
 class _EnginesBody(Strict):
-    epoch: int = Field(ge=0)
+    epoch: int = Field(ge=0, le=LARGEST)
     engines: list[EngineEntry]
     cut: list[str] = []
     closed: bool = False

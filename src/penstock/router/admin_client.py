@@ -20,6 +20,7 @@ from penstock.router.membership import Membership
 from penstock.router.state import RouterState
 
 _STATE = TypeAdapter(RouterState)
+_LAST_PORT = 65_535
 
 
 class RouterAdmin:
@@ -44,9 +45,10 @@ class RouterAdmin:
     async def choose(self, *, prompt_tokens: int = 0, prefix_hashes: str | None = None) -> str | None:
         """Return the engine for a request past the router; None: it would have to wait."""
         given = {} if prefix_hashes is None else {"prefix_hashes": prefix_hashes}
-        url = (await self._urls())[0]  # always the same process, so that it knows the earlier choices
-        answer = await self._call("POST", "/router/choose", {"prompt_tokens": prompt_tokens, **given}, url)
-        return None if answer["engine"] is None else str(answer["engine"])
+        # Always the same process, so that it knows the earlier choices.
+        (answer,) = await self._all("POST", "/router/choose", {"prompt_tokens": prompt_tokens, **given}, most=1)
+        with reading("answer", self._other_form):
+            return None if answer["engine"] is None else str(answer["engine"])
 
     async def engines(self) -> RouterState:
         """Return the state of all processes, merged."""
@@ -74,6 +76,8 @@ class RouterAdmin:
             answer = await self._call("GET", "/router/health")
             with reading("control_ports", self._other_form):
                 ports = [int(port) for port in answer["control_ports"]]
+            if not ports or not all(0 < port <= _LAST_PORT for port in ports):
+                raise self._other_form(f"control_ports: {ports}")
             parts = urlsplit(self._url)
             host = parts.netloc if parts.port is None else parts.netloc.rpartition(":")[0]
             self._processes = [f"{parts.scheme}://{host}:{port}" for port in ports]
@@ -81,20 +85,24 @@ class RouterAdmin:
                 await self._transports.pop(gone).close()
         return self._processes
 
-    async def _all(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
-        """Call each process; return all answers, or raise the first error at the end."""
+    async def _all(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, most: int | None = None
+    ) -> list[dict[str, Any]]:
+        """Call each process, or the first `most`; return all answers, or raise the first error at the end."""
         known = self._processes
         try:
-            return await self._each(method, path, body)
+            return await self._each(method, path, body, most)
         except EngineError as error:  # another program may have answered: it must not get the key again
             self.forget()
             if known is None or not isinstance(error, EngineDeadError):
                 raise
             # Another router may have been started on the same port, with other control ports.
-            return await self._each(method, path, body)
+            return await self._each(method, path, body, most)
 
-    async def _each(self, method: str, path: str, body: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-        calls = [self._call(method, path, body, url) for url in await self._urls()]
+    async def _each(
+        self, method: str, path: str, body: Mapping[str, Any] | None, most: int | None
+    ) -> list[dict[str, Any]]:
+        calls = [self._call(method, path, body, url) for url in (await self._urls())[:most]]
         results = await asyncio.gather(*calls, return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
@@ -107,7 +115,9 @@ class RouterAdmin:
         url = url or self._url
         transport = self._transports.get(url)
         if transport is None:
-            transport = self._transports[url] = HttpTransport(url, api_key=self._api_key, server=f"router {url}")
+            # Health needs no key, and another program may have the router's port by now.
+            key = None if url == self._url else self._api_key
+            transport = self._transports[url] = HttpTransport(url, api_key=key, server=f"router {url}")
         data = None if body is None else orjson.dumps(body)
         try:
             content = await transport.call(method, path, data, timeout_s=self._timeout_s)

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, ConfigDict, Field
 
+from penstock.checks import LARGEST
 from penstock.errors import StateError, UserError
 
 
@@ -30,15 +31,15 @@ class EngineEntry:
 
     name: Annotated[str, Field(pattern=r"^[!-~]{1,128}$")]
     url: Annotated[str, AfterValidator(_check_url)]
-    weight_version: Annotated[int, Field(ge=0)] = 0
+    weight_version: Annotated[int, Field(ge=0, le=LARGEST)] = 0
     eligible: bool = True
     """Whether requests may go there; False while it loads weights or is dead."""
     draining: bool = False
     """The engine is to leave: it gets only later turns of its sessions, until they finish or their TTL passes."""
-    dp_rank: Annotated[int, Field(ge=0)] | None = None
+    dp_rank: Annotated[int, Field(ge=0, le=LARGEST)] | None = None
     """Data-parallel rank of the server at `url`; a header of every request names it. If it is None, the server is one
     engine and distributes requests among its ranks itself."""
-    max_model_len: Annotated[int, Field(ge=1)] | None = None
+    max_model_len: Annotated[int, Field(ge=1, le=LARGEST)] | None = None
     """Most tokens of one sequence; None: unknown."""
     api_key: Annotated[str, Field(pattern=r"^[!-~]{1,1024}$")] | None = field(default=None, repr=False)
     """Key that the router sends as `Authorization: Bearer`; None: no key. `GET /router/engines` never shows it."""

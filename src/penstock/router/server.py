@@ -80,12 +80,12 @@ class Router:
         """Open both ports, and return the socket of the control port."""
         host, port, loop = self.config.host, self.config.port, asyncio.get_running_loop()
         control = control_socket(host, self.config.control_port)
+        self.control_ports = (control.getsockname()[1],)  # before the first client can ask for them
         try:
             self._servers.append(await loop.create_server(self.accept, host, port, backlog=BACKLOG))
         except OSError as error:
             control.close()
             raise cannot_listen(host, port, error) from error
-        self.control_ports = (control.getsockname()[1],)
         return control
 
     def accept(self) -> ClientConnection:
