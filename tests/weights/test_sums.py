@@ -6,14 +6,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.weights.checksum import DeviceSums, device_sums
+from penstock.weights.pack import all_finite
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.uint8]
 
@@ -92,6 +95,31 @@ def test_nothing_has_the_sum_zero() -> None:
 def test_many_tensors_at_once_have_the_sums_that_each_has_alone() -> None:
     tensors = [torch.randn(shape) for shape in [(3,), (2048, 7), (0,), (8192,), (1, 1), (100, 100)]]
     assert device_sums(tensors) == [device_sums([tensor])[0] for tensor in tensors]
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most elements of any result."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results: Any = func(*args, **(kwargs or {}))
+        several: Any = results if isinstance(results, tuple) else (results,)
+        for result in several:
+            self.elements = max(self.elements, result.numel() if isinstance(result, torch.Tensor) else 0)
+        return results  # pyright: ignore[reportUnknownVariableType] - a tensor or a tuple of them
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_tensor_is_looked_at_for_nan_without_a_copy_or_a_mask_of_its_size(dtype: torch.dtype) -> None:
+    tensor = torch.randn(1000).to(dtype)
+    with Largest() as largest:
+        assert all_finite(tensor)
+        for value in ("nan", "inf", "-inf"):
+            tensor[500] = float(value)
+            assert not all_finite(tensor)
+    assert largest.elements == 1
+    assert all_finite(tensor[:0])
 
 
 PROGRAM = """

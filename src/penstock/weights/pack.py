@@ -162,12 +162,13 @@ def check_tensors(entries: Iterable[TensorEntry], read: Callable[[TensorEntry], 
 
 
 def all_finite(tensor: torch.Tensor) -> bool:
-    """Whether no element is NaN or infinity. True for integers."""
-    if not tensor.is_floating_point():
+    """Whether no element is NaN or infinity. True for integers. Only float8 is copied."""
+    if not tensor.is_floating_point() or not tensor.numel():
         return True
-    if tensor.element_size() == 1:  # torch has no isfinite for float8_e4m3fn
+    if tensor.element_size() == 1:  # torch has no minimum of float8
         tensor = tensor.to(torch.float16)
-    return bool(torch.isfinite(tensor).all())
+    least, most = torch.aminmax(tensor)  # NaN makes both NaN; `isfinite` of all elements takes ten times as long
+    return bool(torch.isfinite(least) & torch.isfinite(most))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
