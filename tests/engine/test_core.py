@@ -234,6 +234,26 @@ def test_a_core_says_how_long_it_was_held_whatever_held_it(monkeypatch: pytest.M
     assert at(12, lambda: pausing.wake_up(None)) == 6
 
 
+def test_a_core_counts_the_time_of_falling_asleep_as_held_and_is_awake_if_that_fails(monkeypatch: pytest.MonkeyPatch):
+    clock = SimpleNamespace(perf_counter=lambda: clock.now, now=100.0)
+    monkeypatch.setattr(pause, "time", clock)
+    core = Core(step_under_way=False)
+    pausing = control_of(core).pausing
+
+    def slow(*_: Any) -> None:
+        clock.now += 7.0  # it copies its weights away
+        if clock.now > 110.0:
+            raise RuntimeError("no memory")
+
+    monkeypatch.setattr(core, "sleep", slow)
+    pausing.sleep(1, "keep")
+    assert pausing.held_s == 7.0
+    pausing.wake_up(None)
+    with pytest.raises(RuntimeError, match="no memory"):
+        pausing.sleep(2, "keep")
+    assert not pausing.holds
+
+
 def test_a_core_says_what_it_is_in_and_how_many_calls_may_have_changed_its_weights():
     core = Core(step_under_way=False)
     pausing = control_of(core).pausing

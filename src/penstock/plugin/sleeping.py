@@ -22,9 +22,14 @@ DROPS_WEIGHTS = 2
 def sleep(pausing: PauseState, core: Any, level: int, mode: str) -> Any:
     """Free memory. Return a future if steps are under way."""
     pausing.end_measurement()
-    done = core.sleep(level, mode)
+    before = set(pausing.holds)
     for reason in ASLEEP - {"scheduling"} if level else ("scheduling",):
-        pausing.hold(reason)
+        pausing.hold(reason)  # from now on, since copying the weights away takes seconds
+    try:
+        done = core.sleep(level, mode)
+    except BaseException:
+        pausing.holds &= before  # it is awake
+        raise
     if level == DROPS_WEIGHTS:
         pausing.hold(WEIGHTS)
     return done
