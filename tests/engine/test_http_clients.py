@@ -309,3 +309,18 @@ async def test_the_control_ports_of_a_url_without_a_port_are_on_its_host() -> No
     admin = RouterAdmin("http://router.example")
     admin._call = lambda *_: asyncio.sleep(0, {"control_ports": [7]})  # type: ignore[method-assign, assignment]
     assert await admin._urls() == ["http://router.example:7"]
+
+
+async def test_calls_at_the_same_time_close_the_connections_to_former_processes_once() -> None:
+    closed: list[int] = []
+
+    class Former:
+        async def close(self) -> None:
+            closed.append(1)
+            await asyncio.sleep(0)
+
+    admin = RouterAdmin("http://127.0.0.1:1")
+    admin._transports |= {"http://127.0.0.1:2": Former(), "http://127.0.0.1:3": Former()}  # type: ignore[dict-item]
+    admin._call = lambda *_: asyncio.sleep(0, {"control_ports": [7]})  # type: ignore[method-assign, assignment]
+    assert await asyncio.gather(admin._urls(), admin._urls()) == [["http://127.0.0.1:7"]] * 2
+    assert len(closed) == 2

@@ -81,8 +81,9 @@ class RouterAdmin:
             parts = urlsplit(self._url)
             host = parts.netloc if parts.port is None else parts.netloc.rpartition(":")[0]
             self._processes = [f"{parts.scheme}://{host}:{port}" for port in ports]
-            for gone in self._transports.keys() - {self._url, *self._processes}:
-                await self._transports.pop(gone).close()
+            gone = [self._transports.pop(url) for url in self._transports.keys() - {self._url, *self._processes}]
+            for transport in gone:
+                await transport.close()
         return self._processes
 
     async def _all(
