@@ -199,14 +199,14 @@ async def test_info_says_what_the_engine_is_and_warms_it_up_once(monkeypatch) ->
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
     cores, middleware = Cores(), PenstockMiddleware(behind)
     cores.label = "3"
-    said = await middleware._info([], cores, b"")
-    await middleware._info([], cores, b"")
+    said = await middleware._routes._info.answer([], cores, b"")
+    await middleware._routes._info.answer([], cores, b"")
     assert cores.done.count("penstock_warm_up") == 1
     assert (said["weight_version"], said["kv_kept"], said["checksum"]) == (3, True, "c")
     assert (said["lora"], said["dtype"], said["dp"], said["weight_transfer"]) == (False, "bfloat16", 2, "nccl")
     assert (said["model"], said["instance"]) == ("policy", "1f")
     cores.vllm_config.model_config.logprobs_mode, cores.label = "raw_logprobs", "4"
-    said = await middleware._info([], cores, b"")
+    said = await middleware._routes._info.answer([], cores, b"")
     assert (said["logprobs_mode"], said["kv_kept"]) == ("raw_logprobs", False)
 
 
@@ -221,7 +221,7 @@ async def test_native_transfer_is_not_reported_without_its_routes(dev_mode: str 
 
 async def test_every_core_has_loaded_before_one_goes_on() -> None:
     cores = Cores()
-    said = await PenstockMiddleware(behind)._cores._apply(cores, ROUND)
+    said = await PenstockMiddleware(behind)._routes.cores._apply(cores, ROUND)
     assert cores.done == ["load 0", "load 1", "commit 0", "commit 1"]
     assert (said["version"], said["preempted"], said["checksum"]) == (4, 6, "c-c")
     assert (said["seconds"]["pause"], said["seconds"]["load"]) == (0.1, 1.2)
@@ -252,15 +252,15 @@ async def test_replicas_of_other_weights_do_not_go_on() -> None:
     cores = Cores()
     cores.replies["load"] = [200, {"checksum": "d", "seconds": {"load": 0.1}, "preempted": 0, "kept": 0}]
     with pytest.raises(WeightsError, match="replica 1 has on rank 0 weights of checksum d, replica 0 of c"):
-        await PenstockMiddleware(behind)._cores._apply(cores, ROUND)
+        await PenstockMiddleware(behind)._routes.cores._apply(cores, ROUND)
     assert cores.done == ["load 0", "load 1"]
 
 
 async def test_a_sleep_waits_for_a_round_that_loads() -> None:
     cores, middleware = Cores(), PenstockMiddleware(behind)
     cores.loading, cores.may_load = asyncio.Event(), asyncio.Event()
-    middleware._cores.install(cores)
-    update = asyncio.create_task(middleware._cores._apply(cores, ROUND))
+    middleware._routes.cores.install(cores)
+    update = asyncio.create_task(middleware._routes.cores._apply(cores, ROUND))
     await cores.loading.wait()
     sleep = asyncio.create_task(cores.sleep_async(1, "keep"))
     for _ in range(10):
@@ -273,7 +273,7 @@ async def test_a_sleep_waits_for_a_round_that_loads() -> None:
 @pytest.mark.parametrize("older", [{}, {"wait_for_inflight_requests": True}])
 async def test_a_pause_is_the_cores_and_leaves_the_cache_of_processed_images_alone(older: dict[str, bool]) -> None:
     cores = Cores()  # without vLLM's renderer, which has the sending half
-    PenstockMiddleware(behind)._cores.install(cores)
+    PenstockMiddleware(behind)._routes.cores.install(cores)
     await cores.pause_generation(mode="keep", clear_cache=True, **older)
     assert cores.done == [f"penstock_pause {'wait' if older else 'keep'} True"]
 
@@ -282,4 +282,4 @@ async def test_a_label_that_is_no_version_is_named() -> None:
     cores = Cores()
     cores.label = "step-100"
     with pytest.raises(StateError, match=r"labelled 'step-100', and a version is a whole number; relabel them by"):
-        await PenstockMiddleware(behind)._info([], cores, b"")
+        await PenstockMiddleware(behind)._routes._info.answer([], cores, b"")

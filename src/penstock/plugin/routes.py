@@ -1,21 +1,75 @@
-"""The answer to `GET /penstock/info`: an engine's properties."""
+"""Our routes on vLLM's API server: its properties, and the control calls of `cores.py` and `served_adapters.py`."""
 # pyright: basic, reportMissingImports=false
 
 from __future__ import annotations
 
+import functools
 import os
+from functools import cached_property
 from importlib import metadata
 from typing import Any
 
+from penstock.control_server import MAX_BODY, RefusedError, refusal
+from penstock.errors import PenstockError, WeightsError
 from penstock.plugin import INSTANCE_VARIABLE, takes_adapters
-from penstock.plugin.cores import labels_weights, settle
+from penstock.plugin.cores import CoreCalls, labels_weights, settle
 from penstock.plugin.hooks import RequestHooks
+from penstock.plugin.middleware import Receive, Scope, Send, answer, keys_of
 from penstock.plugin.token_versions import version_of_label
-from penstock.rooms import plugged_as
+from penstock.rooms import plugged_as, plugged_in
+from penstock.wire import ADAPTERS, INFO
+
+_OK = 200
+
+
+class Routes:
+    """Answers `/penstock/*`. The core does the work of most calls."""
+
+    def __init__(self, hooks: RequestHooks) -> None:
+        self._hooks = hooks
+        self.cores = CoreCalls(hooks)
+        self._info = EngineInfo(hooks)
+
+    @cached_property
+    def _adapters(self) -> Any:
+        """Calls for LoRA adapters, `served_adapters.ServedAdapters`."""
+        return plugged_in("adapters.served")(self._hooks)
+
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if (route := self._route(scope)) is None:
+            await answer(send, 404, {"error": f"no such route: {scope['method']} {scope['path']}"})
+            return
+        try:
+            status, content = _OK, await route(scope["app"].state.engine_client, await _body(receive))
+        except RefusedError as error:
+            status, content = error.reply
+        except PenstockError as error:
+            status, content = refusal(error)
+        await answer(send, status, content)
+
+    def _route(self, scope: Scope) -> Any:
+        """Return the handler of our call, for vLLM's AsyncLLM and the body, or None."""
+        method, path = scope["method"], scope["path"]
+        if path == INFO:
+            return functools.partial(self._info.answer, keys_of(scope)) if method == "GET" else None
+        if path.startswith(ADAPTERS):
+            return self._adapters.routes(scope["app"].state).get((method, path))
+        return self.cores.routes.get((method, path))
+
+
+async def _body(receive: Receive) -> bytes:
+    data = bytearray()
+    while True:
+        message = await receive()
+        data += message.get("body", b"")
+        if len(data) > MAX_BODY:
+            raise WeightsError(f"the body is larger than {MAX_BODY} bytes")
+        if not message.get("more_body"):
+            return bytes(data)
 
 
 class EngineInfo:
-    """The engine of one API server. The first answer warms it up."""
+    """The answer to `GET /penstock/info`: an engine's properties. The first answer warms the engine up."""
 
     def __init__(self, hooks: RequestHooks) -> None:
         self._hooks = hooks
