@@ -12,14 +12,14 @@ from typing import Any, Self
 from penstock.control_types import KV, EngineInfo, NamedTensors, PauseMode, UpdateReport
 from penstock.engine.client import STREAM_CHUNK_TOKENS, Counters, DataClient
 from penstock.engine.control import ControlClient
-from penstock.engine.interface import Engine
+from penstock.engine.openai import OpenAIEngine
 from penstock.engine.vanilla import VanillaControl, VanillaReplies
 from penstock.weights.adapter_files import AdapterFiles
 from penstock.weights.manifest import as_named_tensors
 from penstock.weights.shared_memory import SharedMemoryStore
 
 
-class HTTPEngine(Engine):
+class HTTPEngine(OpenAIEngine):
     """A running engine server, with our plugin or without it. Build it with `connect`.
 
     It refuses nothing by itself: what a fleet checks before it asks engines, tests of the fleet hold.

@@ -40,8 +40,6 @@ PLACES = {
     "launch.command": "penstock.engine.command:server_command",
     "lent.check": "penstock.weights.transfer:check_same_bits",
     "native": "penstock.fleet.native:NativeCalls",
-    "openai": "penstock.engine.openai:OpenAICalls",
-    "openai.streams": "penstock.engine.openai:each_until_lost",
     "options.validate": "penstock.options:validate",
     "policy.bounded-sticky": "penstock.router.policies:BoundedSticky",
     "policy.kv-cache": "penstock.router.other_policies:KVCache",

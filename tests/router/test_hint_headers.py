@@ -8,6 +8,7 @@ import orjson
 from router_rig import reply, rig, says
 
 from penstock.engine.client import DataClient
+from penstock.engine.openai import OpenAICalls
 from penstock.prefix_hash import prefix_hashes
 from penstock.types import GenerateBatch
 
@@ -59,7 +60,7 @@ async def test_a_streamed_completion_says_as_much_as_one_in_one_piece() -> None:
         client = DataClient(r.url)
         for prompt in prompts:
             body = {"prompt": prompt, "max_tokens": 16, "n": 2}
-            assert [chunk async for chunk in client.openai.completion_stream(body, session_id="s")] == []
+            assert [chunk async for chunk in OpenAICalls(client).completion_stream(body, session_id="s")] == []
         await client.close()
         by_length = {seen.header("x-prompt-tokens"): seen for seen in r.backends[0].seen}
     assert set(by_length) == {"640", "200"}

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import orjson
@@ -124,11 +124,6 @@ class DataClient:
         self.kept: Callable[[], Collection[int]] = tuple
         self.unreported: Any = None
         self.aborted_at = float("-inf")
-
-    @cached_property
-    def openai(self) -> Any:
-        """OpenAI's calls, `openai.OpenAICalls`."""
-        return plugged_in("openai")(self)
 
     def replies_unreported(self) -> Any:
         """Return `unreported`. EngineError: it is None."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.errors import RequestError
@@ -11,7 +11,6 @@ from penstock.types import GenerateBatch, GenerateOutput, Message, Sample, Sampl
 if TYPE_CHECKING:
     from penstock.engine.client import DataClient
 
-Body = Mapping[str, Any]
 T = TypeVar("T")
 
 
@@ -80,29 +79,6 @@ class Engine:
         work = self.data.sample(prompt_token_ids, num_samples, sampling_params, session_id, adapter=adapter)
         return await self.while_serving(work)
 
-    async def completion(self, body: Body, session_id: SessionId | None = None) -> dict[str, Any]:
-        """Call OpenAI's `/v1/completions` (R7); see `openai.OpenAICalls.completion`."""
-        return await self.while_serving(self.data.openai.completion(body, session_id))
-
-    async def chat_completion(self, body: Body, session_id: SessionId | None = None) -> dict[str, Any]:
-        """Call OpenAI's `/v1/chat/completions` with the API's body and answer."""
-        return await self.while_serving(self.data.openai.chat_completion(body, session_id))
-
-    def completion_stream(self, body: Body, session_id: SessionId | None = None) -> AsyncGenerator[dict[str, Any]]:
-        """Yield the chunks of `/v1/completions`.
-
-        Each choice's last chunk has its `weight_versions`. The reader sees no pause or death: no gaps, no repetitions.
-        """
-        return self.each_while_serving(self.data.openai.completion_stream(body, session_id))
-
-    def chat_completion_stream(self, body: Body, session_id: SessionId | None = None) -> AsyncGenerator[dict[str, Any]]:
-        """Yield the chunks of `/v1/chat/completions`; see `completion_stream`."""
-        return self.each_while_serving(self.data.openai.chat_completion_stream(body, session_id))
-
     async def while_serving(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of `work`. EngineDeadError: no engine is left for it."""
         return await work
-
-    def each_while_serving(self, items: AsyncGenerator[T]) -> AsyncGenerator[T]:
-        """Yield the items of a stream of `data`. Raise as `while_serving`."""
-        return items

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from functools import cached_property
 from typing import Any, TypeVar, cast
 
 import orjson
@@ -13,6 +14,7 @@ from penstock import wire
 from penstock.aio import all_or_first_error
 from penstock.checks import reading
 from penstock.engine.client import LEAST_HASHED, Continuation, DataClient
+from penstock.engine.interface import Engine
 from penstock.errors import EngineDeadError, EngineError, RequestError
 from penstock.http import Reply
 from penstock.prefix_hash import prefix_hashes
@@ -21,8 +23,39 @@ from penstock.types import SessionId
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 FORMS = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
 DONE = b"data: [DONE]"
-Chunk = dict[str, Any]
+Body = Mapping[str, Any]
 T = TypeVar("T")
+
+
+class OpenAIEngine(Engine):
+    """An engine, or many that appear as one, with OpenAI's calls."""
+
+    @cached_property
+    def _calls(self) -> OpenAICalls:
+        return OpenAICalls(self.data)
+
+    async def completion(self, body: Body, session_id: SessionId | None = None) -> dict[str, Any]:
+        """Call OpenAI's `/v1/completions` (R7); see `openai.OpenAICalls.completion`."""
+        return await self.while_serving(self._calls.completion(body, session_id))
+
+    async def chat_completion(self, body: Body, session_id: SessionId | None = None) -> dict[str, Any]:
+        """Call OpenAI's `/v1/chat/completions` with the API's body and answer."""
+        return await self.while_serving(self._calls.chat_completion(body, session_id))
+
+    def completion_stream(self, body: Body, session_id: SessionId | None = None) -> AsyncGenerator[dict[str, Any]]:
+        """Yield the chunks of `/v1/completions`.
+
+        Each choice's last chunk has its `weight_versions`. The reader sees no pause or death: no gaps, no repetitions.
+        """
+        return self.each_while_serving(self._calls.completion_stream(body, session_id))
+
+    def chat_completion_stream(self, body: Body, session_id: SessionId | None = None) -> AsyncGenerator[dict[str, Any]]:
+        """Yield the chunks of `/v1/chat/completions`; see `completion_stream`."""
+        return self.each_while_serving(self._calls.chat_completion_stream(body, session_id))
+
+    def each_while_serving(self, items: AsyncGenerator[T]) -> AsyncGenerator[T]:
+        """Yield the items of a stream. Raise as `while_serving`."""
+        return items
 
 
 class OpenAICalls:
@@ -31,7 +64,7 @@ class OpenAICalls:
     def __init__(self, client: DataClient) -> None:
         self._client = client
 
-    async def completion(self, body: Mapping[str, Any], session_id: SessionId | None = None) -> dict[str, Any]:
+    async def completion(self, body: Body, session_id: SessionId | None = None) -> dict[str, Any]:
         """Call OpenAI's `/v1/completions`, with one request per prompt (R7).
 
         Each choice has its `weight_versions`, `[{"version", "start", "end"}, ...]`, as in vLLM's token endpoint.
@@ -45,13 +78,13 @@ class OpenAICalls:
         answers = (self._whole(COMPLETIONS, part, session_id) for part in split(body))
         return join(await all_or_first_error(answers))
 
-    async def chat_completion(self, body: Mapping[str, Any], session_id: SessionId | None = None) -> dict[str, Any]:
+    async def chat_completion(self, body: Body, session_id: SessionId | None = None) -> dict[str, Any]:
         """Call OpenAI's `/v1/chat/completions`; see `completion` for the versions."""
         _refuse_stream(body, "chat_completion_stream")
         return await self._whole(CHAT, body, session_id)
 
     async def completion_stream(
-        self, body: Mapping[str, Any], session_id: SessionId | None = None
+        self, body: Body, session_id: SessionId | None = None
     ) -> AsyncGenerator[dict[str, Any]]:
         """Yield the chunks of `/v1/completions` for one prompt. Raises as `completion`.
 
@@ -66,14 +99,14 @@ class OpenAICalls:
                 yield chunk
 
     async def chat_completion_stream(
-        self, body: Mapping[str, Any], session_id: SessionId | None = None
+        self, body: Body, session_id: SessionId | None = None
     ) -> AsyncGenerator[dict[str, Any]]:
         """Yield the chunks of OpenAI's `/v1/chat/completions`; see `completion_stream`."""
         _check(body)
         async for chunk in self._request(CHAT, {**body, "stream": True}, session_id).chunks():
             yield chunk
 
-    def _headers(self, path: str, body: Mapping[str, Any], session_id: SessionId | None) -> dict[str, str]:
+    def _headers(self, path: str, body: Body, session_id: SessionId | None) -> dict[str, str]:
         """Return the headers for a session, and for placing a prompt of token ids."""
         headers = {} if session_id is None else {wire.SESSION_HEADER: str(session_id)}
         ids: Any = body.get("prompt")
@@ -87,7 +120,7 @@ class OpenAICalls:
             headers[wire.EXPECTED_TOKENS_HEADER] = str(limit * (n if isinstance(n, int) else 1))
         return headers
 
-    async def _whole(self, path: str, body: Mapping[str, Any], session_id: SessionId | None) -> dict[str, Any]:
+    async def _whole(self, path: str, body: Body, session_id: SessionId | None) -> dict[str, Any]:
         answer = await self._request(path, body, session_id).answer()
         choices: list[dict[str, Any]] = answer.body["choices"]
         for choice, spans in zip(choices, wire.padded(answer.spans or (), len(choices)), strict=True):
@@ -95,7 +128,7 @@ class OpenAICalls:
             choice["weight_versions"] = versions if answer.spans is not None else None
         return answer.body
 
-    def _request(self, path: str, body: Mapping[str, Any], session_id: SessionId | None) -> Stream:
+    def _request(self, path: str, body: Body, session_id: SessionId | None) -> Stream:
         headers, client = self._headers(path, body, session_id), self._client
         return Stream(client, path, body, headers=headers, timeout_s=client.request_timeout_s)
 
@@ -105,7 +138,7 @@ def _check(body: object) -> None:
         raise RequestError(f"a request's body is a mapping, got {type(body).__name__}")
 
 
-def _refuse_stream(body: Mapping[str, Any], instead: str) -> None:
+def _refuse_stream(body: Body, instead: str) -> None:
     _check(body)
     if body.get("stream"):
         raise RequestError(f"stream=true gives no single answer; iterate over {instead}")
@@ -114,7 +147,7 @@ def _refuse_stream(body: Mapping[str, Any], instead: str) -> None:
 # --- A completion of several prompts, with one request per prompt ----------------------------------------------------
 
 
-def split(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+def split(body: Body) -> list[dict[str, Any]]:
     """Return one body per prompt, in order. `n` stays: samples share the prefill.
 
     Raises:

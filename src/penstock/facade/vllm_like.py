@@ -20,6 +20,7 @@ from penstock.checks import reading
 from penstock.control_types import UpdateReport
 from penstock.engine.client import DataClient
 from penstock.engine.launch import resolve_profile
+from penstock.engine.openai import OpenAICalls
 from penstock.errors import (
     ConfigError,
     DeadlineError,
@@ -321,7 +322,7 @@ class AsyncVLLM:
                 name=engine.name,
                 routed=False,
             )
-        return self._direct[engine.url].openai
+        return OpenAICalls(self._direct[engine.url])
 
     def get_tokenizer(self) -> Any:
         """Return transformers' tokenizer. ConfigError: simulated engines have none."""

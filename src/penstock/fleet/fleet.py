@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 from penstock.checks import reading
 from penstock.control_types import KV, AdapterStatus, PauseMode, UpdateReport
 from penstock.engine.client import DataClient
+from penstock.engine.openai import OpenAIEngine, T, each_until_lost
 from penstock.errors import ConfigError, UserError
 from penstock.fleet.lifecycle import State
 from penstock.fleet.roster import Admin, Roster
-from penstock.fleet.serving import ServingFleet, T
+from penstock.fleet.serving import ServingFleet
 from penstock.rooms import plugged_in
 from penstock.settings import EngineConfig, FleetConfig, RouterConfig, ServerSpec
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from penstock.fleet.update import Operations
 
 
-class Fleet(ServingFleet):
+class Fleet(ServingFleet, OpenAIEngine):
     """N engines behind one router, used as one engine (R1). Get a fleet with `launch` or `connect`.
 
     Generation goes through the router. Control goes to every engine directly and waits for every answer. An engine that
@@ -162,9 +163,9 @@ class Fleet(ServingFleet):
         return next((member.api_key for member in self._roster.members if member.name == engine), None)
 
     def each_while_serving(self, items: AsyncGenerator[T]) -> AsyncGenerator[T]:
-        """Yield the items of `data`'s stream, never None; raise as `while_serving`."""
+        """Yield the items of a stream, never None; raise as `while_serving`."""
         self._check_open()
-        return plugged_in("openai.streams")(self._roster, items)
+        return each_until_lost(self._roster, items)
 
     # --- pause, resume, memory ---------------------------------------------------------------------------------------
 
