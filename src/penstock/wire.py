@@ -5,7 +5,8 @@ An engine with our plugin adds to generation answers the version that made each 
 
 - Without the header: an answer in one piece has `SPANS_HEADER`; a stream has a comment before `[DONE]`.
 - With a number N: the answer is lines of JSON. `{"samples": [SampleReport, ...]}` comes whenever a sample has N more
-  tokens (0: never). The last line is `{"status", "samples", "versions", "answer"}`.
+  tokens (0: never). The last line is `{"status", "samples", "versions", "answer"}`. The token endpoint's `answer` omits
+  the tokens, which the lines have brought.
 - With `stream`: the header comes back, and a comment `{"samples": [...]}` precedes each event that has tokens.
 
 A client that lost its engine sends its samples' tokens as `RESUME_ARG`, and the next engine continues them.

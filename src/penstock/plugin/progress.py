@@ -1,14 +1,6 @@
-"""Counts the tokens of every request in flight, and reports them to its client.
+"""Counts the tokens of every request in flight, and reports them to its client, in lines of JSON (`wire.py`).
 
-vLLM's answers get the version of each token and, on request, each sample's progress. `answers.py` adds both to answers
-that stay vLLM's own:
-- Without `PROGRESS_HEADER`, an answer in one piece gets the header `SPANS_HEADER`, and a stream a comment before
-  `[DONE]`. Logprobs of the token endpoint name their tokens.
-- With a number in it, an answer in one piece becomes lines of JSON. `{"samples": [...]}` comes whenever a sample has
-  that many more tokens. `{"status", "samples", "versions", "answer"}` comes last, where `answer` is vLLM's own. The
-  token endpoint's `answer` omits the tokens, which these lines have brought.
-- With `stream`, a stream gets the header `PROGRESS_HEADER`, and a comment with `{"samples": [...]}` before every
-  event that has tokens.
+`answers.py` adds the reports to answers that stay vLLM's own.
 """
 # pyright: basic, reportMissingImports=false
 

@@ -46,8 +46,8 @@ class Steps:
         """Requests after the last step, running or waiting."""
         self.after: set[Callable[[float, int], None]] = set()
         """Called after each step with its time and tokens."""
-        self._tokens = 0
-        self._window: deque[tuple[float, int]] = deque()
+        self.tokens = 0
+        self.window: deque[tuple[float, int]] = deque()
         """Time and total tokens of each step in the last `STEADY_S` seconds."""
 
     def follow(self, scheduler: Any) -> None:
@@ -62,25 +62,14 @@ class Steps:
 
     def count(self, tokens: int, in_flight: int) -> None:
         """Count a step's tokens; `in_flight`: requests left, running or waiting."""
-        now, window = self.clock(), self._window
-        self._tokens += tokens
+        now, window = self.clock(), self.window
+        self.tokens += tokens
         if not self.in_flight:
             window.clear()
-        window.append((now, self._tokens))
+        window.append((now, self.tokens))
         while len(window) > 2 and window[1][0] <= now - STEADY_S:  # noqa: PLR2004 - two make a rate
             window.popleft()
         self.in_flight = in_flight
         if self.after:
             for call in tuple(self.after):
                 call(now, tokens)
-
-    def rate(self, now: float) -> float:
-        """Return the tokens per second of the last steps; 0.0 if none are known."""
-        if not self._window or now <= self._window[0][0]:
-            return 0.0
-        return (self._tokens - self._window[0][1]) / (now - self._window[0][0])
-
-    def forget(self, before: float = float("inf")) -> None:
-        """Leave the steps before a time out of later rates."""
-        while self._window and self._window[0][0] < before:
-            self._window.popleft()

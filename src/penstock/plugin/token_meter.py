@@ -66,7 +66,7 @@ class TokenMeter:
             rate, running = before.rate, before.running
             self.close()
         elif running:
-            rate = self._steps.rate(now)
+            rate = self._rate(now)
         self._losses[name] = Future()
         while len(self._losses) > KEPT_LOSSES:
             del self._losses[next(iter(self._losses))]
@@ -75,11 +75,16 @@ class TokenMeter:
         if not rate:
             self._end(self._open.now, back=True)
 
+    def _rate(self, now: float) -> float:
+        """Return the tokens per second of the last steps; 0.0 if none are known."""
+        then, tokens = next(iter(self._steps.window), (now, 0))
+        return (self._steps.tokens - tokens) / (now - then) if now > then else 0.0
+
     def resume(self) -> None:
         """Note that generation goes on after an update or a pause."""
         now = self._steps.clock()
         if (update := self._open) is None:
-            self._steps.forget()
+            self._steps.window.clear()
             return
         self._advance(update, now, 0)
         update.marks = deque((update.now,))
@@ -123,7 +128,8 @@ class TokenMeter:
         if update is None:
             return
         self._steps.after.discard(self._step)
-        self._steps.forget(mark.time)
+        while self._steps.window and self._steps.window[0][0] < mark.time:
+            self._steps.window.popleft()  # the steps of the update are not of the steady rate
         tokens = max(0.0, mark.expected - mark.made)
         loss = TokenLoss(tokens=tokens, seconds=mark.time - update.began, rate=update.rate, back=back)
         self._losses[update.name].set_result(loss)
