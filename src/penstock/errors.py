@@ -6,8 +6,7 @@ status 2 (`UserError`) or 1.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -95,18 +94,3 @@ class LearnerError(PenstockError):
 
 class CheckpointError(PenstockError):
     """A checkpoint is missing or truncated, or belongs to another run."""
-
-
-def attempt(work: Callable[[], Any], what: str) -> tuple[Any, Exception | None]:
-    """Call `work`. Return its result, or its error for another thread or process.
-
-    vLLM passes on only the text of an error, or ends the process. An error that is not ours is logged here, by vLLM's
-    logger, the only one with a handler in a worker.
-    """
-    logger = logging.getLogger("vllm.penstock")
-    try:
-        return work(), None
-    except Exception as error:
-        if not isinstance(error, PenstockError):
-            logger.exception("%s failed", what)
-        return None, error

@@ -10,8 +10,12 @@ Works with vLLM 0.26 to 0.33. `compat.py` handles their differences; `vllm_names
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Callable
+from typing import Any
 
+from penstock.errors import PenstockError
 from penstock.rooms import plugged_in
 
 QUANTISING_LOADER = "penstock_quantising"
@@ -34,3 +38,18 @@ def register() -> None:
 def takes_adapters() -> bool:
     """Whether vLLM allows adapters to come at run time, as in `vllm.envs`."""
     return os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0").strip().lower() in {"1", "true"}
+
+
+def attempt(work: Callable[[], Any], what: str) -> tuple[Any, Exception | None]:
+    """Call `work`. Return its result, or its error for another thread or process.
+
+    vLLM passes on only the text of an error, or ends the process. An error that is not ours is logged here, by vLLM's
+    logger, the only one with a handler in a worker.
+    """
+    logger = logging.getLogger("vllm.penstock")
+    try:
+        return work(), None
+    except Exception as error:
+        if not isinstance(error, PenstockError):
+            logger.exception("%s failed", what)
+        return None, error

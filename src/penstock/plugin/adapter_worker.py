@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from penstock.errors import WeightsError, attempt
+from penstock.errors import WeightsError
+from penstock.plugin import attempt
 from penstock.plugin.core import settle
 
 PLACE = "penstock-adapter:"

@@ -23,7 +23,8 @@ import orjson
 
 from penstock.control_server import ControlServer, listen, respond
 from penstock.control_types import KV
-from penstock.errors import EngineError, StateError, TransferError, WeightsError, attempt
+from penstock.errors import EngineError, StateError, TransferError, WeightsError
+from penstock.plugin import attempt
 from penstock.plugin.pause import ASLEEP, UPDATE, WEIGHTS, PauseState, StepCap, clear_kv, mode_in_core
 from penstock.plugin.spec import WeightSpec, expected_weights
 from penstock.plugin.steps import Steps, between_steps

@@ -24,7 +24,8 @@ from vllm.model_executor.layers.attention import Attention, MMEncoderAttention
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.v1.attention.backend import AttentionImplBase
 
-from penstock.errors import PenstockError, attempt
+from penstock.errors import PenstockError
+from penstock.plugin import attempt
 from penstock.plugin.compat import without_adapters
 from penstock.weights.checksum import DeviceSums, device_sums
 from penstock.weights.manifest import Source, TensorEntry, WeightManifest

@@ -12,8 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from penstock.errors import attempt
-from penstock.plugin import takes_adapters
+from penstock.plugin import attempt, takes_adapters
 from penstock.plugin.core import CoreControl, control_of
 from penstock.plugin.pause import PauseState
 from penstock.plugin.steps import taking_calls

@@ -15,7 +15,8 @@ from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, layerwise
 from vllm.platforms import current_platform
 
-from penstock.errors import PenstockError, WeightsError, attempt
+from penstock.errors import PenstockError, WeightsError
+from penstock.plugin import attempt
 from penstock.plugin.spec import schemes_of
 from penstock.rooms import plugged_as, plugged_in
 from penstock.weights.checksum import device_sums, warm_up

@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-from penstock.errors import attempt
+from penstock.plugin import attempt
 
 
 def drain_worker_replies(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
