@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from concurrent.futures import Future
-from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -31,36 +28,6 @@ async def in_thread(work: Callable[[], T]) -> T:
     except asyncio.CancelledError:
         await asyncio.wait((thread,))
         raise
-
-
-async def abandonable(work: Callable[[], T]) -> T:
-    """Run `work` in its own thread, which a cancellation or the process's end leaves.
-
-    It is for work without side effects that may take for ever, such as a user's code.
-    """
-    done: Future[T] = Future()
-    done.set_running_or_notify_cancel()  # a cancellation affects only the caller
-
-    def run() -> None:
-        with _Outcome(done):
-            done.set_result(work())
-
-    threading.Thread(target=run, daemon=True).start()
-    return await asyncio.wrap_future(done)
-
-
-class _Outcome(Generic[T]):
-    """Hands any error of its block to a future, as an executor does."""
-
-    def __init__(self, done: Future[T]) -> None:
-        self._done = done
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> bool:
-        if error is not None:
-            self._done.set_exception(error)
-        return True
 
 
 async def settled(work: Awaitable[T], event: Coroutine[Any, Any, object]) -> asyncio.Future[T]:

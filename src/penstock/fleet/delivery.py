@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from penstock.aio import abandonable, cancelled, in_thread, settled
+from penstock.aio import cancelled, in_thread, settled
 from penstock.control_types import EngineUpdate
 from penstock.engine.control import ControlClient
 from penstock.engine.verbs import verbs_of
@@ -15,6 +15,7 @@ from penstock.errors import DeadlineError, EngineHTTPError, PenstockError, Trans
 from penstock.fleet.member import Call, FanOut, Member, fan_out, updatable
 from penstock.fleet.roster import Roster
 from penstock.fleet.update import Fetching
+from penstock.threads import abandonable
 from penstock.weights.broadcast import BroadcastStore
 from penstock.weights.manifest import WeightManifest
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from penstock.aio import abandonable
 from penstock.config import RunConfig, check_on_hub
 from penstock.engine.command import check_model
 from penstock.engine.layouts import read_shape
@@ -29,6 +28,7 @@ from penstock.rollout.generator import Generator
 from penstock.rollout.multi_turn import generator_for, prepare_turns
 from penstock.rollout.tokenizer import Tokenizer, load_tokenizer
 from penstock.rooms import plugged_in
+from penstock.threads import abandonable
 from penstock.train.checkpoint import latest_step
 from penstock.train.grpo import Trainee
 from penstock.train.interface import Learner, LoraSpec

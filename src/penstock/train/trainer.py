@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 
-from penstock.aio import abandonable
 from penstock.config import RunConfig
 from penstock.control_types import UpdateReport
 from penstock.engine.layouts import read_shape
@@ -23,6 +22,7 @@ from penstock.observe.summary import Reporter, Summary
 from penstock.observe.trace import LEARNER, Loads, Tracer
 from penstock.rollout.environment import Environment, Task
 from penstock.rollout.generator import Generator, Trajectory
+from penstock.threads import abandonable
 from penstock.train.grpo import Trainee
 from penstock.train.resume import Progress, save_checkpoint, take_up
 from penstock.train.rollouts import Rollouts, greedy_accuracy
