@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -76,16 +76,14 @@ class Reply:
 
     async def lines(self) -> AsyncGenerator[bytes]:
         """Yield lines as they come, without line ends; drop a last line that was cut."""
-        rest = bytearray()
+        begun = bytearray()
         async for piece in self._response.content.iter_any():
-            seen = len(rest)
-            rest += piece
-            start = 0
-            while (end := rest.find(b"\n", max(start, seen))) >= 0:
-                yield bytes(rest[start:end])
-                start = end + 1
-            del rest[:start]
-            if len(rest) > self._most:
+            *ends, rest = piece.split(b"\n")
+            for end in ends:
+                yield bytes(begun + end)
+                begun.clear()
+            begun += rest
+            if len(begun) > self._most:
                 raise self._too_long()
 
 
@@ -263,17 +261,15 @@ class HttpTransport:
 
     def http_error(self, status: int, answer: bytes) -> EngineHTTPError:
         message, kind = answer.decode(errors="replace").strip() or f"HTTP {status}", ""
-        try:
-            body: Any = orjson.loads(answer)
-        except orjson.JSONDecodeError:
-            body = None
-        if isinstance(body, dict):
-            fields = cast("dict[str, Any]", body)
-            error: Any = fields.get("error", fields)
-            if isinstance(error, dict):
-                described = cast("dict[str, Any]", error)
-                message = str(described.get("message") or described.get("detail") or message)
-                kind = str(described.get("type") or "")
-            elif isinstance(error, str):
-                message, kind = error, TORN if fields.get("torn") is True else kind
+        fields: dict[str, Any] = {}
+        with suppress(orjson.JSONDecodeError):
+            if isinstance(body := orjson.loads(answer), dict):
+                fields = cast("dict[str, Any]", body)
+        error: Any = fields.get("error", fields)
+        if isinstance(error, str):
+            message, kind = error, TORN if fields.get("torn") is True else ""
+        elif isinstance(error, dict):
+            described = cast("dict[str, Any]", error)
+            message = str(described.get("message") or described.get("detail") or message)
+            kind = str(described.get("type") or "")
         return EngineHTTPError(self._prefixed(message), status=status, error_type=kind, engine=self._engine)

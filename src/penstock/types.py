@@ -104,15 +104,10 @@ class SamplingParams:
         _refuse_unknown(value, cls, "sampling parameter")
         values = dict(value)
         for name in ("stop", "stop_token_ids"):
-            given = values.get(name)
-            if given is None:
-                values.pop(name, None)
-            elif isinstance(given, (str, int)):
-                values[name] = (given,)
-        try:
-            return cls(**values)
-        except TypeError as error:
-            raise RequestError(f"sampling parameters {values!r}: {error}") from error
+            given = values.pop(name, None)
+            if given is not None:
+                values[name] = (given,) if isinstance(given, (str, int)) else given
+        return cls(**values)
 
 
 def _refuse_unknown(given: Mapping[str, Any], cls: type[Any], what: str) -> None:

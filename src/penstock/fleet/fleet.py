@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.checks import reading
 from penstock.control_types import KV, AdapterStatus, PauseMode, UpdateReport
-from penstock.engine.client import DataClient
+from penstock.engine.client import Counters, DataClient
 from penstock.engine.openai import OpenAIEngine, T, each_until_lost
-from penstock.errors import ConfigError, UserError
+from penstock.errors import ConfigError, StateError, UserError
 from penstock.fleet.lifecycle import State
 from penstock.fleet.roster import Admin, Roster
 from penstock.fleet.serving import ServingFleet
@@ -43,8 +43,15 @@ class Fleet(ServingFleet, OpenAIEngine):
         owned: AsyncExitStack,
         endpoint: Any = None,
     ) -> None:
-        super().__init__(url, roster, operations, data, owned, endpoint)
+        super().__init__(url, roster, operations, data, owned)
         self._elastic = elastic
+        self.endpoint = endpoint
+        """Control socket for other processes (`service.Endpoint`); None if another process owns the fleet."""
+
+    @property
+    def counters(self) -> Counters:
+        """Counters of requests sent again, and of tokens requeued and wasted."""
+        return self.data.counters
 
     @staticmethod
     def launch(
@@ -392,3 +399,15 @@ class Fleet(ServingFleet, OpenAIEngine):
         """Return each engine that ever joined: state, reason, and with `stats` its load."""
         self._check_open()
         return await self._elastic.statuses(stats=stats)
+
+    async def _end(self) -> None:
+        try:
+            await super()._end()
+        finally:
+            if self.endpoint is not None:
+                await self.endpoint.close()
+
+    def _ended(self) -> StateError:
+        if self.endpoint is not None and self.endpoint.stopping.is_set():
+            return StateError(self.endpoint.STOPPED)
+        return super()._ended()

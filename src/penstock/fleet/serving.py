@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from penstock.aio import settled
 from penstock.control_types import KV, NamedTensors, UpdateReport
-from penstock.engine.client import Counters, DataClient
+from penstock.engine.client import DataClient
 from penstock.engine.interface import Engine
 from penstock.errors import EngineError, StateError
 from penstock.fleet.roster import Roster
@@ -31,12 +31,9 @@ class ServingFleet(Engine):
         operations: Operations,
         data: DataClient,
         owned: AsyncExitStack,
-        endpoint: Any = None,
     ) -> None:
         self.url = url
         """The router's address: an OpenAI endpoint for all engines together."""
-        self.endpoint = endpoint
-        """Control socket for other processes (`service.Endpoint`); None if another process owns the fleet."""
         self._roster = roster
         self._all_lost = roster.all_lost
         self._operations: Any = operations
@@ -68,11 +65,6 @@ class ServingFleet(Engine):
         if isinstance(done.exception(), EngineError):
             self._roster.raise_if_lost()
         return done.result()
-
-    @property
-    def counters(self) -> Counters:
-        """Counters of requests sent again, and of tokens requeued and wasted."""
-        return self.data.counters
 
     async def update_weights(
         self, named_tensors: NamedTensors, *, version: int | None = None, kv: KV = "recompute"
@@ -108,14 +100,12 @@ class ServingFleet(Engine):
         await asyncio.shield(self._ending)
 
     async def _end(self) -> None:
-        async with AsyncExitStack() as last:
-            if self.endpoint is not None:
-                last.push_async_callback(self.endpoint.close)
-            last.push_async_callback(self._owned.aclose)
+        async with self._owned:
             await self._operations.close()
 
     def _check_open(self) -> None:
         if self._ending is not None:
-            if self.endpoint is not None and self.endpoint.stopping.is_set():
-                raise StateError(self.endpoint.STOPPED)
-            raise StateError("this fleet was torn down")
+            raise self._ended()
+
+    def _ended(self) -> StateError:
+        return StateError("this fleet was torn down")
