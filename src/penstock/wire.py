@@ -19,7 +19,7 @@ from typing import Any, TypedDict
 
 import orjson
 
-from penstock.errors import EngineError
+from penstock.errors import EngineError, StateError
 from penstock.types import FinishReason, SamplingParams
 
 GENERATE = "/inference/v1/generate"
@@ -122,11 +122,14 @@ def padded(spans: Sequence[Any], choices: int) -> list[Any]:
 
 
 def version_number(label: str) -> int:
-    """Read vLLM's weight label as our version. ValueError: the label is no version."""
+    """Read vLLM's weight label as our version. StateError: the label is no version."""
     if label == INITIAL_VERSION:
         return 0
     if not (label.isascii() and label.isdecimal()):
-        raise ValueError(f"the weight label {label!r} is no whole number")
+        raise StateError(
+            f"the engine's weights are labelled {label!r}, and a version is a whole number; relabel them by POST "
+            '/update_weight_version with {"new_version": "0"}, or the number that they have'
+        )
     return int(label)
 
 
@@ -134,7 +137,7 @@ def version_of_tokens(label: str) -> int:
     """Return the version of a weight label; `UNKNOWN_VERSION` if it is no version."""
     try:
         return version_number(label)
-    except ValueError:
+    except StateError:
         return UNKNOWN_VERSION
 
 

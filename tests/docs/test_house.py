@@ -34,7 +34,7 @@ SIDE_ROOMS = tuple(
         "fleet.launch", "fleet.native", "fleet.pausing", "fleet.ray", "fleet.remote", "fleet.router_process",
         "fleet.running_router", "fleet.service", "fleet.skyrl_paths", "fleet.transports", "gateway", "observe",
         "plugin.adapter_worker", "plugin.adapters", "plugin.answers", "plugin.compat", "plugin.cores", "plugin.direct",
-        "plugin.kept_kv",
+        "plugin.kept_kv", "plugin.marks",
         "plugin.quantised", "plugin.routes", "plugin.served_adapters", "plugin.sleeping", "plugin.token_meter",
         "plugin.worker_replies",
         "prefix_hash", "rollout",

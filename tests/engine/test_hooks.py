@@ -17,8 +17,7 @@ import pytest
 
 from penstock.plugin import compat
 from penstock.plugin.cores import CoreCalls, settle
-from penstock.plugin.hooks import RequestHooks, TokenVersions
-from penstock.plugin.token_versions import MARK
+from penstock.plugin.hooks import MARK, RequestHooks, TokenVersions
 from penstock.types import SamplingParams
 from penstock.wire import FINAL_ONLY, PROGRESS_HEADER, SPANS_HEADER, generate_body
 

@@ -25,7 +25,7 @@ from penstock.engine.client import Answer, Continuation
 from penstock.engine.control import ControlClient, checked_info
 from penstock.engine.lacking import require
 from penstock.engine.openai import Stream
-from penstock.errors import EngineError, EngineHTTPError
+from penstock.errors import EngineError, EngineHTTPError, StateError
 from penstock.http import HttpTransport, Reply
 from penstock.types import SamplingParams
 from penstock.wire import GENERATE, version_number
@@ -154,7 +154,7 @@ def _ranks(parallel: dict[str, Any]) -> int:
 def _version(http: HttpTransport, label: str) -> int:
     try:
         return version_number(label)
-    except ValueError:
+    except StateError:
         raise EngineError(
             f"labels its weights {label!r}, and a version is a whole number; relabel them by POST "
             '/update_weight_version with {"new_version": "0"}',

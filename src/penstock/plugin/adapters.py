@@ -31,8 +31,8 @@ from penstock.errors import EngineError, StateError, WeightsError
 from penstock.plugin import compat
 from penstock.plugin.adapter_worker import PLACE, READ_S, put_in_force, read_ahead, unload_adapter
 from penstock.plugin.core import at_boundary, field, settle
+from penstock.plugin.marks import put_output, send_mark
 from penstock.plugin.spec import WeightSpec
-from penstock.plugin.token_versions import put_output, send_mark
 from penstock.wire import ADAPTERS
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Differences of vLLM 0.26 to 0.31. To end their support, remove this file and its calls in one commit.
 
-vLLM 0.32 labels its weights and every token. `token_versions.py` does so for older versions, which
+vLLM 0.32 labels its weights and every token. `marks.py` does so for older versions, which
 `cores.labels_weights` finds. `trainer_send_weights` of `native.py` can also be removed with 0.26.
 """
 # pyright: basic, reportMissingImports=false
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from penstock.plugin.token_versions import send_mark
+from penstock.plugin.marks import send_mark
 
 
 def run_server() -> None:

@@ -28,9 +28,9 @@ from penstock.plugin import attempt
 from penstock.plugin.pause import ASLEEP, UPDATE, WEIGHTS, PauseState, StepCap, clear_kv, mode_in_core
 from penstock.plugin.spec import WeightSpec, expected_weights
 from penstock.plugin.steps import Steps, between_steps
-from penstock.plugin.token_versions import version_of_label
 from penstock.rooms import plugged_as, plugged_in
 from penstock.weights.manifest import WeightManifest
+from penstock.wire import version_number
 
 SPEC_TIMEOUT_S = 600.0
 """Seconds for the core to end its step and find its tensors. Callers have their own deadlines."""
@@ -210,7 +210,7 @@ class CoreControl:
             "held_s": self.pausing.held_s,
             "asleep": bool(ASLEEP & self.pausing.holds),
             "torn": WEIGHTS in self.pausing.holds,
-            "weight_version": None if label is None else version_of_label(label),
+            "weight_version": None if label is None else version_number(label),
             "foreign": self._foreign,
             "checksum": self.loaded,
         }

@@ -19,10 +19,11 @@ from typing import Any
 
 from penstock.plugin.progress import CURRENT, RequestProgress, SampleProgress, serve
 from penstock.plugin.resume import emit, part_of, seed
-from penstock.plugin.token_versions import MARK
 from penstock.wire import GENERATE, PROGRESS_HEADER, RESUME_ARG, Notes, version_of_tokens
 
 GENERATION = frozenset({GENERATE, "/v1/completions", "/v1/chat/completions"})
+MARK = "penstock:"
+"""Prefix of the id of an output that belongs to no request. JSON follows, which applies to later outputs."""
 BEAM = re.compile("-[0-9a-f]{16}-beam-[0-9]+$")
 """Ids of vLLM's beam search, which makes a request per token and beam. No versions or progress are reported."""
 
@@ -130,7 +131,7 @@ class RequestHooks:
 class TokenVersions:
     """The weights that make the tokens of one API server's engine.
 
-    vLLM 0.32 labels every token. The marks of the cores (`token_versions.py`) say the rest.
+    vLLM 0.32 labels every token. The marks of the cores (`marks.py`) say the rest.
     """
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from penstock.errors import StateError
-from penstock.plugin.token_versions import send_mark
+from penstock.plugin.marks import send_mark
 
 
 def salt_of(

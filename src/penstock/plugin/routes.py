@@ -15,9 +15,8 @@ from penstock.plugin import INSTANCE_VARIABLE, takes_adapters
 from penstock.plugin.cores import CoreCalls, labels_weights, settle
 from penstock.plugin.hooks import RequestHooks
 from penstock.plugin.middleware import Receive, Scope, Send, answer, keys_of
-from penstock.plugin.token_versions import version_of_label
 from penstock.rooms import plugged_as, plugged_in
-from penstock.wire import ADAPTERS, INFO
+from penstock.wire import ADAPTERS, INFO, version_number
 
 _OK = 200
 
@@ -88,7 +87,7 @@ class EngineInfo:
         kept_version, checksum = await core("penstock_last_update")
         await settle(engine)
         labelled = labels_weights(engine)
-        version = version_of_label(await engine.get_weight_version()) if labelled else self._hooks.versions.version
+        version = version_number(await engine.get_weight_version()) if labelled else self._hooks.versions.version
         return {
             "engine": "vllm",
             "vllm": _vllm_version(),

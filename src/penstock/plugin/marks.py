@@ -11,11 +11,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from penstock.errors import StateError
-from penstock.wire import version_number
-
-MARK = "penstock:"
-"""Prefix of the id of an output that belongs to no request. JSON follows, which applies to later outputs."""
+from penstock.plugin.hooks import MARK
 
 
 def send_mark(core: Any, **said: Any) -> None:
@@ -35,14 +31,3 @@ def put_output(core: Any, clients: Iterable[int], **fields: Any) -> None:
     output = EngineCoreOutput(new_token_ids=[], **fields)
     for client in clients:
         core.output_queue.put_nowait((client, EngineCoreOutputs(outputs=[output])))
-
-
-def version_of_label(label: str) -> int:
-    """Return the version that a label of weights names. StateError: it names none."""
-    try:
-        return version_number(label)
-    except ValueError:
-        raise StateError(
-            f"the engine's weights are labelled {label!r}, and a version is a whole number; relabel them by POST "
-            '/update_weight_version with {"new_version": "0"}, or the number that they have'
-        ) from None
