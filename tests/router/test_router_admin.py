@@ -5,6 +5,7 @@ import json
 import re
 import resource
 import socket
+from typing import Any
 
 import aiohttp
 import psutil
@@ -166,6 +167,19 @@ async def test_the_control_port_can_be_chosen() -> None:
             await Router(RouterConfig(control_port=port)).start()
     async with rig(answer_name, control_port=port) as r:
         assert await r.admin._urls() == [f"http://127.0.0.1:{port}"]
+
+
+async def test_a_router_at_a_name_says_the_address_that_has_its_control_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve = socket.getaddrinfo
+
+    def two(host: Any, *given: Any, **named: Any) -> list[Any]:
+        names = ("::1", "127.0.0.1") if host == "localhost" else (host,)
+        return [found for name in names for found in resolve(name, *given, **named)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", two)
+    async with rig(answer_name, host="localhost") as r:
+        assert r.url.startswith("http://127.0.0.1:"), "another program may have the port at ::1, and gets no key"
+        assert (await (await r.client()).ask()).status == 200
 
 
 async def test_a_hung_client_of_the_control_port_holds_up_no_announcement() -> None:

@@ -73,7 +73,9 @@ class Router:
         refuse_open_host(self.config.host, self._api_key)
         control = await self._listen()
         self._control = serve_control(self.dispatcher, control, self.hosts, self._api_key, self._admin_key)
-        self._url = base_url(self.config.host, self._servers[0].sockets[0].getsockname()[1])
+        # A name may have an address of each kind, where the control port has one: its clients must not ask the other.
+        data = next(sock for sock in self._servers[0].sockets if sock.family == control.family)
+        self._url = base_url(*data.getsockname()[:2])
         self.dispatcher.sweep()
 
     async def _listen(self) -> socket.socket:
