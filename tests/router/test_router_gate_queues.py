@@ -185,3 +185,20 @@ async def test_the_queue_is_bounded_by_number_and_by_bytes() -> None:
     assert (gate.held_bytes, len(gate)) == (40, 1)
     gate.submit(Request(3, log, lambda: NOWHERE, size=60))
     assert gate.held_bytes == 100
+
+
+async def test_room_is_given_also_while_requests_come_as_fast_as_turns_are_taken() -> None:
+    gate, log, free = make_gate(), [], False
+    gate.submit(Request("waits", log, lambda: None if free else ROOM))
+    gate.set(closed=True)
+    for _ in range(100):
+        gate.submit(Request("turn", log, lambda: None))
+    gate.set(closed=False)
+    free = True
+    for _ in range(5):
+        gate.room()
+        for _ in range(64):
+            gate.submit(Request("turn", log, lambda: None))
+        await turns(1)
+    assert gate.held_by()["turn"], "they still come as fast"
+    assert log.count("waits") == 1

@@ -191,20 +191,23 @@ class Gate:
         self.busy = True
 
     def _let_go(self) -> None:
-        """Place requests whose turn it is, then those that wait for room, in order, until one has to wait on."""
-        self._letting_go = False
-        for _ in range(_SLICE):
-            queue = self._turns or self._room
-            if not queue or self.closed:  # opening tries them
-                return
-            request = next(iter(queue))
+        """Place requests whose turn it is and those that wait for room, in order, until one has to wait on."""
+        self._letting_go = more = False
+        for queue in (self._turns, self._room):  # both, since new requests may come as fast as turns are taken
             self._filling = queue is self._room
-            self.discard(request)
-            wait = self._place(request)
-            self._filling = False
-            if wait is not None:
-                self._enter(request, wait)
-            if queue is self._room and wait is Wait.ROOM:  # no room for it, so none for those behind it
-                self._room.move_to_end(request, last=False)
-                return
-        self.room()  # the rest of them follow in the next turn of the event loop
+            for _ in range(_SLICE):
+                if not queue or self.closed:  # opening tries them
+                    break
+                request = next(iter(queue))
+                self.discard(request)
+                wait = self._place(request)
+                if wait is not None:
+                    self._enter(request, wait)
+                if self._filling and wait is Wait.ROOM:  # no room for it, so none for those behind it
+                    self._room.move_to_end(request, last=False)
+                    break
+            else:
+                more = True
+        self._filling = False
+        if more:
+            self.room()  # the rest of them follow in the next turn of the event loop
