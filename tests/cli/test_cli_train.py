@@ -90,4 +90,6 @@ def test_a_run_that_has_ended_starts_nothing_when_resumed(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == "runs/short has made all of its 2 steps; give a larger train.steps for more"
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "runs" / "short").iterdir()} == kept
+    changed = penstock(*of_run, "seed=7", "--resume", cwd=tmp_path)
+    assert (changed.returncode, "seed was 0 and is now 7" in " ".join(changed.stderr.split())) == (2, True)
     assert "resumed after step 2" in penstock("train", "run.yaml", "train.steps=3", "--resume", cwd=tmp_path).stdout

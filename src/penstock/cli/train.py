@@ -64,7 +64,7 @@ def _run_here(
     folder = settings.run_dir / settings.name
     require_extra("train", "torch", "transformers", "safetensors", "matplotlib")
     steps = settings.train.steps
-    if resume and not launched and RunFolder.open(folder).has_ended(steps):
+    if resume and not launched and RunFolder.open(folder).has_ended(settings):
         typer.echo(f"{folder} has made all of its {steps} steps; give a larger train.steps for more")
         return folder
     check_port(settings.router.host, settings.router.port)

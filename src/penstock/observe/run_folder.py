@@ -228,16 +228,17 @@ class RunFolder:
     # --- end of the run ----------------------------------------------------------------------------------------------
 
     def write_summary(self, summary: Summary) -> None:
-        """Write summary.json, and write trajectories.md and trace.json from the records."""
-        _replace(self.path / "summary.json", json.dumps(summary.to_json(), indent=2) + "\n")
+        """Write trajectories.md and trace.json from the records, and last summary.json: the run has ended."""
         _replace(self.path / "trajectories.md", to_markdown(self.trajectories()))
         self.write_trace()
+        _replace(self.path / "summary.json", json.dumps(summary.to_json(), indent=2) + "\n")
 
-    def has_ended(self, steps: int) -> bool:
-        """Return whether the run has made `steps` steps and written its summary."""
+    def has_ended(self, config: RunConfig) -> bool:
+        """Return whether the run has made its last step and written its summary. ConfigError: see `check_resumable`."""
+        self.check_resumable(config)
         rows = self.metrics()
         written = (self.path / "summary.json").exists()
-        return bool(rows) and written and self.summary()["steps"] == rows[-1]["step"] == steps
+        return bool(rows) and written and self.summary()["steps"] == rows[-1]["step"] == config.train.steps
 
     def summary(self) -> dict[str, Any]:
         """Read summary.json. UserError: the run has not ended."""
