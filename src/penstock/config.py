@@ -365,10 +365,10 @@ HUB_S = 10.0
 """Deadline of one short question to the Hugging Face hub; its own libraries retry for a minute."""
 
 
-def check_on_hub(name: str, kind: Literal["model", "dataset"], file: str = "config.json") -> None:
+def check_on_hub(name: str, kind: Literal["model", "dataset"], file: str = "config.json", *others: str) -> None:
     """Refuse a name, such as Qwen/Qwen3-0.6B, that is neither in this machine's cache nor on the hub.
 
-    The cache holds `file` if the repository was downloaded.
+    The cache holds `file`, or one of the `others`, if the repository was downloaded.
 
     Raises:
         UserError: the reason, and what to do.
@@ -386,7 +386,8 @@ def check_on_hub(name: str, kind: Literal["model", "dataset"], file: str = "conf
     )
 
     try:
-        if try_to_load_from_cache(name, file, repo_type=kind) is None:  # the cache also knows which files a name lacks
+        known = (try_to_load_from_cache(name, one, repo_type=kind) for one in (file, *others))
+        if all(found is None for found in known):  # the cache also knows which files a name lacks
             get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind), timeout=HUB_S)
     except EntryNotFoundError:  # the repository exists
         return

@@ -250,6 +250,26 @@ def test_a_folder_without_a_tokenizer_is_one_clear_line(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there_is_said_to_be_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no tokenizer in .*nowhere: there is no such folder"):
         load_tokenizer(tmp_path / "nowhere")
+    (tmp_path / "tokenizer.json").touch()
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: there is no such folder"):
+        load_tokenizer(tmp_path / "tokenizer.json")
+
+
+def test_a_cached_repository_without_settings_of_its_tokenizer_needs_no_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--some--model" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    refs = tmp_path / "models--some--model" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("abc")
+    loaded: list[str] = []
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", loaded.append)
+    load_tokenizer("some/model")
+    assert loaded == ["some/model"]
 
 
 def test_a_name_that_the_hub_does_not_have_is_refused_without_retries(monkeypatch: pytest.MonkeyPatch) -> None:

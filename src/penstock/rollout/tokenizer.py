@@ -119,10 +119,10 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
         from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds and is not a dependency of the core
     except ImportError as error:
         raise ConfigError("a tokenizer needs `pip install 'penstock[train]'`") from error
-    if not Path(path).expanduser().exists():
+    if not Path(path).expanduser().is_dir():
         if str(path).startswith(("/", ".", "~")) or str(path).count("/") > 1:
             raise ConfigError(f"no tokenizer in {path}: there is no such folder")
-        check_on_hub(str(path), "model", "tokenizer_config.json")
+        check_on_hub(str(path), "model", "tokenizer_config.json", "config.json")
     try:
         return Tokenizer(AutoTokenizer.from_pretrained(str(path)))
     except (OSError, ValueError) as error:
