@@ -133,7 +133,7 @@ class ChildProcess:
         return await asyncio.shield(self._reaper)
 
     async def stop(self, timeout_s: float = STOP_S) -> None:
-        """End its group: SIGTERM, then SIGKILL after `timeout_s`; return when it is gone."""
+        """End its group: SIGTERM, then SIGKILL after `timeout_s` or if cancelled; return when it is gone."""
         if not self._reaper.done():
             with suppress(ProcessLookupError):  # it ended on its own in between
                 os.killpg(self.pid, signal.SIGTERM)
@@ -142,6 +142,9 @@ class ChildProcess:
         except TimeoutError:
             self.kill()
             await self.wait()
+        except asyncio.CancelledError:  # nobody may ask again
+            self.kill()
+            raise
 
     def kill(self) -> None:
         if not self._reaper.done():

@@ -51,6 +51,15 @@ print(f"sem.{lock._semlock.name[1:]} there", flush=True)
 time.sleep(600)
 """
 
+STAYS_WHEN_ASKED = """
+import signal, time
+from penstock.process import watch_lifeline
+watch_lifeline()
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("there", flush=True)
+time.sleep(600)
+"""
+
 ENDS_WHEN_ASKED = """
 import os, signal, time
 from penstock.process import watch_lifeline
@@ -208,3 +217,12 @@ async def test_a_log_that_cannot_be_written_leaves_no_descriptor_open(tmp_path: 
         with pytest.raises(OSError, match=r"exists|Not a directory"):
             await ChildProcess.start([sys.executable], name="x", log=tmp_path / "file" / "x.log")
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+async def test_a_stop_that_is_cancelled_kills(tmp_path: Path) -> None:
+    """Another failure may cut off the end of an engine, and nobody asks again."""
+    child = await ChildProcess.start([sys.executable, "-c", STAYS_WHEN_ASKED], name="stays", log=tmp_path / "log")
+    await eventually(lambda: "there" in child.said())
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(child.stop(10 * WAIT_S), 0.2)
+    assert await asyncio.wait_for(child.wait(), WAIT_S) == -signal.SIGKILL
