@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -191,6 +192,36 @@ async def test_a_learner_that_cannot_load_ends_the_start_of_the_engines(
     with pytest.raises(ConfigError, match="the model cannot be packed"):
         await asyncio.wait_for(run(fleet_config(chat_model, tmp_path), resume=False, reporter=Recorder()), WAIT_S)
     assert ended.is_set()
+
+
+async def test_a_learner_that_fails_after_ctrl_c_is_not_the_reason_of_the_end(
+    chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, ending, ended = asyncio.Event(), threading.Event(), asyncio.Event()
+
+    @asynccontextmanager
+    async def slow(*_: object, **__: object) -> AsyncGenerator[None]:
+        try:
+            started.set()
+            await asyncio.sleep(10 * WAIT_S)
+            yield
+        finally:
+            ending.set()
+            await asyncio.sleep(0.2)
+            ended.set()
+
+    def refuse(_: RunConfig) -> None:
+        assert ending.wait(WAIT_S)
+        raise ConfigError("the model cannot be packed")
+
+    monkeypatch.setattr("penstock.train.run.Fleet.launch", slow)
+    monkeypatch.setattr("penstock.train.run.local_trainee", refuse)
+    running = asyncio.create_task(run(fleet_config(chat_model, tmp_path), resume=False, reporter=Recorder()))
+    await asyncio.wait_for(started.wait(), WAIT_S)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert ended.is_set(), "the end of the engines was not cut off"
 
 
 class Waiting(Recorder):

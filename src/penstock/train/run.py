@@ -191,12 +191,15 @@ async def _run(
         fleet_config = fleet_config.model_copy(update={"log_dir": folder.path / "logs"})
     reporter.on_phase("launch")
     opening = Fleet.launch(config.engine, fleet=fleet_config, router=config.router)
-    try:
-        async with ranks, asyncio.TaskGroup() as tasks:
-            # The learner loads in a thread while the engines start, and ends their start if it fails. A colocated
-            # learner loads while they sleep.
-            loading = None if config.train.schedule == "colocated" else tasks.create_task(_load(config, ranks))
+    async with ranks:
+        # The learner loads in a thread while the engines start, and ends their start if it fails. A colocated learner
+        # loads while they sleep.
+        loading = None if config.train.schedule == "colocated" else asyncio.create_task(_load(config, ranks))
+        started = asyncio.Event()
+
+        async def work() -> Summary:
             async with opening as fleet, open_generator(fleet) as generator:
+                started.set()
                 training = train(
                     config,
                     fleet,
@@ -210,9 +213,20 @@ async def _run(
                 )
                 endpoint = fleet.endpoint
                 return await ranks.during(endpoint.during(training) if endpoint is not None else training)
-    except ExceptionGroup as errors:
-        first = errors.exceptions[0]
-        raise first from first.__cause__
+
+        working = asyncio.create_task(work())
+        tasks = [working] if loading is None else [working, loading]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            if started.is_set():  # it hears of the learner itself
+                await asyncio.wait((working,))
+        finally:
+            for task in tasks:  # once, or the end of the engines would be cut off
+                task.cancel()
+            await asyncio.wait(tasks)
+        if loading in done:
+            loading.result()
+        return working.result()
 
 
 async def _in_flight(fleet: Fleet) -> dict[str, int]:
