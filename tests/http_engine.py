@@ -9,7 +9,8 @@ from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from typing import Any, Self
 
-from penstock.control_types import KV, EngineInfo, NamedTensors, PauseMode, UpdateReport
+from penstock.control_types import KV, NamedTensors, PauseMode, UpdateReport
+from penstock.engine.capabilities import EngineInfo
 from penstock.engine.client import STREAM_CHUNK_TOKENS, Counters, DataClient
 from penstock.engine.control import ControlClient
 from penstock.engine.openai import OpenAIEngine

@@ -25,7 +25,7 @@ from penstock.types import FinishReason, SamplingParams
 GENERATE = "/inference/v1/generate"
 """Token endpoint of vLLM."""
 INFO = "/penstock/info"
-"""Route of our plugin that describes the engine (`control_types.EngineInfo`)."""
+"""Route of our plugin that describes the engine (`engine.capabilities.EngineInfo`)."""
 ADAPTERS = "/penstock/adapters"
 """Route of our plugin: GET returns the adapters by name; calls: `/read`, `/load`, `/unload`, `/pause`, `/resume`."""
 SESSION_HEADER = "X-Session-ID"

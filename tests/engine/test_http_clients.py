@@ -13,7 +13,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from canned import LINES, answer, canned, client_of
 
-from penstock.control_types import Capabilities, EngineStats
+from penstock.control_types import EngineStats
+from penstock.engine.capabilities import Capabilities
 from penstock.engine.client import DataClient
 from penstock.engine.control import ControlClient
 from penstock.engine.vanilla import VanillaReplies

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from penstock.control_types import PENSTOCK, Capabilities, EngineInfo
+from penstock.engine.capabilities import PENSTOCK, Capabilities, EngineInfo
 from penstock.engine.command import server_command
 from penstock.engine.lacking import DEV_MODE, LACKING
 from penstock.engine.vanilla import VanillaControl

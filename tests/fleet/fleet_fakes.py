@@ -12,7 +12,8 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.control_types import KV, PENSTOCK, CoreState, EngineInfo, EngineStats, EngineUpdate, PauseMode
+from penstock.control_types import KV, CoreState, EngineStats, EngineUpdate, PauseMode
+from penstock.engine.capabilities import PENSTOCK, EngineInfo
 from penstock.engine.verbs import AdapterLoad
 from penstock.errors import EngineDeadError, EngineHTTPError, StateError, WeightsError
 from penstock.fleet.member import Lifecycle, Member, State

@@ -11,7 +11,7 @@ from functools import partial
 
 from fleet_fakes import Bench, FakeEngine, FakeProcess, until
 
-from penstock.control_types import EngineInfo
+from penstock.engine.capabilities import EngineInfo
 from penstock.errors import EngineStartError
 from penstock.fleet.member import Lifecycle, Member, State
 from penstock.fleet.supervise import Supervisor

@@ -15,7 +15,7 @@ from fleet_fakes import Bench, on_bench, until
 from safetensors.torch import load, save_file
 from supervise_rig import dies_and_returns, restarting
 
-from penstock.control_types import PENSTOCK
+from penstock.engine.capabilities import PENSTOCK
 from penstock.errors import MissingCapabilityError, StateError, UserError, WeightsError
 from penstock.fleet.member import State
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from fleet_fakes import Bench, on_bench
 
-from penstock.control_types import PENSTOCK, Capabilities, PauseMode
+from penstock.control_types import PauseMode
+from penstock.engine.capabilities import PENSTOCK, Capabilities
 from penstock.errors import MissingCapabilityError, StateError
 from penstock.fleet.member import State
 from virtual_time import virtual

@@ -11,7 +11,7 @@ import pytest
 import torch
 from fleet_fakes import FakeEngine
 
-from penstock.control_types import EngineInfo
+from penstock.engine.capabilities import EngineInfo
 from penstock.errors import WeightsError
 from penstock.fleet.member import Lifecycle, Member
 from penstock.fleet.stores import Stores, choose

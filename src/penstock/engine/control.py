@@ -11,7 +11,8 @@ from pydantic import TypeAdapter, ValidationError
 from yarl import URL
 
 from penstock.checks import reading
-from penstock.control_types import SAMPLED_FROM, CoreState, EngineInfo
+from penstock.control_types import CoreState
+from penstock.engine.capabilities import SAMPLED_FROM, EngineInfo
 from penstock.engine.core_client import NO_CORE, CoreClient
 from penstock.errors import DeadlineError, EngineError, EngineHTTPError, PenstockError
 from penstock.http import HttpTransport

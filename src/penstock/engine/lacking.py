@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from penstock.control_types import Capabilities, Capability
+from penstock.engine.capabilities import Capabilities, Capability
 from penstock.errors import MissingCapabilityError
 
 DEV_MODE = "start it with the environment variable VLLM_SERVER_DEV_MODE=1"

@@ -20,7 +20,8 @@ import orjson
 from penstock import wire
 from penstock.aio import all_or_first_error
 from penstock.checks import reading
-from penstock.control_types import SAMPLED_FROM, Capabilities, CoreState, EngineInfo
+from penstock.control_types import CoreState
+from penstock.engine.capabilities import SAMPLED_FROM, Capabilities, EngineInfo
 from penstock.engine.client import Answer, Continuation
 from penstock.engine.control import ControlClient, checked_info
 from penstock.engine.lacking import require

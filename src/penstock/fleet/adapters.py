@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 from penstock.aio import in_thread
 from penstock.checks import reading, seconds
-from penstock.control_types import KV, AdapterStatus, Capability, UpdateReport
+from penstock.control_types import KV, AdapterStatus, UpdateReport
+from penstock.engine.capabilities import Capability
 from penstock.engine.control import ControlClient
 from penstock.engine.lacking import require
 from penstock.engine.verbs import IN_FLIGHT, AdapterLoad, verbs_of

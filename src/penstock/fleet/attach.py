@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, cast
 
-from penstock.control_types import Capabilities
+from penstock.engine.capabilities import Capabilities
 from penstock.engine.vanilla import VanillaControl
 from penstock.engine.verbs import verbs_of
 from penstock.errors import EngineHTTPError, PenstockError, UserError

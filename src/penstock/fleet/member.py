@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from penstock.control_types import EngineInfo, EngineUpdate
+from penstock.control_types import EngineUpdate
+from penstock.engine.capabilities import EngineInfo
 from penstock.engine.control import ControlClient
 from penstock.errors import DeadlineError, EngineError, PenstockError
 from penstock.fleet.lifecycle import SERVABLE, Lifecycle, State, Substate

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 from penstock.aio import settled
 from penstock.checks import reading, seconds
-from penstock.control_types import KV, Capability, CoreState, PauseMode, UpdateReport
+from penstock.control_types import KV, CoreState, PauseMode, UpdateReport
+from penstock.engine.capabilities import Capability
 from penstock.engine.control import ControlClient
 from penstock.engine.lacking import require
 from penstock.engine.verbs import verbs_of

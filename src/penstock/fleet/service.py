@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 from pydantic import HttpUrl, TypeAdapter, ValidationError
 
 from penstock.aio import settled
-from penstock.control_types import EngineInfo
+from penstock.engine.capabilities import EngineInfo
 from penstock.errors import EngineError, StateError, UserError
 from penstock.fleet.adapters import FleetAdapters
 from penstock.fleet.calls import Call, CallServer

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, get_args
 
 from penstock.aio import in_thread
-from penstock.control_types import KV, Capability, EngineUpdate, UpdateReport
+from penstock.control_types import KV, EngineUpdate, UpdateReport
+from penstock.engine.capabilities import Capability
 from penstock.engine.control import ControlClient
 from penstock.errors import PenstockError, StateError, UpdateError, UserError
 from penstock.fleet.lifecycle import SERVABLE
