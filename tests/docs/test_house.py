@@ -45,7 +45,7 @@ SIDE_ROOMS = tuple(
         "weights.group", "weights.sum_kernel", "weights.transfer",
     )
 )  # fmt: skip
-SPINE_FILES, SPINE_LINES = 59, 11_332
+SPINE_FILES, SPINE_LINES = 58, 10_773
 """The most that the spine has now; the target is 60 files and 10,000 lines."""
 LATER_ROOMS = tuple(
     f"penstock.{room}"
@@ -54,7 +54,7 @@ LATER_ROOMS = tuple(
     )
 )  # fmt: skip
 """Rooms for agents, learners and the Tinker service, which came after the fleet and its engines."""
-SOURCE_FILES, SOURCE_LINES = 246, 45_441
+SOURCE_FILES, SOURCE_LINES = 236, 45_234
 """The most that `src` has now; the target is 230 files and 38,000 lines."""
 
 
