@@ -54,7 +54,7 @@ LATER_ROOMS = tuple(
     )
 )  # fmt: skip
 """Rooms for agents, learners and the Tinker service, which came after the fleet and its engines."""
-SOURCE_FILES, SOURCE_LINES = 236, 45_234
+SOURCE_FILES, SOURCE_LINES = 236, 45_239
 """The most that `src` has now; the target is 230 files and 38,000 lines."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import SupportsFloat, cast
@@ -60,12 +60,17 @@ class SingleTurnGenerator(Generator):
         task = batch.tasks[index]
         params = params if batch.seeds is None else replace(params, seed=batch.seeds[index])
         group_id = batch.group_ids[index] if batch.group_ids is not None else task.id
-        n, prompt_ids = batch.num_samples, tuple(self._tokenizer.encode(task.prompt))
+        prompt_ids = tuple(self._tokenizer.encode(task.prompt))
+        samples = await self._sample(prompt_ids, batch.num_samples, params)
+        return [self._trajectory(task, group_id, prompt_ids, sample) for sample in samples]
+
+    async def _sample(self, prompt_ids: Sequence[int], n: int, params: SamplingParams) -> list[Sample]:
+        """Return `n` samples of a prompt; `benchmarks/schedules.py` gives them lengths of its own."""
         async with self._places.take(n):
             samples = await self._client.sample(prompt_ids, n, params, adapter=self._adapter)
         if len(samples) != n:
             raise EngineError(f"asked for {n} samples of one prompt, got {len(samples)}")
-        return [self._trajectory(task, group_id, prompt_ids, sample) for sample in samples]
+        return samples
 
     def _trajectory(self, task: Task, group_id: str, prompt_ids: tuple[int, ...], sample: Sample) -> Trajectory:
         if sample.logprobs is None:
