@@ -17,7 +17,7 @@ from typing import Any
 
 import orjson
 
-from penstock.errors import EngineError, PenstockError, StateError, TransferError, UserError
+from penstock.errors import PenstockError, StateError, TransferError, UserError
 from penstock.guard import Strangers, cross_site, has_key, shut
 
 MAX_BODY = 64 * 2**20
@@ -35,14 +35,6 @@ _NO_FILE_S = 0.02
 
 Route = Callable[[bytes], tuple[int, Any]]
 """Returns status and answer for a body, in the thread of its connection."""
-
-
-class RefusedError(EngineError):
-    """A core's answer that is not a success, with status and body."""
-
-    def __init__(self, reply: tuple[int, Any]) -> None:
-        super().__init__(str(reply))
-        self.reply = reply
 
 
 def respond(begin: Callable[[], Future[Any]]) -> tuple[int, Any]:

@@ -25,7 +25,8 @@ from penstock.rooms import plugged_in
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
-Port = Annotated[int, Field(ge=0, le=65535)]
+LAST_PORT = 65_535
+Port = Annotated[int, Field(ge=0, le=LAST_PORT)]
 
 
 class Section(BaseModel):

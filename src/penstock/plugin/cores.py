@@ -20,8 +20,7 @@ from urllib.parse import parse_qs
 import orjson
 
 from penstock.checks import parse_json
-from penstock.control_server import RefusedError
-from penstock.errors import WeightsError
+from penstock.errors import EngineError, WeightsError
 from penstock.plugin import compat
 from penstock.plugin.core import field
 from penstock.plugin.hooks import RequestHooks
@@ -37,6 +36,14 @@ OUTPUTS_PER_TICK = 128
 _ABORTS = frozenset({"/abort_requests", "/inference/v1/abort_requests"})
 _release: ContextVar[bool] = ContextVar("penstock_release", default=False)
 """Whether the pause call of this task requests vLLM's own abort."""
+
+
+class RefusedError(EngineError):
+    """A core's answer that is not a success, with status and body."""
+
+    def __init__(self, reply: tuple[int, Any]) -> None:
+        super().__init__(str(reply))
+        self.reply = reply
 
 
 class CoreCalls:

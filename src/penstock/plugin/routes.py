@@ -9,10 +9,10 @@ from functools import cached_property
 from importlib import metadata
 from typing import Any
 
-from penstock.control_server import MAX_BODY, RefusedError, refusal
+from penstock.control_server import MAX_BODY, refusal
 from penstock.errors import PenstockError, WeightsError
 from penstock.plugin import INSTANCE_VARIABLE, takes_adapters
-from penstock.plugin.cores import CoreCalls, labels_weights, settle
+from penstock.plugin.cores import CoreCalls, RefusedError, labels_weights, settle
 from penstock.plugin.hooks import RequestHooks
 from penstock.plugin.middleware import Receive, Scope, Send, answer, keys_of
 from penstock.rooms import plugged_as, plugged_in

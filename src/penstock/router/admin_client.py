@@ -18,9 +18,9 @@ from penstock.http import HttpTransport
 from penstock.rooms import plugged_in
 from penstock.router.membership import Membership
 from penstock.router.state import RouterState
+from penstock.settings import LAST_PORT
 
 _STATE = TypeAdapter(RouterState)
-_LAST_PORT = 65_535
 
 
 class RouterAdmin:
@@ -76,7 +76,7 @@ class RouterAdmin:
             answer = await self._call("GET", "/router/health")
             with reading("control_ports", self._other_form):
                 ports = [int(port) for port in answer["control_ports"]]
-            if not ports or not all(0 < port <= _LAST_PORT for port in ports):
+            if not ports or not all(0 < port <= LAST_PORT for port in ports):
                 raise self._other_form(f"control_ports: {ports}")
             parts = urlsplit(self._url)
             host = parts.netloc if parts.port is None else parts.netloc.rpartition(":")[0]

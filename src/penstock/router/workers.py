@@ -23,7 +23,7 @@ from typing import NoReturn
 from penstock import control_server
 from penstock.errors import ConfigError
 from penstock.router.server import BACKLOG, Router, base_url, cannot_listen, control_socket
-from penstock.settings import RouterConfig, refuse_open_host
+from penstock.settings import LAST_PORT, RouterConfig, refuse_open_host
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,6 @@ STOP_S = 3
 _RESTART_S = 0.2
 """Seconds before an ended process is started again."""
 _PR_SET_PDEATHSIG = 1
-_LAST_PORT = 65_535
 
 
 class Worker(Router):
@@ -77,7 +76,7 @@ def router_of_worker(
     listening = listen(config.host, config.port, config.workers)
     host, port = listening[0].getsockname()[:2]
     first, last = config.control_port, config.control_port + config.workers - 1
-    if last > _LAST_PORT:
+    if last > LAST_PORT:
         raise ConfigError(f"router.control_port {first} is too high: {config.workers} workers take the ports to {last}")
     control = [control_socket(host, first and first + index) for index in range(config.workers)]
     ready(base_url(host, port))
