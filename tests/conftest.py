@@ -107,8 +107,8 @@ def hold(tmp_path_factory: pytest.TempPathFactory) -> Hold:
 @pytest.fixture(scope="session")
 async def live(nano_path: Path, hold: Hold, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LiveEngine]:
     """One real engine on the nano checkpoint."""
-    from http_engine import HTTPEngine
-    from penstock.engine.launch import EngineProcess
+    from http_engine import launched_engine
+    from nano_models import History
     from penstock.settings import EngineConfig
 
     # The same tests run on a GPU machine: PENSTOCK_TEST_ENGINE='{"profile": "gpu", "extra_args": {...}}'.
@@ -119,16 +119,5 @@ async def live(nano_path: Path, hold: Hold, tmp_path_factory: pytest.TempPathFac
     extra_args = {**tools, **hold.extra_args, **given.get("extra_args", {})}
     config = EngineConfig(**{**options, **given, "extra_args": extra_args})
     logs = tmp_path_factory.mktemp("logs")
-    process = await EngineProcess.launch(config, name="live", log_dir=logs, api_key=LIVE_KEY)
-    engine = await HTTPEngine.connect(process.url, name="live", api_key=LIVE_KEY)
-    yield LiveEngine(engine, process, _history(nano_path), nano_path, hold)
-    await engine.teardown()
-    await process.stop()
-
-
-def _history(path: Path) -> History:
-    from transformers import AutoModelForCausalLM
-
-    from nano_models import History
-
-    return History({0: AutoModelForCausalLM.from_pretrained(path, dtype="float32")})
+    async with launched_engine(config, "live", logs, api_key=LIVE_KEY) as (engine, process):
+        yield LiveEngine(engine, process, History.of(nano_path), nano_path, hold)

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Self
 
 from penstock.control_types import KV, NamedTensors, PauseMode, UpdateReport
 from penstock.engine.capabilities import EngineInfo
 from penstock.engine.client import STREAM_CHUNK_TOKENS, Counters, DataClient
 from penstock.engine.control import ControlClient
+from penstock.engine.launch import EngineProcess
 from penstock.engine.openai import OpenAIEngine
 from penstock.engine.vanilla import VanillaControl, VanillaReplies
+from penstock.settings import EngineConfig
 from penstock.weights.adapter_files import AdapterFiles
 from penstock.weights.manifest import as_named_tensors
 from penstock.weights.shared_memory import SharedMemoryStore
 
 
 class HTTPEngine(OpenAIEngine):
-    """A running engine server, with our plugin or without it. Build it with `connect`.
+    """A running engine server, with our plugin or without it. Build it with `connect` or `connected`.
 
     It refuses nothing by itself: what a fleet checks before it asks engines, tests of the fleet hold.
     """
@@ -66,6 +70,16 @@ class HTTPEngine(OpenAIEngine):
         engines = ((control.name, info.capabilities),)
         data.unreported = VanillaReplies(lambda: engines)
         return engine
+
+    @classmethod
+    @asynccontextmanager
+    async def connected(cls, url: str, **options: Any) -> AsyncIterator[Self]:
+        """As `connect`, torn down at the end of the block."""
+        engine = await cls.connect(url, **options)
+        try:
+            yield engine
+        finally:
+            await engine.teardown()
 
     @property
     def tp_size(self) -> int:
@@ -176,6 +190,11 @@ class HTTPEngine(OpenAIEngine):
     async def get_cache_usage(self, index: int | None = None) -> float:  # noqa: ARG002 - there is one
         return (await self.control.verbs.stats()).kv_cache_usage
 
+    async def prefix_hits(self) -> int:
+        """Tokens that vLLM has found in its prefix cache since it started."""
+        text = await self.control.http.get_text("/metrics", timeout_s=60)
+        return int(sum(map(float, re.findall(r"^vllm:prefix_cache_hits_total\{.*\} (\S+)$", text, re.MULTILINE))))
+
     async def collective_rpc(
         self, method: str, timeout_s: float = 60.0, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> list[Any]:
@@ -188,3 +207,16 @@ class HTTPEngine(OpenAIEngine):
         self._store.close()
         for _, files in self._adapters.values():
             files.close()
+
+
+@asynccontextmanager
+async def launched_engine(
+    config: EngineConfig, name: str, log_dir: Path, *, api_key: str | None = None, **options: Any
+) -> AsyncIterator[tuple[HTTPEngine, EngineProcess]]:
+    """An engine in a process of its own, which ends with the block. `options`: of `HTTPEngine.connect`."""
+    process = await EngineProcess.launch(config, name=name, log_dir=log_dir, api_key=api_key)
+    try:
+        async with HTTPEngine.connected(process.url, name=name, api_key=api_key, **options) as engine:
+            yield engine, process
+    finally:
+        await process.stop()

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoModelForCausalLM,
     DynamicCache,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
@@ -25,6 +26,7 @@ from transformers import (
 )
 
 from char_tokenizer import save_char_tokenizer
+from penstock.control_types import UpdateReport
 from penstock.types import Sample
 
 MAX_LEN = 2048  # answers long enough that an update, however late on a busy machine, meets them
@@ -166,9 +168,21 @@ class History:
 
     models: dict[int, Any] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, path: Path) -> Self:
+        """Begin with the checkpoint that engines load as version 0."""
+        return cls({0: AutoModelForCausalLM.from_pretrained(path, dtype="float32")})
+
     @property
     def latest(self) -> Any:
         return self.models[max(self.models)]
+
+    async def update(self, engine: Any, seed: int) -> UpdateReport:
+        """Move the newest weights a little, give them to an engine or a fleet, and remember them."""
+        model = changed(self.latest, seed)
+        report = await engine.update_weights(model.named_parameters())
+        self.models[report.version] = model
+        return report
 
     def worst_difference(self, prompt: Sequence[int], sample: Sample, shift: int = 0) -> float:
         """Largest |engine - recomputed| over the tokens, each under its claimed version (or `shift` versions on)."""

@@ -13,13 +13,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
 
 from hold import Hold
-from http_engine import HTTPEngine
+from http_engine import HTTPEngine, launched_engine
 from nano_models import ADAPTER_CONFIG, History, adapter_tensors, changed, logprobs_of, merged
 from penstock.control_types import KV, UpdateReport
-from penstock.engine.launch import EngineProcess
 from penstock.errors import EngineHTTPError, WeightsError
 from penstock.settings import EngineConfig
 from penstock.types import Sample, SamplingParams
@@ -80,14 +78,9 @@ async def tuned(nano_path: Path, hold: Hold, tmp_path_factory: pytest.TempPathFa
         # So few blocks that they are soon used again.
         extra_args={"block-size": 32, "num-gpu-blocks-override": 96, **hold.extra_args},
     )  # fmt: skip
-    process = await EngineProcess.launch(config, name="tuned", log_dir=tmp_path_factory.mktemp("log"))
-    engine = await HTTPEngine.connect(process.url, name="tuned", stream_chunk_tokens=8)
-    base = AutoModelForCausalLM.from_pretrained(nano_path, dtype="float32")
-    try:
-        yield Tuned(engine, base, hold)
-    finally:
-        await engine.teardown()
-        await process.stop()
+    logs = tmp_path_factory.mktemp("log")
+    async with launched_engine(config, "tuned", logs, stream_chunk_tokens=8) as (engine, _):
+        yield Tuned(engine, History.of(nano_path).latest, hold)
 
 
 async def test_a_sample_spans_a_swap_with_exact_spans_and_no_new_request_finds_older_kv(tuned: Tuned) -> None:
@@ -110,9 +103,9 @@ async def test_a_sample_spans_a_swap_with_exact_spans_and_no_new_request_finds_o
     again = (await engine.sample(PROMPT, 1, SHORT, adapter="x"))[0]
     assert [(s.adapter, s.adapter_version) for s in again.spans] == [("x", 2)]
     tuned.check(PROMPT, again)
-    hits = await prefix_hits(tuned)
+    hits = await engine.prefix_hits()
     (third,) = await engine.sample(PROMPT, 1, SHORT, adapter="x")
-    assert await prefix_hits(tuned) > hits, "requests of one version share their KV"
+    assert await engine.prefix_hits() > hits, "requests of one version share their KV"
     assert third.token_ids == again.token_ids
     tuned.check(PROMPT, third)
 
@@ -126,9 +119,9 @@ async def test_kept_kv_of_an_adapter_is_labelled_and_a_replay_gives_its_logprobs
         await tuned.hold.reached(3)
         report = await tuned.report("k", 132, "keep_in_flight")
         assert [(update.preempted, update.kept) for update in report.engines] == [(0, 2)]
-        before = await prefix_hits(tuned)
+        before = await engine.prefix_hits()
         (fresh,) = await engine.sample(prompt, 1, SHORT, adapter="k")
-        assert await prefix_hits(tuned) == before
+        assert await engine.prefix_hits() == before
     assert [(s.adapter_version, s.kv_kept) for s in fresh.spans] == [(2, False)]
     tuned.check(prompt, fresh)
     for sample in await task:
@@ -142,12 +135,6 @@ async def test_kept_kv_of_an_adapter_is_labelled_and_a_replay_gives_its_logprobs
     (loss,) = (engine.loss for engine in (await tuned.engine.recovered(report)).engines)
     assert loss is not None
     assert 0 <= loss.tokens <= loss.rate * loss.seconds + 1e-6
-
-
-async def prefix_hits(tuned: Tuned) -> float:
-    text = await tuned.engine.control.http.get_text("/metrics", timeout_s=60.0)
-    lines = [line for line in text.splitlines() if line.startswith("vllm:prefix_cache_hits_total")]
-    return sum(float(line.split()[-1]) for line in lines)
 
 
 async def held(tuned: Tuned, name: str, count: int | None = None) -> int:

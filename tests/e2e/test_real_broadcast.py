@@ -9,9 +9,8 @@ import signal
 
 import psutil
 import pytest
-from transformers import AutoModelForCausalLM
 
-from nano_models import History, changed
+from nano_models import changed
 from penstock import Fleet
 from penstock.types import SamplingParams
 from sim_fleets import samples_of
@@ -44,8 +43,7 @@ class Killing:
 
 
 @pytest.mark.each
-async def test_every_token_has_its_version_and_a_death_costs_nobody_else_an_update(nano_path, hold, tmp_path):
-    history = History({0: AutoModelForCausalLM.from_pretrained(nano_path, dtype="float32")})
+async def test_every_token_has_its_version_and_a_death_costs_nobody_else_an_update(nano_path, history, hold, tmp_path):
     prompts = [[5 + i, 6, 7] for i in range(16)]
     options = {"profile": "cpu", "max_model_len": 512, "max_restarts": 0, "weight_transport": "broadcast"}
     options["extra_args"] = hold.extra_args

@@ -10,10 +10,8 @@ from dataclasses import replace
 
 import psutil
 import pytest
-from transformers import AutoModelForCausalLM
 
 from http_engine import HTTPEngine
-from nano_models import History, changed
 from patience import eventually
 from penstock import Fleet
 from penstock.http import HttpTransport
@@ -46,18 +44,6 @@ async def fleet(nano_path, hold, tmp_path_factory):
         yield fleet
 
 
-@pytest.fixture(scope="module")
-def history(nano_path):
-    return History({0: AutoModelForCausalLM.from_pretrained(nano_path, dtype="float32")})
-
-
-async def update(fleet, history, seed):
-    model = changed(history.latest, seed)
-    report = await fleet.update_weights(model.named_parameters())
-    history.models[report.version] = model
-    return report
-
-
 def key_of(member):
     """What the engine asks for: the fleet's own key where it has one."""
     return member.api_key or KEY
@@ -88,7 +74,7 @@ async def test_a_death_under_load(fleet, history, hold, death):
     """No request is lost, every logprob is that of its version, and the engine is back with the weights in force."""
     victim, die = DEATHS[death]
     member = fleet._roster.members[victim]
-    await update(fleet, history, 1 + len(history.models))
+    await history.update(fleet, 1 + len(history.models))
     before = len(member.lifecycle.history)
     with hold.at(20):
         running = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=LONG))
@@ -142,7 +128,7 @@ async def dies_in_an_update(fleet, history, member, die):
 
     member.control.apply_weights = dying
     try:
-        report = await asyncio.wait_for(update(fleet, history, 1 + len(history.models)), START_S)
+        report = await asyncio.wait_for(history.update(fleet, 1 + len(history.models)), START_S)
     finally:
         member.control.apply_weights = apply
     others = [other.name for other in fleet._roster.members if other is not member]
@@ -153,9 +139,8 @@ async def dies_in_an_update(fleet, history, member, die):
 async def serves_the_weights_in_force(fleet, history, member):
     """Its label, its checksum against its peer's, and the logprobs of what it makes itself."""
     assert len(set(await fleet.collective_rpc("penstock_checksum"))) == 1
-    engine = await HTTPEngine.connect(member.url, api_key=key_of(member))
-    assert engine.weight_version == fleet.weight_version
-    (sample,) = await engine.sample([9, 8, 7], 1, replace(LONG, max_tokens=50))
+    async with HTTPEngine.connected(member.url, api_key=key_of(member)) as engine:
+        assert engine.weight_version == fleet.weight_version
+        (sample,) = await engine.sample([9, 8, 7], 1, replace(LONG, max_tokens=50))
     assert set(sample.versions()) == {fleet.weight_version}
     assert history.worst_difference([9, 8, 7], sample) < 1e-4
-    await engine.teardown()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from transformers import AutoModelForCausalLM
 
-from nano_models import History, changed
+from nano_models import changed
 from penstock import Fleet
 from penstock.control_types import PauseMode
 from penstock.errors import EngineHTTPError, StateError, WeightsError
@@ -26,11 +25,6 @@ async def fleet(nano_path, hold):
         yield fleet
 
 
-@pytest.fixture(scope="module")
-def history(nano_path):
-    return History({0: AutoModelForCausalLM.from_pretrained(nano_path, dtype="float32")})
-
-
 async def test_updates_in_flight_lose_nothing_and_every_token_has_its_version(fleet, history, hold):
     start, prompts = fleet.weight_version, [[5 + i, 6, 7] for i in range(24)]
     with hold.at(40):
@@ -38,9 +32,7 @@ async def test_updates_in_flight_lose_nothing_and_every_token_has_its_version(fl
         groups = [asyncio.create_task(fleet.sample([40, 41, 42 + i], 3, LONG, session_id=i)) for i in range(4)]
         for seed, tokens in ((1, 80), (2, 120)):
             await hold.reached(36)
-            model = changed(history.latest, seed)
-            report = await fleet.update_weights(model.named_parameters())
-            history.models[report.version] = model
+            report = await history.update(fleet, seed)
             assert [engine.engine for engine in report.engines] == ["e0", "e1"]
             assert len({engine.checksum for engine in report.engines}) == 1
             assert report.failures == {}
@@ -66,9 +58,7 @@ async def test_requests_wait_through_a_pause_and_none_fails(fleet, history, hold
     late = asyncio.create_task(fleet.sample([5, 6], 2, LONG))
     done, _ = await asyncio.wait({running, late}, timeout=0.3)
     assert not done
-    model = changed(history.latest, 9)
-    report = await fleet.update_weights(model.named_parameters())
-    history.models[report.version] = model
+    report = await history.update(fleet, 9)
     assert sum(engine.preempted for engine in report.engines) >= 6
     done, _ = await asyncio.wait({running, late}, timeout=0.2)
     assert not done, "an update let a paused fleet go on"

@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from chat_model import save_chat_tokenizer
 from gateway_rig import KEY, auth, calls_of
-from http_engine import HTTPEngine
+from http_engine import launched_engine
 from nano_models import logprobs_of, save_dense
-from penstock.engine.launch import EngineProcess
 from penstock.gateway.app import build_app
 from penstock.gateway.service import Gateway, Tenant
 from penstock.gateway.turn import GatewayOptions
@@ -44,13 +43,9 @@ async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tup
     settings = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**settings, "max_position_embeddings": CONTEXT}))
     config = EngineConfig(model=str(model), max_model_len=CONTEXT, dtype="float32", profile="cpu")
-    process = await EngineProcess.launch(config, name="e", log_dir=tmp_path_factory.mktemp("logs"), api_key=KEY)
-    engine = await HTTPEngine.connect(process.url, name="e", api_key=KEY)
-    sampling = {"seed": 1}
-    options = GatewayOptions("m", CONTEXT, sampling=sampling, max_tokens=300)
-    yield Gateway(engine, ChatTemplate(load_tokenizer(model)), options, [Tenant("a", KEY)]), model
-    await engine.teardown()
-    await process.stop()
+    options = GatewayOptions("m", CONTEXT, sampling={"seed": 1}, max_tokens=300)
+    async with launched_engine(config, "e", tmp_path_factory.mktemp("logs"), api_key=KEY) as (engine, _):
+        yield Gateway(engine, ChatTemplate(load_tokenizer(model)), options, [Tenant("a", KEY)]), model
 
 
 async def test_a_model_of_noise_makes_the_calls_it_has_to(gateway: tuple[Gateway, Path]) -> None:

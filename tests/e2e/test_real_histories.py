@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM
 
 from hold import Hold
-from nano_models import History, changed
+from nano_models import History
 from penstock import Fleet, GenerateOutput, PauseMode, SamplingParams
 from penstock.fleet.member import State
 from sim_fleets import samples_of, strike
@@ -69,8 +68,7 @@ class Run:
                 self.paused = False
             case "update":
                 self.crossed |= self.standing
-                model = changed(self.history.latest, max(self.history.models))
-                self.history.models[(await self.fleet.update_weights(model.named_parameters())).version] = model
+                await self.history.update(self.fleet, max(self.history.models))
             case "kill":
                 strike(self.live()[-1])
                 self.standing = set()  # of those on this engine, no token may have been told
@@ -131,11 +129,6 @@ async def fleet(nano_path: Path, hold: Hold) -> AsyncIterator[Fleet]:
     options = {"restart_backoff_s": 0.1, "max_restarts": 100, "stream_chunk_tokens": 16, "extra_args": hold.extra_args}
     async with Fleet.launch(nano_path, engines=2, profile="cpu", max_model_len=512, **options) as fleet:
         yield fleet
-
-
-@pytest.fixture(scope="module")
-def history(nano_path: Path) -> History:
-    return History({0: AutoModelForCausalLM.from_pretrained(nano_path, dtype="float32")})
 
 
 @pytest.mark.parametrize("name", STEPS)

@@ -9,10 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
 
 from hold import Hold
-from http_engine import HTTPEngine
+from http_engine import HTTPEngine, launched_engine
 from nano_models import History, changed, save_moe
 from penstock import Fleet
 from penstock.engine.launch import EngineProcess
@@ -56,7 +55,7 @@ async def test_engines_of_differing_sizes_serve_the_same_experts_after_an_update
 ) -> None:
     """TP 2 and TP 1 in one fleet, on a mixture of experts: each rank holds its share of every expert."""
     path = save_moe(tmp_path / "moe")
-    history = History({0: AutoModelForCausalLM.from_pretrained(path, dtype="float32")})
+    history = History.of(path)
     model = changed(history.latest, 1, scale=0.1)
     async with launched(tmp_path, wide=config(path, hold, tp=2), narrow=config(path, hold)) as processes:
         urls = [process.url for process in processes]
@@ -85,40 +84,32 @@ async def test_engines_of_differing_sizes_serve_the_same_experts_after_an_update
             for prompt, sample in zip(prompts, samples_of(out), strict=True):
                 assert history.worst_difference(prompt, sample) < 1e-4
         for url in urls:
-            engine = await HTTPEngine.connect(url)
-            try:
+            async with HTTPEngine.connected(url) as engine:
                 answers = [(p, (await engine.sample(p, 1, GREEDY))[0]) for p in prompts[:3]]
-                for prompt, sample in answers:
-                    assert sample.versions() == (1,) * 60
-                    assert history.worst_difference(prompt, sample) < 1e-4
-            finally:
-                await engine.teardown()
+            for prompt, sample in answers:
+                assert sample.versions() == (1,) * 60
+                assert history.worst_difference(prompt, sample) < 1e-4
 
 
 @pytest.mark.slow
-async def test_every_data_parallel_replica_takes_an_update(nano_path: Path, hold: Hold, tmp_path: Path) -> None:
-    history = History({0: AutoModelForCausalLM.from_pretrained(nano_path, dtype="float32")})
-    model = changed(history.latest, 2)
-    async with launched(tmp_path, replicas=config(nano_path, hold, dp=2)) as (process,):
-        engine = await HTTPEngine.connect(process.url, name="replicas")
-        try:
-            assert engine.dp_size == 2
-            prompts = [[5, 6, 7 + i] for i in range(8)]
-            with hold.at(20):
-                running = [asyncio.create_task(engine.sample(prompt, 1, LONG)) for prompt in prompts]
-                await hold.reached(8)
-                report = await engine.update_weights(model.named_parameters())
-            history.models[report.version] = model
-            first, second = report.engines[0].checksum.split("-")
-            assert first == second, "replicas of one engine hold the same weights"
-            for prompt, task in zip(prompts, running, strict=True):
-                (sample,) = await task
-                assert len(sample.spans) == 2
-                assert history.worst_difference(prompt, sample) < 1e-4
-            # More at once than one replica is given: whichever answers, it is the new model.
-            later = await asyncio.gather(*(engine.sample(prompt, 1, GREEDY) for prompt in prompts))
-            for prompt, (sample,) in zip(prompts, later, strict=True):
-                assert sample.versions() == (1,) * 60
-                assert history.worst_difference(prompt, sample) < 1e-4
-        finally:
-            await engine.teardown()
+async def test_every_data_parallel_replica_takes_an_update(
+    nano_path: Path, history: History, hold: Hold, tmp_path: Path
+) -> None:
+    async with launched_engine(config(nano_path, hold, dp=2), "replicas", tmp_path) as (engine, _):
+        assert engine.dp_size == 2
+        prompts = [[5, 6, 7 + i] for i in range(8)]
+        with hold.at(20):
+            running = [asyncio.create_task(engine.sample(prompt, 1, LONG)) for prompt in prompts]
+            await hold.reached(8)
+            report = await history.update(engine, 2)
+        first, second = report.engines[0].checksum.split("-")
+        assert first == second, "replicas of one engine hold the same weights"
+        for prompt, task in zip(prompts, running, strict=True):
+            (sample,) = await task
+            assert len(sample.spans) == 2
+            assert history.worst_difference(prompt, sample) < 1e-4
+        # More at once than one replica is given: whichever answers, it is the new model.
+        later = await asyncio.gather(*(engine.sample(prompt, 1, GREEDY) for prompt in prompts))
+        for prompt, (sample,) in zip(prompts, later, strict=True):
+            assert sample.versions() == (1,) * 60
+            assert history.worst_difference(prompt, sample) < 1e-4

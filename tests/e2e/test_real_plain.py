@@ -12,7 +12,6 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
 
 from hold import Hold
 from nano_models import History, changed
@@ -48,14 +47,13 @@ def plain_vllm(model: Path, log: Path, ranks: int, hold: Hold) -> AbstractAsyncC
 
 @pytest.mark.parametrize("ranks", [1, 2])
 async def test_plain_vllm_serves_in_a_fleet_and_takes_weights_in_flight(
-    nano_path: Path, hold: Hold, tmp_path: Path, ranks: int
+    nano_path: Path, history: History, hold: Hold, tmp_path: Path, ranks: int
 ) -> None:
     async with plain_vllm(nano_path, tmp_path / "log", ranks, hold) as url:
-        await _serves_through_updates(url, nano_path, ranks, hold)
+        await _serves_through_updates(url, history, ranks, hold)
 
 
-async def _serves_through_updates(url: str, nano_path: Path, ranks: int, hold: Hold) -> None:
-    history = History({0: AutoModelForCausalLM.from_pretrained(nano_path, dtype="float32")})
+async def _serves_through_updates(url: str, history: History, ranks: int, hold: Hold) -> None:
     store = SharedMemoryStore()
     async with Fleet.connect([url], control_timeout_s=60.0, request_timeout_s=200.0) as fleet:
         assert fleet.dp_size == ranks

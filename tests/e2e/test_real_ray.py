@@ -6,10 +6,9 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
 
 from hold import Hold
-from nano_models import History, changed
+from nano_models import History
 from penstock import Fleet, SamplingParams
 from penstock.fleet.member import State
 
@@ -18,15 +17,13 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.each, pytest.mark.
 PARAMS = SamplingParams(max_tokens=100, ignore_eos=True, detokenize=False)
 
 
-async def test_an_update_in_flight_and_a_death(nano_path: Path, hold: Hold) -> None:
-    history = History({0: AutoModelForCausalLM.from_pretrained(nano_path, dtype="float32")})
+async def test_an_update_in_flight_and_a_death(nano_path: Path, history: History, hold: Hold) -> None:
     options = {"profile": "auto", "max_model_len": 512, "dtype": "float32", "extra_args": hold.extra_args}
     async with Fleet.launch(nano_path, launcher="ray", **options) as fleet:
-        history.models[1] = changed(history.models[0], 1)
         with hold.at(20):
             running = asyncio.create_task(fleet.sample([5, 6, 7], 4, PARAMS))
             await hold.reached(4)
-            report = await fleet.update_weights(history.models[1].named_parameters())
+            report = await history.update(fleet, 1)
         assert (report.version, report.failures) == (1, {})
         samples = await running
         assert [[span.version for span in sample.spans] for sample in samples] == [[0, 1]] * 4

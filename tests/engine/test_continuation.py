@@ -34,12 +34,11 @@ FORMS = {"string": "abc", "strings": ["abc", "d"], "ids": [5, 6, 7], "lists of i
 
 @asynccontextmanager
 async def engine(chunk: int = 8, **config) -> AsyncIterator[tuple[SimServer, HTTPEngine]]:
-    async with SimServer(SimConfig(tokens_per_second=STEPS_PER_S, ignore_grammars=True, **config)) as server:
-        one = await HTTPEngine.connect(server.url, request_timeout_s=WAIT_S, stream_chunk_tokens=chunk)
-        try:
-            yield server, one
-        finally:
-            await one.teardown()
+    async with (
+        SimServer(SimConfig(tokens_per_second=STEPS_PER_S, ignore_grammars=True, **config)) as server,
+        HTTPEngine.connected(server.url, request_timeout_s=WAIT_S, stream_chunk_tokens=chunk) as one,
+    ):
+        yield server, one
 
 
 def generation(prompts, n=1):

@@ -27,12 +27,11 @@ PROMPT = [5, 6, 7]
 async def plain(**config: Any) -> AsyncIterator[tuple[HTTPEngine, SimServer]]:
     """One whose requests of `LONG` take 0.25 s."""
     options: dict[str, Any] = {"plain": True, "tokens_per_second": 500, "max_model_len": 512, **config}
-    async with SimServer(SimConfig(**options)) as server:
-        one = await HTTPEngine.connect(server.url, name="e0", control_timeout_s=WAIT_S, request_timeout_s=WAIT_S)
-        try:
-            yield one, server
-        finally:
-            await one.teardown()
+    async with (
+        SimServer(SimConfig(**options)) as server,
+        HTTPEngine.connected(server.url, name="e0", control_timeout_s=WAIT_S, request_timeout_s=WAIT_S) as one,
+    ):
+        yield one, server
 
 
 async def running(one: HTTPEngine, tokens: int = 10) -> None:

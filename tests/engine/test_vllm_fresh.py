@@ -9,11 +9,11 @@ import asyncio
 import os
 
 import pytest
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from http_engine import HTTPEngine
+from http_engine import launched_engine
 from nano_models import changed, logprobs_of, save_moe
-from penstock.engine.launch import EngineProcess
 from penstock.settings import EngineConfig
 from penstock.types import SamplingParams
 
@@ -37,9 +37,7 @@ async def test_updated_engine_equals_a_fresh_one_also_for_requests_in_flight(liv
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((live.model_path / name).read_bytes())
     config = EngineConfig(model=str(tmp_path), profile="cpu", max_model_len=512)
-    process = await EngineProcess.launch(config, name="fresh", log_dir=tmp_path)
-    fresh = await HTTPEngine.connect(process.url, name="fresh")
-    try:
+    async with launched_engine(config, "fresh", tmp_path) as (fresh, _):
         same = (await fresh.sample(prompt, 1, GREEDY))[0]
         assert (after.token_ids, after.logprobs) == (same.token_ids, same.logprobs)
         assert await fresh.collective_rpc("penstock_checksum") == await live.engine.collective_rpc("penstock_checksum")
@@ -51,30 +49,16 @@ async def test_updated_engine_equals_a_fresh_one_also_for_requests_in_flight(liv
         continued = (await fresh.sample([*prompt, *crossed.token_ids[:seam]], 1, rest))[0]
         assert crossed.token_ids[seam:] == continued.token_ids
         assert crossed.logprobs[seam:] == continued.logprobs
-    finally:
-        await fresh.teardown()
-        await process.stop()
 
 
 @pytest.mark.slow
 async def test_experts_are_repacked(tmp_path):
     model_path = save_moe(tmp_path / "moe")
     config = EngineConfig(model=str(model_path), profile="cpu", max_model_len=512)
-    process = await EngineProcess.launch(config, name="moe", log_dir=tmp_path)
-    engine = await HTTPEngine.connect(process.url, name="moe")
-    try:
+    async with launched_engine(config, "moe", tmp_path) as (engine, _):
         other = changed(AutoModelForCausalLM.from_pretrained(model_path, dtype="float32"), 5, scale=0.1)
         other.save_pretrained(tmp_path / "other")  # the checkpoint's names, which the engine loads
-        await engine.update_weights(_checkpoint(tmp_path / "other"))
+        await engine.update_weights(load_file(tmp_path / "other" / "model.safetensors").items())
         sample = (await engine.sample([5, 6, 7], 1, GREEDY))[0]
         again = logprobs_of(other, [5, 6, 7], sample.token_ids)
         assert max(abs(a - b) for a, b in zip(again, sample.logprobs, strict=True)) < 1e-4
-    finally:
-        await engine.teardown()
-        await process.stop()
-
-
-def _checkpoint(folder):
-    from safetensors.torch import load_file
-
-    return load_file(folder / "model.safetensors").items()

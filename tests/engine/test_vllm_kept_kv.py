@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from dataclasses import replace
 
 import pytest
@@ -18,12 +17,6 @@ LONG = SamplingParams(max_tokens=320, ignore_eos=True, detokenize=False, seed=7)
 ONE = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
 PREFIX = [3 + i % 90 for i in range(160)]
 """Five whole blocks of KV."""
-
-
-async def hits(live) -> int:
-    """Tokens found in the prefix cache since the start."""
-    text = await live.engine.control.http.get_text("/metrics", timeout_s=60)
-    return int(sum(map(float, re.findall(r"^vllm:prefix_cache_hits_total\{.*\} (\S+)$", text, re.MULTILINE))))
 
 
 async def waiting_in_core(live) -> int:
@@ -65,11 +58,11 @@ async def test_new_requests_reuse_kv_of_their_weights_and_none_of_older_ones(liv
         older = asyncio.create_task(live.engine.sample(PREFIX, 1, LONG))
         await live.hold.reached(1)
         await kept_update(live, 63)
-        before = await hits(live)
+        before = await live.engine.prefix_hits()
         (first,) = await live.engine.sample(PREFIX, 1, ONE)
-        assert await hits(live) == before
+        assert await live.engine.prefix_hits() == before
         (again,) = await live.engine.sample(PREFIX, 1, ONE)
-        assert await hits(live) > before, "requests of one version share their prefixes"
+        assert await live.engine.prefix_hits() > before, "requests of one version share their prefixes"
     assert first.token_ids == again.token_ids
     assert first.logprobs == pytest.approx(again.logprobs, abs=1e-5)  # on GPUs the last bits depend on what is cached
     (whole,) = await older  # its blocks are filled by now, with new weights, over old KV
@@ -140,10 +133,10 @@ async def test_salts_of_callers_still_separate_them(live):
         await kept_update(live, 68)
         for salt in ("a", "b", None):
             salted = body if salt is None else {**body, "cache_salt": salt}
-            found = [await hits(live)]
+            found = [await live.engine.prefix_hits()]
             for _ in range(2):
                 await http.post(path, salted, timeout_s=60)
-                found.append(await hits(live))
+                found.append(await live.engine.prefix_hits())
             assert found[0] == found[1] < found[2], (path, salt)
 
 

@@ -9,9 +9,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from http_engine import HTTPEngine
+from http_engine import launched_engine
 from nano_models import changed, logprobs_of, save_dense
-from penstock.engine.launch import EngineProcess
 from penstock.engine.layouts import quantization_config
 from penstock.errors import PenstockError
 from penstock.plugin.quantised import find_schemes, quantised
@@ -51,11 +50,7 @@ async def test_an_update_is_quantised_on_its_way(kind, tmp_path):
     }
     found = {}
     for name, config in ways.items():
-        process = await EngineProcess.launch(
-            config.model_copy(update={"max_model_len": 512}), name=name, log_dir=tmp_path
-        )
-        engine = await HTTPEngine.connect(process.url, name=name)
-        try:
+        async with launched_engine(config.model_copy(update={"max_model_len": 512}), name, tmp_path) as (engine, _):
             if name == "updated":
                 before = await engine.collective_rpc("penstock_checksum")
                 with pytest.raises(PenstockError, match="1 tensors of the engine's model are missing"):
@@ -64,9 +59,6 @@ async def test_an_update_is_quantised_on_its_way(kind, tmp_path):
                 assert await engine.collective_rpc("penstock_checksum") != before
             [sample] = await engine.sample(PROMPT, 1, GREEDY)
             found[name] = (sample.token_ids, sample.logprobs, await engine.collective_rpc("penstock_checksum"))
-        finally:
-            await engine.teardown()
-            await process.stop()
     assert found["updated"] == found["fresh"]
     ids, logprobs, _ = found["fresh"]
     gap = max(abs(a - b) for a, b in zip(logprobs_of(model, PROMPT, ids), logprobs, strict=True))

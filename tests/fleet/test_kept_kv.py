@@ -91,9 +91,8 @@ async def test_engines_that_share_kv_are_named_before_anything_is_done(bench: Be
 
 async def test_the_next_owner_of_an_engine_has_its_kept_kv_until_an_update_recomputes() -> None:
     async with SimServer(SimConfig(tokens_per_second=500)) as server:
-        before = await HTTPEngine.connect(server.url)
-        await before.update_weights(WEIGHTS, kv="keep")
-        await before.teardown()
+        async with HTTPEngine.connected(server.url) as before:
+            await before.update_weights(WEIGHTS, kv="keep")
         async with Fleet.connect([server.url]) as fleet:
             (sample,) = await fleet.sample([5], 1, SamplingParams(max_tokens=9))
             assert [(span.version, span.kv_kept) for span in sample.spans] == [(1, True)]

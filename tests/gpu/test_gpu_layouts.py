@@ -16,16 +16,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from http_engine import HTTPEngine
 from nano_models import History, changed, save_biased, save_dense, save_moe, save_routed
 from penstock import Fleet
 from penstock.engine.launch import EngineProcess
 from penstock.settings import EngineConfig
-from penstock.types import Sample, SamplingParams
+from penstock.types import SamplingParams
 from penstock.weights.checkpoint_names import checkpoint_tensors
-from sim_fleets import stepped
+from sim_fleets import samples_of, stepped
 
 pytestmark = [
     pytest.mark.gpu,
@@ -95,7 +94,7 @@ async def test_an_update_in_flight_reaches_every_rank_of_every_layout(kind: str,
         pytest.skip("this vLLM was installed without its kernels for experts")
     save, layouts = KINDS[kind]
     path = save(tmp_path / kind)
-    history = History({0: AutoModelForCausalLM.from_pretrained(path, dtype="float32")})
+    history = History.of(path)
     model = changed(history.latest, 1, scale=0.1 if kind in {"moe", "routed"} else 0.02)
     async with AsyncExitStack() as owned:
         processes = await launch_all(path, layouts, tmp_path, owned)
@@ -111,10 +110,8 @@ async def test_an_update_in_flight_reaches_every_rank_of_every_layout(kind: str,
         out = await running
         assert any(len(spans) > 1 for spans in out.response_spans), "the update missed every request"
         worst: dict[str, float] = {"in flight": 0.0}
-        samples = zip(prompts, out.response_ids, out.response_logprobs or (), out.response_spans, strict=True)
-        for prompt, ids, logprobs, spans in samples:
-            difference = history.worst_difference(prompt, Sample(ids, "length", logprobs, spans))
-            worst["in flight"] = max(worst["in flight"], difference)
+        for prompt, sample in zip(prompts, samples_of(out), strict=True):
+            worst["in flight"] = max(worst["in flight"], history.worst_difference(prompt, sample))
         for name, process in processes.items():
             worst[name] = await _worst_of(process.url, history, prompts[:8])
         assert max(worst.values()) < 1e-4, worst
@@ -131,10 +128,7 @@ def _check_ranks(name: str, kind: str, checksums: list[str]) -> None:
 
 
 async def _worst_of(url: str, history: History, prompts: list[list[int]]) -> float:
-    engine = await HTTPEngine.connect(url)
-    try:
+    async with HTTPEngine.connected(url) as engine:
         answers = await asyncio.gather(*(engine.sample(prompt, 1, GREEDY) for prompt in prompts))
-    finally:
-        await engine.teardown()
     assert all(sample.versions() == (1,) * 60 for (sample,) in answers)
     return max(history.worst_difference(prompt, sample) for prompt, (sample,) in zip(prompts, answers, strict=True))

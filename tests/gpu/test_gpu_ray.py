@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from nano_models import History, changed, save_dense
+from nano_models import History, save_dense
 from penstock import Fleet, SamplingParams
-from penstock.types import Sample
+from sim_fleets import samples_of
 
 pytest.importorskip("ray")
 pytestmark = [
@@ -33,7 +32,7 @@ PARAMS = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True, detokeni
 @pytest.mark.parametrize("ranks", [1, 2])
 async def test_every_gpu_has_an_engine_or_a_part_of_one(ranks: int, tmp_path: Path) -> None:
     path = save_dense(tmp_path / "dense")
-    history = History({0: AutoModelForCausalLM.from_pretrained(path, dtype="float32")})
+    history = History.of(path)
     before = free()
     async with Fleet.launch(
         path, len(before) // ranks, launcher="ray", profile="gpu", dtype="float32", max_model_len=512,
@@ -45,16 +44,13 @@ async def test_every_gpu_has_an_engine_or_a_part_of_one(ranks: int, tmp_path: Pa
         prompts = [[5, 6, 7 + i] for i in range(8 * len(before))]
         running = asyncio.create_task(fleet.generate(prompt_token_ids=prompts, sampling_params=PARAMS))
         await asyncio.sleep(1.0)
-        model = changed(history.latest, 1)
-        report = await fleet.update_weights(model.named_parameters())
+        report = await history.update(fleet, 1)
         assert report.failures == {}
         assert [len(update.checksum.split("-")) for update in report.engines] == [ranks] * (len(before) // ranks)
-        history.models[1] = model
         out = await running
         assert any(len(spans) > 1 for spans in out.response_spans), "the update missed every request"
-        answers = zip(prompts, out.response_ids, out.response_logprobs or (), out.response_spans, strict=True)
-        for prompt, ids, logprobs, spans in answers:
-            assert history.worst_difference(prompt, Sample(ids, "length", logprobs, spans)) < 1e-4
+        for prompt, sample in zip(prompts, samples_of(out), strict=True):
+            assert history.worst_difference(prompt, sample) < 1e-4
         short = await fleet.sample([9, 8], 1, replace(PARAMS, max_tokens=20))
         assert {version for sample in short for version in sample.versions()} == {1}
     deadline = time.monotonic() + 20

@@ -18,10 +18,10 @@ from typing import Any
 import aiohttp
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import Qwen3Config
 
 from char_tokenizer import save_char_tokenizer
-from http_engine import HTTPEngine
+from http_engine import HTTPEngine, launched_engine
 from nano_models import MAX_LEN, History, changed, save_adapter, save_dense
 from penstock.engine.launch import EngineProcess
 from penstock.settings import EngineConfig
@@ -97,11 +97,8 @@ class Sleeper:
 
 async def _launched(config: EngineConfig, logs: Path, history: History) -> AsyncIterator[Sleeper]:
     before = used()
-    process = await EngineProcess.launch(config, name="sleeper", log_dir=logs)
-    engine = await HTTPEngine.connect(process.url, name="sleeper")
-    yield Sleeper(engine, process, before, history, logs)
-    await engine.teardown()
-    await process.stop()
+    async with launched_engine(config, "sleeper", logs) as (engine, process):
+        yield Sleeper(engine, process, before, history, logs)
 
 
 @pytest.fixture(scope="module")
@@ -121,8 +118,7 @@ async def large(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sleep
 async def nano(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sleeper]:
     """Exact: fp32, and a model to hold it against."""
     folder = save_dense(tmp_path_factory.mktemp("nano"))
-    history = History({0: AutoModelForCausalLM.from_pretrained(folder, dtype="float32")})
-    async for sleeper in _launched(engine_config(folder, dtype="float32"), folder, history):
+    async for sleeper in _launched(engine_config(folder, dtype="float32"), folder, History.of(folder)):
         yield sleeper
 
 
@@ -130,9 +126,8 @@ async def nano(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sleepe
 async def adapted(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sleeper]:
     """With an adapter, `ad`; in bf16, since vLLM's kernels for adapters take no fp32."""
     folder = save_dense(tmp_path_factory.mktemp("adapted"))
-    history = History({0: AutoModelForCausalLM.from_pretrained(folder, dtype="float32")})
     config = engine_config(folder, dtype="bfloat16", enable_lora=True)
-    async for sleeper in _launched(config, folder, history):
+    async for sleeper in _launched(config, folder, History.of(folder)):
         body = {"lora_name": "ad", "lora_path": str(save_adapter(folder / "adapter"))}
         async with (
             aiohttp.ClientSession() as http,
