@@ -28,7 +28,7 @@ LONG = 300_000
 
 
 def kept(rig: Rig) -> Any:
-    (one,) = rig.gateway._kept.values()
+    (one,) = rig.gateway.sessions(rig.tenant)
     return one
 
 

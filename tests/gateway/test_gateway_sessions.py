@@ -318,7 +318,7 @@ async def test_budgets_are_answered_in_the_wire_s_own_error(tokenizer: Tokenizer
     ):
         assert (await rig.http.post("/sessions", json=wrong)).status_code == 400
     answer = await rig.http.post("/sessions", json={"sesion": "x"})
-    assert "unknown key 'sesion'; known: session, max_turns" in answer.text
+    assert "'sesion'; did you mean 'session'?" in answer.text
 
 
 async def test_bodies_and_sessions_are_bounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,7 @@ def _tenants(file: Path | None) -> list[Tenant]:
     from penstock.config import read_keys  # noqa: PLC0415
     from penstock.gateway.graph import Limits  # noqa: PLC0415
     from penstock.gateway.service import Tenant  # noqa: PLC0415
+    from penstock.options import validate  # noqa: PLC0415
 
     if file is None:
         key = os.environ.get("PENSTOCK_GATEWAY_KEY")
@@ -89,7 +90,7 @@ def _tenants(file: Path | None) -> list[Tenant]:
         for name, entry in entries.items():
             if not isinstance(entry["key"], str) or not entry["key"]:
                 raise ConfigError(f"the key of tenant {name!r} in {file} must be a text, got {entry['key']!r}")
-        return [Tenant(name, entry["key"], Limits.of(entry, "key")) for name, entry in entries.items()]
+        return [Tenant(name, entry.pop("key"), validate(Limits, entry)) for name, entry in entries.items()]
 
 
 async def _serve(

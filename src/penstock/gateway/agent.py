@@ -24,7 +24,7 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.gateway.agent_process import GRACE_S
 from penstock.gateway.app import serving
 from penstock.gateway.dialect import SAMPLING
-from penstock.gateway.graph import Limits, Node, Session
+from penstock.gateway.graph import Limits, Node
 from penstock.gateway.service import Gateway, Tenant
 from penstock.gateway.turn import GatewayOptions
 from penstock.guard import new_key
@@ -46,8 +46,6 @@ _TAIL = 2000
 _PLACE = re.compile(r"(?<!\$)\{(\w+)\}")
 """A placeholder such as `{prompt}`, but not a shell's `${prompt}`."""
 _PLACES = ("prompt", "model", "base_url")
-_LONGEST_VARIABLE = 100_000
-"""Bytes of a variable. Linux starts no program with a variable of 128 KiB."""
 _SECRETS = ("PENSTOCK_API_KEY", "PENSTOCK_GATEWAY_KEY", "VLLM_API_KEY")
 """Variables of our environment that an agent must not see."""
 _WHOLE = {
@@ -90,7 +88,7 @@ class Episode:
             "ANTHROPIC_BASE_URL": self.base_url,
             "ANTHROPIC_API_KEY": self.api_key,
             "PENSTOCK_MODEL": self.model,
-            "PENSTOCK_PROMPT": self.task.prompt if _fits_variable(self.task.prompt) else "",
+            "PENSTOCK_PROMPT": self.task.prompt,
             "PENSTOCK_SESSION": self.session,
             "PENSTOCK_TASK": json.dumps({"id": self.task.id}),  # without the metadata, which may hold the answer
         }
@@ -142,7 +140,7 @@ class AgentGenerator(Generator):
         self._places = Places(self.concurrency)
         self._late = f": it took over {self.timeout_s:g} s"
         self._kept: deque[Path] = deque()
-        self._failed = self._silent = 0
+        self._silent = 0
         self._why_silent = ""
         self._has_turns = False
 
@@ -196,27 +194,17 @@ class AgentGenerator(Generator):
             self._silent += 1
             self._why_silent = f"the agent of task {task.id!r} asked for no turn{why or ''}"
             log.warning("%s", self._why_silent)
-            self._close_log(session.id, f"task {task.id!r}, group {group}, no turn{why or ''}")
             return []
         self._silent, self._has_turns = 0, True
         if why is not None:
-            self._note_failure(task, session, why)
+            log.warning("the agent of task %r failed after %d turns%s", task.id, len(session.nodes), why)
         last = session.last_turn()
         if session.reward is None:
             session.reward = 0.0 if why is not None else self._reward(task, last, reward)
-        said = f"task {task.id!r}, group {group}, {len(session.nodes)} turns, reward {session.reward:g}{why or ''}"
-        self._close_log(session.id, said)
         breaks = {f"agent/breaks/{cause.replace(' ', '_')}": float(n) for cause, n in session.breaks.items()}
         chosen = rows if given is None else [row for row in rows if row.leaf is last]
         made = [row.trajectory(group) for row in chosen]
         return [replace(t, metrics={**t.metrics, "agent/failed": float(why is not None), **breaks}) for t in made]
-
-    def _note_failure(self, task: Task, session: Session, why: str) -> None:
-        """Warn of a failure after some turns. Log only the failures whose count is a power of two."""
-        self._failed += 1
-        if self._failed & (self._failed - 1) == 0:
-            turns = len(session.nodes)
-            log.warning("agents failed: %d; that of task %r after %d turns%s", self._failed, task.id, turns, why)
 
     def _reward(self, task: Task, last: Node, reward: float | None) -> float:
         if reward is not None:
@@ -260,50 +248,26 @@ class AgentGenerator(Generator):
 
     async def _run(self, episode: Episode, command: Sequence[str]) -> str | None:
         """Run the command until its whole process group has ended. Return the reason if it failed."""
-        filled = {
-            "prompt": episode.task.prompt,
-            "model": episode.model,
-            "base_url": episode.base_url,
-        }
+        filled = {"prompt": episode.task.prompt, "model": episode.model, "base_url": episode.base_url}
         words = [_PLACE.sub(lambda place: filled.get(place[1], place[0]), word) for word in command]
-        prompt = self._folder / f"{episode.session}.prompt"
-        given = {**episode.environment(), "PENSTOCK_PROMPT_FILE": str(prompt.absolute())}
+        child = await ChildProcess.start(
+            [sys.executable, "-m", "penstock.gateway.agent_process", *words],
+            name=f"agent {episode.session}",
+            log=self._folder / f"{episode.session}.log",
+            env={**dict.fromkeys(_SECRETS, ""), **episode.environment()},
+        )
         try:
-            prompt.write_bytes(episode.task.prompt.encode())
-            child = await ChildProcess.start(
-                [sys.executable, "-m", "penstock.gateway.agent_process", *words],
-                name=f"agent {episode.session}",
-                log=self._folder / f"{episode.session}.log",
-                env={**dict.fromkeys(_SECRETS, ""), **given},
-            )
-            try:
-                status = await child.wait()
-            finally:
-                await asyncio.shield(child.stop(STOP_S))
-                said = child.said(_TAIL)
-                self._keep(child.log)
+            status = await child.wait()
         finally:
-            prompt.unlink(missing_ok=True)
+            await asyncio.shield(child.stop(STOP_S))
+            said = child.said(_TAIL)
+            self._keep(child.log)
         return None if status == 0 else f": it ended with status {status}; {child.log}: {said}"
-
-    def _close_log(self, session: str, said: str) -> None:
-        """Append the outcome of an episode to its command's output."""
-        if callable(self.agent):
-            return
-        file = self._folder / f"{session}.log"
-        if file.exists():
-            with file.open("a") as output:
-                output.write(f"penstock: {said.partition(f'; {file}')[0]}\n")
 
     def _keep(self, log: Path) -> None:
         self._kept.append(log)
         while len(self._kept) > self.most_logs:
             self._kept.popleft().unlink(missing_ok=True)
-
-
-def _fits_variable(text: str) -> bool:
-    """Whether a program can be started with the text in a variable."""
-    return "\0" not in text and len(text.encode(errors="surrogatepass")) <= _LONGEST_VARIABLE
 
 
 # --- a run's agent ---------------------------------------------------------------------------------------------------

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-from penstock.gateway.dialect import Dialect, dumps, event, forced_tools, listed, notes_of, sampling_of, text_of
+from penstock.gateway.dialect import Dialect, dumps, event, listed, text_of
 from penstock.gateway.messages import (
     UNKNOWN_THREAD,
     Answer,
@@ -20,33 +21,28 @@ from penstock.gateway.messages import (
 )
 
 _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "max_tokens"}
-_KNOWN = ("messages", "system", "thread", "max_tokens", "stop_sequences")
 _ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
 
 
 class AnthropicDialect(Dialect):
     """Messages with blocks: text, thinking, tool_use and tool_result."""
 
+    limits = ("max_tokens",)
+    stop = "stop_sequences"
+
     def read(self, body: Mapping[str, Any]) -> ChatRequest:
-        messages = [ChatMessage("system", text)] if (text := text_of(body.get("system"))) else []
-        for given in listed(body["messages"], "messages"):
-            messages += _messages(given)
         thread: dict[str, Any] = body.get("thread") or {}
-        choice: dict[str, Any] = body.get("tool_choice") or {}
-        tools = () if choice.get("type") == "none" else tuple(_tool(tool) for tool in body.get("tools") or ())
-        return ChatRequest(
-            messages=tuple(messages),
-            tools=tools,
-            max_tokens=body.get("max_tokens"),
-            sampling=sampling_of(body, stop="stop_sequences"),
-            stream=bool(body.get("stream")),
-            model=str(body.get("model") or ""),
-            previous=bare(str(thread.get("previous_message_id") or "")),
-            thread=thread.get("type") == "continue",
-            notes=notes_of(body, _KNOWN),
-            forced=forced_tools(choice, tools),
-            single_call=choice.get("type") == "tool" or choice.get("disable_parallel_tool_use") is True,
-        )
+        previous = bare(str(thread.get("previous_message_id") or ""))
+        return replace(super().read(body), previous=previous, thread=thread.get("type") == "continue")
+
+    def messages(self, body: Mapping[str, Any]) -> Iterable[ChatMessage]:
+        if text := text_of(body.get("system")):
+            yield ChatMessage("system", text)
+        for given in listed(body["messages"], "messages"):
+            yield from _messages(given)
+
+    def tools(self, given: Iterable[Mapping[str, Any]]) -> Iterable[Tool]:
+        return map(_tool, given)
 
     def write(self, answer: Answer) -> dict[str, Any]:
         return {**_head(answer), "content": _blocks(answer), "stop_reason": _STOPS[answer.finish]}

@@ -7,7 +7,6 @@ import hashlib
 import math
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import asdict
 from functools import partial
 from typing import Any, cast
 
@@ -24,12 +23,13 @@ from penstock.checks import parse_json, reading
 from penstock.errors import UserError
 from penstock.gateway.anthropic import AnthropicDialect
 from penstock.gateway.chat import ChatDialect
-from penstock.gateway.dialect import KEEPALIVE, Dialect, dumps, refuse_long
+from penstock.gateway.dialect import KEEPALIVE, Dialect, dumps
 from penstock.gateway.graph import Limits, Row
 from penstock.gateway.messages import Answer, ChatRequest, GatewayError, bare, tools_key
 from penstock.gateway.responses import ResponsesDialect
 from penstock.gateway.service import Gateway, PendingTurn, ServedSession, Tenant
 from penstock.guard import cross_site
+from penstock.options import validate
 
 MOST_BODY = 64 << 20
 LONG_BODY = 1 << 14
@@ -38,9 +38,6 @@ KEEPALIVE_S = 10.0
 """Seconds without an answer after which a stream starts. An earlier error gets its own HTTP status."""
 RESET_S = 0.05
 """Seconds until the server notices that a client has left. A repeated request may arrive earlier, so it waits."""
-NOTE_HEADER = "X-Penstock-Note"
-"""Header that lists what the client requested but the gateway did not do."""
-MOST_NOTE = 500
 NODE_HEADER = "X-Penstock-Node"
 ROWS_TYPE = "application/x-ndjson"
 LONG_ANSWER = 1 << 16
@@ -111,6 +108,12 @@ async def _no_path(http: Request, _: Exception) -> Response:
     return JSONResponse(WIRES["/v1/chat/completions"].error(GatewayError(why, code="not_found")), 404)
 
 
+class _Opening(Limits):
+    """The body of a call that opens a session."""
+
+    session: str | None = None
+
+
 class _Calls:
     """Handlers of the gateway's routes."""
 
@@ -162,7 +165,6 @@ class _Calls:
         def read() -> ChatRequest:
             with reading("request", GatewayError):
                 request = wire.read(_as_object(body))
-                refuse_long(request)
                 tools_key(request.tools)  # raises for parameters nested too deeply to render
                 return request
 
@@ -179,11 +181,7 @@ class _Calls:
         if session.is_waited_for(digest):
             await asyncio.sleep(RESET_S)
         turn = self._gateway.submit(session, request, digest, is_retry=is_retry, size=len(body))
-        said = request.notes
-        if request.forced and not self._gateway.options.force_calls:
-            said = (*said, "tool_choice is not enforced, so that the turn can be trained on")
-        note = "; ".join(said).encode("ascii", "backslashreplace")[:MOST_NOTE].decode()
-        headers = {**({NOTE_HEADER: note} if note else {}), NODE_HEADER: turn.id}
+        headers = {NODE_HEADER: turn.id}
         answer = await self._wait(turn, http, self._keepalive_s if request.stream else None)
         if answer is None or request.stream:
             return _Stream(http, turn, _events(wire, turn, self._keepalive_s), headers)
@@ -213,14 +211,11 @@ class _Calls:
         return JSONResponse({"input_tokens": (parent.length if parent else 0) + len(added)})
 
     async def open_session(self, http: Request, tenant: Tenant) -> Response:
-        body = _as_object(await _body(http) or b"{}")
-        name = body.get("session")
-        if name is not None and not isinstance(name, str):
-            raise UserError(f"session is a text, got {name!r}")
-        given = any(value is not None for key, value in body.items() if key != "session")
-        session = self._gateway.open_session(tenant, name, Limits.of(body, "session") if given else None)
+        asked = validate(_Opening, _as_object(await _body(http) or b"{}"))
+        limits = Limits(**asked.model_dump(exclude={"session"}))
+        session = self._gateway.open_session(tenant, asked.session, None if limits == Limits() else limits)
         shown = {"session": session.id, "api_key": session.key, "base_url": str(http.base_url).rstrip("/")}
-        return JSONResponse({**shown, "limits": asdict(session.limits)})
+        return JSONResponse({**shown, "limits": session.limits.model_dump()})
 
     async def report(self, _: Request, tenant: Tenant) -> Response:
         return JSONResponse(self._gateway.report(tenant))

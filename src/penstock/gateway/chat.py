@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-from penstock.gateway.dialect import Dialect, event, forced_tools, listed, notes_of, sampling_of, text_of
+from penstock.gateway.dialect import Dialect, event, listed, text_of
 from penstock.gateway.messages import Answer, ChatMessage, ChatRequest, GatewayError, Tool, ToolCall, bare, minted_in
-
-_KNOWN = ("messages", "max_tokens", "max_completion_tokens", "parallel_tool_calls", "n", "stop")
 
 
 class ChatDialect(Dialect):
     """Chat completions, with `reasoning_content` as in vLLM."""
 
+    limits = ("max_completion_tokens", "max_tokens")
+
     def read(self, body: Mapping[str, Any]) -> ChatRequest:
         if body.get("n") not in (None, 1):
             why = f"one choice a turn is served here, got n={body['n']!r}; send the request again for another"
             raise GatewayError(why)
-        choice = body.get("tool_choice")
-        limit = body.get("max_completion_tokens")
-        tools = () if choice == "none" else tuple(_tool(tool) for tool in body.get("tools") or ())
         streamed: dict[str, Any] = body.get("stream_options") or {}
-        return ChatRequest(
-            messages=tuple(_message(message) for message in listed(body["messages"], "messages")),
-            tools=tools,
-            max_tokens=body.get("max_tokens") if limit is None else limit,
-            sampling=sampling_of(body, stop="stop"),
-            stream=bool(body.get("stream")),
-            model=str(body.get("model") or ""),
-            include_usage=bool(streamed.get("include_usage")),
-            notes=notes_of(body, _KNOWN),
-            forced=forced_tools(choice, tools),
-            single_call=isinstance(choice, dict) or body.get("parallel_tool_calls") is False,
-        )
+        return replace(super().read(body), include_usage=bool(streamed.get("include_usage")))
+
+    def messages(self, body: Mapping[str, Any]) -> Iterable[ChatMessage]:
+        return map(_message, listed(body["messages"], "messages"))
+
+    def tools(self, given: Iterable[Mapping[str, Any]]) -> Iterable[Tool]:
+        return map(_tool, given)
 
     def write(self, answer: Answer) -> dict[str, Any]:
         choice = {"index": 0, "message": _written(answer), "logprobs": None, "finish_reason": _finish(answer)}

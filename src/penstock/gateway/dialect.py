@@ -4,30 +4,18 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import orjson
 
-from penstock.gateway.messages import Answer, ChatRequest, GatewayError, Tool
+from penstock.gateway.messages import Answer, ChatMessage, ChatRequest, GatewayError, Tool
 
 KEEPALIVE = b": keepalive\n\n"
 SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("min_tokens", "stop_token_ids", "ignore_eos"),
 )
-MOST_MESSAGES = 50_000
-MOST_TOOLS = 1000
-MOST_ARGUMENTS = 1 << 20
-"""Limits of one request: messages or items, tools, characters of one call. More would delay other sessions."""
-_WITHOUT_EFFECT = frozenset(
-    (
-        *("betas", "cache_control", "client_metadata", "context_management", "diagnostics", "include"),
-        *("include_reasoning", "inference_geo", "metadata", "moderation", "prompt_cache_key", "prompt_cache_retention"),
-        *("safety_identifier", "service_tier", "speed", "store", "stream_options", "user"),
-    )
-)
-"""Fields that change no token and are ignored without a note."""
 _REFUSED = frozenset(
     (
         *("audio", "background", "container", "conversation", "echo", "function_call", "functions", "guided_json"),
@@ -35,7 +23,7 @@ _REFUSED = frozenset(
         *("response_format", "structured_outputs", "text", "web_search_options"),
     )
 )
-"""Fields that would change the answer, so they must not be ignored."""
+"""Fields that would change the answer. Other unknown fields are ignored."""
 _FORMATS = ("output_config", "output_format", "response_format", "text")
 _PLAIN: tuple[Any, ...] = (None, False, "", "text", [], {}, ["text"])
 _NOT_FORCED = ("none", "auto", None)
@@ -46,9 +34,36 @@ _NAMED = ("function", "custom", "tool")
 class Dialect(ABC):
     """One wire format: it reads requests, and writes answers, events and errors."""
 
-    @abstractmethod
+    limits: Sequence[str]
+    """Fields that limit the sampled tokens. The first one given counts."""
+    stop = "stop"
+    """Field of the stop strings."""
+
     def read(self, body: Mapping[str, Any]) -> ChatRequest:
         """Read a request. GatewayError: it asks for something unsupported."""
+        _refuse_unserved(body)
+        choice = body.get("tool_choice")
+        fields = cast("dict[str, Any]", choice if isinstance(choice, dict) else {"type": choice})
+        tools = () if fields.get("type") == "none" else tuple(self.tools(body.get("tools") or ()))
+        is_single = body.get("parallel_tool_calls") is False or fields.get("disable_parallel_tool_use") is True
+        return ChatRequest(
+            messages=tuple(self.messages(body)),
+            tools=tools,
+            max_tokens=next((body[name] for name in self.limits if body.get(name) is not None), None),
+            sampling=_sampling_of(body, self.stop),
+            stream=bool(body.get("stream")),
+            model=str(body.get("model") or ""),
+            forced=_forced_tools(fields, tools),
+            single_call=is_single or fields.get("type") in _NAMED,
+        )
+
+    @abstractmethod
+    def messages(self, body: Mapping[str, Any]) -> Iterable[ChatMessage]:
+        """Read the messages of a request."""
+
+    @abstractmethod
+    def tools(self, given: Iterable[Mapping[str, Any]]) -> Iterable[Tool]:
+        """Read the tools of a request."""
 
     @abstractmethod
     def write(self, answer: Answer) -> dict[str, Any]:
@@ -83,8 +98,8 @@ def dumps(data: Any) -> bytes:
         return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace").encode()
 
 
-def sampling_of(body: Mapping[str, Any], *, stop: str) -> dict[str, Any]:
-    """Return a body's sampling parameters under vLLM's names. `stop` is this wire's field of stop strings."""
+def _sampling_of(body: Mapping[str, Any], stop: str) -> dict[str, Any]:
+    """Return a body's sampling parameters under vLLM's names."""
     found = {name: body[name] for name in SAMPLING if body.get(name) is not None}
     stops = body.get(stop)
     if stops:
@@ -95,20 +110,12 @@ def sampling_of(body: Mapping[str, Any], *, stop: str) -> dict[str, Any]:
     return found
 
 
-def notes_of(body: Mapping[str, Any], known: Sequence[str]) -> tuple[str, ...]:
-    """Return notes on a body's ignored fields, which the wire format does not know.
-
-    Raises:
-        GatewayError: a field cannot be ignored.
-    """
-    notes: list[str] = []
-    for name in sorted(body.keys() - _WITHOUT_EFFECT - {*known, *SAMPLING, "model", "stream", "tools", "tool_choice"}):
+def _refuse_unserved(body: Mapping[str, Any]) -> None:
+    """Raise GatewayError for a field that cannot be ignored."""
+    for name in sorted(body.keys() & _REFUSED):
         value = _format_of(body[name]) if name in _FORMATS else body[name]
-        if value not in _PLAIN and name in _REFUSED:
-            raise GatewayError(f"{name} is not served here, got {str(body[name])[:80]}; leave it out")
         if value not in _PLAIN:
-            notes.append(f"{name} is ignored")
-    return tuple(notes)
+            raise GatewayError(f"{name} is not served here, got {str(body[name])[:80]}; leave it out")
 
 
 def _format_of(value: Any) -> Any:
@@ -120,13 +127,10 @@ def _format_of(value: Any) -> Any:
 
 
 def listed(given: Any, name: str) -> list[Any]:
-    """Return the messages of a request. GatewayError: they are not a list, or too many."""
+    """Return the messages of a request. GatewayError: they are not a list."""
     if not isinstance(given, list):
         raise GatewayError(f"{name} is a list, got {str(given)[:80]}")
-    found = cast("list[Any]", given)
-    if len(found) > MOST_MESSAGES:
-        raise GatewayError(f"{name} has {len(found)} entries; at most {MOST_MESSAGES} are served", status=413)
-    return found
+    return cast("list[Any]", given)
 
 
 def text_of(content: Any, kinds: Sequence[str] = ("text", "input_text", "output_text", "refusal")) -> str:
@@ -146,15 +150,12 @@ def text_of(content: Any, kinds: Sequence[str] = ("text", "input_text", "output_
     return "\n".join(texts)
 
 
-def forced_tools(choice: Any, tools: Sequence[Tool]) -> tuple[str, ...]:
+def _forced_tools(fields: Mapping[str, Any], tools: Sequence[Tool]) -> tuple[str, ...]:
     """Read the tool choice of any wire. Return the names of the tools of which one must be called.
 
     Raises:
         GatewayError: the choice is unknown, or names a tool that the request does not have.
     """
-    fields: dict[str, Any] = {"type": choice}
-    if isinstance(choice, dict):
-        fields = cast("dict[str, Any]", choice)
     kind, known = fields.get("type"), [tool.name for tool in tools]
     if kind == "allowed_tools":
         fields = {**fields, **fields.get("allowed_tools", {})}
@@ -173,13 +174,3 @@ def forced_tools(choice: Any, tools: Sequence[Tool]) -> tuple[str, ...]:
     if unknown := sorted(set(names) - set(known)):
         raise GatewayError(f"tool_choice names {unknown[0]!r}, which is no tool of the request: {', '.join(known)}")
     return tuple(dict.fromkeys(names))
-
-
-def refuse_long(request: ChatRequest) -> None:
-    """Refuse a request with too many tools or too long a call."""
-    if len(request.tools) > MOST_TOOLS:
-        raise GatewayError(f"tools has {len(request.tools)} entries; at most {MOST_TOOLS} are served", status=413)
-    for call in (call for message in request.messages for call in message.calls):
-        if (size := len(call.arguments)) > MOST_ARGUMENTS:
-            why = f"the arguments of a call of {call.name} have {size} characters; at most {MOST_ARGUMENTS} are served"
-            raise GatewayError(why, status=413)

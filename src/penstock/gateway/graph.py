@@ -9,17 +9,17 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from secrets import token_hex
 from typing import Any
 
-from penstock.checks import whole_number
 from penstock.errors import UserError
 from penstock.gateway.dialect import SAMPLING
-from penstock.gateway.messages import ChatMessage, GatewayError, Tool, tools_key
+from penstock.gateway.messages import ChatMessage, Tool, tools_key
 from penstock.rollout.generator import Trajectory
 from penstock.rollout.multi_turn import TokenRow
+from penstock.settings import Positive, Seconds, Section
 from penstock.types import Sample, SamplingParams
 
 ID_BYTES = 12
@@ -210,53 +210,17 @@ class Session:
         return rows
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(Section):
     """Budget of a session: sampled tokens, turns, and seconds since its start; None: no limit."""
 
-    max_turns: int | None = None
-    max_tokens: int | None = None
-    max_seconds: float | None = None
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any], beside: str) -> Limits:
-        """Read the limits from a mapping that also has the key `beside`.
-
-        UserError: a limit is unknown, not a number, or too small.
-        """
-        known = [f.name for f in fields(cls)]
-        if unknown := sorted(given.keys() - {*known, beside}):
-            raise UserError(f"unknown key {unknown[0]!r}; known: {beside}, {', '.join(known)}")
-        values: dict[str, Any] = {name: given[name] for name in known if given.get(name) is not None}
-        for name in ("max_turns", "max_tokens"):
-            if name in values:
-                whole_number(values[name], name, least=1)
-        seconds = values.get("max_seconds", 1.0)
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
-            raise UserError(f"max_seconds must be a number above 0, got {seconds!r}")
-        return cls(**values)
+    max_turns: Positive | None = None
+    max_tokens: Positive | None = None
+    max_seconds: Seconds | None = None
 
     def least(self, other: Limits) -> Limits:
         """Return the lower limit of each kind."""
-        pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
+        pairs = {name: (getattr(self, name), getattr(other, name)) for name in Limits.model_fields}
         return Limits(**{name: min((v for v in pair if v is not None), default=None) for name, pair in pairs.items()})
-
-    def check(self, session: Session, *, under_way: int) -> None:
-        """Refuse the next turn of a session that has used up its budget. Turns under way count."""
-        used = {
-            "max_turns": len(session.nodes) + under_way,
-            "max_tokens": session.sampled_tokens,
-            "max_seconds": time.time() - session.created,
-        }
-        for name, value in used.items():
-            limit = getattr(self, name)
-            if limit is not None and value >= limit:
-                raise self.over(session, name)
-
-    def over(self, session: Session, name: str) -> GatewayError:
-        """Return the error for a session that has used up a limit."""
-        why = f"the budget of session {session.id} is used up: {name}={getattr(self, name):g}"
-        return GatewayError(why, code="budget_exceeded")
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,7 +156,6 @@ class ChatRequest:
         previous: bare id of the node that the conversation continues (`previous_response_id`, or Anthropic's threads).
         thread: take system prompt and tools from the turn that the request continues.
         include_usage: end a stream of chat completions with its usage.
-        notes: requested features that are not done.
         forced: names of tools of which the turn must call one; empty: the model decides.
         single_call: a forced turn makes exactly one call.
         has_instructions: the first message replaces the system prompt of the conversation that `previous` names.
@@ -171,7 +170,6 @@ class ChatRequest:
     previous: str = ""
     thread: bool = False
     include_usage: bool = False
-    notes: tuple[str, ...] = ()
     forced: tuple[str, ...] = ()
     single_call: bool = False
     has_instructions: bool = False

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from penstock.gateway.dialect import Dialect, event, forced_tools, listed, notes_of, sampling_of, text_of
+from penstock.gateway.dialect import Dialect, event, listed, text_of
 from penstock.gateway.messages import Answer, ChatMessage, ChatRequest, GatewayError, Tool, ToolCall, bare, minted_in
 
 _INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
@@ -15,33 +16,28 @@ _SUMMARY = "summary_text"
 _REASONING = "reasoning_text"
 
 
-_KNOWN = ("input", "instructions", "max_output_tokens", "parallel_tool_calls", "previous_response_id", "stop")
-
-
 class ResponsesDialect(Dialect):
     """Items instead of messages. Adjacent items of an assistant form one message."""
 
+    limits = ("max_output_tokens",)
+
     def read(self, body: Mapping[str, Any]) -> ChatRequest:
-        instructions = str(body.get("instructions") or "")
-        messages = [ChatMessage("system", instructions)] if instructions else []
+        previous = bare(str(body.get("previous_response_id") or ""))
+        return replace(super().read(body), previous=previous, has_instructions=bool(body.get("instructions")))
+
+    def messages(self, body: Mapping[str, Any]) -> Iterable[ChatMessage]:
+        if instructions := body.get("instructions"):
+            yield ChatMessage("system", str(instructions))
         given = body["input"]
-        items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-        messages += _messages(listed(items, "input"))
-        choice = body.get("tool_choice")
-        tools, notes = _tools(body.get("tools") or ())
-        return ChatRequest(
-            messages=tuple(messages),
-            tools=() if choice == "none" else tools,
-            forced=forced_tools(choice, tools),
-            single_call=isinstance(choice, dict) or body.get("parallel_tool_calls") is False,
-            max_tokens=body.get("max_output_tokens"),
-            sampling=sampling_of(body, stop="stop"),
-            stream=bool(body.get("stream")),
-            model=str(body.get("model") or ""),
-            previous=bare(str(body.get("previous_response_id") or "")),
-            notes=(*notes, *notes_of(body, _KNOWN)),
-            has_instructions=bool(instructions),
-        )
+        yield from _messages([{"role": "user", "content": given}] if isinstance(given, str) else listed(given, "input"))
+
+    def tools(self, given: Iterable[Mapping[str, Any]]) -> Iterable[Tool]:
+        """Read the tools. Leave out those that OpenAI's servers run."""
+        for tool in given:
+            if tool["type"] in {"function", "custom"}:
+                is_custom = tool["type"] == "custom"
+                parameters = _INPUT if is_custom else dict(tool.get("parameters") or {})
+                yield Tool(str(tool["name"]), str(tool.get("description") or ""), parameters, custom=is_custom)
 
     def write(self, answer: Answer) -> dict[str, Any]:
         whole, items = answer.finish in {"stop", "tool_calls"}, _items(answer)
@@ -124,21 +120,6 @@ def _joined(parts: Sequence[ChatMessage]) -> ChatMessage:
         tuple(call for part in parts for call in part.calls),
         minted=tuple(name for part in parts for name in part.minted),
     )
-
-
-def _tools(given: Any) -> tuple[tuple[Tool, ...], tuple[str, ...]]:
-    """Read the tools. Leave out those that OpenAI's servers run, with a note."""
-    tools: list[Tool] = []
-    notes: list[str] = []
-    for tool in given:
-        if tool["type"] == "function":
-            parameters = dict(tool.get("parameters") or {})
-            tools.append(Tool(str(tool["name"]), str(tool.get("description") or ""), parameters))
-        elif tool["type"] == "custom":
-            tools.append(Tool(str(tool["name"]), str(tool.get("description") or ""), _INPUT, custom=True))
-        else:
-            notes.append(f"the tool {tool['type']!r} is not served here")
-    return tuple(tools), tuple(notes)
 
 
 def _head(answer: Answer, status: str) -> dict[str, Any]:

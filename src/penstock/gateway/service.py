@@ -121,6 +121,23 @@ class ServedSession(Session):
         self.begun += 1
         return self.sampling if seed is None else {**self.sampling, "seed": seed_of_turn(seed, turn)}
 
+    def check_budget(self) -> None:
+        """Refuse the next turn of a session that has used up its budget. Turns under way count."""
+        used = {
+            "max_turns": len(self.nodes) + sum(not task.done() for task in self.tasks),
+            "max_tokens": self.sampled_tokens,
+            "max_seconds": time.time() - self.created,
+        }
+        for name, value in used.items():
+            limit = getattr(self.limits, name)
+            if limit is not None and value >= limit:
+                raise self.over(name)
+
+    def over(self, limit: str) -> GatewayError:
+        """Return the error for a limit that is used up."""
+        why = f"the budget of session {self.id} is used up: {limit}={getattr(self.limits, limit):g}"
+        return GatewayError(why, code="budget_exceeded")
+
     async def reserve(self, wanted: int) -> int:
         """Reserve tokens of the budget for one turn and return their number. Wait for turns that may free some.
 
@@ -132,7 +149,7 @@ class ServedSession(Session):
             left = most - self.sampled_tokens - self.reserved
             if left >= wanted or not self.reserved:
                 if left < 1:
-                    raise self.limits.over(self, "max_tokens")
+                    raise self.over("max_tokens")
                 wanted = min(wanted, left)
                 break
             self.freed.clear()
@@ -195,9 +212,8 @@ class Gateway:
         sample: Any = client.sample
         self._sample = sample if adapter is None else partial(sample, adapter=adapter)
         self._tenants = {_digest(t.key): t for t in tenants}
-        self._kept: dict[tuple[str, str], ServedSession] = {}
+        self._kept: dict[str, dict[str, ServedSession]] = {tenant.name: {} for tenant in tenants}
         self._by_key: dict[bytes, ServedSession] = {}
-        self._counts = Counter[str]()
         workers = min(MOST_THREADS, os.cpu_count() or 1)
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="penstock-gateway")
 
@@ -232,8 +248,8 @@ class Gateway:
             UserError: the name is too long or malformed, or the limits differ from those of the existing session.
             GatewayError: too many sessions.
         """
-        name = new_id() if name is None else name
-        if (session := self._kept.get((tenant.name, name))) is not None:
+        name, kept = new_id() if name is None else name, self._kept[tenant.name]
+        if (session := kept.get(name)) is not None:
             if limits is not None and limits.least(tenant.limits) != session.limits:
                 raise UserError(f"session {name} exists, and its limits cannot change")
             return session
@@ -241,13 +257,11 @@ class Gateway:
             raise UserError(
                 f"a session's name has at most {MOST_NAME} characters, those of a URL's path alone, got {name[:80]!r}"
             )
-        if self._counts[tenant.name] >= self.options.max_sessions:
-            why = f"{self._counts[tenant.name]} sessions are kept; finish some"
-            raise GatewayError(why, status=503, code="too_many_sessions")
+        if len(kept) >= self.options.max_sessions:
+            raise GatewayError(f"{len(kept)} sessions are kept; finish some", status=503, code="too_many_sessions")
         limits = (limits or Limits()).least(tenant.limits)
         session = ServedSession(name, tenant.name, limits=limits, sampling=sampling or {})
-        self._kept[tenant.name, name] = self._by_key[_digest(session.key)] = session
-        self._counts[tenant.name] += 1
+        kept[name] = self._by_key[_digest(session.key)] = session
         return session
 
     def session(self, key: str, name: str | None, hint: str | None = None, *, keep: bool = True) -> ServedSession:
@@ -269,20 +283,20 @@ class Gateway:
         if (tenant := self.tenant_of(key)) is None:
             raise GatewayError("missing or unknown API key", status=401, code="invalid_api_key")
         name = name or hint or "default"
-        if not keep and (tenant.name, name) not in self._kept:
+        if not keep and name not in self._kept[tenant.name]:
             return ServedSession(name, tenant.name)
         return self.open_session(tenant, name)
 
     def find(self, tenant: Tenant, name: str) -> ServedSession:
         """Return a session of the tenant. GatewayError: the tenant has no such session."""
-        if (session := self._kept.get((tenant.name, name))) is None:
+        if (session := self._kept[tenant.name].get(name)) is None:
             why = f"there is no session {name!r}; a finished one is forgotten as soon as its rows are sent"
             raise GatewayError(why, status=404, code="not_found")
         return session
 
     def sessions(self, tenant: Tenant) -> list[ServedSession]:
         """Return the tenant's sessions, oldest first."""
-        return [session for (owner, _), session in self._kept.items() if owner == tenant.name]
+        return list(self._kept[tenant.name].values())
 
     def finish(self, tenant: Tenant, name: str) -> ServedSession:
         """End a session, so that no further turn begins. GatewayError: a turn is under way, or no such session."""
@@ -294,9 +308,8 @@ class Gateway:
 
     def forget(self, session: ServedSession) -> None:
         """Forget a finished session, if it is still kept."""
-        if self._kept.get((session.tenant, session.id)) is session:
-            del self._kept[session.tenant, session.id], self._by_key[_digest(session.key)]
-            self._counts[session.tenant] -= 1
+        if self._by_key.pop(_digest(session.key), None):
+            del self._kept[session.tenant][session.id]
 
     async def close_session(self, tenant: Tenant, name: str) -> list[Row]:
         """End the session's turns under way, forget it, and return its rows."""
@@ -330,7 +343,7 @@ class Gateway:
             raise GatewayError(f"session {session.id} was finished", status=404, code="not_found")
         if (turn := session.repeated(digest, is_retry=is_retry)) is not None:
             return turn
-        session.limits.check(session, under_way=sum(not task.done() for task in session.tasks))
+        session.check_budget()
         node_id = new_id()
         turn = PendingTurn(node_id, digest, asyncio.create_task(self._turn(session, request, node_id, size)))
         session.keep(turn)
@@ -379,7 +392,7 @@ class Gateway:
                 finally:
                     session.release(most)
         except TimeoutError as error:
-            raise session.limits.over(session, "max_seconds") from error
+            raise session.over("max_seconds") from error
         except EngineHTTPError as error:
             code = "engine" if error.status >= _SERVER_ERROR else "invalid_request"
             raise GatewayError(str(error), status=error.status, code=code) from error
@@ -410,7 +423,7 @@ class Gateway:
 
     async def close(self) -> None:
         """Cancel the turns under way and stop the threads."""
-        await _cancel({task for session in self._kept.values() for task in session.tasks})
+        await _cancel({task for session in self._by_key.values() for task in session.tasks})
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
