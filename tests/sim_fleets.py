@@ -18,6 +18,7 @@ from penstock.engine.launch import EngineProcess
 from penstock.errors import EngineDeadError
 from penstock.fleet.member import SERVABLE, Member, State
 from penstock.http import HttpTransport
+from penstock.router.server import Router
 from sim_verify import verify
 
 CONTEXT = 512
@@ -28,6 +29,17 @@ SIM: dict[str, Any] = {
     "extra_args": {"tokens-per-second": 500},
 }
 """Options of a fleet of simulated engines: two milliseconds a token."""
+
+
+@asynccontextmanager
+async def router_here(*config: Any, **keys: str) -> AsyncIterator[Router]:
+    """A router in this process, which starts in no time."""
+    router = Router(*config, **keys)
+    await router.start()
+    try:
+        yield router
+    finally:
+        await router.close()
 
 
 def samples_of(out: GenerateOutput) -> list[Sample]:

@@ -19,7 +19,6 @@ from penstock import Fleet, SamplingParams
 from penstock.control_types import PauseMode
 from penstock.errors import MissingCapabilityError
 from penstock.fleet.member import State
-from penstock.router.admin_client import RouterAdmin
 from penstock.weights.shared_memory import SharedMemoryStore
 from plain_server import plain_server
 
@@ -82,9 +81,7 @@ async def _serves_through_updates(url: str, history: History, ranks: int, hold: 
                 assert history.worst_difference(prompt, sample) < 1e-4
         assert fleet.counters.continued >= 1
         assert fleet.counters.wasted_tokens == 0
-        admin = RouterAdmin(fleet.url)
-        engines = (await admin.engines()).engines
-        await admin.close()
+        engines = (await fleet.router_admin.engines()).engines
         places = [("e0", None)] if ranks == 1 else [(f"e0.dp{rank}", rank) for rank in range(ranks)]
         assert [(e.name, e.dp_rank) for e in engines] == places
         assert {e.weight_version for e in engines} == {2}

@@ -17,10 +17,10 @@ from penstock.fleet.launch import Terms, assemble
 from penstock.fleet.member import Lifecycle
 from penstock.fleet.router_process import OpenRouter
 from penstock.router.admin_client import RouterAdmin
-from penstock.router.server import Router
 from penstock.settings import EngineConfig, FleetConfig
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
+from sim_fleets import router_here
 
 CONFIG = EngineConfig(model="sim-model", profile="sim", control_timeout_s=WAIT_S)
 
@@ -105,10 +105,7 @@ class Launcher(LaunchedEngines):
 async def launched(count: int, *, gpus: int = 8, **options: Any) -> AsyncIterator[tuple[Fleet, Launcher]]:
     """`count` engines on a GPU each."""
     launcher = Launcher(gpus)
-    async with asyncio.timeout(5 * WAIT_S), AsyncExitStack() as last:
-        router = Router()
-        await router.start()
-        last.push_async_callback(router.close)
+    async with asyncio.timeout(5 * WAIT_S), router_here() as router:
         async with AsyncExitStack() as owned:
             admin = RouterAdmin(router.url)
             owned.push_async_callback(admin.close)

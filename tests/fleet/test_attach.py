@@ -17,7 +17,6 @@ from penstock.control_types import PauseMode
 from penstock.errors import ConfigError, EngineDeadError, MissingCapabilityError, UpdateError, UserError
 from penstock.fleet import pausing, supervise
 from penstock.fleet.member import State
-from penstock.router.admin_client import RouterAdmin
 from penstock.settings import ServerSpec
 from penstock.sim.config import Fault, FaultKind, Phase, SimConfig
 from penstock.sim.server import SimServer
@@ -97,9 +96,7 @@ async def test_launched_and_attached_with_and_without_plugin_in_one_fleet() -> N
             out = await fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS)
             check(PROMPTS, out, PARAMS)
             assert all(rank.stats.generation_tokens for rank in (*plain.ranks, *ours.ranks))
-            admin = RouterAdmin(fleet.url)
-            loads = (await admin.engines()).engines
-            await admin.close()
+            loads = (await fleet.router_admin.engines()).engines
             assert [(load.name, load.dp_rank) for load in loads] == [
                 ("e0", None), ("e1.dp0", 0), ("e1.dp1", 1), ("e2", None)
             ]  # fmt: skip

@@ -13,10 +13,9 @@ import pytest
 from penstock import Fleet
 from penstock.cli.status import status
 from penstock.errors import EngineDeadError
-from penstock.router.admin_client import RouterAdmin
 from penstock.router.membership import EngineEntry, Membership
-from penstock.router.server import Router
 from penstock.settings import RouterConfig
+from sim_fleets import router_here
 
 ELSEWHERE = "router.test"
 THERE = "as the user who owns the fleet, on the router's machine"
@@ -48,18 +47,7 @@ async def thief() -> AsyncIterator[tuple[str, list[bytes]]]:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", heads
 
 
-@asynccontextmanager
-async def router_of(engine: str, engine_key: str) -> AsyncIterator[Router]:
-    config = RouterConfig(allowed_hosts=ELSEWHERE, engine_metrics_interval_s=3600.0)
-    router = Router(config, api_key="secret", admin_key="own")
-    await router.start()
-    admin = RouterAdmin(router.url, "own")
-    await admin.announce(Membership(0, (EngineEntry("e0", engine, weight_version=7, api_key=engine_key),)))
-    await admin.close()
-    try:
-        yield router
-    finally:
-        await router.close()
+CONFIG = RouterConfig(allowed_hosts=ELSEWHERE, engine_metrics_interval_s=3600.0)
 
 
 @pytest.mark.usefixtures("_elsewhere")
@@ -67,7 +55,9 @@ async def router_of(engine: str, engine_key: str) -> AsyncIterator[Router]:
 async def test_the_callers_key_goes_to_no_engine_that_it_is_not_for(
     host: str, engine_key: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async with thief() as (url, heads), router_of(url, engine_key) as router:
+    async with thief() as (url, heads), router_here(CONFIG, api_key="secret", admin_key="own") as router:
+        entry = EngineEntry("e0", url, weight_version=7, api_key=engine_key)
+        router.dispatcher.announce(Membership(0, (entry,)))
         address = router.url.replace("127.0.0.1", host)
         await asyncio.to_thread(status, address, api_key="secret", as_json=False)
         shown = capsys.readouterr().out

@@ -22,11 +22,10 @@ from penstock.errors import ConfigError, DeadlineError, EngineDeadError, StateEr
 from penstock.fleet.member import State
 from penstock.router.admin_client import RouterAdmin
 from penstock.router.membership import EngineEntry, Membership
-from penstock.router.server import Router
 from penstock.settings import EngineConfig
 from penstock.sim.config import Fault, FaultKind, Phase, SimConfig
 from penstock.sim.server import SimServer
-from sim_fleets import begun, check_serves, impatient, in_flight, slowed, whole
+from sim_fleets import begun, check_serves, impatient, in_flight, router_here, slowed, whole
 
 SPECS = (TensorSpec("a", "float32", (2, 3)), TensorSpec("b", "float32", (4,)))
 GOOD = [("a", torch.ones(2, 3)), ("b", torch.zeros(4))]
@@ -44,14 +43,13 @@ async def engines(count: int = 3, *, api_key: str | None = None) -> AsyncIterato
 @asynccontextmanager
 async def connected(servers: list[SimServer]) -> AsyncIterator[Fleet]:
     """A fleet over them by way of a router in this process, which starts in no time."""
-    async with AsyncExitStack() as stack:
-        router = Router()
-        await router.start()
-        stack.push_async_callback(router.close)
-        urls = [server.url for server in servers]
-        options = {"health_interval_s": 0.1, "restart_backoff_s": 3600.0}  # what is dead does not come back
-        opening = Fleet.connect(urls, url=router.url, control_timeout_s=WAIT_S, **options)
-        yield await stack.enter_async_context(opening)
+    urls = [server.url for server in servers]
+    options = {"health_interval_s": 0.1, "restart_backoff_s": 3600.0}  # what is dead does not come back
+    async with (
+        router_here() as router,
+        Fleet.connect(urls, url=router.url, control_timeout_s=WAIT_S, **options) as fleet,
+    ):
+        yield fleet
 
 
 async def states(fleet: Fleet) -> list[State]:

@@ -23,7 +23,6 @@ from sim_fleets import (
     SIM,
     begun,
     check_serves,
-    impatient,
     in_flight,
     returned,
     router_process,
@@ -46,15 +45,6 @@ async def mortal(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Flee
     options = {"max_restarts": 1000, "restart_backoff_s": 0.05, "restart_window_s": 0.5, "hang_timeout_s": 6.0}
     async with Fleet.launch("sim-model", engines=3, health_interval_s=0.2, **SIM, **logs, **options) as fleet:
         yield fleet
-
-
-async def kill(member: Member) -> None:
-    strike(member)
-
-
-async def stop(member: Member) -> None:
-    impatient(member)
-    strike(member, signal.SIGSTOP)
 
 
 async def exit_with_a_status(member: Member) -> None:
@@ -89,7 +79,7 @@ async def serves_the_weights_in_force(fleet: Fleet, member: Member) -> None:
 
 @pytest.mark.parametrize(
     "death",
-    [kill, stop, exit_with_a_status, die_in_the_core, stop_in_the_core, refuse_health],
+    [exit_with_a_status, die_in_the_core, stop_in_the_core, refuse_health],
     ids=lambda death: death.__name__,
 )
 async def test_an_engine_that_dies_costs_no_request_and_returns(mortal: Fleet, death: Callable) -> None:

@@ -8,9 +8,8 @@ import signal
 
 import torch
 
-from patience import WAIT_S, alive, eventually
+from patience import alive, eventually
 from penstock import Fleet, SamplingParams
-from penstock.router.admin_client import RouterAdmin
 from penstock.settings import RouterConfig
 from sim_fleets import SIM, check, check_serves, in_flight, slowed, stepped, whole
 
@@ -24,7 +23,6 @@ def weights(value: float) -> list[tuple[str, torch.Tensor]]:
 
 async def test_updates_under_load_behind_two_router_processes() -> None:
     async with Fleet.launch("sim-model", engines=2, router=RouterConfig(workers=2), **SIM) as fleet:
-        admin = RouterAdmin(fleet.url)
         sessions = [f"s{i}" for i in range(len(PROMPTS))]
         async with slowed(fleet):
             running = asyncio.create_task(
@@ -46,23 +44,20 @@ async def test_updates_under_load_behind_two_router_processes() -> None:
         await fleet.resume_generation()
         check(PROMPTS, await late, SamplingParams(max_tokens=3))
         await check_serves(fleet, engines=2)
-        state = await admin.engines()
+        state = await fleet.router_admin.engines()
         assert len(state.workers) == 2
         assert state.sessions >= len(PROMPTS)  # each process counts those that it had a turn of
         assert [engine.outstanding for engine in state.engines] == [0, 0]
         assert {engine.weight_version for engine in state.engines} == {2}
-        await admin.close()
     assert not any(alive(pid) for pid in state.workers)
 
 
 async def test_a_router_process_that_hangs_has_the_router_started_again() -> None:
     options = {**SIM, "health_interval_s": 0.1, "hang_timeout_s": 5.0, "workers": 2}
     async with Fleet.launch("sim-model", **options) as fleet:
-        admin = RouterAdmin(fleet.url, timeout_s=WAIT_S)
-        hung = (await admin.engines()).workers[0]
+        hung = (await fleet.router_admin.engines()).workers[0]
         os.kill(hung, signal.SIGSTOP)
         await eventually(lambda: not alive(hung))
         await fleet.generate(prompt_token_ids=PROMPTS, sampling_params={"max_tokens": 3})
-        state = await admin.engines()
+        state = await fleet.router_admin.engines()
         assert (len(state.workers), hung in state.workers) == (2, False)
-        await admin.close()

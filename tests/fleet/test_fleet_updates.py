@@ -25,11 +25,6 @@ def batch(fleet: Fleet, params: SamplingParams = LONG) -> asyncio.Task:
     return asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=params))
 
 
-async def preemptions(fleet: Fleet) -> int:
-    """How often an engine has put a request back, to compute it again."""
-    return sum(status.stats.preemptions for status in await fleet.engines() if status.stats is not None)
-
-
 @pytest.mark.parametrize("mode", list(PauseMode))
 async def test_requests_before_and_during_a_pause_wait_and_none_fails(fleet: Fleet, mode: PauseMode) -> None:
     async with slowed(fleet):
@@ -78,13 +73,3 @@ async def test_abort_ends_what_runs_and_serves_what_comes(fleet: Fleet) -> None:
     out = await whole(running, PROMPTS, LONG)
     assert set(out.stop_reasons) == {"abort"}
     assert all(0 < len(ids) < LONG.max_tokens for ids in out.response_ids), "what was made is kept"
-
-
-async def test_a_reset_of_the_prefix_cache_recomputes_what_runs(fleet: Fleet) -> None:
-    before = await preemptions(fleet)
-    async with slowed(fleet):
-        running = batch(fleet)
-        await in_flight(fleet, lambda requests: requests == len(PROMPTS))
-        await fleet.reset_prefix_cache()
-    await whole(running, PROMPTS, LONG)
-    assert await preemptions(fleet) > before

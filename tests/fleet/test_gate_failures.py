@@ -17,12 +17,11 @@ from penstock.errors import DeadlineError, EngineHTTPError, PenstockError
 from penstock.fleet.member import State
 from penstock.fleet.router_process import RouterGuard, keep_in_step
 from penstock.fleet.running_router import Guard
-from penstock.router.admin_client import RouterAdmin
 from penstock.router.membership import EngineEntry, Membership
-from penstock.router.server import Router
 from penstock.settings import FleetConfig
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
+from sim_fleets import router_here
 from virtual_time import virtual
 
 LATE = DeadlineError("router http://127.0.0.1:1 did not answer within 10 s", seconds=10.0)
@@ -152,16 +151,9 @@ async def test_an_operation_goes_on_when_a_router_that_stood_still_was_told_agai
 
 
 async def test_a_gate_that_was_left_closed_by_who_died_is_opened_by_who_connects() -> None:
-    async with SimServer(SimConfig(tokens_per_second=500, max_model_len=512)) as server:
-        router = Router()
-        await router.start()
-        admin = RouterAdmin(router.url)
-        try:
-            await admin.announce(Membership(3, (EngineEntry("e0", server.url),), closed=True))
-            async with Fleet.connect([server.url], url=router.url) as fleet:
-                out = await asyncio.wait_for(fleet.sample([1, 2], 1, {"max_tokens": 3}), WAIT_S)
-                assert len(out[0].token_ids) == 3
-                assert (await admin.engines()).epoch == 4
-        finally:
-            await admin.close()
-            await router.close()
+    async with SimServer(SimConfig(tokens_per_second=500, max_model_len=512)) as server, router_here() as router:
+        router.dispatcher.announce(Membership(3, (EngineEntry("e0", server.url),), closed=True))
+        async with Fleet.connect([server.url], url=router.url) as fleet:
+            out = await asyncio.wait_for(fleet.sample([1, 2], 1, {"max_tokens": 3}), WAIT_S)
+            assert len(out[0].token_ids) == 3
+            assert (await fleet.router_admin.engines()).epoch == 4

@@ -15,10 +15,9 @@ from patience import WAIT_S
 from penstock import Fleet
 from penstock.engine.client import DataClient
 from penstock.errors import StateError
-from penstock.router.server import Router
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
-from sim_fleets import in_flight
+from sim_fleets import in_flight, router_here
 
 LONG = {"max_tokens": 400}
 
@@ -26,13 +25,8 @@ LONG = {"max_tokens": 400}
 @asynccontextmanager
 async def found() -> AsyncIterator[tuple[Fleet, SimServer]]:
     """A fleet behind a router that runs on when it has ended."""
-    async with SimServer(SimConfig(tokens_per_second=50, max_model_len=512)) as server:
-        router = Router()
-        await router.start()
-        try:
-            yield await Fleet.connect([server.url], url=router.url), server
-        finally:
-            await router.close()
+    async with SimServer(SimConfig(tokens_per_second=50, max_model_len=512)) as server, router_here() as router:
+        yield await Fleet.connect([server.url], url=router.url), server
 
 
 def complaints() -> list[dict[str, Any]]:

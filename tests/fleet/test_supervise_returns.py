@@ -48,16 +48,6 @@ async def test_an_engine_that_is_watched_no_more_does_not_count_as_coming_back(b
         assert not member.is_restarting
 
 
-@on_bench("ab", settled=False)
-async def test_an_engine_sees_no_request_before_its_weights_are_confirmed(bench: Bench) -> None:
-    async with restarting(bench):
-        await bench.operations.update([], None)
-        bench.engine["a"].faults["again apply-load"] = "hang"
-        bench.process["a"].kill()
-        await until(lambda: ("a", "apply-load") in bench.journal[-3:])
-        assert bench.router.serves() == {"b": 1}
-
-
 @pytest.mark.parametrize("kind", ["refuse", "hang", "die", "garbage"])
 @pytest.mark.parametrize("step", ["prepare", "apply-pause", "apply-load", "apply-resume"])
 @on_bench("ab", settled=False)

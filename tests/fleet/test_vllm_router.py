@@ -16,9 +16,8 @@ from penstock.errors import ConfigError, EngineHTTPError, StateError
 from penstock.fleet.member import State
 from penstock.fleet.running_router import VllmRouterAdmin
 from penstock.router.membership import EngineEntry, Membership
-from penstock.router.server import Router
 from penstock.sim import SimConfig, SimServer
-from sim_fleets import SIM, begun, check, check_serves, engine_process, slowed, whole
+from sim_fleets import SIM, begun, check, check_serves, engine_process, router_here, slowed, whole
 from vllm_router_server import installed, vllm_router
 
 PROMPTS = [[1 + i, 2, 3] for i in range(24)]
@@ -154,9 +153,7 @@ async def workers(admin: VllmRouterAdmin) -> set[str]:
 
 
 async def test_a_router_of_ours_that_runs_already_gets_the_fleet_too() -> None:
-    router = Router()
-    await router.start()
-    try:
+    async with router_here() as router:
         async with SimServer(SimConfig()) as engine:
             router.dispatcher.announce(Membership(0, (EngineEntry("x", engine.url),)))
             with pytest.raises(EngineHTTPError) as error:
@@ -168,8 +165,6 @@ async def test_a_router_of_ours_that_runs_already_gets_the_fleet_too() -> None:
             with pytest.raises(StateError, match="owns the fleet behind"):
                 await Fleet.launch("sim-model", url=router.url, **SIM)
             await check_serves(fleet, engines=1)
-    finally:
-        await router.close()
 
 
 @pytest.mark.parametrize(
