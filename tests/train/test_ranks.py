@@ -26,15 +26,13 @@ from penstock.control_types import TensorSpec
 from penstock.errors import CheckpointError, ConfigError, StateError, UserError
 from penstock.rollout.generator import Trajectory
 from penstock.train import checkpoint
-from penstock.train.fsdp import ShardedLearner
 from penstock.train.grpo import Trainee, datum_of
 from penstock.train.interface import AdamSpec, Datum, Learner, LoraSpec
 from penstock.train.learner import LocalLearner
 from penstock.train.loading import ModuleLoader
 from penstock.train.losses import LossSpec
-from penstock.train.rank_group import RankGroup
-from penstock.train.ranked import RankedLearner, pack, unpack
-from penstock.train.ranks import Ranks
+from penstock.train.ranked import RankedLearner, ShardedLearner
+from penstock.train.ranks import RankGroup, Ranks
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 CONFIG = TrainConfig(threads=1, micro_batch_tokens=64, learning_rate=1e-2)
@@ -43,16 +41,11 @@ CONFIG = TrainConfig(threads=1, micro_batch_tokens=64, learning_rate=1e-2)
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def group(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[RankGroup]:
     """Two ranks, this process and another one, for learners one after another."""
-    found: list[RankGroup] = []
-
-    def note(group: RankGroup) -> RankedLearner:
-        found.append(group)
-        return learner_of(group, model)
-
     model = str(save_nano_model(tmp_path_factory.mktemp("first")))
     async with Ranks(2, tmp_path_factory.mktemp("ranks"), {}) as ranks:
-        await ranks.load(note)
-        yield found[0]
+        await ranks.load(model, CONFIG, seed=0)
+        assert ranks._group is not None
+        yield ranks._group
 
 
 def learner_of(group: RankGroup, model: str, config: TrainConfig = CONFIG) -> RankedLearner:
@@ -231,18 +224,6 @@ async def test_the_same_data_in_the_same_order_come_back(group: RankGroup, micro
     with pytest.raises(UserError, match="no adapter 'a'"):
         two.learner.forward("a", loss, data)
     assert found.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-5)
-
-
-def test_data_travel_with_places_and_extra_values():
-    plain = Datum([1, 2, 3], [2, 3, 4], [0.0, 1.0, 1.0], [0.0, -1.0, -1.0], [1.0] * 3, reference=[0.0, -2.0, -2.0])
-    several = Datum([1, 2], [7, 8, 9], [1.0] * 3, [0.0] * 3, [0.5] * 3, positions=[0, 0, 1], extra={"low": [0.5] * 3})
-    for sent, come in zip([plain, several], unpack(pack([plain, several])), strict=True):
-        for name in ("input_ids", "target_ids", "weights", "logprobs", "advantages", "reference", "positions"):
-            given, found = getattr(sent, name), getattr(come, name)
-            assert (given is None) == (found is None)
-            assert given is None or list(given) == found.tolist()
-        assert sent.extra == {name: values.tolist() for name, values in come.extra.items()}
-    assert unpack(pack([])) == []
 
 
 async def test_adapters_on_two_ranks_are_those_of_one_process(group: RankGroup, micro_model: str, tmp_path: Path):

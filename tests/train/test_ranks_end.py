@@ -22,7 +22,6 @@ from penstock.train.grpo import Trainee
 from penstock.train.interface import Datum
 from penstock.train.learner import LocalLearner
 from penstock.train.losses import LossSpec
-from penstock.train.rank_group import COLLECTIVE, RankGroup
 from penstock.train.ranked import RankedLearner
 from penstock.train.ranks import Ranks
 from penstock.train.schedules import to_the_end
@@ -34,7 +33,7 @@ async def test_a_rank_that_is_killed_ends_the_run_with_its_name(micro_model: str
     batch = trajectories_of(Trainee(LocalLearner(micro_model, CONFIG, seed=0), CONFIG))
     async with Ranks(2, tmp_path, {}) as ranks:
         two = Trainee(
-            await ranks.load(lambda group: RankedLearner(group, micro_model, CONFIG, seed=0, served_dtype="float32")),
+            await ranks.load(micro_model, CONFIG, seed=0),
             CONFIG,
         )
         pid = ranks.pids[1]
@@ -59,15 +58,11 @@ async def test_a_rank_that_stands_still_in_a_save_ends_the_run_with_its_name(
     folder.mkdir()
     os.mkfifo(folder / "__1_0.distcp")  # rank 1 opens it to write, and nothing ever reads
     async with asyncio.timeout(WAIT_S), Ranks(2, tmp_path, {}) as ranks:
-        made: list[RankGroup] = []
-
-        def learner_of(group: RankGroup) -> RankedLearner:
-            made.append(group)
-            return RankedLearner(group, micro_model, CONFIG, seed=0, served_dtype="float32")
-
-        learner = await ranks.load(learner_of)
-        assert made[0].gloo._get_backend(torch.device("cpu")).options._timeout == COLLECTIVE
-        distributed_c10d._set_pg_timeout(timedelta(seconds=3), made[0].gloo)
+        learner = await ranks.load(micro_model, CONFIG, seed=0)
+        assert isinstance(learner, RankedLearner)
+        gloo = learner._group.gloo
+        assert gloo._get_backend(torch.device("cpu")).options._timeout == module.COLLECTIVE
+        distributed_c10d._set_pg_timeout(timedelta(seconds=3), gloo)
         pid = ranks.pids[1]
         with pytest.raises(LearnerError, match=rf"lost each other: .*imed out.*; still running: rank 1 \(pid {pid}\)"):
             await ranks.during(asyncio.to_thread(learner.save, None, folder))
@@ -80,7 +75,7 @@ async def test_a_cancelled_run_does_not_wait_for_a_rank_that_stands_still(
     monkeypatch.setattr(module, "STOP_S", 1.0)
     data = [Datum([1, 2, 3], [2, 3, 4], [1.0] * 3, [-1.0] * 3, [1.0] * 3)]
     async with asyncio.timeout(WAIT_S), Ranks(2, tmp_path, {}) as ranks:
-        learner = await ranks.load(lambda group: RankedLearner(group, micro_model, CONFIG, seed=0, served_dtype="auto"))
+        learner = await ranks.load(micro_model, CONFIG, seed=0)
         os.kill(ranks.pids[1], signal.SIGSTOP)
         step = to_the_end(asyncio.to_thread(learner.forward_backward, None, LossSpec({"dapo": 1.0}), data))
         run = asyncio.create_task(ranks.during(step))
@@ -95,7 +90,7 @@ async def test_a_rank_that_cannot_start_is_named(micro_model: str, tmp_path: Pat
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(LearnerError, match=r"rank 1 .* ended with status 1; it said last: nothing"):
         async with asyncio.timeout(WAIT_S), Ranks(2, tmp_path, {}) as ranks:
-            await ranks.load(lambda group: RankedLearner(group, micro_model, CONFIG, seed=0, served_dtype="float32"))
+            await ranks.load(micro_model, CONFIG, seed=0)
 
 
 OWN = """
@@ -118,7 +113,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
 
 
 async def _load(ranks: Ranks, model: str, config: TrainConfig) -> Trainee:
-    learner = await ranks.load(lambda group: RankedLearner(group, model, config, seed=0, served_dtype="float32"))
+    learner = await ranks.load(model, config, seed=0)
     return Trainee(learner, config)
 
 

@@ -13,7 +13,6 @@ from penstock.config import TrainConfig
 from penstock.train import checkpoint
 from penstock.train.grpo import Trainee
 from penstock.train.learner import LocalLearner
-from penstock.train.ranked import RankedLearner
 from penstock.train.ranks import Ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
@@ -24,9 +23,7 @@ async def test_two_ranks_over_nccl_train_as_one_process_does(micro_model: str, t
     config = TrainConfig.model_validate({"dtype": dtype, "micro_batch_tokens": 64, "learning_rate": 1e-3})
     one = Trainee(LocalLearner(micro_model, config, seed=0), config)
     async with Ranks(2, tmp_path, {}) as ranks:
-        loaded = await ranks.load(
-            lambda group: RankedLearner(group, micro_model, config, seed=0, served_dtype="float32")
-        )
+        loaded = await ranks.load(micro_model, config, seed=0)
         two = Trainee(loaded, config)
         expected = dict(one.learner.weights(None))
         for name, tensor in two.learner.weights(None):

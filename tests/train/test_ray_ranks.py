@@ -18,7 +18,6 @@ from penstock.config import TrainConfig
 from penstock.errors import LearnerError
 from penstock.train.grpo import Trainee
 from penstock.train.learner import LocalLearner
-from penstock.train.ranked import RankedLearner
 from penstock.train.ranks import Ranks
 from ray_nodes import LOOPBACK, RayNodes
 
@@ -51,9 +50,7 @@ async def test_ranks_on_two_nodes_train_as_one_process_and_a_lost_node_is_named(
 ):
     one = Trainee(LocalLearner(micro_model, CONFIG, seed=0), CONFIG)
     async with asyncio.timeout(240), Ranks(3, tmp_path, {}, nodes.address) as ranks:
-        learner = await ranks.load(
-            lambda group: RankedLearner(group, micro_model, CONFIG, seed=0, served_dtype="float32")
-        )
+        learner = await ranks.load(micro_model, CONFIG, seed=0)
         three = Trainee(learner, CONFIG)
         (group,) = await nodes.groups()
         assert sorted(group["nodes"]) == ["127.0.0.2", "127.0.0.3"]

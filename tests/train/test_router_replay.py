@@ -19,7 +19,6 @@ from penstock.errors import ConfigError, EngineError, UserError
 from penstock.train.interface import Datum
 from penstock.train.learner import LocalLearner
 from penstock.train.losses import LossSpec
-from penstock.train.ranked import pack, unpack
 from penstock.types import Sample, VersionSpan
 
 PROMPT, TOKENS = 5, 60
@@ -129,15 +128,6 @@ def test_an_expert_that_the_model_lacks_is_refused_before_the_step(tmp_path: Pat
     given[5, 1, 0] = 9
     with pytest.raises(ConfigError, match="reports the expert 9, and the learner's model has the experts 0 to 3"):
         learner_of(save_moe(tmp_path)).forward(None, LossSpec({}), [datum(ids, given)])
-
-
-def test_experts_reach_the_other_ranks() -> None:
-    rows = sequences(2)
-    experts = torch.arange((TOKENS - 1) * 4).reshape(TOKENS - 1, 2, 2)
-    again = unpack(pack([datum(rows[0], experts), datum(rows[1], None)]))
-    assert torch.equal(again[0].experts, experts)
-    assert again[1].experts is None
-    assert unpack(pack([datum(rows[1], None)]))[0].experts is None
 
 
 def text_of(array: Any) -> str:

@@ -9,7 +9,7 @@ import pytest
 from penstock.config import load_config
 from penstock.errors import ConfigError, StateError
 from penstock.rollout.generator import Trajectory
-from penstock.train.rank_group import address_towards
+from penstock.train.ranks import address_towards
 from penstock.train.step_metrics import (
     LogprobAlarm,
     batch_metrics,

@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from penstock.cli.train import train
+from penstock.cli.train import take_launched, train
 from penstock.errors import ConfigError
-from penstock.train.ranks import Ranks, take_launched
+from penstock.train.ranks import Ranks
 
 MODEL = Path(__file__).parents[2] / "examples" / "models" / "sorter-0.8m"
 FILE = f"""

@@ -184,11 +184,11 @@ async def test_a_learner_that_cannot_load_ends_the_start_of_the_engines(
         finally:
             ended.set()
 
-    def refuse(_: RunConfig) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise ConfigError("the model cannot be packed")
 
     monkeypatch.setattr("penstock.train.run.Fleet.launch", slow)
-    monkeypatch.setattr("penstock.train.run.local_trainee", refuse)
+    monkeypatch.setattr("penstock.train.ranks.LocalLearner", refuse)
     with pytest.raises(ConfigError, match="the model cannot be packed"):
         await asyncio.wait_for(run(fleet_config(chat_model, tmp_path), resume=False, reporter=Recorder()), WAIT_S)
     assert ended.is_set()
@@ -210,12 +210,12 @@ async def test_a_learner_that_fails_after_ctrl_c_is_not_the_reason_of_the_end(
             await asyncio.sleep(0.2)
             ended.set()
 
-    def refuse(_: RunConfig) -> None:
+    def refuse(*_: object, **__: object) -> None:
         assert ending.wait(WAIT_S)
         raise ConfigError("the model cannot be packed")
 
     monkeypatch.setattr("penstock.train.run.Fleet.launch", slow)
-    monkeypatch.setattr("penstock.train.run.local_trainee", refuse)
+    monkeypatch.setattr("penstock.train.ranks.LocalLearner", refuse)
     running = asyncio.create_task(run(fleet_config(chat_model, tmp_path), resume=False, reporter=Recorder()))
     await asyncio.wait_for(started.wait(), WAIT_S)
     running.cancel()

@@ -20,7 +20,8 @@ from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 from penstock.sim.tokens import decode, encode
 from penstock.train.grpo import Trainee
-from penstock.train.run import local_trainee
+from penstock.train.learner import LocalLearner
+from penstock.train.run import trainee_of
 from penstock.train.trainer import train
 from penstock.types import SamplingParams
 
@@ -121,7 +122,7 @@ def config_of(model: Path | str, **changes: Mapping[str, Any]) -> RunConfig:
 
 def learner_of(config: RunConfig) -> Trainee:
     """A fresh learner, as the command line builds it."""
-    return local_trainee(config)
+    return trainee_of(config, LocalLearner(config.learner_model, config.train, seed=config.seed))
 
 
 async def run_with(

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Mapping, MutableMapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from penstock.cli.common import Interrupted, check_engine, check_port, only_one, require_extra, run_until_signal
+
+_NEEDED = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+_NAMES = _NEEDED | {"LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"}
+_PREFIXES = ("GROUP_", "ROLE_", "TORCHELASTIC_")
+"""Names and prefixes of the variables that torchrun sets."""
 
 
 def train(
@@ -37,18 +45,38 @@ def train(
     trajectories (docs/reference/run-folder.md). Keys and their meaning: docs/reference/configuration.md.
     """
     from penstock.errors import PenstockError  # noqa: PLC0415
-    from penstock.train.ranks import follow, on_one_host, report_failure, take_launched  # noqa: PLC0415
 
     sys.path.append(str(Path.cwd()))  # for the user's own environment or loss, on every rank
     launched = take_launched(os.environ)
+    failed = partial(_report_failure, launched)
     if int(launched.get("RANK", "0")):
-        raise typer.Exit(follow(launched, one_host=on_one_host(launched)))
+        from penstock.train.ranks import follow  # noqa: PLC0415 - seconds: torch
+
+        raise typer.Exit(follow(launched, failed))
     try:
         folder = _run_here(config, overrides or [], launched, resume=resume, fresh=fresh)
     except PenstockError as error:
-        report_failure(launched, str(error))
+        failed(str(error))
         raise
     typer.echo(f"run folder: {folder} (read trajectories.md, look at plots/)")
+
+
+def take_launched(environment: MutableMapping[str, str]) -> dict[str, str]:
+    """Take torchrun's variables out of the environment; empty if torchrun did not start this process.
+
+    Engines start with the remaining variables. With torchrun's, vLLM would take itself for a rank of the learner.
+    """
+    if not environment.keys() >= _NEEDED:
+        return {}
+    ours = [name for name in environment if name in _NAMES or name.startswith(_PREFIXES)]
+    return {name: environment.pop(name) for name in ours}
+
+
+def _report_failure(launched: Mapping[str, str], message: str) -> None:
+    """Make torchrun show why this process ended, at the end of its output."""
+    if file := launched.get("TORCHELASTIC_ERROR_FILE"):
+        shown = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": shown}}))
 
 
 def _run_here(

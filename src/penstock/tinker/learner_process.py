@@ -45,7 +45,7 @@ from penstock.tinker.requests import SMALL
 from penstock.tinker.schema import JSON_TYPE, PROTO_TYPE
 from penstock.tinker.training_data import Batch, Sizes, decode, encode, joined
 from penstock.train.batching import default_device, micro_batch_tokens
-from penstock.train.interface import AdamSpec, Learner, LoraSpec, Outputs
+from penstock.train.interface import AdamSpec, LoraSpec, Outputs
 from penstock.train.ranks import Ranks
 
 T = TypeVar("T")
@@ -388,7 +388,8 @@ async def _serve(given: str) -> AsyncGenerator[str]:
     async with AsyncExitStack() as stack:
         thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="learner"))
         ranks = await stack.enter_async_context(Ranks(options.train.ranks, options.socket.parent / "logs", {}))
-        models = Models(await _learner(options, ranks), options.folder / "models", options.name, options.max_rank)
+        learner = await ranks.load(options.model, options.train, seed=0)
+        models = Models(learner, options.folder / "models", options.name, options.max_rank)
         await asyncio.get_running_loop().run_in_executor(thread, models.restore)
         client = await stack.enter_async_context(FleetClient.to(options.fleet))
         sizes = Sizes(options.vocabulary, options.max_tokens)
@@ -398,17 +399,6 @@ async def _serve(given: str) -> AsyncGenerator[str]:
         stack.push_async_callback(cancelled, watch)
         await stack.enter_async_context(serving_app(app, listening_at(options.socket, "the learner"), "the learner"))
         yield str(options.socket)
-
-
-async def _learner(options: LearnerOptions, ranks: Ranks) -> Learner:
-    """Load the base model on all ranks."""
-    from penstock.train.learner import LocalLearner  # noqa: PLC0415 - seconds: transformers
-    from penstock.train.ranked import RankedLearner  # noqa: PLC0415
-
-    model, train = options.model, options.train
-    if ranks.count > 1:
-        return await ranks.load(lambda group: RankedLearner(group, model, train, seed=0, served_dtype="float32"))
-    return await asyncio.to_thread(LocalLearner, model, train, seed=0)
 
 
 async def _end_with(ranks: Ranks) -> None:

@@ -1,32 +1,228 @@
-"""A learner of several ranks, on rank 0 and on the others. Each call is a command to all."""
+"""A learner of several ranks (FSDP2): the shard that each rank holds, and rank 0's calls to all of them."""
 
-# torch ships partial types.
+# transformers and torch's distributed tensors ship partial types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import replace
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
-from pydantic import TypeAdapter
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from penstock.config import TrainConfig
+from penstock.control_types import TensorSpec
 from penstock.errors import LearnerError, PenstockError
-from penstock.start_report import error_from_json, error_to_json
-from penstock.train.fsdp import REFUSED_ELSEWHERE, Gathering, ShardedLearner
-from penstock.train.interface import AdamSpec, Datum, Learner, LoraSpec, Outputs
-from penstock.train.learner import ServedDtype
+from penstock.train.batching import MicroBatch, collate
+from penstock.train.interface import AdamSpec, Datum, Learner, Outputs
+from penstock.train.learner import LocalLearner, ServedDtype
+from penstock.train.loading import ModuleLoader, check_fits, checkpoint_files, load_whole, without_weights
 from penstock.train.losses import LossSpec, loss_named
-from penstock.train.rank_group import Message, RankGroup
+from penstock.train.passes import Sums
+from penstock.train.policy_model import PolicyModel, compute_dtype, weights_dtype
+from penstock.weights.checkpoint_names import checkpoint_names_of, distinct_tensors
 from penstock.weights.manifest import TensorProvider
+
+if TYPE_CHECKING:
+    from penstock.train.ranks import RankGroup
+
+# The name in torch 2.13, or the one in 2.11, which is deprecated.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # pyright: ignore[reportDeprecated]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class ShardedLearner(LocalLearner):
+    """Holds a shard of all weights, gradients and optimiser state; reads a share of data.
+
+    Every rank makes the same calls in the same order, and waits for the others in collectives.
+
+    Attributes:
+        specs: specs of all tensors that `take` returns, over all units, with the engines' names and dtypes.
+    """
+
+    def __init__(
+        self, group: RankGroup, model_path: str, config: TrainConfig, *, seed: int, served_dtype: ServedDtype
+    ) -> None:
+        loss_named(config.loss)  # raises now if this rank does not find a user's loss
+        self._ranks, self._group = group, group.gloo
+        super().__init__(model_path, config, seed=seed, served_dtype=served_dtype, device=group.device)
+        self._units = _units(self.policy)
+        self.specs: list[TensorSpec] = []
+        self._kept: set[str] = set()
+        """Tensors with the same name in the checkpoint."""
+        for unit in self._units:
+            blank = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in unit}
+            found = checkpoint_names_of(self.policy.model, blank)
+            self._kept |= blank.keys() & found.keys()
+            self.specs += [
+                TensorSpec(name, str(self._dtype_of(name)).removeprefix("torch."), tuple(tensor.shape))
+                for name, tensor in found.items()
+            ]
+
+    @property
+    def units(self) -> int:
+        """Number of `gather` calls for a whole version."""
+        return len(self._units)
+
+    def check_merging(self, adapter: str) -> None:
+        self._adapters_of(adapter).merged(adapter)
+
+    def optim_step(self, adapter: str | None, adam: AdamSpec, *, scale: float) -> float:
+        """See `Learner.optim_step`. Every rank holds the whole adapter, and the gradient of its share of the data."""
+        if adapter is not None:
+            for parameter in self._parameters(adapter).values():
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad)
+        return super().optim_step(adapter, adam, scale=scale)
+
+    def gather(self, unit: int, merged: str | None = None) -> dict[str, Gathering]:
+        """Begin to gather a unit on every rank. It is a decoder layer, or one tensor outside of the layers.
+
+        `merged`: adapter whose product `take` adds.
+        """
+        narrow = {name for name in self._kept if merged is None}  # cast before sending, to send fewer bytes
+        return {
+            name: Gathering(tensor, self._dtype_of(name) if name in narrow else tensor.dtype, self._ranks.size)
+            for name, tensor in self._units[unit]
+        }
+
+    def take(self, gathering: dict[str, Gathering], merged: str | None = None) -> list[tuple[str, Tensor]]:
+        """Wait for a unit; return its tensors with their checkpoint names, in the dtypes that engines take."""
+        found = checkpoint_names_of(self.policy.model, {name: part.wait() for name, part in gathering.items()})
+        if merged is not None:
+            adapters = self._adapters_of(merged)
+            for name, layer in adapters.merged(merged).items():
+                if name in found:
+                    found[name] = found[name].float() + adapters.delta(merged, layer).detach()
+        return [(name, tensor.to(self._dtype_of(name))) for name, tensor in found.items()]
+
+    def _load_policy(self, model_path: str) -> PolicyModel:
+        dtype = compute_dtype(self.config, self.device)
+        devices = self._ranks.size if self.device.type == "cuda" else 1  # ranks on CPUs share one memory
+        check_fits(model_path, self.config, self.device, frozen_bytes=dtype.itemsize, ranks=devices)
+        held = weights_dtype(self.config, self.device)
+        files = checkpoint_files(model_path)
+        model = without_weights(model_path, held) if files else load_whole(model_path, held)
+        policy = PolicyModel(model, model_path, self.config, self.device)
+        policy.autocast = False  # FSDP casts the gathered weights instead
+        half = dtype != torch.float32
+        precision = MixedPrecisionPolicy(dtype, torch.float32) if half else MixedPrecisionPolicy()
+        mesh = init_device_mesh(self.device.type, (self._ranks.size,))
+        loader = ModuleLoader(model, model_path, files) if files else None
+        for part in (*policy.layers, policy):
+            if loader is not None:  # at most one layer at a time is whole here, until it is sharded
+                loader.load(model if part is policy else part)
+            sharded: Any = fully_shard(part, mesh=mesh, mp_policy=precision)
+            sharded.set_gradient_divide_factor(1.0)  # sums, not means over ranks
+            sharded.set_force_sum_reduction_for_comms(enable=True)  # gloo has only sums
+        return policy
+
+    def _run(self, loss: LossSpec, data: Sequence[Datum]) -> Outputs:
+        try:
+            found = super()._run(loss, data)
+        finally:
+            sharded: Any = self.policy
+            sharded.reshard()  # after a pass without a gradient, the root would stay whole
+        logprobs = torch.cat([torch.zeros(0), *found.logprobs])
+        dist.all_reduce(logprobs, group=self._group)  # they are 0 for other ranks' data
+        shares = self._ranks.exchange(replace(found, logprobs=()))
+        sums = {kind: _added([getattr(one, kind) for one in shares]) for kind in ("losses", "denominators", "metrics")}
+        return Outputs(logprobs.split([len(datum.target_ids) for datum in data]), **sums)
+
+    def _batches(self, data: Sequence[Datum], loss: LossSpec) -> list[MicroBatch]:
+        """Return this rank's share, once every rank has accepted all of the data."""
+        whole, refusal = list[MicroBatch](), None
+        try:
+            whole = super()._batches(data, loss)
+        except PenstockError as error:
+            refusal = error
+        for found in self._ranks.exchange(refusal):
+            if found is not None:
+                raise found
+        return self._share(whole)
+
+    def _share(self, whole: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Take as many batches of each kind as every other rank. Ranks wait for each other in every layer."""
+        mine: list[MicroBatch] = []
+        for needs_gradient in (True, False):
+            batches = [batch for batch in whole if batch.needs_gradient == needs_gradient]
+            share = batches[self._ranks.rank :: self._ranks.size]
+            missing = math.ceil(len(batches) / self._ranks.size) - len(share)
+            mine += [*share, *[replace(_nothing(), needs_gradient=needs_gradient)] * missing]
+        return mine
+
+    def _measure(self, batch: MicroBatch, loss: LossSpec) -> tuple[Tensor, Sums]:
+        if batch.indices:
+            try:
+                return super()._measure(batch, loss)
+            except PenstockError as error:  # unexpected after `_batches`; the other ranks now wait in a layer
+                raise RuntimeError(f"rank {self._ranks.rank} refused in the midst of a step: {error}") from error
+        with torch.set_grad_enabled(batch.needs_gradient and torch.is_grad_enabled()):
+            nothing = self.policy(batch, loss.temperature).logprobs
+            if torch.is_grad_enabled():
+                nothing.sum().backward()  # contributes zeros to the reduction
+        return nothing.detach(), {}
+
+    def _blank(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        parameter = self._parameters(None).get(name.rpartition("/")[2])
+        if isinstance(parameter, DTensor) and tuple(parameter.shape) == tuple(shape):
+            return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        return super()._blank(name, shape, dtype)
+
+
+class Gathering:
+    """One tensor on its way to every rank. A shard is cast before it is sent, which halves the bytes."""
+
+    def __init__(self, tensor: Tensor, dtype: torch.dtype, ranks: int) -> None:
+        self._work: Any = None
+        if not isinstance(tensor, DTensor):
+            self._full = tensor.detach().to(dtype)
+            return
+        rows = tensor.shape[0]
+        shard: Any = tensor.detach()
+        local: Tensor = shard.to_local().to(dtype)
+        most = math.ceil(rows / ranks)
+        if len(local) < most:  # the last ranks have fewer rows, or none
+            local = torch.cat([local, local.new_zeros(most - len(local), *local.shape[1:])])
+        gathered = local.new_empty(most * ranks, *local.shape[1:])
+        self._local = local  # kept alive until it is sent
+        # Send bytes, because gloo does not support all dtypes.
+        flat, source = gathered.view(-1).view(torch.uint8), local.contiguous().view(-1).view(torch.uint8)
+        self._work = _all_gather(flat, source, async_op=True)
+        self._full = gathered[:rows]
+
+    def wait(self) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+            del self._local
+        return self._full
+
+
+def _on_every_rank(
+    method: Callable[Concatenate[ShardedLearner, P], T],
+) -> Callable[Concatenate[RankedLearner, P], T]:
+    """Return a method that makes every rank call its shard's method. The result is rank 0's."""
+
+    @wraps(method)
+    def call(self: RankedLearner, *arguments: P.args, **options: P.kwargs) -> T:
+        return self._call(method.__name__, *arguments, **options)  # pyright: ignore[reportPrivateUsage]
+
+    return call
 
 
 class RankedLearner(Learner):
@@ -45,42 +241,23 @@ class RankedLearner(Learner):
         self._group = group
         self._lock = threading.Lock()
         self._lost = ""
-        values = {
-            "command": "build",
-            "model_path": model_path,
-            "config": config.model_dump(mode="json"),
-            "seed": seed,
-            "served_dtype": served_dtype,
-        }
-        with self._together():
-            group.tell(Message(values))
-            self._part = _build(group, values)
-            _check(group.answers())
+        options: dict[str, Any] = {"seed": seed, "served_dtype": served_dtype}
+        with self._together("build", model_path, config, **options):
+            self._part = ShardedLearner(group, model_path, config, **options)
+            group.exchange(None)
 
     @property
     def versions(self) -> dict[str | None, int]:  # pyright: ignore[reportIncompatibleVariableOverride] - read only
         return self._part.versions
 
-    def forward(self, adapter: str | None, loss: LossSpec, data: Sequence[Datum]) -> Outputs:
-        return self._run("forward", adapter, loss, data)
-
-    def forward_backward(self, adapter: str | None, loss: LossSpec, data: Sequence[Datum]) -> Outputs:
-        return self._run("forward_backward", adapter, loss, data)
-
-    def optim_step(self, adapter: str | None, adam: AdamSpec, *, scale: float) -> float:
-        return self._call("optim_step", adapter=adapter, adam=adam, scale=scale)[0].values["returned"]
-
-    def discard_gradient(self, adapter: str | None) -> None:
-        self._call("discard_gradient", adapter=adapter)
-
-    def create_adapter(self, name: str, spec: LoraSpec) -> None:
-        self._call("create_adapter", name=name, spec=spec)
-
-    def drop_adapter(self, name: str) -> None:
-        self._call("drop_adapter", name=name)
-
-    def set_adapter(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        self._call("set_adapter", tensors, name=name)
+    forward = _on_every_rank(ShardedLearner.forward)
+    forward_backward = _on_every_rank(ShardedLearner.forward_backward)
+    optim_step = _on_every_rank(ShardedLearner.optim_step)
+    discard_gradient = _on_every_rank(ShardedLearner.discard_gradient)
+    create_adapter = _on_every_rank(ShardedLearner.create_adapter)
+    drop_adapter = _on_every_rank(ShardedLearner.drop_adapter)
+    set_adapter = _on_every_rank(ShardedLearner.set_adapter)
+    release_memory = _on_every_rank(ShardedLearner.release_memory)
 
     def adapter_config(self, name: str) -> Mapping[str, Any]:
         return self._part.adapter_config(name)
@@ -98,46 +275,28 @@ class RankedLearner(Learner):
 
     def save(self, adapter: str | None, folder: Path) -> Mapping[str, Any]:
         """See `Learner.save`. Every rank writes its shard, so all ranks must see the folder."""
-        return self._call("save", adapter=adapter, folder=folder.resolve())[0].values["returned"]
+        return self._call("save", adapter, folder.resolve())
 
     def load(self, adapter: str | None, folder: Path, values: Mapping[str, Any]) -> None:
-        self._call("load", adapter=adapter, folder=folder.resolve(), values=dict(values))
-
-    def release_memory(self) -> None:
-        self._call("release_memory")
+        self._call("load", adapter, folder.resolve(), values)
 
     def stop(self) -> None:
         """End the other ranks, if no rank is lost."""
         if not self._lost:
-            with self._lock, self._together():
-                self._group.tell(Message({"command": "stop"}))
+            with self._together("stop"):
+                pass
             self._lost = "the learner was stopped"
 
-    def _run(self, command: str, adapter: str | None, loss: LossSpec, data: Sequence[Datum]) -> Outputs:
-        answers = self._call(command, pack(data), adapter=adapter, loss=loss)
-        logprobs = torch.stack([answer.tensors["logprobs"] for answer in answers]).sum(0)  # 0 for other ranks' data
-        sums: dict[str, dict[str, float]] = {}
-        for kind in _SUMS:
-            total = Counter[str]()
-            for answer in answers:
-                total.update(answer.values[kind])
-            sums[kind] = dict(total)  # a Counter would return 0 for a missing loss
-        return Outputs(logprobs.split([len(datum.target_ids) for datum in data]), **sums)
-
-    def _call(self, command: str, tensors: Mapping[str, Tensor] | None = None, **given: Any) -> list[Message]:
-        """Make every rank call a method of its learner. Return the answers of all ranks."""
-        values = {n: _TYPED[n].dump_python(v, mode="json") if n in _TYPED else v for n, v in given.items()}
-        message = Message({"command": command, **values}, tensors or {})
-        with self._lock, self._together():
-            self._group.tell(message)
-            mine = _respond(self._part, message)
-            others = self._group.answers()
-            if "error" not in mine.values:
-                _check(others)
-        if "error" in mine.values:
-            errors = [answer.values["error"] for answer in (mine, *others) if "error" in answer.values]
-            raise error_from_json(next((e for e in errors if e["message"] != REFUSED_ELSEWHERE), errors[0]))
-        return [mine, *others]
+    def _call(self, command: str, *arguments: Any, **options: Any) -> Any:
+        """Make every rank call a method of its shard. Return this rank's result, or raise the error of all."""
+        with self._together(command, *arguments, **options):
+            found, mine = _try(self._part, command, arguments, options)
+            for rank, error in enumerate(self._group.exchange(mine)):
+                if mine is None and error is not None:  # the ranks now hold different states
+                    raise LearnerError(f"rank {rank} of the learner failed: {error}")
+        if mine is not None:
+            raise mine
+        return found
 
     def _gather_all(self, merged: str | None = None) -> Iterator[tuple[str, Tensor]]:
         units = iter(range(self._part.units))
@@ -153,129 +312,85 @@ class RankedLearner(Learner):
                     begun = True
 
     def _gather(self, unit: int, merged: str | None) -> dict[str, Gathering]:
-        with self._lock, self._together():
-            self._group.tell(Message({"command": "gather", "unit": unit, "merged": merged}))
+        with self._together("gather", unit, merged):
             return self._part.gather(unit, merged)
 
     def _take(self, gathering: dict[str, Gathering], merged: str | None) -> list[tuple[str, Tensor]]:
-        try:
+        with self._losing():  # outside the lock: a step may run now, and will fail too
             return self._part.take(gathering, merged)
-        except RuntimeError as error:  # outside the lock: a step may run now, and will fail too
-            self._lost = _lost_each_other(error)
-            raise LearnerError(self._lost) from error
 
     @contextmanager
-    def _together(self) -> Generator[None]:
-        """Guard a call that all ranks make together. If it breaks off, the ranks are out of step."""
-        if self._lost:
-            raise LearnerError(self._lost)
-        self._lost = "a call of the learner broke off, so that its ranks may hold different weights"
+    def _together(self, command: str, *arguments: Any, **options: Any) -> Generator[None]:
+        """Send a command, and guard this rank's part in it. If it breaks off, the ranks are out of step."""
+        with self._lock:
+            if self._lost:
+                raise LearnerError(self._lost)
+            self._lost = "a call of the learner broke off, so that its ranks may hold different weights"
+            with self._losing():
+                self._group.tell((command, arguments, options))
+                yield
+            self._lost = ""
+
+    @contextmanager
+    def _losing(self) -> Generator[None]:
+        """Turn a failure of torch.distributed or CUDA into the loss of the learner."""
         try:
             yield
-        except RuntimeError as error:  # from torch.distributed or CUDA
-            self._lost = _lost_each_other(error)
+        except RuntimeError as error:
+            self._lost = f"the ranks of the learner lost each other: {' '.join(str(error).split())}"
             raise LearnerError(self._lost) from error
-        self._lost = ""
-
-
-def _lost_each_other(error: RuntimeError) -> str:
-    return f"the ranks of the learner lost each other: {' '.join(str(error).split())}"
 
 
 def serve(group: RankGroup) -> None:
     """Follow rank 0 until it says stop; called on every other rank.
 
     Raises:
+        PenstockError: this rank cannot load the model.
         RuntimeError: rank 0 is gone, or torch failed.
     """
-    part: ShardedLearner | None = None
-    while (message := group.hear()).values["command"] != "stop":
-        if message.values["command"] == "build":
+    part: Any = None
+    while True:
+        command, arguments, options = group.hear()
+        if command == "stop":
+            return
+        if command == "build":
             part = None  # free its memory before the new learner takes some
-            part = _build(group, message.values)
-            group.answer(Message({}))
-        elif part is None:
-            raise LearnerError(f"rank {group.rank} has no model yet and was told to {message.values['command']}")
-        elif message.values["command"] == "gather":
-            for gathering in part.gather(message.values["unit"], message.values["merged"]).values():
+            part = ShardedLearner(group, *arguments, **options)
+            group.exchange(None)
+        elif command == "gather":
+            for gathering in part.gather(*arguments).values():
                 gathering.wait()
         else:
-            group.answer(_respond(part, message))
+            group.exchange(_try(part, command, arguments, options)[1])
 
 
-def _build(group: RankGroup, values: Mapping[str, Any]) -> ShardedLearner:
-    config = TrainConfig.model_validate(values["config"])
-    loss_named(config.loss)  # check on every rank that a user's loss exists; in a step, the others would wait
-    return ShardedLearner(group, values["model_path"], config, seed=values["seed"], served_dtype=values["served_dtype"])
-
-
-def _check(others: Sequence[Message]) -> None:
-    """Raise if another rank failed where rank 0 did not. The ranks then hold different states."""
-    for rank, answer in enumerate(others, start=1):
-        if "error" in answer.values:
-            raise LearnerError(f"rank {rank} of the learner failed: {answer.values['error']['message']}")
-
-
-def _respond(part: ShardedLearner, message: Message) -> Message:
-    """Execute a command. Errors that Penstock raises go into the answer, and are the same on every rank."""
-    given = {n: _TYPED[n].validate_python(v) if n in _TYPED else v for n, v in message.values.items()}
-    command = given.pop("command")
-    if (name := COMMANDS[command]) is not None:
-        given[name] = unpack(message.tensors) if name == "data" else message.tensors
+def _try(part: ShardedLearner, command: str, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """Return the result of a method, and the error that Penstock raised, which is the same on every rank."""
     try:
-        found: Any = getattr(part, command)(**given)
+        return getattr(part, command)(*arguments, **options), None
     except PenstockError as error:
-        return Message({"error": error_to_json(error)})
-    if isinstance(found, Outputs):
-        logprobs = torch.cat([torch.zeros(0), *found.logprobs])
-        return Message({kind: dict(getattr(found, kind)) for kind in _SUMS}, {"logprobs": logprobs})
-    return Message({"returned": found})
+        return None, error
 
 
-def pack(data: Sequence[Datum]) -> dict[str, Tensor]:
-    """Pack data as one tensor per field, and each datum's length in it; -1: the datum has no such field."""
-    extra = dict.fromkeys(_EXTRA + name for datum in data for name in datum.extra)
-    packed: dict[str, Tensor] = {}
-    for name in (*_FIELDS, *extra):
-        values = [d.extra.get(name.removeprefix(_EXTRA)) if name in extra else getattr(d, name) for d in data]
-        dtype = torch.int64 if name in _WHOLE else torch.float32
-        packed[f"lengths/{name}"] = torch.tensor([-1 if v is None else len(v) for v in values], dtype=torch.int64)
-        given = [torch.as_tensor(value, dtype=dtype) for value in values if value is not None]
-        packed[name] = torch.cat([torch.zeros(0, dtype=dtype), *given])
-    return packed
+def _added(sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    total = Counter[str]()
+    for one in sums:
+        total.update(one)
+    return dict(total)  # a Counter would return 0 for a missing loss
 
 
-def unpack(packed: Mapping[str, Tensor]) -> list[Datum]:
-    """Read data that `pack` made."""
-    columns: dict[str, list[Tensor | None]] = {}
-    for name in (name for name in packed if not name.startswith("lengths/")):
-        lengths: list[int] = packed[f"lengths/{name}"].tolist()
-        parts = iter(packed[name].split([length for length in lengths if length >= 0]))
-        columns[name] = [None if length < 0 else next(parts) for length in lengths]
-    rows: list[dict[str, Any]] = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    extra = [name for name in columns if name.startswith(_EXTRA)]
-    return [
-        Datum(
-            **{name: row[name] for name in _FIELDS},
-            extra={name.removeprefix(_EXTRA): row[name] for name in extra if row[name] is not None},
-        )
-        for row in rows
-    ]
+def _units(policy: PolicyModel) -> list[list[tuple[str, Tensor]]]:
+    """Return a model's tensors in units. A unit is a decoder layer, or one tensor outside of the layers."""
+    names = {module: name for name, module in policy.model.named_modules()}
+    layers = tuple(f"{names[layer]}." for layer in policy.layers)
+    units: dict[str, list[tuple[str, Tensor]]] = {}
+    for name, tensor in distinct_tensors(policy.model).items():
+        unit = next((layer for layer in layers if name.startswith(layer)), name)
+        units.setdefault(unit, []).append((name, tensor))
+    return list(units.values())
 
 
-COMMANDS: Mapping[str, str | None] = {
-    "forward": "data", "forward_backward": "data", "set_adapter": "tensors",
-    **dict.fromkeys(
-        ("optim_step", "discard_gradient", "create_adapter", "drop_adapter", "release_memory", "save", "load")
-    ),
-}  # fmt: skip
-"""Methods that all ranks call together, and the argument that a message's tensors hold."""
-_TYPED: Mapping[str, TypeAdapter[Any]] = {
-    "loss": TypeAdapter(LossSpec), "adam": TypeAdapter(AdamSpec), "spec": TypeAdapter(LoraSpec),
-    "folder": TypeAdapter(Path),
-}  # fmt: skip
-"""Arguments that are not JSON themselves, by name."""
-_SUMS = ("losses", "denominators", "metrics")
-_FIELDS = tuple(field.name for field in fields(Datum) if field.name != "extra")
-_EXTRA = "extra/"
-_WHOLE = {"input_ids", "target_ids", "positions", "experts"}
+def _nothing() -> MicroBatch:
+    """Return a micro-batch of one token whose logprob is not used."""
+    datum = Datum([0], [0], [0.0], [0.0], [0.0])
+    return replace(collate([datum], LossSpec({})), indices=(), places=())

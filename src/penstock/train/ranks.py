@@ -1,39 +1,54 @@
-"""The ranks of a sharded learner: rank 0 starts the others, and ends the run if one ends.
+"""The ranks of a learner: how they start, join as a group, and end. If one ends, the run ends.
 
-`python -m penstock.train.ranks` is one of the others. It runs until rank 0 stops or dies.
+`python -m penstock.train.ranks` is a rank other than 0. It runs until rank 0 stops or dies.
 """
+
+# torch.distributed ships partial types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
 
 import asyncio
-import functools
-import json
 import logging
 import os
+import socket
 import sys
-import time
-from collections.abc import Callable, Coroutine, Mapping, MutableMapping
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
+import torch
+import torch.distributed as dist
+
+from penstock.config import TrainConfig
 from penstock.errors import ConfigError, LearnerError, PenstockError
 from penstock.fleet.gpus import visible_gpus
 from penstock.process import ChildProcess, watch_lifeline
-
-if TYPE_CHECKING:
-    from penstock.train.rank_group import RankGroup
-    from penstock.train.ranked import RankedLearner
+from penstock.train.interface import Learner
+from penstock.train.learner import LocalLearner, ServedDtype
+from penstock.train.ranked import RankedLearner, serve
 
 log = logging.getLogger(__name__)
+JOIN = timedelta(minutes=5)
+"""Time for all ranks to join. With several nodes, people start them."""
+COLLECTIVE = timedelta(minutes=10)
+"""Time limit of one collective, against a rank that hangs. The death of a rank is noticed at once."""
+IDLE = timedelta(days=365)
+"""Time that a follower waits for a command. If rank 0 ends, the lost connection ends the wait at once."""
 STOP_S = 10.0
 """Seconds for a rank to end by itself, and then again after SIGTERM."""
 EXPLAIN_S = 10.0
 """Seconds between a failed collective and the end of the rank that explains it."""
-_NEEDED = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-_NAMES = _NEEDED | {"LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"}
-_PREFIXES = ("GROUP_", "ROLE_", "TORCHELASTIC_")
-"""Names and prefixes of the variables that torchrun sets."""
+ANSWER_S = 10.0
+"""Seconds for a Ray cluster to accept a connection."""
+POLL_S = 0.05
+GPU = "gpu"
+"""Key in the store for the GPU that a Ray cluster gave rank 0. Empty value: no GPU."""
 T = TypeVar("T")
 
 
@@ -43,7 +58,7 @@ class Ranks:
     Args:
         count: number of all ranks, including this one.
         log_dir: folder of the `rank-N.log` files.
-        launched: torchrun's variables (`take_launched`): the others already run, and torchrun ends them.
+        launched: torchrun's variables, if it started the others and ends them; else empty.
         ray_address: address of the Ray cluster that runs the others; None: they are processes of this machine.
 
     Raises:
@@ -76,8 +91,7 @@ class Ranks:
 
     async def __aexit__(self, *_: object) -> None:
         """End the other ranks: by a command if they listen, else by a signal."""
-        listening = self._learner is not None and (self._call is None or self._call.done())
-        if self._learner is not None and listening:
+        if self._learner is not None and (self._call is None or self._call.done()):
             with suppress(LearnerError):  # a rank is gone; the others are ended below
                 await asyncio.to_thread(self._learner.stop)
                 waits = [asyncio.create_task(child.wait()) for child in self._children]
@@ -90,15 +104,21 @@ class Ranks:
         if self._group is not None:
             self._group.close()
 
-    async def load(self, make: Callable[[RankGroup], RankedLearner]) -> RankedLearner:
-        """Start and join the other ranks, and make all of them load the model.
+    async def load(
+        self, model_path: str, config: TrainConfig, *, seed: int, served_dtype: ServedDtype = "float32"
+    ) -> Learner:
+        """Start and join the other ranks, and load the model on all of them.
 
         Raises:
             LearnerError: a rank ended, or did not join in time. The message has its last output.
-            PenstockError: see `make`.
+            ConfigError: see `LocalLearner`.
         """
-        self._group = await (self._in_thread(self._join_launched) if self._launched else self._start_and_join())
-        self._learner = await self.during(self._in_thread(make, self._group))
+        given: dict[str, Any] = {"seed": seed, "served_dtype": served_dtype}
+        if self.count == 1:
+            return await asyncio.to_thread(LocalLearner, model_path, config, **given)
+        self._group = await self._join()
+        make = partial(RankedLearner, self._group, model_path, config, **given)
+        self._learner = await self.during(self._in_thread(make))
         return self._learner
 
     async def during(self, work: Coroutine[Any, Any, T]) -> T:
@@ -132,9 +152,9 @@ class Ranks:
                 await asyncio.to_thread(self._abort)
             await asyncio.wait((working, *ends))
 
-    async def _in_thread(self, call: Callable[..., T], *arguments: Any) -> T:
+    async def _in_thread(self, call: Callable[[], T]) -> T:
         """Run a call that waits for other ranks in a thread. `__aexit__` waits for the thread's end."""
-        self._call = asyncio.get_running_loop().run_in_executor(None, functools.partial(call, *arguments))
+        self._call = asyncio.get_running_loop().run_in_executor(None, call)
         return await asyncio.shield(self._call)
 
     def _abort(self) -> None:
@@ -142,24 +162,19 @@ class Ranks:
         if self._group is not None:
             self._group.abort()
 
-    def _join_launched(self) -> RankGroup:
-        from penstock.train.rank_group import RankGroup, place_of  # noqa: PLC0415 - torch takes seconds
-
-        return RankGroup(place_of(self._launched), one_host=on_one_host(self._launched))
-
-    async def _start_and_join(self) -> RankGroup:
-        from penstock.train import rank_group  # noqa: PLC0415 - torch takes seconds
-
+    async def _join(self) -> RankGroup:
+        if self._launched:
+            return await self._in_thread(lambda: RankGroup(place_of(self._launched)))
         ray = self._ray_address
-        address = rank_group.LOOPBACK if ray is None else await asyncio.to_thread(rank_group.address_towards, ray)
-        store, port = rank_group.meeting_point(address)
+        address = "127.0.0.1" if ray is None else await asyncio.to_thread(address_towards, ray)
+        store, port = meeting_point(address)
         await (self._start_here(port) if ray is None else self._start_by_ray(ray, address, port))
         log.info("ranks of the learner: %d, pids %s", self.count, self.pids)
         # Joining is fast once the others have imported torch, so a rank that cannot start is reported soon.
-        await self.during(rank_group.wait_ready(store, self.count))
-        gpu = store.get(rank_group.GPU).decode() if ray is not None else ""  # set before any rank was ready
-        place = rank_group.Place(0, self.count, visible_gpus().index(gpu) if gpu else 0, store)
-        return await self.during(self._in_thread(functools.partial(rank_group.RankGroup, place, one_host=ray is None)))
+        await self.during(wait_ready(store, self.count))
+        gpu = store.get(GPU).decode() if ray is not None else ""  # set before any rank was ready
+        place = Place(0, self.count, visible_gpus().index(gpu) if gpu else 0, store, one_host=ray is None)
+        return await self.during(self._in_thread(lambda: RankGroup(place)))
 
     async def _start_here(self, port: int) -> None:
         for rank in range(1, self.count):
@@ -173,8 +188,6 @@ class Ranks:
             self._children.append(child)
 
     async def _start_by_ray(self, cluster: str, address: str, port: int) -> None:
-        import torch  # noqa: PLC0415 - seconds
-
         from penstock.train.ray_ranks import Options  # noqa: PLC0415 - a side room
 
         gpus = torch.cuda.is_available()
@@ -194,44 +207,178 @@ def _lost(child: ChildProcess, status: int) -> LearnerError:
     )
 
 
-# --- torchrun's variables, and the other ranks -----------------------------------------------------------------------
+# --- where they meet -------------------------------------------------------------------------------------------------
 
 
-def take_launched(environment: MutableMapping[str, str]) -> dict[str, str]:
-    """Take torchrun's variables out of the environment; empty if torchrun did not start this process.
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The place of a process among the ranks. `local_rank`, its number on its host, selects its GPU."""
 
-    Engines start with the remaining variables. With torchrun's, vLLM would take itself for a rank of the learner.
+    rank: int
+    size: int
+    local_rank: int
+    store: dist.Store
+    one_host: bool
+
+
+def place_of(variables: Mapping[str, str]) -> Place:
+    """Return a place from torchrun's variables, or from those of `Ranks` for a child.
+
+    Raises:
+        ConfigError: a variable is not a number, or nothing answers at the address.
     """
-    if not environment.keys() >= _NEEDED:
-        return {}
-    ours = [name for name in environment if name in _NAMES or name.startswith(_PREFIXES)]
-    return {name: environment.pop(name) for name in ours}
-
-
-def on_one_host(launched: Mapping[str, str]) -> bool:
-    """Whether all ranks were started on this host."""
-    return launched.get("LOCAL_WORLD_SIZE") == launched["WORLD_SIZE"]
-
-
-def report_failure(launched: Mapping[str, str], message: str) -> None:
-    """Make torchrun show why this process ended, at the end of its output."""
-    if file := launched.get("TORCHELASTIC_ERROR_FILE"):
-        shown = {"py_callstack": message, "timestamp": str(int(time.time()))}
-        Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": shown}}))
-
-
-def follow(place: Mapping[str, str], *, one_host: bool) -> int:
-    """Follow rank 0's commands until the end, and return the exit status. `place` has torchrun's variables."""
-    # Importing torch takes seconds.
-    from penstock.train.rank_group import RankGroup, place_of  # noqa: PLC0415
-    from penstock.train.ranked import serve  # noqa: PLC0415
-
     try:
-        group = RankGroup(place_of(place), one_host=one_host)
+        rank, size, port = int(variables["RANK"]), int(variables["WORLD_SIZE"]), int(variables["MASTER_PORT"])
+        local_rank = int(variables.get("LOCAL_RANK", rank))
+    except (KeyError, ValueError) as error:
+        raise ConfigError(f"RANK, LOCAL_RANK, WORLD_SIZE and MASTER_PORT must be numbers: {error}") from error
+    hosts = rank == 0 and variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    address = variables["MASTER_ADDR"]
+    try:
+        given = dist.TCPStore(address, port, is_master=hosts, wait_for_workers=False, timeout=JOIN)
+    except RuntimeError as error:  # DistNetworkError among others
+        raise ConfigError(f"rank {rank} cannot reach rank 0 at {address}:{port}: {error}") from error
+    store = _of_attempt(given, variables.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    store.set(_ready(rank), "here")
+    return Place(rank, size, local_rank, store, one_host=variables.get("LOCAL_WORLD_SIZE") == variables["WORLD_SIZE"])
+
+
+def meeting_point(address: str) -> tuple[dist.Store, int]:
+    """Return a store that listens at one address of this host, and its port."""
+    listener = socket.create_server((address, 0))
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(  # without the descriptor, it would listen on all addresses
+        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    return _of_attempt(store), port
+
+
+def store_at(address: str, port: int) -> dist.Store:
+    """Connect from another process to the store that `meeting_point` made."""
+    return _of_attempt(dist.TCPStore(address, port, is_master=False))
+
+
+async def wait_ready(store: dist.Store, size: int) -> None:
+    """Wait until the other ranks have imported what they need. LearnerError: they take too long."""
+    try:
+        async with asyncio.timeout(JOIN.total_seconds()):
+            while not store.check([_ready(rank) for rank in range(1, size)]):  # noqa: ASYNC110 - other processes set them
+                await asyncio.sleep(POLL_S)
+    except TimeoutError as error:
+        raise LearnerError(f"{size - 1} ranks were not ready within {JOIN.total_seconds():g} s") from error
+
+
+def address_towards(cluster: str) -> str:
+    """Return this host's address as seen from a Ray cluster. `cluster`: `host:port`, or what Ray finds."""
+    host, _, port = cluster.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=ANSWER_S) as route:
+            return route.getsockname()[0]
+    except (socket.gaierror, ValueError):  # "auto"
+        return socket.gethostbyname(socket.gethostname())
+    except OSError as error:
+        raise ConfigError(f"no Ray cluster answers at {cluster} (train.ray_address): {error}") from error
+
+
+def _of_attempt(store: dist.Store, attempt: str = "0") -> dist.Store:
+    return dist.PrefixStore(f"penstock/{attempt}", store)
+
+
+def _ready(rank: int) -> str:
+    return f"ready/{rank}"
+
+
+# --- the group -------------------------------------------------------------------------------------------------------
+
+
+class RankGroup:
+    """This process as a member of the ranks. A process can be in one group at a time.
+
+    If all ranks are on one host, their traffic uses the loopback device. `gloo` is the ranks' gloo group, on any
+    device; `COLLECTIVE` limits each wait in it. Commands travel as pickles, as torch's own objects do in a checkpoint.
+
+    Raises:
+        LearnerError: the other ranks did not join in time.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self.rank, self.size = place.rank, place.size
+        cuda = torch.cuda.is_available()
+        self.device = torch.device("cuda", place.local_rank) if cuda else torch.device("cpu")
+        if cuda:
+            if place.local_rank >= torch.cuda.device_count():
+                raise ConfigError(
+                    f"rank {place.rank} needs a GPU of its own and there are {torch.cuda.device_count()}: ask for "
+                    "fewer train.ranks"
+                )
+            torch.cuda.set_device(self.device)
+        try:
+            with _loopback() if place.one_host else nullcontext():
+                dist.init_process_group(
+                    "cpu:gloo,cuda:nccl" if cuda else "gloo",
+                    store=place.store,
+                    rank=place.rank,
+                    world_size=place.size,
+                    timeout=COLLECTIVE,
+                )
+                self.gloo: Any = dist.new_group(backend="gloo", timeout=COLLECTIVE)
+                self._commands: Any = dist.new_group(backend="gloo", timeout=IDLE if place.rank else COLLECTIVE)
+        except RuntimeError as error:
+            raise LearnerError(f"rank {place.rank} of {place.size} could not join the others: {error}") from error
+
+    def tell(self, command: object) -> None:
+        """Send a command to every other rank; called on rank 0."""
+        dist.broadcast_object_list([command], src=0, group=self._commands)
+
+    def hear(self) -> Any:
+        """Wait up to `IDLE` for the next command; called on the other ranks."""
+        heard = [None]
+        dist.broadcast_object_list(heard, src=0, group=self._commands)
+        return heard[0]
+
+    def exchange(self, value: T) -> Sequence[T]:
+        """Return the values of all ranks, by rank; called on every rank."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.gloo)
+        return values
+
+    def abort(self) -> None:
+        """End collectives that wait for a lost rank. gloo's end by themselves, NCCL's never do."""
+        if self.device.type == "cuda":
+            dist.distributed_c10d._abort_process_group()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage] - no public one
+
+    def close(self) -> None:
+        """Leave the group. The process may then join another one."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _loopback() -> Generator[None]:
+    """Make gloo listen on the loopback device. By default, it uses the host's address, which others may reach."""
+    name = "GLOO_SOCKET_IFNAME"
+    before = os.environ.get(name)
+    os.environ[name] = "lo"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+# --- the other ranks -------------------------------------------------------------------------------------------------
+
+
+def follow(variables: Mapping[str, str], failed: Callable[[str], object] = bool) -> int:
+    """Follow rank 0's commands until the end, and return the exit status. `variables` are torchrun's, or ours."""
+    try:
+        group = RankGroup(place_of(variables))
         serve(group)
     except (PenstockError, RuntimeError) as error:  # RuntimeError from torch: a lost peer, or no memory left
         message = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        report_failure(place, message)
+        failed(message)
         sys.stderr.write(f"{message}\n")
         sys.stderr.flush()
         os._exit(1)  # a normal exit would wait for collectives that never end
@@ -242,4 +389,4 @@ def follow(place: Mapping[str, str], *, one_host: bool) -> int:
 if __name__ == "__main__":
     watch_lifeline()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    sys.exit(follow(os.environ, one_host=on_one_host(os.environ)))
+    sys.exit(follow(os.environ))

@@ -75,7 +75,7 @@ async def drive(options: Options) -> None:
         raise ConfigError(f"the Ray cluster at {options.address} had no room for {bundles} within {ROOM_S:g} s")
     actors = actors_in(ray, group, 0, bundles, RankActor)
     gpu = (await actors[0].gpus.remote())[0] if here else ""
-    from penstock.train.rank_group import GPU, store_at  # noqa: PLC0415 - torch takes seconds
+    from penstock.train.ranks import GPU, store_at  # noqa: PLC0415 - torch takes seconds
 
     store_at(*options.master).set(GPU, gpu)
     await _until_ended(ray, actors[len(here) :], options)

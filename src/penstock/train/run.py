@@ -34,7 +34,6 @@ from penstock.train.grpo import Trainee
 from penstock.train.interface import Learner, LoraSpec
 from penstock.train.learner import LocalLearner, ServedDtype
 from penstock.train.losses import loss_named
-from penstock.train.ranked import RankedLearner
 from penstock.train.ranks import Ranks
 from penstock.train.resume import check as check_resume
 from penstock.train.schedules import check_schedule
@@ -243,32 +242,20 @@ async def _load_asleep(config: RunConfig, ranks: Ranks, fleet: Fleet) -> Trainee
 
 
 async def _load(config: RunConfig, ranks: Ranks) -> Trainee:
-    if ranks.count == 1:
-        return await asyncio.to_thread(local_trainee, config)
-    model, dtype = config.learner_model, _served_dtype(config)
-    learner = await ranks.load(
-        lambda group: RankedLearner(group, model, config.train, seed=config.seed, served_dtype=dtype)
-    )
-    return await asyncio.to_thread(_trainee, config, learner)
+    learner = await ranks.load(config.learner_model, config.train, seed=config.seed, served_dtype=_served_dtype(config))
+    return await asyncio.to_thread(trainee_of, config, learner)
 
 
-def local_trainee(config: RunConfig) -> Trainee:
-    """Load the learner in this process."""
-    model = config.learner_model
-    learner = LocalLearner(model, config.train, seed=config.seed, served_dtype=_served_dtype(config))
-    trainee = _trainee(config, learner)
-    if config.train.kl_coefficient and config.train.lora is None:
-        return replace(trainee, reference=LocalLearner(model, config.train, seed=config.seed))
-    return trainee
-
-
-def _trainee(config: RunConfig, learner: Learner) -> Trainee:
+def trainee_of(config: RunConfig, learner: Learner) -> Trainee:
+    """Return what a run trains: the learner's base weights, or a new adapter on them."""
     trainee = Trainee(learner, config.train, config.rollout.temperature, config.rollout.max_tokens)
-    if (lora := config.train.lora) is None:
-        return trainee
-    flags = {name: getattr(lora, name) for name in ("train_attn", "train_mlp", "train_unembed")}
-    learner.create_adapter(lora.name, LoraSpec(lora.rank, lora.alpha, seed=config.seed, **flags))
-    return replace(trainee, adapter=lora.name, merge=lora.merge)
+    if (lora := config.train.lora) is not None:
+        flags = {name: getattr(lora, name) for name in ("train_attn", "train_mlp", "train_unembed")}
+        learner.create_adapter(lora.name, LoraSpec(lora.rank, lora.alpha, seed=config.seed, **flags))
+        return replace(trainee, adapter=lora.name, merge=lora.merge)
+    if config.train.kl_coefficient:
+        return replace(trainee, reference=LocalLearner(config.learner_model, config.train, seed=config.seed))
+    return trainee
 
 
 def _served_dtype(config: RunConfig) -> ServedDtype:
