@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import StateError
-from penstock.train.staleness import STARTS_PER_BATCH, Pacer, StalenessWindow
+from penstock.train.rollouts import STARTS_PER_BATCH, Pacer, StalenessWindow
 from virtual_time import run_virtual
 
 

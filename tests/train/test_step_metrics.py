@@ -13,7 +13,6 @@ from penstock.train.ranks import address_towards
 from penstock.train.step_metrics import (
     LogprobAlarm,
     batch_metrics,
-    check_ages,
     learner_metrics,
     replayed_share,
     token_ages,
@@ -26,7 +25,7 @@ def trajectory(versions: tuple[int, ...], loss_mask: tuple[int, ...]) -> Traject
 
 
 def test_ages_are_of_the_policys_tokens_alone() -> None:
-    assert token_ages([trajectory((3, 3, 4), (1, 0, 1)), trajectory((4,), (1,))], 5) == {2: 1, 1: 2}
+    assert token_ages([trajectory((3, 3, 4), (1, 0, 1)), trajectory((4,), (1,))], 5, 2) == {2: 1, 1: 2}
 
 
 def test_figures_of_a_batch_count_episodes_not_their_leaves() -> None:
@@ -42,10 +41,9 @@ def test_turns_that_add_up_to_one_solve_an_episode() -> None:
 
 
 def test_tokens_of_a_version_that_is_not_there_yet_are_refused() -> None:
-    check_ages({0: 2, 2: 1}, 2)
     for age in (-1, 3):
         with pytest.raises(StateError, match=f"3 tokens are {age} versions old where 0 to 2 is possible"):
-            check_ages({0: 2, age: 3}, 2)
+            token_ages([trajectory((5, 5, *[5 - age] * 3), (1,) * 5)], 5, 2)
 
 
 def test_the_replayed_share_counts_the_policys_tokens_with_experts() -> None:
@@ -57,7 +55,7 @@ def test_the_replayed_share_counts_the_policys_tokens_with_experts() -> None:
 def test_a_token_without_a_version_is_refused_however_stale_tokens_may_be() -> None:
     """Trainer version 1 less the mark of an unknown one would be 2, as of a token that is only old."""
     with pytest.raises(StateError, match="2 tokens have no weight version"):
-        token_ages([trajectory((-1, -1, 1), (1, 1, 1))], 1)
+        token_ages([trajectory((-1, -1, 1), (1, 1, 1))], 1, 2)
 
 
 def test_a_run_that_cannot_compare_trainer_and_engine_says_so_once() -> None:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -41,9 +41,6 @@ if TYPE_CHECKING:
 
 # The name in torch 2.13, or the one in 2.11, which is deprecated.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # pyright: ignore[reportDeprecated]
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class ShardedLearner(LocalLearner):
@@ -213,13 +210,11 @@ class Gathering:
         return self._full
 
 
-def _on_every_rank(
-    method: Callable[Concatenate[ShardedLearner, P], T],
-) -> Callable[Concatenate[RankedLearner, P], T]:
+def _on_every_rank(method: Callable[..., Any]) -> Any:
     """Return a method that makes every rank call its shard's method. The result is rank 0's."""
 
     @wraps(method)
-    def call(self: RankedLearner, *arguments: P.args, **options: P.kwargs) -> T:
+    def call(self: RankedLearner, *arguments: Any, **options: Any) -> Any:
         return self._call(method.__name__, *arguments, **options)  # pyright: ignore[reportPrivateUsage]
 
     return call

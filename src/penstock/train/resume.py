@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from penstock.config import RunConfig
 from penstock.errors import CheckpointError, UserError
@@ -55,13 +54,6 @@ class Progress:
         self.generated_tokens += lost
         self.wasted_tokens += lost
         self.resumed_at.append(self.step)
-
-
-def save_checkpoint(folder: RunFolder, trainee: Trainee, progress: Mapping[str, Any]) -> None:
-    """Write the state after `progress["step"]` steps. `progress` holds the fields of `Progress`. Blocks."""
-    checkpoint.save(
-        folder.path, progress["step"], lambda path: {"learner": dict(trainee.save(path)), "run": dict(progress)}
-    )
 
 
 def check(config: RunConfig, folder: RunFolder) -> None:

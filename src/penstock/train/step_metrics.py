@@ -26,35 +26,28 @@ def policy_tokens(trajectories: Sequence[Trajectory]) -> int:
     return sum(sum(t.loss_mask) for t in trajectories)
 
 
-def token_ages(trajectories: Sequence[Trajectory], trainer_version: int) -> Counter[int]:
+def token_ages(trajectories: Sequence[Trajectory], trainer_version: int, max_staleness: int) -> Counter[int]:
     """Count the policy's tokens by age in versions under trainer `trainer_version`.
 
     Raises:
-        StateError: some tokens have an engine's label that is no version.
+        StateError: a token is older than the schedule can cause, or of no version that exists: an engine serves, or
+            claims, a wrong version.
     """
     versions: Counter[int] = Counter()
     for t in trajectories:
         versions.update(version for version, made in zip(t.versions, t.loss_mask, strict=True) if made)
-    if nobodys := sum(count for version, count in versions.items() if version < 0):
-        raise StateError(
-            f"{nobodys} tokens have no weight version: an engine was given a label that is no number, past this fleet; "
-            "update its weights through the fleet alone"
-        )
-    return Counter({trainer_version - version: count for version, count in versions.items()})
-
-
-def check_ages(ages: Mapping[int, int], max_staleness: int) -> None:
-    """Refuse ages that the schedule cannot cause. They mean that an engine serves, or claims, a wrong version.
-
-    Raises:
-        StateError: a token is older than `max_staleness`, or of a version that does not exist yet.
-    """
-    for age, tokens in ages.items():
-        if not 0 <= age <= max_staleness:
+    for version, tokens in versions.items():
+        if version < 0:
+            raise StateError(
+                f"{tokens} tokens have no weight version: an engine was given a label that is no number, past this "
+                "fleet; update its weights through the fleet alone"
+            )
+        if not 0 <= (age := trainer_version - version) <= max_staleness:
             raise StateError(
                 f"{tokens} tokens are {age} versions old where 0 to {max_staleness} is possible: an engine serves "
                 "weights that it was not given, or labels them wrongly; see `penstock status`"
             )
+    return Counter({trainer_version - version: count for version, count in versions.items()})
 
 
 def batch_metrics(trajectories: Sequence[Trajectory], ages: Mapping[int, int]) -> dict[str, float]:

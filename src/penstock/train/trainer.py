@@ -11,6 +11,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from penstock.config import RunConfig
 from penstock.control_types import UpdateReport
@@ -23,11 +25,11 @@ from penstock.observe.trace import LEARNER, Loads, Tracer
 from penstock.rollout.environment import Environment, Task
 from penstock.rollout.generator import Generator, Trajectory
 from penstock.threads import abandonable
+from penstock.train import checkpoint
 from penstock.train.grpo import Trainee
-from penstock.train.resume import Progress, save_checkpoint, take_up
-from penstock.train.rollouts import Rollouts, greedy_accuracy
-from penstock.train.schedules import SCHEDULES, Parts, to_the_end
-from penstock.train.staleness import StalenessWindow
+from penstock.train.resume import Progress, take_up
+from penstock.train.rollouts import Rollouts, StalenessWindow, greedy_accuracy
+from penstock.train.schedules import SCHEDULES, Learned, to_the_end
 from penstock.train.step_metrics import (
     LogprobAlarm,
     Stopwatch,
@@ -35,6 +37,7 @@ from penstock.train.step_metrics import (
     learner_metrics,
     policy_tokens,
     replayed_share,
+    token_ages,
     update_metrics,
 )
 
@@ -74,20 +77,13 @@ async def train(
         progress = Progress()
     if config.engines_may_differ and trainee.adapter is None and not trainee.version:
         trainee.learner.versions[None] = 1  # version 0 are the weights that engines were loaded with
-    run = _Run(config, client, trainee, generator, environment, folder, reporter, progress, loads)
-    for step, accuracy in folder.evaluations().items():
-        run.report_evaluation(step, accuracy)
-    await run.put_in_force()
-    # Called here, while no rollout uses the environment.
-    run.heldout = await abandonable(partial(environment.heldout_tasks, config.eval.size))
-    await run.evaluate_if_due()
-    await run.train_to_the_end()
-    return run.summarize()
+    run = Run(config, client, trainee, generator, environment, folder, reporter, progress, loads)
+    return await run.to_the_end()
 
 
 @dataclass(slots=True)
-class _Run:
-    """State of one run."""
+class Run:
+    """State of one run, and the parts that its schedule arranges: `next_batch`, `settled`, `learn` and `update`."""
 
     config: RunConfig
     client: Fleet
@@ -100,7 +96,7 @@ class _Run:
     loads: Loads | None
     watch: Stopwatch = field(init=False)
     tracer: Tracer = field(init=False)
-    window: StalenessWindow = field(init=False)
+    rollouts: Rollouts = field(init=False)
     alarm: LogprobAlarm = field(init=False)
     heldout: Sequence[Task] = ()
     recovering: asyncio.Task[UpdateReport] | None = None
@@ -109,23 +105,69 @@ class _Run:
     """`progress.generated_tokens` at the last recorded step."""
 
     def __post_init__(self) -> None:
-        self.watch = Stopwatch(self.progress.seconds)
+        config, progress = self.config, self.progress
+        self.watch = Stopwatch(progress.seconds)
         self.tracer = Tracer(self.watch.now, self.loads)
         self.watch.on_span = partial(self.tracer.add, LEARNER)
-        self.alarm = LogprobAlarm(self.config.train.logprob_alarm, simulated=self.config.engine.profile == "sim")
-        groups, step, carried = self.config.rollout.groups_per_batch, self.progress.step, self.progress.carried
-        self.window = StalenessWindow(
+        self.alarm = LogprobAlarm(config.train.logprob_alarm, simulated=config.engine.profile == "sim")
+        groups, carried = config.rollout.groups_per_batch, progress.carried
+        window = StalenessWindow(
             groups,
-            self.config.train.staleness,
-            self.config.train.steps,
-            start_version=self.trainee.version - step,
+            config.train.staleness,
+            config.train.steps,
+            start_version=self.trainee.version - progress.step,
             version=self.trainee.version,
-            next_group=step * groups + len(carried),
+            next_group=progress.step * groups + len(carried),
             carried=carried,
         )
-        self.generated_before = self.progress.generated_tokens
+        self.rollouts = Rollouts(config, self.generator, self.environment, progress, window)
+        self.generated_before = progress.generated_tokens
 
-    async def put_in_force(self) -> None:
+    async def to_the_end(self) -> Summary:
+        """Do everything that is left of the run."""
+        for step, accuracy in self.folder.evaluations().items():
+            self._report_evaluation(step, accuracy)
+        await self._put_in_force()
+        # Called here, while no rollout uses the environment.
+        self.heldout = await abandonable(partial(self.environment.heldout_tasks, self.config.eval.size))
+        await self._evaluate_if_due()
+        await self._train()
+        return self._summarize()
+
+    # --- what a schedule arranges ------------------------------------------------------------------------------------
+
+    async def next_batch(self) -> list[Trajectory]:
+        """Wait for the next batch; see `Rollouts.next_batch`."""
+        with self.watch.measure("waiting"):
+            return await self.rollouts.next_batch()
+
+    async def settled(self) -> None:
+        """Wait for all submitted groups; see `Rollouts.settled`."""
+        with self.watch.measure("waiting"):
+            await self.rollouts.settled()
+
+    async def learn(self, batch: Sequence[Trajectory]) -> Learned:
+        """Train on a batch in a thread. The learner's version goes up by one.
+
+        Raises:
+            StateError: a token is older than the schedule allows, or the loss is not finite.
+        """
+        ages = token_ages(batch, self.trainee.version, self.config.train.staleness)
+        with self.watch.measure("training"):
+            return Learned(batch, ages, await to_the_end(asyncio.to_thread(self.trainee.step, batch)))
+
+    async def update(self) -> UpdateReport:
+        """Put the learner's weights in force on the engines. `rollouts.submit` may then start more groups."""
+        began = self.watch.now()
+        with self.watch.measure("update"):
+            report = await to_the_end(self.trainee.put_in_force(self.client))
+        self.tracer.of_update(report, began)
+        self.rollouts.window.commit(self.trainee.version)
+        return report
+
+    # --- before and after the steps ----------------------------------------------------------------------------------
+
+    async def _put_in_force(self) -> None:
         """Make the engines serve the learner's weights. Send them unless both sides just loaded the checkpoint."""
         served, wanted = self.client.weight_version, self.trainee.version
         if served == wanted == 0:
@@ -156,7 +198,7 @@ class _Run:
         except MissingCapabilityError as error:  # vLLM without our plugin accepts only adapters
             log.warning("whether the engines add the adapter to the learner's base is unknown: %s", error)
 
-    async def evaluate_if_due(self) -> None:
+    async def _evaluate_if_due(self) -> None:
         """Measure held-out accuracy of the served weights, if due: first, last, every `eval.every` steps."""
         step, last, every = self.progress.step, self.config.train.steps, self.config.eval.every
         due = step in {0, last} or (every and step % every == 0)
@@ -167,19 +209,17 @@ class _Run:
             accuracy = await greedy_accuracy(self.generator, self.heldout, self.config.rollout.max_tokens)
         self.folder.append_evaluation(step, accuracy)
         log.info("held-out accuracy after step %d: %.4f of %d", step, accuracy, len(self.heldout))
-        self.report_evaluation(step, accuracy)
+        self._report_evaluation(step, accuracy)
 
-    async def train_to_the_end(self) -> None:
+    async def _train(self) -> None:
         """Run all remaining steps and the rollouts. The first failure of either ends both."""
         watching = asyncio.create_task(self.tracer.watch(), name="tracer")
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with self.rollouts.tasks:
                 self.reporter.on_phase("train")
                 self.watch.lap()
-                rollouts = Rollouts(self.config, self.generator, self.environment, self.progress, self.window, tasks)
-                parts = Parts(rollouts, self.trainee, self.client, self.watch, self.tracer, self.config.train.staleness)
                 while self.progress.step < self.config.train.steps:
-                    await self._step(parts)
+                    await self._step()
         except ExceptionGroup as errors:
             first = errors.exceptions[0]
             log.error("run ended after step %d: %s", self.progress.step, first)  # noqa: TRY400 - it is raised
@@ -189,7 +229,7 @@ class _Run:
             if self.recovering is not None:
                 self.recovering.cancel()
 
-    def summarize(self) -> Summary:
+    def _summarize(self) -> Summary:
         progress = self.progress
         self.folder.append_spans(self.tracer.cut(progress.step, 0.0)[0])
         summary = Summary.of(
@@ -209,8 +249,8 @@ class _Run:
 
     # --- one step ----------------------------------------------------------------------------------------------------
 
-    async def _step(self, parts: Parts) -> None:
-        learned, report = await SCHEDULES[self.config.train.schedule](parts)
+    async def _step(self) -> None:
+        learned, report = await SCHEDULES[self.config.train.schedule](self)
         if (warning := self.alarm.warning(learned.figures)) is not None:
             log.warning("step %d: %s", self.progress.step + 1, warning)
             self.reporter.on_warning(f"step {self.progress.step + 1}: {warning}")
@@ -223,7 +263,7 @@ class _Run:
             figures["replayed_share"] = replayed_share(learned.batch)
         self._record(learned.batch, figures, report)
         await self._checkpoint_if_due()
-        await self.evaluate_if_due()
+        await self._evaluate_if_due()
 
     async def _tokens_lost(self, report: UpdateReport) -> dict[str, float]:
         """Return the cost of the previous update, and start to measure this one's."""
@@ -273,12 +313,16 @@ class _Run:
             return
         self.reporter.on_phase("checkpoint")
         self.progress.seconds = self.watch.totals()
-        self.progress.carried = sorted(self.window.outstanding)
+        self.progress.carried = sorted(self.rollouts.window.outstanding)
         progress = asdict(self.progress)  # copied here and not in the thread, because rollouts go on counting
-        with self.watch.measure("checkpoint"):
-            await to_the_end(asyncio.to_thread(save_checkpoint, self.folder, self.trainee, progress))
 
-    def report_evaluation(self, step: int, accuracy: float) -> None:
+        def write(path: Path) -> Mapping[str, Any]:
+            return {"learner": dict(self.trainee.save(path)), "run": progress}
+
+        with self.watch.measure("checkpoint"):
+            await to_the_end(asyncio.to_thread(checkpoint.save, self.folder.path, step, write))
+
+    def _report_evaluation(self, step: int, accuracy: float) -> None:
         """Report a held-out accuracy, measured now or before a resume."""
         name = "before" if step == 0 else "after" if step == self.config.train.steps else f"step {step}"
         self.reporter.on_eval(name, accuracy)
