@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config import TrainConfig
-from penstock.train.advantages import ADVANTAGES, group_indices, leave_one_out
+from penstock.train.grpo import ADVANTAGES, group_indices, leave_one_out
 
 batches = st.lists(st.tuples(st.integers(0, 4), st.floats(-5, 5).map(lambda x: round(x, 2))), min_size=1, max_size=40)
 

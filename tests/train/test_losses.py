@@ -231,7 +231,7 @@ def sequences(ratios: list[list[float]], advantages: list[float]) -> LossTerms:
 def test_what_a_correction_keeps(correction: str, kept: list[list[int]]):
     terms = sequences([[1.41, 1.0], [1.0, 0.1], [0.61, 0.61]], [1.0, -1.0, -1.0])
     limits = Limits(correction=correction, low=0.99, high=9.0)
-    assert CORRECTIONS[correction](terms, limits).keep_B_T.long().tolist() == kept
+    assert CORRECTIONS[correction](terms, limits).long().tolist() == kept
     output = LOSSES["dapo"](terms, limits)
     output.loss.backward()
     assert output.denominator.item() == sum(map(sum, kept))  # what was dropped thins nothing out
@@ -241,7 +241,7 @@ def test_what_a_correction_keeps(correction: str, kept: list[list[int]]):
 
 def test_a_long_sequence_is_masked_by_the_mean_of_its_gaps():
     terms = sequences([[0.9] * 8], [-1.0])  # a gap of 0.105 a token, 0.84 in all
-    assert CORRECTIONS["sequence_mask"](terms, Limits(sequence_gap=0.2)).keep_B_T.all()
+    assert CORRECTIONS["sequence_mask"](terms, Limits(sequence_gap=0.2)).all()
 
 
 def test_the_ratio_of_gspo_is_that_of_the_tokens_kept():

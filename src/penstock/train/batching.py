@@ -15,9 +15,8 @@ from torch import Tensor
 
 from penstock.config import TrainConfig
 from penstock.errors import UserError
-from penstock.train.interface import Datum
+from penstock.train.interface import UNKNOWN_EXPERT, Datum
 from penstock.train.losses import LossSpec, LossTerms, loss_named
-from penstock.train.router_replay import UNKNOWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,12 +201,12 @@ def collate(data: Sequence[Datum], loss: LossSpec, indices: Sequence[int] = ()) 
 
 
 def _experts(data: Sequence[Datum]) -> Tensor | None:
-    """Lay experts end to end, with `UNKNOWN` for data without experts."""
+    """Lay experts end to end, with `UNKNOWN_EXPERT` for data without experts."""
     known = next((torch.as_tensor(datum.experts) for datum in data if datum.experts is not None), None)
     if known is None:
         return None
     rows = [
-        torch.full((len(datum.input_ids), *known.shape[1:]), UNKNOWN)
+        torch.full((len(datum.input_ids), *known.shape[1:]), UNKNOWN_EXPERT)
         if datum.experts is None
         else torch.as_tensor(datum.experts, dtype=torch.long)
         for datum in data

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from penstock.checks import parse_json
 from penstock.errors import CheckpointError
@@ -143,38 +143,21 @@ def read_tensors(
     Raises:
         CheckpointError: a tensor cannot be read on some rank.
     """
-    planner = _Blanks(blank)
     try:
+        entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        tensors = {
+            name: blank(name, entry.size, entry.properties.dtype)
+            for name, entry in entries.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.load({}, checkpoint_id=folder, planner=planner, process_group=group, no_dist=group is None)
+            dcp.load(tensors, checkpoint_id=folder, process_group=group, no_dist=group is None)
     except dcp.api.CheckpointException as error:  # torch derives it from BaseException
         raise CheckpointError(
-            f"checkpoint {folder} cannot be read ({_first(error)}); if that is for lack of memory, free some or take "
-            "more ranks, and if a file is missing or damaged, go on from another checkpoint"
+            f"checkpoint {folder} cannot be read ({_first(error)}); if a file is damaged, go on from another checkpoint"
         ) from error
-    return planner.tensors
-
-
-class _Blanks(dcp.DefaultLoadPlanner):
-    """Allocates tensors where torch reports one rank's failure to every rank."""
-
-    def __init__(self, blank: Callable[[str, Sequence[int], torch.dtype], Tensor]) -> None:
-        super().__init__()
-        self._blank = blank
-        self.tensors: dict[str, Any] = {}
-
-    def set_up_planner(
-        self,
-        state_dict: Mapping[str, Any],
-        metadata: Metadata | None = None,
-        is_coordinator: bool = False,  # noqa: FBT001, FBT002 - torch's signature
-    ) -> None:
-        del state_dict  # the names are known only from the checkpoint's metadata
-        for name, entry in metadata.state_dict_metadata.items() if metadata is not None else ():
-            if isinstance(entry, TensorStorageMetadata):
-                self.tensors[name] = self._blank(name, entry.size, entry.properties.dtype)
-        super().set_up_planner(self.tensors, metadata, is_coordinator)
+    return tensors
 
 
 @contextmanager

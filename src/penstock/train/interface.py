@@ -18,6 +18,8 @@ from torch import Tensor
 from penstock.errors import UserError
 from penstock.train.losses import LossSpec
 
+UNKNOWN_EXPERT = -1
+"""Expert of a token without a report from the engine. The learner's own router chooses."""
 _APART = {"extra", "experts"}
 """Fields of a datum without one value per target."""
 
@@ -36,7 +38,7 @@ class Datum:
         positions: `[M]`, the place in `input_ids` at which each target is predicted; None: M is L, one at each place.
         extra: additional input of some losses, by name `[M]`; see `LossTerms.extra`. A call's data share the names.
         experts: `[L, layers, experts a token]`, ids of the experts that the engine chose for each input token, -1 if
-            unknown. The learner replays them (`router_replay.py`); None: its own router chooses.
+            unknown. The learner replays them (`RouterReplay`); None: its own router chooses.
 
     Raises:
         UserError: the lengths differ.

@@ -48,6 +48,20 @@ class Limits:
         if not self.ratio_band[0] <= 1 <= self.ratio_band[1]:
             raise UserError(f"ratio_band must be around 1, the ratio of an unchanged policy; got {self.ratio_band}")
 
+    @property
+    def cap(self) -> float:
+        """Largest importance weight."""
+        return math.inf if self.correction == "none" else self.importance_cap
+
+    @property
+    def replaces_clip(self) -> bool:
+        """Whether the correction's mask replaces the loss's clip of the ratio."""
+        return self.correction == "dppo"
+
+    def kept(self, terms: LossTerms) -> Tensor:
+        """Return the tokens that the correction keeps, bool `[B, T]`."""
+        return CORRECTIONS[self.correction](terms, self)
+
 
 @dataclass(frozen=True, slots=True)
 class LossSpec:
@@ -134,41 +148,23 @@ Loss = Callable[[LossTerms, Limits], LossOutput]
 # --- corrections -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Corrected:
-    """The result of a correction: `keep_B_T` (bool), and the maximum importance weight.
-
-    Every correction but `none` caps weights as `tis` does, because the tokens it keeps may have any ratio.
-    `replaces_clip`: the mask replaces the loss's clip of the ratio.
-    """
-
-    keep_B_T: Tensor
-    cap: float = float("inf")
-    replaces_clip: bool = False
+def keep_all(terms: LossTerms, _: Limits) -> Tensor:
+    """Keep every token. See `CORRECTIONS` for what `tis` adds to `none`."""
+    return terms.mask()
 
 
-def tis(terms: LossTerms, limits: Limits) -> Corrected:
-    """Truncated importance sampling: the gradient carries min(r, cap) instead of r.
-
-    Espeholt et al., IMPALA, arXiv:1802.01561; Yao et al. 2025, "Your efficient RL framework secretly brings you
-    off-policy RL training". With clipping, the cap acts where clipping does not: on tokens of negative advantage that
-    have become likelier.
-    """
-    return Corrected(terms.mask(), limits.importance_cap)
-
-
-def mis(terms: LossTerms, limits: Limits) -> Corrected:
+def mis(terms: LossTerms, limits: Limits) -> Tensor:
     """Masked importance sampling. It drops sequences whose geometric mean of r is outside `ratio_band`."""
     mean_B_1 = (terms.log_ratio().sum(-1) / terms.lengths()).exp().unsqueeze(-1)
-    return Corrected(terms.mask() & _inside(mean_B_1, limits), limits.importance_cap)
+    return terms.mask() & _inside(mean_B_1, limits)
 
 
-def icepop(terms: LossTerms, limits: Limits) -> Corrected:
+def icepop(terms: LossTerms, limits: Limits) -> Tensor:
     """IcePop (Ling Team 2025, "Small leak can sink a great ship"): drop tokens whose r is outside `ratio_band`."""
-    return Corrected(terms.mask() & _inside(terms.log_ratio().exp(), limits), limits.importance_cap)
+    return terms.mask() & _inside(terms.log_ratio().exp(), limits)
 
 
-def dppo(terms: LossTerms, limits: Limits) -> Corrected:
+def dppo(terms: LossTerms, limits: Limits) -> Tensor:
     """DPPO (arXiv:2602.04879), total variation. It drops tokens that moved far and that A would move on.
 
     The condition is |pi - mu| > `probability_gap`, with pi > mu and A > 0 or pi < mu and A < 0. The mask replaces the
@@ -177,34 +173,33 @@ def dppo(terms: LossTerms, limits: Limits) -> Corrected:
     logprobs_B_T = terms.logprobs_B_T.detach().masked_fill(~terms.mask(), 0.0)
     gap_B_T = logprobs_B_T.exp() - terms.behaviour_B_T.masked_fill(~terms.mask(), 0.0).exp()
     farther_B_T = gap_B_T * terms.advantages_B_T.sign() > limits.probability_gap
-    return Corrected(terms.mask() & ~farther_B_T, limits.importance_cap, replaces_clip=True)
+    return terms.mask() & ~farther_B_T
 
 
-def sequence_mask(terms: LossTerms, limits: Limits) -> Corrected:
+def sequence_mask(terms: LossTerms, limits: Limits) -> Tensor:
     """DeepSeek-V3.2's off-policy sequence mask (arXiv:2512.02556, eq. 9).
 
     It drops tokens of negative advantage if their sequence's mean of log mu - log pi is above `sequence_gap`.
     """
     gap_B_1 = -terms.log_ratio().sum(-1, keepdim=True) / terms.lengths().unsqueeze(-1)
-    return Corrected(
-        terms.mask() & ~((terms.advantages_B_T < 0) & (gap_B_1 > limits.sequence_gap)), limits.importance_cap
-    )
+    return terms.mask() & ~((terms.advantages_B_T < 0) & (gap_B_1 > limits.sequence_gap))
 
 
-def no_correction(terms: LossTerms, _: Limits) -> Corrected:
-    """Train on every token as if the current policy had made it. This is right only for synchronous runs."""
-    return Corrected(terms.mask())
-
-
-CORRECTIONS: Mapping[str, Callable[[LossTerms, Limits], Corrected]] = {
-    "tis": tis,
+CORRECTIONS: Mapping[str, Callable[[LossTerms, Limits], Tensor]] = {
+    "tis": keep_all,
     "mis": mis,
     "icepop": icepop,
     "dppo": dppo,
     "sequence_mask": sequence_mask,
-    "none": no_correction,
+    "none": keep_all,
 }
-"""Corrections by their name in the config (`train.correction`)."""
+"""Corrections by their name in the config (`train.correction`). Each returns the tokens that it keeps, bool `[B, T]`.
+
+All but `none`, which is right only for synchronous runs, also truncate importance weights: the gradient carries
+min(r, cap) instead of r. That alone is `tis` (Espeholt et al., IMPALA, arXiv:1802.01561; Yao et al. 2025, "Your
+efficient RL framework secretly brings you off-policy RL training"). With clipping, the cap acts where clipping does
+not: on tokens of negative advantage that have become likelier.
+"""
 DROP_NOTHING = {"tis", "none"}
 """Corrections whose denominators do not depend on the policy."""
 
@@ -248,7 +243,7 @@ def gspo(terms: LossTerms, limits: Limits) -> LossOutput:
     1/G sum_i -min(s_i A_i, clip(s_i, 1 - low, 1 + high) A_i). Its clip range is of the order of 3e-4. If advantages
     differ within a sequence, this is the paper's GSPO-token (eq. 13); else the two are equal.
     """
-    kept_B_T = CORRECTIONS[limits.correction](terms, limits).keep_B_T
+    kept_B_T = limits.kept(terms)
     length_B = kept_B_T.sum(-1).clamp(min=1)
     log_ratio_B_T = terms.log_ratio()
     mean_B_1 = ((log_ratio_B_T * kept_B_T).sum(-1) / length_B).detach().unsqueeze(-1)
@@ -262,13 +257,12 @@ def cispo(terms: LossTerms, limits: Limits) -> LossOutput:
     1/(sum_i |o_i|) sum_i sum_t -sg(min(r, 1 + high)) A_i log pi. As in the paper, there is no lower bound. The
     correction's cap is the upper bound if it is lower.
     """
-    corrected = CORRECTIONS[limits.correction](terms, limits)
-    bound = corrected.cap if corrected.replaces_clip else min(1 + limits.high, corrected.cap)
+    bound = limits.cap if limits.replaces_clip else min(1 + limits.high, limits.cap)
     ratio_B_T = terms.log_ratio().detach().exp()
     weight_B_T = ratio_B_T.clamp(max=bound)
     loss_B_T = -weight_B_T * terms.advantages_B_T * terms.logprobs_B_T.masked_fill(~terms.mask(), 0.0)
     clipped = torch.zeros_like(terms.mask())
-    return _Surrogate(terms, loss_B_T, clipped, ratio_B_T > bound, corrected.keep_B_T).by_token()
+    return _Surrogate(terms, loss_B_T, clipped, ratio_B_T > bound, limits.kept(terms)).by_token()
 
 
 def cross_entropy(terms: LossTerms, _: Limits) -> LossOutput:
@@ -452,14 +446,13 @@ class _Surrogate:
 
 def _clipped(log_ratio_B_T: Tensor, terms: LossTerms, limits: Limits) -> _Surrogate:
     """Return PPO's pessimistic clipped surrogate (arXiv:1707.06347, eq. 7), corrected."""
-    corrected = CORRECTIONS[limits.correction](terms, limits)
     ratio_B_T = log_ratio_B_T.exp()
     free_B_T = ratio_B_T * terms.advantages_B_T
-    low, high = (0.0, None) if corrected.replaces_clip else (1 - limits.low, 1 + limits.high)
+    low, high = (0.0, None) if limits.replaces_clip else (1 - limits.low, 1 + limits.high)
     bound_B_T = ratio_B_T.clamp(low, high) * terms.advantages_B_T
     clipped = free_B_T > bound_B_T
     # A detached factor scales value and gradient alike: min(r, cap) is the weight of grad log pi.
-    cut_B_T = (corrected.cap / ratio_B_T.detach()).clamp(max=1.0)
+    cut_B_T = (limits.cap / ratio_B_T.detach()).clamp(max=1.0)
     loss_B_T = -torch.where(clipped, bound_B_T, cut_B_T * free_B_T)
     truncated = (cut_B_T < 1) & ~clipped & (terms.advantages_B_T != 0)
-    return _Surrogate(terms, loss_B_T, clipped, truncated, corrected.keep_B_T)
+    return _Surrogate(terms, loss_B_T, clipped, truncated, limits.kept(terms))

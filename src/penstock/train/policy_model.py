@@ -21,9 +21,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from penstock.config import TrainConfig
 from penstock.errors import ConfigError
 from penstock.train.batching import MicroBatch
+from penstock.train.interface import UNKNOWN_EXPERT
 from penstock.train.logprobs import TokenLogprobs, token_logprobs
 from penstock.train.packed_attention import use_packed_attention
-from penstock.train.router_replay import RouterReplay
 
 _HEAD_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 """Config entries of models that transform the logits after the output matrix."""
@@ -35,6 +35,9 @@ _ATTENTION = {
     torch.ops.torch_attn._varlen_attn.default,  # noqa: SLF001
 }
 """Operations whose outputs `recompute: selective` keeps."""
+_NORMALISED = {"Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "OlmoeTopKRouter"}
+_ALWAYS_NORMALISED = {"MixtralTopKRouter"}
+"""Router classes with a softmax over experts. The first kind normalises the chosen if `norm_topk_prob`."""
 
 
 class PolicyModel(nn.Module):
@@ -161,3 +164,67 @@ def _check(model: Any, model_path: str) -> None:
             raise ConfigError(f"model {model_path!r} sets {name}, which the learner does not support")
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise ConfigError(f"model {model_path!r} has a bias in its output layer, which the learner does not support")
+
+
+class RouterReplay:
+    """Makes a mixture of experts compute with its engine's experts (arXiv 2510.11370). Other layers are skipped.
+
+    Engine and learner round differently. Near a tie, their routers choose different experts, and logprobs jump. The
+    learner uses the engine's choice of experts but computes their weights itself, so that the router still learns.
+    """
+
+    def __init__(self, layers: nn.ModuleList) -> None:
+        self._layers = len(layers)
+        self._experts_L_N_K: Tensor | None = None
+        self._others: set[str] = set()
+        self._top_k: int | None = None
+        self._experts = 0
+        for index, layer in enumerate(layers):
+            for module in layer.modules():
+                kind = type(module).__name__
+                if kind in _NORMALISED | _ALWAYS_NORMALISED:
+                    router: Any = module
+                    self._top_k, self._experts = int(router.top_k), int(router.weight.shape[0])
+                    normalised = kind in _ALWAYS_NORMALISED or bool(router.norm_topk_prob)
+                    module.register_forward_hook(self._hook(index, normalised=normalised))
+                elif kind.endswith("Router"):
+                    self._others.add(kind)
+
+    def begin(self, experts_L_N_K: Tensor | None) -> None:
+        """Replay these experts from now on, also when a backward pass recomputes layers; None: replay nothing.
+
+        They are ids, `[tokens, layers, experts a token]`; `UNKNOWN_EXPERT` where the engine reported none.
+        """
+        self._experts_L_N_K = experts_L_N_K
+
+    def check(self, experts_L_N_K: Tensor) -> None:
+        """Raise ConfigError if the model cannot replay experts, or lacks these."""
+        if self._others or self._top_k is None:
+            has = f"has the routers {', '.join(sorted(self._others))}" if self._others else "has no experts"
+            known = ", ".join(sorted(_NORMALISED | _ALWAYS_NORMALISED))
+            raise ConfigError(f"experts cannot be replayed: the learner's model {has}; known routers are {known}")
+        wanted, shape = (self._layers, self._top_k), tuple(experts_L_N_K.shape)
+        if shape[1:] != wanted:
+            raise ConfigError(
+                f"the engine's experts are {shape[1:]} (layers, experts a token), and the learner's model has "
+                f"{wanted}: they are not of one model"
+            )
+        if (most := int(experts_L_N_K.max())) >= self._experts:
+            raise ConfigError(
+                f"the engine reports the expert {most}, and the learner's model has the experts 0 to "
+                f"{self._experts - 1}: they are not of one model"
+            )
+
+    def _hook(self, index: int, *, normalised: bool) -> Any:
+        def replay(_router: nn.Module, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
+            if self._experts_L_N_K is None:
+                return output
+            logits, scores, own = output
+            given = self._experts_L_N_K[:, index].to(own)
+            experts = torch.where(given == UNKNOWN_EXPERT, own, given)
+            weights = torch.softmax(logits, dim=-1, dtype=torch.float).gather(-1, experts)
+            if normalised:
+                weights = weights / weights.sum(dim=-1, keepdim=True)
+            return logits, weights.to(scores.dtype), experts
+
+        return replay

@@ -28,10 +28,9 @@ from penstock.control_types import TensorSpec
 from penstock.errors import LearnerError, PenstockError
 from penstock.train.batching import MicroBatch, collate
 from penstock.train.interface import AdamSpec, Datum, Learner, Outputs
-from penstock.train.learner import LocalLearner, ServedDtype
+from penstock.train.learner import LocalLearner, ServedDtype, Sums
 from penstock.train.loading import ModuleLoader, check_fits, checkpoint_files, load_whole, without_weights
 from penstock.train.losses import LossSpec, loss_named
-from penstock.train.passes import Sums
 from penstock.train.policy_model import PolicyModel, compute_dtype, weights_dtype
 from penstock.weights.checkpoint_names import checkpoint_names_of, distinct_tensors
 from penstock.weights.manifest import TensorProvider

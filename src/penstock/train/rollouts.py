@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,7 +13,6 @@ from penstock.config import RunConfig
 from penstock.errors import PenstockError, StateError
 from penstock.rollout.environment import Environment, Task, user_code
 from penstock.rollout.generator import Generator, GeneratorInput, GeneratorOutput, Trajectory
-from penstock.train.resume import Progress
 from penstock.train.step_metrics import SOLVED, policy_tokens
 from penstock.types import SamplingParams
 
@@ -151,6 +150,44 @@ class Pacer:
         for group, turn in self._turns.items():
             if group <= self._hurried:
                 turn.set()
+
+
+@dataclass(slots=True)
+class Progress:
+    """Progress of a run, which a checkpoint holds in addition to the learner.
+
+    Attributes:
+        generated_tokens: response tokens of all completed groups.
+        wasted_tokens: tokens discarded, those of aborted samples among them.
+        resumed_at: steps at which the run was resumed.
+        seconds: seconds by activity (`Stopwatch.totals`), at the last checkpoint.
+        carried: groups that were submitted and not trained on, at the last checkpoint.
+    """
+
+    step: int = 0
+    generated_tokens: int = 0
+    trained_tokens: int = 0
+    wasted_tokens: int = 0
+    aborted_samples: int = 0
+    resumed_at: list[int] = field(default_factory=list[int])
+    seconds: dict[str, float] = field(default_factory=dict[str, float])
+    carried: list[int] = field(default_factory=list[int])
+
+    @property
+    def unconsumed_tokens(self) -> int:
+        """Tokens that were generated and may still be trained on."""
+        return self.generated_tokens - self.trained_tokens - self.wasted_tokens
+
+    def resumed(self, dropped: Sequence[Mapping[str, float]]) -> None:
+        """Count the cost of a kill, given the rows of the steps after the checkpoint.
+
+        The cost is every recorded token generated since the checkpoint, and the unconsumed tokens at the checkpoint.
+        """
+        self.wasted_tokens += self.unconsumed_tokens
+        lost = int(sum(row["generated_tokens"] for row in dropped))
+        self.generated_tokens += lost
+        self.wasted_tokens += lost
+        self.resumed_at.append(self.step)
 
 
 def group_seed(run_seed: int, group: int) -> int:

@@ -35,9 +35,8 @@ from penstock.train.interface import Learner, LoraSpec
 from penstock.train.learner import LocalLearner, ServedDtype
 from penstock.train.losses import loss_named
 from penstock.train.ranks import Ranks
-from penstock.train.resume import check as check_resume
 from penstock.train.schedules import check_schedule
-from penstock.train.trainer import train
+from penstock.train.trainer import check_resume, train
 
 log = logging.getLogger(__name__)
 

@@ -2,6 +2,11 @@
 
 `penstock.train.schedules` has the order of a step. Everything else (HTTP, scoring, more groups) runs on the same event
 loop, which wakes when a group is done. Only the trace polls: it asks for requests in flight twenty times a second.
+
+A checkpoint holds the learner (weights, optimiser, random state) and `Progress`. It holds no rollouts, because the task
+of group `i` depends only on the seed and `i`. The groups in flight at a kill are generated again, from the same tasks
+and under weights that are never older. In a synchronous run, their sampling seeds and weights are the same too, so the
+resumed run equals an uninterrupted one: no step is recorded twice, and none is missing.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from typing import Any
 from penstock.config import RunConfig
 from penstock.control_types import UpdateReport
 from penstock.engine.layouts import read_shape
-from penstock.errors import MissingCapabilityError, PenstockError, StateError, WeightsError
+from penstock.errors import CheckpointError, MissingCapabilityError, PenstockError, StateError, UserError, WeightsError
 from penstock.fleet.fleet import Fleet
 from penstock.observe.run_folder import RunFolder, pick, record_of
 from penstock.observe.summary import Reporter, Summary
@@ -27,8 +32,7 @@ from penstock.rollout.generator import Generator, Trajectory
 from penstock.threads import abandonable
 from penstock.train import checkpoint
 from penstock.train.grpo import Trainee
-from penstock.train.resume import Progress, take_up
-from penstock.train.rollouts import Rollouts, StalenessWindow, greedy_accuracy
+from penstock.train.rollouts import Progress, Rollouts, StalenessWindow, greedy_accuracy
 from penstock.train.schedules import SCHEDULES, Learned, to_the_end
 from penstock.train.step_metrics import (
     LogprobAlarm,
@@ -326,3 +330,37 @@ class Run:
         """Report a held-out accuracy, measured now or before a resume."""
         name = "before" if step == 0 else "after" if step == self.config.train.steps else f"step {step}"
         self.reporter.on_eval(name, accuracy)
+
+
+def check_resume(config: RunConfig, folder: RunFolder) -> None:
+    """Raise the errors of `take_up` that are known before anything is loaded."""
+    folder.check_resumable(config)
+    step = checkpoint.latest_step(folder.path)
+    if step > config.train.steps:
+        raise UserError(f"{folder.path} is at step {step}, beyond train.steps={config.train.steps}; ask for more steps")
+
+
+def take_up(config: RunConfig, folder: RunFolder, trainee: Trainee) -> Progress:
+    """Load the last checkpoint into `trainee`, if any. Cut the folder's records back to it, or to the start.
+
+    Raises:
+        ConfigError: the configuration differs from the run's.
+        UserError: the run is beyond `train.steps`.
+        CheckpointError: the checkpoint is damaged or belongs to another model; nothing is changed.
+    """
+    check_resume(config, folder)
+    progress = Progress()
+    path = checkpoint.latest(folder.path)
+    if path is not None:
+        _, values = checkpoint.load(path)
+        try:
+            progress, of_learner = Progress(**values["run"]), values["learner"]
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(f"checkpoint {path} is not one of a training run: {error!r}") from error
+        trainee.load(path, of_learner)
+        progress.resumed(folder.truncate(progress.step))
+        checkpoint.rewrite(path, {**values, "run": asdict(progress)})  # else a kill before the next checkpoint loses it
+    else:
+        progress.resumed(folder.truncate(0))
+    folder.write_config(config)
+    return progress
