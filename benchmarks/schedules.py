@@ -51,7 +51,7 @@ from penstock.fleet.fleet import Fleet
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Reporter, package_versions
 from penstock.rollout.environment import Task, load_environment
-from penstock.rollout.single_turn import SingleTurnGenerator
+from penstock.rollout.episodes import SingleTurnGenerator
 from penstock.rollout.tokenizer import Tokenizer, load_tokenizer
 from penstock.train.grpo import Trainee
 from penstock.train.interface import Learner

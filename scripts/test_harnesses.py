@@ -139,8 +139,8 @@ async def play(harness: Harness, command: list[str], folder: Path) -> list[str]:
             output = await made.generate(GeneratorInput([Sum().train_task(0)]))
         except PenstockError as error:
             return [f"{error}; its output: {said_in(folder)}"]
-    if output.rewards != [1.0]:
-        return [f"{len(output.trajectories)} rows with rewards {output.rewards}; its output: {said_in(folder)}"]
+    if (rewards := [t.reward for t in output.trajectories]) != [1.0]:
+        return [f"{len(rewards)} rows with rewards {rewards}; its output: {said_in(folder)}"]
     (row,) = output.trajectories
     wrong: list[str] = []
     ids, start = [*row.prompt_ids, *row.response_ids], len(row.prompt_ids)

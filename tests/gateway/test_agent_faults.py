@@ -111,7 +111,7 @@ async def test_a_callables_fault_is_its_episodes_alone_and_is_logged(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         output = await play(asking(play.rig, fault))
-    assert output.rewards == [0.0, 1.0]
+    assert [t.reward for t in output.trajectories] == [0.0, 1.0]
     assert f"the agent of task 't0' failed after 1 turns: {why}" in caplog.text
 
 
@@ -174,7 +174,7 @@ async def test_a_harness_that_still_asks_at_the_end_of_its_episode_harms_no_othe
         return 1.0
 
     output = await play(asking(rig, leaves_behind))
-    assert output.rewards == [1.0, 1.0]
+    assert [t.reward for t in output.trajectories] == [1.0, 1.0]
     assert set(await asyncio.gather(*late)) <= {401, 404, 503}
     assert rig.gateway.sessions(rig.tenant) == []
 
@@ -197,7 +197,7 @@ async def test_a_callable_that_swallows_its_end_does_not_hold_up_the_others(
     async with asyncio.timeout(60):
         output = await play(asking(play.rig, swallows), Scored(["x"] * 3), n=3, timeout_s=6.0)
     over.set()
-    assert output.rewards == [0.0, 1.0, 0.0]
+    assert [t.reward for t in output.trajectories] == [0.0, 1.0, 0.0]
 
 
 def test_an_agent_gets_no_hidden_answer() -> None:

@@ -77,8 +77,8 @@ async def test_a_command_plays_episodes_and_nothing_of_it_is_left(served: tuple[
     for t in output.trajectories:
         assert len(t.turn_rewards) == 2
         assert rig.tokenizer.decode(t.prompt_ids).count("task ") == 1
-    assert set(output.rewards) <= {3.0, 4.0}  # of the last answer: `one` or `done`
-    assert sum(map(sum, output.loss_masks)) == sum(len(ids) for ids in rig.engine.made)
+    assert {t.reward for t in output.trajectories} <= {3.0, 4.0}  # of the last answer: `one` or `done`
+    assert sum(sum(t.loss_mask) for t in output.trajectories) == sum(len(ids) for ids in rig.engine.made)
     assert of_programs(tmp_path) == []
     assert all("said" in log.read_text() for log in tmp_path.iterdir())
     assert {t.episode_id for t in output.trajectories} == {log.stem for log in tmp_path.iterdir()}
@@ -107,7 +107,7 @@ async def test_a_callable_makes_no_folder_for_output(
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     output = await generator(served, agent).generate(GeneratorInput([Lengths().train_task(0)], num_samples=1))
-    assert output.rewards == [1.0]
+    assert [t.reward for t in output.trajectories] == [1.0]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -147,7 +147,7 @@ async def test_the_last_answer_is_that_of_the_main_conversation(served: tuple[Ri
     given = SamplingParams(temperature=0.0) if evaluation else None
     batch = GeneratorInput([Lengths().train_task(0)], sampling_params=given)
     output = await generator(served, agent).generate(batch)
-    assert set(output.rewards) == {float(len("the answer"))}
+    assert {t.reward for t in output.trajectories} == {float(len("the answer"))}
     assert len(output.trajectories) == (1 if evaluation else 4)
     assert len({t.episode_id for t in output.trajectories}) == 1
     if evaluation:
@@ -163,7 +163,7 @@ async def test_of_conversations_of_one_turn_the_longest_has_the_last_answer(serv
         await ask(rig, episode, "Name this", "do it")
 
     output = await generator(served, agent).generate(GeneratorInput([Lengths().train_task(0)]))
-    assert output.rewards == [float(len("an answer"))] * 2
+    assert [t.reward for t in output.trajectories] == [float(len("an answer"))] * 2
 
 
 async def test_a_row_has_the_rewards_of_its_turns(served: tuple[Rig, str]) -> None:
@@ -204,7 +204,7 @@ async def test_an_evaluations_parameters_hold_for_each_turn(tokenizer: Tokenizer
 async def test_a_command_that_fails_has_no_reward(served: tuple[Rig, str], tmp_path: Path) -> None:
     made = generator(served, [sys.executable, PROGRAM, "{prompt}", "fail"], log_dir=tmp_path)
     output = await made.generate(GeneratorInput([Lengths().train_task(0)]))
-    assert output.rewards == [0.0]
+    assert [t.reward for t in output.trajectories] == [0.0]
     assert of_programs(tmp_path) == []
 
 
@@ -221,7 +221,7 @@ async def test_an_agent_over_its_time_has_no_reward_and_its_processes_end(
 
     made = generator(served, agent, timeout_s=5.0)
     output = await made.generate(GeneratorInput([Lengths().train_task(0)]))
-    assert output.rewards == [0.0]
+    assert [t.reward for t in output.trajectories] == [0.0]
     hanging = generator(served, ["sh", "-c", "sleep 600 & echo child $!; wait"], log_dir=tmp_path, timeout_s=1.0)
     with pytest.raises(PenstockError, match="asked for no turn: it took over 1 s"):
         await hanging.generate(GeneratorInput([Lengths().train_task(0)]))

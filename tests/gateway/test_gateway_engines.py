@@ -23,8 +23,8 @@ from penstock.gateway.service import Gateway, Tenant
 from penstock.gateway.turn import GatewayOptions
 from penstock.rollout.chat_template import ChatTemplate
 from penstock.rollout.environment import Environment, Task, Turn
+from penstock.rollout.episodes import MultiTurnGenerator, Sampler
 from penstock.rollout.generator import GeneratorInput, Trajectory
-from penstock.rollout.multi_turn import MultiTurnGenerator, Sampler
 from penstock.rollout.tokenizer import Tokenizer
 from penstock.sim.tokens import Model
 from penstock.types import Sample, SamplingParams, VersionSpan

@@ -14,11 +14,8 @@ import pytest
 from wire_clients import Chat
 
 from gateway_rig import KEY, Rig
-from penstock.gateway import dialect
-from penstock.gateway.agent import _WHOLE
 from penstock.gateway.app import serving
 from penstock.rollout.tokenizer import Tokenizer
-from penstock.types import SamplingParams
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
@@ -180,10 +177,3 @@ async def test_a_client_that_resets_and_asks_again_at_once_has_one_turn(rig: Rig
         again.close()
     assert b"200 OK" in answer
     assert len(rig.engine.seen) == 1
-
-
-def test_a_training_run_replaces_what_a_harness_asks_of_sampling() -> None:
-    """Logprobs over a part of the vocabulary, or after a penalty, are not the learner's."""
-    assert set(_WHOLE) == set(dialect.SAMPLING) - {"temperature", "stop_token_ids"}
-    plain = SamplingParams()
-    assert all(getattr(plain, name) == value for name, value in _WHOLE.items())

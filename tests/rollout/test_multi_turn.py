@@ -18,8 +18,8 @@ from http_engine import HTTPEngine
 from penstock.errors import ConfigError, PenstockError
 from penstock.rollout.chat_template import ChatTemplate
 from penstock.rollout.environment import Environment, Response, Task, Turn
+from penstock.rollout.episodes import MultiTurnGenerator, TokenRow
 from penstock.rollout.generator import GeneratorInput, Trajectory
-from penstock.rollout.multi_turn import MultiTurnGenerator, TokenRow
 from penstock.rollout.tokenizer import Tokenizer, load_tokenizer
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
@@ -136,7 +136,7 @@ async def test_seeds_make_episodes_repeatable_and_their_turns_differ(client: HTT
     batch = GeneratorInput([Repeats().train_task(0)] * 2, num_samples=2, seeds=[5, 5], group_ids=["a", "b"])
     spy = Spy(client)
     output = await MultiTurnGenerator(spy, tokenizer, Repeats(), PARAMS, 4).generate(batch)
-    ids = output.response_ids
+    ids = [t.response_ids for t in output.trajectories]
     assert ids[:2] == ids[2:]
     assert ids[0] != ids[1]
     assert len({params.seed for _, _, params in spy.sent}) > 2

@@ -21,8 +21,8 @@ from http_engine import HTTPEngine
 from patience import WAIT_S
 from penstock.errors import ConfigError, PenstockError, RequestError, UserError
 from penstock.rollout.environment import Environment, Task
+from penstock.rollout.episodes import Places, SingleTurnGenerator
 from penstock.rollout.generator import GeneratorInput
-from penstock.rollout.single_turn import Places, SingleTurnGenerator
 from penstock.rollout.tokenizer import load_tokenizer
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
@@ -82,16 +82,14 @@ def tasks(n: int) -> list[Task]:
 async def test_output_is_in_input_order_and_every_field_has_its_length(client: HTTPEngine) -> None:
     output = await generator_of(client).generate(GeneratorInput(tasks(5), num_samples=3))
     assert [t.group_id for t in output.trajectories] == [f"t{i}" for i in range(5) for _ in range(3)]
-    assert output.prompt_token_ids == [tuple(Characters().encode(f"say {i}")) for i in range(5) for _ in range(3)]
-    columns = (output.response_ids, output.loss_masks, output.rollout_logprobs, output.versions)
-    for column in columns:
-        assert [len(row) for row in column] == [len(t.response_ids) for t in output.trajectories]
-    assert output.rewards == [float(len(Characters().decode(ids))) for ids in output.response_ids]
-    assert all(set(mask) == {1} for mask in output.loss_masks)
-    for ids, reason in zip(output.response_ids, output.stop_reasons, strict=True):
-        assert reason == ("stop" if ids[-1] == 0 else "length")
-    assert output.metrics["reward_mean"] == pytest.approx(sum(output.rewards) / 15)
-    assert output.metrics["truncated_share"] == output.stop_reasons.count("length") / 15
+    for i, t in enumerate(output.trajectories):
+        assert t.prompt_ids == tuple(Characters().encode(f"say {i // 3}"))
+        assert {len(column) for column in (t.loss_mask, t.logprobs, t.versions)} == {len(t.response_ids)}
+        assert t.reward == float(len(Characters().decode(t.response_ids)))
+        assert set(t.loss_mask) == {1}
+        assert t.stop_reason == ("stop" if t.response_ids[-1] == 0 else "length")
+    assert output.metrics["reward_mean"] == pytest.approx(sum(t.reward for t in output.trajectories) / 15)
+    assert output.metrics["truncated_share"] == sum(t.stop_reason == "length" for t in output.trajectories) / 15
 
 
 async def test_tokens_are_those_of_the_prompt_the_seed_and_the_temperature(client: HTTPEngine) -> None:
@@ -122,8 +120,8 @@ async def test_sampling_parameters_of_the_batch_replace_the_generator_s(client: 
     greedy = SamplingParams(max_tokens=3, temperature=0.0)
     batch = GeneratorInput(tasks(2), sampling_params=greedy, group_ids=["x", "y"])
     first, second = [await generator_of(client).generate(batch) for _ in range(2)]
-    assert first.response_ids == second.response_ids
-    assert {len(ids) for ids in first.response_ids} <= {1, 2, 3}
+    assert [t.response_ids for t in first.trajectories] == [t.response_ids for t in second.trajectories]
+    assert {len(t.response_ids) for t in first.trajectories} <= {1, 2, 3}
     assert [t.group_id for t in first.trajectories] == ["x", "y"]
 
 
@@ -160,8 +158,7 @@ async def test_a_reward_of_numpy_or_torch_is_a_float(
 ) -> None:
     monkeypatch.setattr(Lengths, "reward", lambda *_: reward)
     output = await generator_of(client).generate(GeneratorInput(tasks(1)))
-    assert [type(reward) for reward in output.rewards] == [float]
-    assert output.rewards == [1.0]
+    assert [(type(t.reward), t.reward) for t in output.trajectories] == [(float, 1.0)]
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, None, "1", torch.ones(2)])

@@ -14,8 +14,8 @@ from gateway_rig import Engine, logprob
 from penstock.config import EnvironmentConfig
 from penstock.errors import ConfigError, PenstockError
 from penstock.rollout.environment import Environment, load_environment
+from penstock.rollout.episodes import MultiTurnGenerator
 from penstock.rollout.generator import GeneratorInput, Trajectory
-from penstock.rollout.multi_turn import MultiTurnGenerator
 from penstock.rollout.tokenizer import Tokenizer
 from penstock.types import SamplingParams
 

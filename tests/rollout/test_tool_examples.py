@@ -10,8 +10,8 @@ import pytest
 
 from chat_model import chat_tokenizer
 from gateway_rig import Engine
+from penstock.rollout.episodes import MultiTurnGenerator
 from penstock.rollout.generator import GeneratorInput
-from penstock.rollout.multi_turn import MultiTurnGenerator
 from penstock.types import SamplingParams
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "tools"

@@ -14,8 +14,8 @@ from penstock.errors import ConfigError, UserError
 from penstock.gateway.agent import AgentGenerator
 from penstock.gateway.app import serving
 from penstock.rollout.environment import Environment, load_environment
+from penstock.rollout.episodes import MultiTurnGenerator
 from penstock.rollout.generator import GeneratorInput, Trajectory
-from penstock.rollout.multi_turn import MultiTurnGenerator
 from penstock.rollout.tokenizer import Tokenizer
 from penstock.types import SamplingParams
 
@@ -34,20 +34,7 @@ def check(row: Trajectory) -> None:
     assert all(row.logprobs[i] == logprob(ids[: start + i + 1]) for i in trained)
 
 
-async def test_a_task_of_one_turn_is_scored_by_its_own_rewards(tokenizer: Tokenizer) -> None:
-    environment = load("own_taskset", taskset={"largest": 9}, most_tasks=50)
-    task = environment.train_task(3)
-    answer = task.metadata["task"].data.answer
-    engine = Engine(tokenizer, [f"<think>\nhm\n</think>\n\n{answer}", "no"])
-    made = MultiTurnGenerator(engine, tokenizer, environment, SamplingParams(max_tokens=64), 8)
-    output = await made.generate(GeneratorInput([task], num_samples=2))
-    assert sorted(output.rewards) == [0.5, 2.5]
-    for row in output.trajectories:
-        check(row)
-        assert "Answer with a number." in tokenizer.decode(row.prompt_ids)
-
-
-async def test_a_task_with_a_tool_names_the_generator_that_plays_it(tokenizer: Tokenizer) -> None:
+async def test_without_an_agent_the_one_that_plays_it_is_named(tokenizer: Tokenizer) -> None:
     environment = load("own_tool_taskset")
     made = MultiTurnGenerator(Engine(tokenizer), tokenizer, environment, SamplingParams(max_tokens=64), 8)
     with pytest.raises(UserError, match=r"penstock.gateway.verifiers:play"):
@@ -70,7 +57,7 @@ async def test_verifiers_plays_its_own_environment_and_the_row_is_exact(
     async with serving(rig.gateway) as base:
         made = AgentGenerator(rig.gateway, base, rig.tenant, environment, play, timeout_s=90, log_dir=tmp_path)
         output = await made.generate(GeneratorInput([task]))
-    assert output.rewards == [1.0 if name == "own_tool_taskset" else 2.5]
+    assert [t.reward for t in output.trajectories] == [1.0 if name == "own_tool_taskset" else 2.5]
     (row,) = output.trajectories
     check(row)
     text = tokenizer.decode(row.response_ids, skip_special_tokens=False)

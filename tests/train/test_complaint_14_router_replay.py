@@ -13,8 +13,8 @@ from training_setup import Characters, Letters
 
 from nano_models import save_moe
 from penstock.config import TrainConfig
+from penstock.rollout.episodes import SingleTurnGenerator
 from penstock.rollout.generator import GeneratorInput
-from penstock.rollout.single_turn import SingleTurnGenerator
 from penstock.train.grpo import datum_of
 from penstock.train.learner import LocalLearner
 from penstock.train.losses import LossSpec

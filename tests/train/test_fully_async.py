@@ -23,8 +23,8 @@ from penstock.engine.interface import Engine
 from penstock.errors import StateError
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Reporter, Summary
+from penstock.rollout.episodes import SingleTurnGenerator
 from penstock.rollout.generator import GeneratorInput, GeneratorOutput, Trajectory
-from penstock.rollout.single_turn import SingleTurnGenerator
 from penstock.types import Sample
 
 

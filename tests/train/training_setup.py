@@ -14,8 +14,8 @@ from penstock.engine.interface import Engine
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Reporter, Summary
 from penstock.rollout.environment import Environment, Task
+from penstock.rollout.episodes import SingleTurnGenerator
 from penstock.rollout.generator import Generator
-from penstock.rollout.single_turn import SingleTurnGenerator
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 from penstock.sim.tokens import decode, encode

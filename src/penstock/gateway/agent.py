@@ -31,11 +31,11 @@ from penstock.guard import new_key
 from penstock.process import ChildProcess, raise_file_limit
 from penstock.rollout.chat_template import ChatTemplate
 from penstock.rollout.environment import Environment, Task, import_named, user_code
+from penstock.rollout.episodes import Places, Sampler, finite_reward
 from penstock.rollout.generator import Generator, GeneratorInput, GeneratorOutput, Trajectory
-from penstock.rollout.multi_turn import Sampler
-from penstock.rollout.single_turn import Places, finite_reward
 from penstock.rollout.tokenizer import Tokenizer
 from penstock.rollout.vllm_parser import output_parser
+from penstock.types import SamplingParams
 
 log = logging.getLogger(__name__)
 STOP_S = 2.0 * GRACE_S
@@ -48,17 +48,7 @@ _PLACE = re.compile(r"(?<!\$)\{(\w+)\}")
 _PLACES = ("prompt", "model", "base_url")
 _SECRETS = ("PENSTOCK_API_KEY", "PENSTOCK_GATEWAY_KEY", "VLLM_API_KEY")
 """Variables of our environment that an agent must not see."""
-_WHOLE = {
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "seed": None,
-    "min_tokens": 0,
-    "ignore_eos": False,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-}
+_WHOLE = {name: getattr(SamplingParams(), name) for name in SAMPLING if name not in {"temperature", "stop_token_ids"}}
 """Parameters that replace the harness's own. Logprobs over a part of the vocabulary cannot be trained on, and a seed
 would make all episodes of a task equal."""
 
@@ -175,7 +165,6 @@ class AgentGenerator(Generator):
 
     async def _episode(self, batch: GeneratorInput, index: int, number: int) -> list[Trajectory]:
         task = batch.tasks[index]
-        group = batch.group_ids[index] if batch.group_ids is not None else task.id
         given = batch.sampling_params
         sampling: dict[str, Any] = {}
         if given is not None:
@@ -203,7 +192,7 @@ class AgentGenerator(Generator):
             session.reward = 0.0 if why is not None else self._reward(task, last, reward)
         breaks = {f"agent/breaks/{cause.replace(' ', '_')}": float(n) for cause, n in session.breaks.items()}
         chosen = rows if given is None else [row for row in rows if row.leaf is last]
-        made = [row.trajectory(group) for row in chosen]
+        made = [row.trajectory(batch.group_of(index)) for row in chosen]
         return [replace(t, metrics={**t.metrics, "agent/failed": float(why is not None), **breaks}) for t in made]
 
     def _reward(self, task: Task, last: Node, reward: float | None) -> float:

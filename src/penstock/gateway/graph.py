@@ -17,8 +17,7 @@ from typing import Any
 from penstock.errors import UserError
 from penstock.gateway.dialect import SAMPLING
 from penstock.gateway.messages import ChatMessage, Tool, tools_key
-from penstock.rollout.generator import Trajectory
-from penstock.rollout.multi_turn import TokenRow
+from penstock.rollout.generator import TokenRow, Trajectory
 from penstock.settings import Positive, Seconds, Section
 from penstock.types import Sample, SamplingParams
 

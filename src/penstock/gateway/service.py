@@ -24,7 +24,7 @@ from penstock.gateway.messages import Answer, ChatRequest, GatewayError
 from penstock.gateway.turn import GatewayOptions, TurnCodec
 from penstock.guard import new_key
 from penstock.rollout.chat_template import ChatTemplate
-from penstock.rollout.multi_turn import Sampler, seed_of_turn
+from penstock.rollout.episodes import Sampler, seed_of_turn
 from penstock.rollout.output_parser import OutputParser
 from penstock.rollout.vllm_parser import VllmOutputParser
 from penstock.types import Sample, SamplingParams

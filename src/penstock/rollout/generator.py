@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from penstock.errors import RequestError
+from penstock.errors import EngineError, RequestError
 from penstock.rollout.environment import Task
 from penstock.rollout.tokenizer import Tokenizer
-from penstock.types import FinishReason, SamplingParams
+from penstock.types import FinishReason, Sample, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,10 @@ class GeneratorInput:
     group_ids: Sequence[str] | None = None
     sampling_params: SamplingParams | None = None
     seeds: Sequence[int] | None = None
+
+    def group_of(self, index: int) -> str:
+        """Return the group of task `index`."""
+        return self.tasks[index].id if self.group_ids is None else self.group_ids[index]
 
     def __post_init__(self) -> None:
         if not self.tasks:
@@ -82,11 +86,74 @@ class Trajectory:
             raise ValueError(f"per-token fields of a trajectory differ in length: {sorted(lengths)}")
 
 
+@dataclass(slots=True)
+class TokenRow:
+    """The tokens of an episode in order: the policy's and the environment's."""
+
+    prompt_ids: tuple[int, ...]
+    ids: list[int] = field(default_factory=list[int])
+    mask: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    versions: list[int] = field(default_factory=list[int])
+    kv_kept: list[bool] = field(default_factory=list[bool])
+    constrained: list[bool] = field(default_factory=list[bool])
+    experts: Any = None
+    """Routed experts of all tokens so far. The last sample's report covers its prompt too."""
+
+    def add_sample(self, sample: Sample, *, trained: bool = True, constrained: bool = False) -> None:
+        """Append the policy's tokens. EngineError: the sample has no logprobs."""
+        if sample.logprobs is None:
+            raise EngineError("the engine returned no logprobs, although they were asked for")
+        self.ids += sample.token_ids
+        self.mask += [int(trained)] * len(sample.token_ids)
+        self.logprobs += sample.logprobs if trained else [0.0] * len(sample.token_ids)
+        self.versions += sample.versions()
+        self.kv_kept += sample.kv_kept()
+        self.constrained += [constrained] * len(sample.token_ids)
+        self.experts = sample.routed_experts
+
+    def add_environment(self, token_ids: Sequence[int]) -> None:
+        """Append the environment's tokens. They get the version of the token before them."""
+        self.ids += token_ids
+        self.mask += [0] * len(token_ids)
+        self.logprobs += [0.0] * len(token_ids)
+        self.versions += (self.versions[-1:] or [0]) * len(token_ids)
+        self.kv_kept += [False] * len(token_ids)
+        self.constrained += [False] * len(token_ids)
+
+    def trajectory(
+        self,
+        *,
+        reward: float,
+        stop_reason: FinishReason,
+        group_id: str,
+        turn_rewards: Sequence[tuple[int, float]] = (),
+        episode_id: str = "",
+    ) -> Trajectory:
+        """Return the episode as a training example. `turn_rewards` is for an episode of several turns."""
+        read = len(self.prompt_ids) + len(self.ids) - 1
+        return Trajectory(
+            prompt_ids=self.prompt_ids,
+            response_ids=tuple(self.ids),
+            loss_mask=tuple(self.mask),
+            logprobs=tuple(self.logprobs),
+            versions=tuple(self.versions),
+            reward=reward,
+            stop_reason=stop_reason,
+            group_id=group_id,
+            episode_id=episode_id,
+            metrics={"turns": float(len(turn_rewards))} if turn_rewards else {},
+            turn_rewards=tuple(turn_rewards),
+            kv_kept=tuple(self.kv_kept) if any(self.kv_kept) else (),
+            constrained=tuple(self.constrained) if any(self.constrained) else (),
+            routed_experts=self.experts if self.experts is not None and len(self.experts) == read else None,
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class GeneratorOutput:
     """Finished episodes, `[B * num_samples]` in input order; episodes of one task are adjacent.
 
-    The properties are columns of `trajectories`: one value for each episode, or for each token of each response.
     `metrics` are means over the batch.
     """
 
@@ -104,35 +171,6 @@ class GeneratorOutput:
             "truncated_share": sum(t.stop_reason == "length" for t in trajectories) / n,
         }
         return cls(tuple(trajectories), metrics)
-
-    @property
-    def prompt_token_ids(self) -> list[tuple[int, ...]]:
-        return [t.prompt_ids for t in self.trajectories]
-
-    @property
-    def response_ids(self) -> list[tuple[int, ...]]:
-        return [t.response_ids for t in self.trajectories]
-
-    @property
-    def rewards(self) -> list[float]:
-        return [t.reward for t in self.trajectories]
-
-    @property
-    def loss_masks(self) -> list[tuple[int, ...]]:
-        return [t.loss_mask for t in self.trajectories]
-
-    @property
-    def stop_reasons(self) -> list[FinishReason]:
-        return [t.stop_reason for t in self.trajectories]
-
-    @property
-    def rollout_logprobs(self) -> list[tuple[float, ...]]:
-        """The engine's logprobs after temperature, ragged as `response_ids`."""
-        return [t.logprobs for t in self.trajectories]
-
-    @property
-    def versions(self) -> list[tuple[int, ...]]:
-        return [t.versions for t in self.trajectories]
 
 
 class Generator(ABC):

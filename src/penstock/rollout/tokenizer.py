@@ -12,10 +12,8 @@ from typing import Any
 from penstock.config import check_on_hub
 from penstock.errors import ConfigError, RequestError
 
-_CHARACTERS = 8
-"""Characters per allowed token beyond which a text is checked in parts. English has four per token."""
-_SLACK = 64
-"""Tokens that a cut within a word may add to the first part of a text."""
+_CHARACTERS = 32
+"""Characters per allowed token beyond which a text is refused unread. English has four per token."""
 
 
 class PromptTooLongError(RequestError):
@@ -53,22 +51,14 @@ class Tokenizer:
     def encode_exact(self, text: str, most: int | None = None) -> list[int]:
         """Return the token ids of the text, with none added. The text of a special token becomes its id.
 
-        A text with far more than `most` tokens is refused by its first part, because encoding takes about 300 bytes of
-        memory per character. A text a few times longer may still pass.
+        A text that cannot have at most `most` tokens is refused by its length, because encoding takes about 300 bytes
+        of memory per character. A text a few times longer may still pass.
 
         Raises:
-            PromptTooLongError: the text has more than `most` tokens.
+            PromptTooLongError: the text has far more than `most` tokens.
         """
-        size = _CHARACTERS * most if most is not None else len(text)
-        while most is not None and size < len(text):  # a beginning has at most the whole's tokens plus a few
-            if len(self._encoded(text[:size])) > most + _SLACK:
-                raise PromptTooLongError(
-                    f"the prompt has {len(text)} characters, and its first {size} are more than {most} tokens"
-                )
-            size *= 2
-        return self._encoded(text)
-
-    def _encoded(self, text: str) -> list[int]:
+        if most is not None and len(text) > _CHARACTERS * most:
+            raise PromptTooLongError(f"the prompt has {len(text)} characters, which are more than {most} tokens")
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def token_id(self, token: str) -> int | None:

@@ -24,8 +24,8 @@ from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Reporter, Summary
 from penstock.observe.trackers import check_trackers, tracked
 from penstock.rollout.environment import Dialogue, Environment, Task, check_tasks, load_environment, user_code
+from penstock.rollout.episodes import generator_for, prepare_turns
 from penstock.rollout.generator import Generator
-from penstock.rollout.multi_turn import generator_for, prepare_turns
 from penstock.rollout.tokenizer import Tokenizer, load_tokenizer
 from penstock.rooms import plugged_in
 from penstock.threads import abandonable

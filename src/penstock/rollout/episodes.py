@@ -1,11 +1,14 @@
-"""Episodes of several turns in token space. Each turn sends exactly the tokens sampled before."""
+"""Plays episodes of one turn, or of several turns that each send exactly the tokens sampled before."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsFloat, cast
 from uuid import uuid4
 
 from penstock.aio import all_or_first_error
@@ -13,12 +16,11 @@ from penstock.config import RolloutConfig
 from penstock.engine.interface import Engine
 from penstock.errors import ConfigError, EngineError, PenstockError
 from penstock.rollout.chat_template import ChatTemplate
-from penstock.rollout.environment import Dialogue, Environment, Response, user_code
-from penstock.rollout.generator import Generator, GeneratorInput, GeneratorOutput, Trajectory
+from penstock.rollout.environment import Dialogue, Environment, Response, Task, user_code
+from penstock.rollout.generator import Generator, GeneratorInput, GeneratorOutput, TokenRow, Trajectory
 from penstock.rollout.output_parser import OutputParser
-from penstock.rollout.single_turn import Places, SingleTurnGenerator, finite_reward, token_space
 from penstock.rollout.tokenizer import Tokenizer
-from penstock.types import FinishReason, Sample, SamplingParams, SessionId
+from penstock.types import Sample, SamplingParams, SessionId
 
 _SEED_STEP = 1_000_003
 _SEEDS = 2**63
@@ -36,67 +38,65 @@ class Sampler(Protocol):
     ) -> list[Sample]: ...
 
 
-@dataclass(slots=True)
-class TokenRow:
-    """The tokens of an episode in order: the policy's and the environment's."""
+class SingleTurnGenerator(Generator):
+    """Sends one n-way request per group. It decodes the text itself, so engines return only tokens.
 
-    prompt_ids: tuple[int, ...]
-    ids: list[int] = field(default_factory=list[int])
-    mask: list[int] = field(default_factory=list[int])
-    logprobs: list[float] = field(default_factory=list[float])
-    versions: list[int] = field(default_factory=list[int])
-    kv_kept: list[bool] = field(default_factory=list[bool])
-    constrained: list[bool] = field(default_factory=list[bool])
-    experts: Any = None
-    """Routed experts of all tokens so far. The last sample's report covers its prompt too."""
+    The environment's `reward` runs on the event loop; a slow reward belongs in a separate process. At most
+    `concurrency` samples are in flight; a group waits for all its places, in FIFO order. `adapter`: the LoRA adapter
+    that answers.
 
-    def add_sample(self, sample: Sample, *, trained: bool = True, constrained: bool = False) -> None:
-        """Append the policy's tokens. EngineError: the sample has no logprobs."""
-        if sample.logprobs is None:
-            raise EngineError("the engine returned no logprobs, although they were asked for")
-        self.ids += sample.token_ids
-        self.mask += [int(trained)] * len(sample.token_ids)
-        self.logprobs += sample.logprobs if trained else [0.0] * len(sample.token_ids)
-        self.versions += sample.versions()
-        self.kv_kept += sample.kv_kept()
-        self.constrained += [constrained] * len(sample.token_ids)
-        self.experts = sample.routed_experts
+    Raises:
+        ConfigError: stop strings, which need text. Use stop tokens instead.
+    """
 
-    def add_environment(self, token_ids: Sequence[int]) -> None:
-        """Append the environment's tokens. They get the version of the token before them."""
-        self.ids += token_ids
-        self.mask += [0] * len(token_ids)
-        self.logprobs += [0.0] * len(token_ids)
-        self.versions += (self.versions[-1:] or [0]) * len(token_ids)
-        self.kv_kept += [False] * len(token_ids)
-        self.constrained += [False] * len(token_ids)
-
-    def trajectory(
+    def __init__(
         self,
+        client: Engine,
+        tokenizer: Tokenizer,
+        environment: Environment,
+        sampling_params: SamplingParams,
+        concurrency: int,
         *,
-        reward: float,
-        stop_reason: FinishReason,
-        group_id: str,
-        turn_rewards: Sequence[tuple[int, float]],
-        episode_id: str = "",
-    ) -> Trajectory:
-        read = len(self.prompt_ids) + len(self.ids) - 1
-        return Trajectory(
-            prompt_ids=self.prompt_ids,
-            response_ids=tuple(self.ids),
-            loss_mask=tuple(self.mask),
-            logprobs=tuple(self.logprobs),
-            versions=tuple(self.versions),
-            reward=reward,
-            stop_reason=stop_reason,
-            group_id=group_id,
-            episode_id=episode_id,
-            metrics={"turns": float(len(turn_rewards))},
-            turn_rewards=tuple(turn_rewards),
-            kv_kept=tuple(self.kv_kept) if any(self.kv_kept) else (),
-            constrained=tuple(self.constrained) if any(self.constrained) else (),
-            routed_experts=self.experts if self.experts is not None and len(self.experts) == read else None,
-        )
+        adapter: str | None = None,
+    ) -> None:
+        self._client = client
+        self._tokenizer = tokenizer
+        self._environment = environment
+        self._params = token_space(sampling_params)
+        self._places = Places(concurrency)
+        self._adapter = adapter
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._tokenizer
+
+    async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
+        given = input_batch.sampling_params
+        params = self._params if given is None else token_space(given)
+        groups = await all_or_first_error(self._group(input_batch, i, params) for i in range(len(input_batch.tasks)))
+        return GeneratorOutput.of([trajectory for group in groups for trajectory in group])
+
+    async def _group(self, batch: GeneratorInput, index: int, params: SamplingParams) -> list[Trajectory]:
+        task = batch.tasks[index]
+        params = params if batch.seeds is None else replace(params, seed=batch.seeds[index])
+        prompt_ids = tuple(self._tokenizer.encode(task.prompt))
+        samples = await self._sample(prompt_ids, batch.num_samples, params)
+        return [self._trajectory(task, batch.group_of(index), prompt_ids, sample) for sample in samples]
+
+    async def _sample(self, prompt_ids: Sequence[int], n: int, params: SamplingParams) -> list[Sample]:
+        """Return `n` samples of a prompt; `benchmarks/schedules.py` gives them lengths of its own."""
+        async with self._places.take(n):
+            samples = await self._client.sample(prompt_ids, n, params, adapter=self._adapter)
+        if len(samples) != n:
+            raise EngineError(f"asked for {n} samples of one prompt, got {len(samples)}")
+        return samples
+
+    def _trajectory(self, task: Task, group_id: str, prompt_ids: tuple[int, ...], sample: Sample) -> Trajectory:
+        row = TokenRow(prompt_ids)
+        row.add_sample(sample)
+        with user_code(f"the environment's reward of task {task.id!r} failed", PenstockError):
+            reward = self._environment.reward(task, self._tokenizer.decode(sample.token_ids))
+        return row.trajectory(reward=finite_reward(reward, task), stop_reason=sample.finish_reason, group_id=group_id)
 
 
 class MultiTurnGenerator(Generator):
@@ -151,9 +151,8 @@ class MultiTurnGenerator(Generator):
         params = self._params if batch.sampling_params is None else self._with_ends(batch.sampling_params)
         seed = params.seed if batch.seeds is None else batch.seeds[index]
         params = replace(params, seed=None if seed is None else seed + number)
-        group_id = batch.group_ids[index] if batch.group_ids is not None else task.id
         async with self._environment.dialogue(task) as dialogue:
-            return await self._exchange(dialogue, params, uuid4().hex, group_id)
+            return await self._exchange(dialogue, params, uuid4().hex, batch.group_of(index))
 
     async def _exchange(
         self, dialogue: Dialogue, params: SamplingParams, session: SessionId, group_id: str
@@ -238,3 +237,52 @@ def generator_for(
         return SingleTurnGenerator(*given, adapter=adapter)
     limits = {"max_turns": config.max_turns, "max_tokens": config.max_episode_tokens}
     return MultiTurnGenerator(*given, **limits, adapter=adapter)
+
+
+def finite_reward(reward: object, task: Task, giver: str = "environment") -> float:
+    """Return a reward as a Python float, also from numpy and torch. PenstockError: it is no finite number."""
+    try:
+        value = math.nan if isinstance(reward, str) else float(cast("SupportsFloat", reward))
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with several elements
+        value = math.nan
+    if not math.isfinite(value):
+        raise PenstockError(f"the {giver}'s reward of task {task.id!r} must be a finite number, got {reward!r}")
+    return value
+
+
+def token_space(params: SamplingParams) -> SamplingParams:
+    """Return the parameters of one sample in tokens. ConfigError: stop strings, which need text."""
+    if params.stop:
+        raise ConfigError(f"stop strings {params.stop!r} need text, but rollouts are in tokens: use stop_token_ids")
+    return replace(params, n=1, detokenize=False, logprobs=True)
+
+
+class Places:
+    """A semaphore that grants several places at once, in the order of requests.
+
+    A large request at the head of the queue holds back smaller ones, so it cannot starve. A request for more than all
+    places gets all of them.
+    """
+
+    def __init__(self, places: int) -> None:
+        if places < 1:
+            raise ConfigError(f"concurrency must be at least 1, got {places}")
+        self._all = places
+        self._free = places
+        self._turn = asyncio.Lock()  # a fair lock: it serves waiters in order
+        self._freed = asyncio.Event()
+
+    @asynccontextmanager
+    async def take(self, places: int) -> AsyncGenerator[None]:
+        """Wait for `places` places, and return them at the end of the block."""
+        wanted = min(places, self._all)
+        async with self._turn:
+            while self._free < wanted:
+                self._freed.clear()
+                await self._freed.wait()
+            self._free -= wanted
+        try:
+            yield
+        finally:
+            self._free += wanted
+            self._freed.set()
