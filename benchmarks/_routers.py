@@ -18,8 +18,8 @@ from typing import Any
 import _common
 import psutil
 
-from penstock.router.admin_client import RouterAdmin
 from penstock.router.membership import EngineEntry, Membership
+from penstock.router.state import RouterAdmin
 
 HERE = Path(__file__).parent
 START_S = 60.0

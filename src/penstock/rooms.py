@@ -53,7 +53,6 @@ PLACES = {
     "quantise.tensors": "penstock.plugin.quantised:load",
     "replies.workers": "penstock.plugin.worker_replies:drain_worker_replies",
     "router.kv_usage": "penstock.router.kv:report_usage",
-    "router.merged": "penstock.router.other_calls:merged",
     "router.other_calls": "penstock.router.other_calls:calls",
     "router.own_calls": "penstock.router.other_calls:open_call",
     "router.prefixes": "penstock.router.kv:Prefixes",

@@ -39,7 +39,7 @@ SIDE_ROOMS = tuple(
         "plugin.worker_replies",
         "prefix_hash", "rollout",
         "router.__main__", "router.figures", "router.kv", "router.other_calls", "router.other_policies",
-        "router.unserved", "router.workers",
+        "router.state", "router.unserved", "router.workers",
         "sim", "start_report", "train",
         "weights.broadcast", "weights.checkpoint_names", "weights.cuda_ipc", "weights.delta", "weights.disk",
         "weights.group", "weights.sum_kernel", "weights.transfer",

@@ -12,7 +12,7 @@ import pytest
 from patience import WAIT_S
 from penstock.errors import EngineError, EngineHTTPError
 from penstock.http import HttpTransport
-from penstock.router.admin_client import RouterAdmin
+from penstock.router.state import RouterAdmin
 
 ENDLESS_HEAD = b"HTTP/1.1 %d OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
 PIECE = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"

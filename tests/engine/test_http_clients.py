@@ -21,8 +21,8 @@ from penstock.engine.vanilla import VanillaReplies
 from penstock.engine.verbs import engine_stats
 from penstock.errors import ConfigError, DeadlineError, EngineDeadError, EngineError, EngineHTTPError, RequestError
 from penstock.http import HttpTransport
-from penstock.router.admin_client import RouterAdmin
 from penstock.router.membership import Membership
+from penstock.router.state import RouterAdmin
 from penstock.types import GenerateBatch, GenerateOutput, SamplingParams
 
 INFO = {
@@ -300,7 +300,7 @@ async def test_control_ports_of_another_form_are_named(ports: object) -> None:
     router.router.add_get("/router/health", health)
     async with TestServer(router) as server:
         admin = RouterAdmin(f"http://127.0.0.1:{server.port}", "key")
-        for call in (admin.engines, admin.choose, lambda: admin.announce(Membership(1))):
+        for call in (admin.engines, admin.choose, lambda: admin.announce(Membership(1, ()))):
             with pytest.raises(EngineHTTPError, match=r"not as a router of this version does .*control_ports"):
                 await call()
         await admin.close()

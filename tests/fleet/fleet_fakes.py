@@ -237,7 +237,7 @@ class FakeProcess:
 class FakeRouter:
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
-        self.known = Membership()
+        self.known = Membership(-1, ())
         self.gone = False
 
     async def announce(self, membership: Membership) -> None:
@@ -254,6 +254,9 @@ class FakeRouter:
     @property
     def closed(self) -> bool:
         return self.known.closed
+
+    async def epochs(self) -> list[int]:
+        return [self.known.epoch]
 
     async def engines(self) -> RouterState:
         engines = self.known.engines

@@ -16,7 +16,7 @@ from penstock.fleet.engines import LaunchedEngines
 from penstock.fleet.launch import Terms, assemble
 from penstock.fleet.member import Lifecycle
 from penstock.fleet.router_process import OpenRouter
-from penstock.router.admin_client import RouterAdmin
+from penstock.router.state import RouterAdmin
 from penstock.settings import EngineConfig, FleetConfig
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer

@@ -20,8 +20,8 @@ from penstock.control_types import TensorSpec
 from penstock.engine.launch import EngineProcess
 from penstock.errors import ConfigError, DeadlineError, EngineDeadError, StateError, UserError
 from penstock.fleet.member import State
-from penstock.router.admin_client import RouterAdmin
 from penstock.router.membership import EngineEntry, Membership
+from penstock.router.state import RouterAdmin
 from penstock.settings import EngineConfig
 from penstock.sim.config import Fault, FaultKind, Phase, SimConfig
 from penstock.sim.server import SimServer

@@ -17,8 +17,8 @@ from penstock.engine.client import DataClient
 from penstock.errors import ConfigError, EngineHTTPError, EngineStartError, StateError
 from penstock.fleet.member import State
 from penstock.http import HttpTransport
-from penstock.router.admin_client import RouterAdmin
 from penstock.router.membership import Membership
+from penstock.router.state import RouterAdmin
 from penstock.settings import EngineConfig, FleetConfig, RouterConfig
 from sim_fleets import SIM, check_serves, children
 
@@ -190,7 +190,7 @@ async def test_engines_and_router_obey_their_fleet_alone(tmp_path: Path, workers
         for given, status in (("of-clients", 401), ("wrong", 401)):
             admin = RouterAdmin(fleet.url, given)
             with pytest.raises(EngineHTTPError) as refused:
-                await admin.announce(Membership(10**6))
+                await admin.announce(Membership(10**6, ()))
             assert refused.value.status == status
             await admin.close()
         reader = RouterAdmin(fleet.url, "of-clients")

@@ -134,7 +134,7 @@ async def test_an_engine_that_the_router_does_not_hear_of_has_joined_all_the_sam
 async def test_a_router_that_has_other_engines_is_told_again() -> None:
     bench, router = await failing()
     async with watched(bench):
-        router.known = Membership(router.known.epoch + 3, closed=True)
+        router.known = Membership(router.known.epoch + 3, (), closed=True)
         await until(lambda: router.serves() == {"a": 0, "b": 0} and not router.closed)
         await OPERATIONS["pause"](bench)
         bench.check_belief()

@@ -28,12 +28,12 @@ class Answers(FakeRouter):
     answered = 0.0
     """When the last question was answered."""
 
-    async def engines(self) -> Any:
+    async def epochs(self) -> list[int]:
         if self.error is not None:
             await asyncio.sleep(self.after_s)
             raise self.error
         self.answered = asyncio.get_running_loop().time()
-        return await super().engines()
+        return await super().epochs()
 
 
 async def until_killed(router: Answers, error: Exception | None) -> tuple[float, list[FakeProcess]]:

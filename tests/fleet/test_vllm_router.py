@@ -122,12 +122,12 @@ async def test_full_sets_become_workers_added_and_removed(router: str) -> None:
         )  # fmt: skip
         await admin.announce(Membership(4, first))
         with pytest.raises(StateError, match="epoch 3 is not newer"):
-            await admin.announce(Membership(3))
+            await admin.announce(Membership(3, ()))
         other = (EngineEntry("a", a.url, eligible=False), EngineEntry("b", b.url))
         await admin.announce(Membership(5, other, closed=True))
         assert await workers(admin) == {b.url}
         assert not (await admin.engines()).gate_closed, "it has none"
-        await admin.announce(Membership(6))
+        await admin.announce(Membership(6, ()))
         assert await workers(admin) == set()
         await admin.close()
         await stranger.close()

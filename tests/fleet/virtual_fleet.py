@@ -25,13 +25,13 @@ from penstock.fleet.launch import Terms, assemble
 from penstock.fleet.member import Lifecycle, Member, State
 from penstock.fleet.router_process import OpenRouter
 from penstock.http import HttpTransport
-from penstock.router.admin_client import RouterState
 from penstock.router.backend import Backend
 from penstock.router.dispatcher import Dispatcher
 from penstock.router.gate import Waiter
 from penstock.router.http import RefusalError, RequestHead
 from penstock.router.membership import EngineEntry, Membership
 from penstock.router.other_calls import state_of
+from penstock.router.state import RouterState
 from penstock.settings import EngineConfig, FleetConfig, RouterConfig
 from penstock.sim import Fault, FaultKind, Phase, SimConfig, SimEngine
 from penstock.sim.server import CORE_DEATH_EXIT_S, _app
@@ -156,7 +156,7 @@ class Network:
 
 
 class VirtualRouter:
-    """The router's control side (`roster.Admin`), and its data side down to the choice of an engine."""
+    """The router's control side (`router.state.Admin`), and its data side down to the choice of an engine."""
 
     def __init__(self, network: Network) -> None:
         config = RouterConfig(engine_metrics_interval_s=0.0)
@@ -168,6 +168,9 @@ class VirtualRouter:
     async def announce(self, membership: Membership) -> None:
         await asyncio.sleep(LATENCY_S)
         self.dispatcher.announce(membership)
+
+    async def epochs(self) -> list[int]:
+        return [(await self.engines()).epoch]
 
     async def engines(self) -> RouterState:
         await asyncio.sleep(LATENCY_S)

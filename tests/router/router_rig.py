@@ -15,10 +15,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from patience import eventually
-from penstock.router.admin_client import RouterAdmin, RouterState
 from penstock.router.membership import EngineEntry, Membership
 from penstock.router.server import Router
-from penstock.router.state import EngineLoad
+from penstock.router.state import EngineLoad, RouterAdmin, RouterState
 from penstock.settings import KEY_ENV, RouterConfig
 
 Headers = list[tuple[str, str]]

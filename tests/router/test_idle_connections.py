@@ -11,8 +11,8 @@ from patience import WAIT_S
 from penstock import http
 from penstock.http import HttpTransport
 from penstock.router import backend, dispatcher
-from penstock.router.admin_client import RouterAdmin
 from penstock.router.membership import Membership
+from penstock.router.state import RouterAdmin
 from penstock.sim.server import KEEP_ALIVE_S
 
 
@@ -37,7 +37,7 @@ async def test_every_client_takes_a_fresh_connection_before_an_engine_closes_an_
         async def ask_all() -> list[int]:
             assert (await client.ask()).status == 200
             await transport.post("/pause", timeout_s=WAIT_S)
-            await admin.announce(Membership(1))
+            await admin.announce(Membership(1, ()))
             return [backend.connections for backend in r.backends]
 
         assert await ask_all() == await ask_all() == [1, 1, 1], "they are kept at all"

@@ -16,12 +16,12 @@ from router_rig import Backend, RawClient, Reader, Seen, Writer, answer_name, he
 from patience import WAIT_S, eventually
 from penstock.errors import ConfigError, EngineHTTPError, StateError, UserError
 from penstock.options import validate
-from penstock.router.admin_client import RouterAdmin
 from penstock.router.exchange import observe
 from penstock.router.figures import histogram
 from penstock.router.membership import EngineEntry, Membership
 from penstock.router.memory import Histogram
 from penstock.router.server import Router
+from penstock.router.state import RouterAdmin
 from penstock.settings import RouterConfig, refuse_open_host
 
 
@@ -188,7 +188,7 @@ async def test_a_hung_client_of_the_control_port_holds_up_no_announcement() -> N
         for sent in (b"", head, head + b"Content-Length: 99\r\n\r\n{") * 20:  # more than the strangers it keeps
             await (await r.control()).send(sent)
         stranger = RouterAdmin(r.url, "key")  # opens a connection of its own
-        await stranger.announce(Membership(5))
+        await stranger.announce(Membership(5, ()))
         assert (await r.admin.engines()).epoch == 5
         await stranger.close()
 
@@ -234,7 +234,7 @@ async def test_epochs() -> None:
             5,
             [("a", 0, True), ("b", 3, False)],
         )
-        await r.admin.announce(Membership(6))
+        await r.admin.announce(Membership(6, ()))
         assert (await r.admin.engines()).engines == ()
 
 

@@ -8,8 +8,8 @@ import pytest
 from router_rig import RawClient, Rig, answer_name, held, request, rig, says, stays
 
 from patience import eventually
-from penstock.router.admin_client import RouterAdmin
 from penstock.router.membership import Membership
+from penstock.router.state import RouterAdmin
 
 BEGUN = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nbegun\r\n"
 

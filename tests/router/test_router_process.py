@@ -11,7 +11,7 @@ from pathlib import Path
 
 from patience import WAIT_S, eventually
 from penstock.process import ChildProcess
-from penstock.router.admin_client import RouterAdmin
+from penstock.router.state import RouterAdmin
 from penstock.start_report import StartReport
 
 

@@ -18,8 +18,8 @@ from router_rig import RawClient, Rig, answer_name, held, request, rig
 
 from patience import WAIT_S, alive, eventually
 from penstock.errors import StateError, UserError
-from penstock.router.admin_client import RouterAdmin, RouterState
 from penstock.router.membership import Membership
+from penstock.router.state import RouterAdmin, RouterState
 from penstock.router.workers import listen, router_of_worker
 from penstock.settings import RouterConfig
 
@@ -175,7 +175,7 @@ async def test_a_change_is_in_force_on_every_process_when_the_call_returns() -> 
         for client in clients:
             assert (await client.ask(headers="X-Weight-Version: 3\r\n")).body == b"e0"
         with pytest.raises(StateError, match="epoch 1 is not newer"):
-            await r.admin.announce(Membership(1))
+            await r.admin.announce(Membership(1, ()))
         state = await r.admin.engines()
         assert (state.epoch, len(state.engines), len(state.workers)) == (12, 1, 2)
 

@@ -62,7 +62,7 @@ async def _report(url: str | None, api_key: str | None) -> dict[str, Any]:
     from penstock.fleet.member import RANK  # noqa: PLC0415
     from penstock.fleet.remote import FleetClient  # noqa: PLC0415
     from penstock.fleet.service import router_address, shown  # noqa: PLC0415
-    from penstock.router.admin_client import RouterAdmin  # noqa: PLC0415
+    from penstock.router.state import RouterAdmin  # noqa: PLC0415
 
     fleet: FleetState | None = None
     router: dict[str, Any] = {}

@@ -46,7 +46,7 @@ from penstock.fleet.adapters import stamp_of
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.lifecycle import SERVABLE, State
 from penstock.rollout.tokenizer import Tokenizer, load_tokenizer
-from penstock.router.admin_client import RouterAdmin
+from penstock.router.state import RouterAdmin
 from penstock.settings import EngineConfig
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from penstock.checks import seconds, whole_number
 from penstock.control_types import EngineStats, TokenLoss
@@ -23,6 +23,7 @@ from penstock.fleet.roster import Roster
 from penstock.fleet.supervise import Supervisor
 from penstock.fleet.update import Operations
 from penstock.options import validate
+from penstock.router.state import Admin
 from penstock.settings import MOST_ENGINES, FleetConfig, RouterConfig, ServerSpec
 
 logger = logging.getLogger(__name__)
@@ -136,8 +137,6 @@ class Elastic:
         """Place requests by other policies from now on; see `Fleet.set_policy`."""
         if not self._roster.by_rank:
             raise UserError("vllm-router has no placement that can be changed; keep router.kind=penstock")
-        if odd := changes.keys() - {"policy", "prefix_length", "overload_threshold"}:
-            raise UserError(f"no option of a policy: {', '.join(map(repr, sorted(odd)))}")
         before, wanted = self._roster.policy, {**self._roster.policy, **changes}
         checked = validate(RouterConfig, wanted).model_dump()
         self._roster.policy = {name: checked[name] for name in wanted}
@@ -328,7 +327,7 @@ class Elastic:
         if member.state not in SERVABLE:
             return False
         try:
-            router = await self._roster.admin.engines()
+            router = await cast("Admin", self._roster.admin).engines()
         except (DeadlineError, EngineDeadError):
             if not self._roster.router_returns:
                 raise

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from penstock.checks import reading
 from penstock.control_types import KV, AdapterStatus, PauseMode, UpdateReport
@@ -15,9 +15,10 @@ from penstock.engine.client import Counters, DataClient
 from penstock.engine.openai import OpenAIEngine, T, each_until_lost
 from penstock.errors import ConfigError, StateError, UserError
 from penstock.fleet.lifecycle import State
-from penstock.fleet.roster import Admin, Roster
+from penstock.fleet.roster import Roster
 from penstock.fleet.serving import ServingFleet
 from penstock.rooms import plugged_in
+from penstock.router.state import Admin
 from penstock.settings import EngineConfig, FleetConfig, RouterConfig, ServerSpec
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ class Fleet(ServingFleet, OpenAIEngine):
     @property
     def router_admin(self) -> Admin:
         """The router's control side, with the key it needs."""
-        return self._roster.admin
+        return cast("Admin", self._roster.admin)  # side rooms make each, with its state
 
     async def set_policy(
         self,

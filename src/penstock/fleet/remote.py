@@ -48,7 +48,7 @@ from penstock.fleet.update import check_version
 from penstock.guard import new_key
 from penstock.http import UnreachableError
 from penstock.options import check_key, refuse_unknown, section
-from penstock.router.admin_client import RouterAdmin
+from penstock.router.state import RouterAdmin
 from penstock.settings import FleetConfig, RouterConfig, ServerSpec
 from penstock.weights.adapter_files import AdapterFiles
 from penstock.weights.shared_memory import SharedMemoryStore

@@ -7,14 +7,14 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from penstock.aio import Changes
 from penstock.errors import DeadlineError, EngineDeadError, PenstockError, StateError
 from penstock.fleet.lifecycle import SERVABLE, State
 from penstock.fleet.member import Member, updatable, why
 from penstock.rooms import plugged_in
-from penstock.router.admin_client import RouterState
+from penstock.router.admin_client import Announcer
 from penstock.router.membership import Membership
 
 logger = logging.getLogger(__name__)
@@ -22,13 +22,6 @@ T = TypeVar("T")
 
 ROUTER_BACK_S = 30.0
 """Seconds that a call waits for a restarting router, which takes a fraction of a second on an idle machine."""
-
-
-class Admin(Protocol):
-    """The control side of a router: `router.admin_client.RouterAdmin`, `running_router.VllmRouterAdmin`."""
-
-    async def announce(self, membership: Membership) -> None: ...
-    async def engines(self) -> RouterState: ...
 
 
 TICK_S = 1.0
@@ -152,7 +145,7 @@ class Roster(Changes):
     The router always gets the full set under a growing epoch, so that it converges after any lost message.
     """
 
-    def __init__(self, admin: Admin, *, version: int = 0, closed: bool = False, by_rank: bool = True) -> None:
+    def __init__(self, admin: Announcer, *, version: int = 0, closed: bool = False, by_rank: bool = True) -> None:
         super().__init__()
         self.by_rank = by_rank
         """Whether the router is ours, so that it can address data-parallel ranks of one server one by one."""
@@ -281,7 +274,7 @@ class Roster(Changes):
                             "same engines give one version number to different weights: let one own the fleet, and "
                             "others connect"
                         )
-                    self.epoch = (await self.admin.engines()).epoch + 1
+                    self.epoch = max(await self.admin.epochs()) + 1
                     await self.admin.announce(replace(wanted, epoch=self.epoch))
                 self.router_uncertain = False
             finally:

@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 
 from penstock.aio import cancelled, settled
 from penstock.errors import DeadlineError, PenstockError
-from penstock.fleet.roster import ROUTER_BACK_S, Admin, Occupation, Roster
+from penstock.fleet.roster import ROUTER_BACK_S, Occupation, Roster
 from penstock.process import RestartBudget, keep_running
 from penstock.rooms import plugged_in
-from penstock.router.admin_client import RouterAdmin, RouterState
+from penstock.router.state import Admin, RouterAdmin
 from penstock.settings import ADMIN_KEY_ENV, KEY_ENV, FleetConfig, RouterConfig, refuse_open_host
 from penstock.start_report import ReportingProcess
 
@@ -130,14 +130,13 @@ async def _answered(roster: Roster) -> None:
         return
 
 
-async def keep_in_step(roster: Roster) -> RouterState:
-    """Ask the router for its state, and restore the fleet's if it differs.
+async def keep_in_step(roster: Roster) -> None:
+    """Ask the router for its epoch, and restore the fleet's set if it differs.
 
-    Raises as `Admin.engines`. If restoring fails, `router_uncertain` stays set.
+    Raises as `RouterClient`. If restoring fails, `router_uncertain` stays set.
     """
     quiet, epoch = not roster.calling.locked(), roster.epoch
-    state = await roster.admin.engines()
-    as_sent = state.in_step and state.epoch == epoch
+    as_sent = set(await roster.admin.epochs()) == {epoch}
     if (roster.router_uncertain or not as_sent) and quiet and epoch == roster.epoch:
         try:
             await roster.restore()
@@ -145,7 +144,6 @@ async def keep_in_step(roster: Roster) -> RouterState:
             logger.debug("the router does not take its gate and engines: %s", error)
         else:
             logger.info("the router was sent its gate and engines again: it had others")
-    return state
 
 
 async def router_back(roster: Roster) -> bool:
@@ -155,7 +153,7 @@ async def router_back(roster: Roster) -> bool:
             while roster.router_returns:
                 seen = roster.changes
                 with suppress(PenstockError):
-                    await roster.admin.engines()
+                    await roster.admin.epochs()
                     return True
                 await roster.until(lambda since=seen: roster.changes != since)
     return False

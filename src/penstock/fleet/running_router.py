@@ -10,12 +10,11 @@ from urllib.parse import urlencode
 
 from penstock.aio import all_or_first_error, cancelled
 from penstock.errors import ConfigError, PenstockError, UserError
-from penstock.fleet.roster import Admin, Roster
+from penstock.fleet.roster import Roster
 from penstock.fleet.router_process import OpenRouter, keep_in_step
 from penstock.http import HttpTransport
-from penstock.router.admin_client import RouterAdmin
-from penstock.router.membership import Membership
-from penstock.router.state import EngineLoad, RouterState
+from penstock.router.membership import NO_MEMBERSHIP, Membership
+from penstock.router.state import Admin, EngineLoad, RouterAdmin, RouterState
 from penstock.settings import FleetConfig, RouterConfig
 
 logger = logging.getLogger(__name__)
@@ -25,7 +24,7 @@ CALL_S = 15.0
 
 
 class VllmRouterAdmin:
-    """Client that announces full sets to a vllm-router as workers; see `router.admin_client.RouterAdmin`.
+    """Client that announces full sets to a vllm-router as workers; see `router.state.RouterAdmin`.
 
     vllm-router has no gate, so new requests wait inside paused engines. It has no epochs, weight versions or draining.
     It holds no request, and answers 503 if no engine is up. It passes its callers' key on, so the engines of its fleet
@@ -38,7 +37,7 @@ class VllmRouterAdmin:
 
     def __init__(self, url: str) -> None:
         self._http = HttpTransport(url, name=f"vllm-router at {url}")
-        self._membership = Membership()
+        self._membership = NO_MEMBERSHIP
 
     async def announce(self, membership: Membership) -> None:
         """Make the eligible engines its workers, and remove all others.
@@ -54,6 +53,10 @@ class VllmRouterAdmin:
             await self._change("remove", url)
         await all_or_first_error(self._change("add", url) for url in sorted(wanted - present))
         self._membership = announced
+
+    async def epochs(self) -> list[int]:
+        await self._workers()
+        return [self._membership.epoch]
 
     async def engines(self) -> RouterState:
         """Return the set in force, with each worker's health and load; other counts are 0."""
@@ -152,7 +155,7 @@ class Guard:
 
     async def _withdraw(self) -> None:
         try:
-            await self._admin.announce(Membership((await self._admin.engines()).epoch + 1))
+            await self._admin.announce(Membership(max(await self._admin.epochs()) + 1, ()))
         except PenstockError as error:
             # The fleet ends all the same; this log line is for the router's owner.
             logger.warning("the router does not know yet that this fleet's engines are gone: %s", error)

@@ -5,45 +5,22 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable, Collection
-from functools import partial
-from typing import Annotated, Any, TypeVar
+from functools import cache, partial
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from penstock.checks import LARGEST
 from penstock.control_server import ControlServer, Route, respond
 from penstock.errors import UserError
 from penstock.guard import cross_site
 from penstock.rooms import plugged_in
 from penstock.router.dispatcher import Dispatcher
-from penstock.router.membership import EngineEntry, Membership
+from penstock.router.membership import Membership
 
-Text = Annotated[str, Field(min_length=1, max_length=512)]
 ANNOUNCE = "PUT /router/engines"
 _MAX_BODY = 4 << 20
-
-
-class Strict(BaseModel):
-    """A body with these fields and no others."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-M = TypeVar("M", bound=Strict)
-
-
-class _Policy(Strict):
-    policy: Text | None = None
-    prefix_length: int | None = None
-    overload_threshold: float | None = None
-
-
-class _EnginesBody(Strict):
-    epoch: int = Field(ge=0, le=LARGEST)
-    engines: list[EngineEntry]
-    cut: list[str] = []
-    closed: bool = False
-    policy: _Policy = _Policy()
+_reader_of = cache(TypeAdapter)
+T = TypeVar("T")
 
 
 def serve_control(
@@ -74,16 +51,14 @@ def serve_control(
 
 
 def _announce(dispatcher: Dispatcher, body: bytes) -> dict[str, Any]:
-    asked = parse(_EnginesBody, body)
-    policy = asked.policy.model_dump(exclude_none=True)
-    dispatcher.announce(Membership(asked.epoch, tuple(asked.engines), asked.closed, policy, tuple(asked.cut)))
+    dispatcher.announce(parse(Membership, body))
     return {"epoch": dispatcher.membership.epoch, "engines": len(dispatcher.backends)}
 
 
-def parse(model: type[M], body: bytes) -> M:
+def parse(model: type[T], body: bytes) -> T:
     """Read a body. UserError: it does not fit."""
     try:
-        return model.model_validate_json(body)
+        return _reader_of(model).validate_json(body)
     except ValidationError as error:
         what = "; ".join(f"{'.'.join(str(part) for part in e['loc']) or 'body'}: {e['msg']}" for e in error.errors())
         raise UserError(f"the body does not fit: {what}") from None

@@ -6,24 +6,26 @@ import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import orjson
-from pydantic import TypeAdapter
 
 from penstock.checks import reading
 from penstock.errors import EngineDeadError, EngineError, EngineHTTPError, StateError, UserError
 from penstock.http import HttpTransport
-from penstock.rooms import plugged_in
 from penstock.router.membership import Membership
-from penstock.router.state import RouterState
 from penstock.settings import LAST_PORT
 
-_STATE = TypeAdapter(RouterState)
+
+class Announcer(Protocol):
+    """The control side of a router as updates and deaths need it: `RouterClient`, `running_router.VllmRouterAdmin`."""
+
+    async def announce(self, membership: Membership) -> None: ...
+    async def epochs(self) -> list[int]: ...
 
 
-class RouterAdmin:
+class RouterClient:
     """Client of one router: it calls the control port of each of its processes, which the router's URL tells.
 
     Every method raises `EngineDeadError` where the router is gone, `DeadlineError` after `timeout_s` seconds,
@@ -42,20 +44,11 @@ class RouterAdmin:
         """Put engines, gate and policy in force on each process; repeating is harmless."""
         await self._all("PUT", "/router/engines", asdict(membership))
 
-    async def choose(self, *, prompt_tokens: int = 0, prefix_hashes: str | None = None) -> str | None:
-        """Return the engine for a request past the router; None: it would have to wait."""
-        given = {} if prefix_hashes is None else {"prefix_hashes": prefix_hashes}
-        # Always the same process, so that it knows the earlier choices.
-        (answer,) = await self._all("POST", "/router/choose", {"prompt_tokens": prompt_tokens, **given}, most=1)
-        with reading("answer", self._other_form):
-            return None if answer["engine"] is None else str(answer["engine"])
-
-    async def engines(self) -> RouterState:
-        """Return the state of all processes, merged."""
+    async def epochs(self) -> list[int]:
+        """Return the epoch in force at each process; -1: none yet."""
         answers = await self._all("GET", "/router/engines")
         with reading("answer", self._other_form):
-            states = [_STATE.validate_python(answer) for answer in answers]
-        return states[0] if len(states) == 1 else plugged_in("router.merged")(states)
+            return [int(answer["epoch"]) for answer in answers]
 
     def forget(self) -> None:
         """Ask for the processes' ports again before the next call, after a restart."""

@@ -15,7 +15,7 @@ from penstock.rooms import plugged_in
 from penstock.router.backend import IDLE_S, Backend
 from penstock.router.gate import Gate, Wait, Waiter
 from penstock.router.http import RefusalError, RequestHead
-from penstock.router.membership import Engine, Membership
+from penstock.router.membership import NO_MEMBERSHIP, Engine, Membership
 from penstock.router.memory import Metrics
 from penstock.router.placement import Placement
 from penstock.router.policies import Defer
@@ -42,7 +42,7 @@ class Dispatcher:
         self._config = config
         self.metrics = Metrics()
         self.access_log = config.access_log
-        self.membership = Membership()
+        self.membership = NO_MEMBERSHIP
         self.placement = Placement(config, process, Backend)
         self.backends = cast("dict[str, Backend]", self.placement.engines)
         self.gate = Gate(config, self._place)

@@ -55,17 +55,22 @@ class EngineEntry:
         return parts.hostname or "", parts.port or 0
 
 
+POLICY_OPTIONS = {"policy", "prefix_length", "overload_threshold"}
+"""Fields of `RouterConfig` that an announcement may override."""
+
+
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """A full set of engines, the gate and the policy. A greater epoch replaces it."""
+    """The body of an announcement: all engines, the gate and the policy. A greater epoch replaces it."""
 
-    epoch: int = -1
-    """-1: no membership was announced yet."""
-    engines: tuple[EngineEntry, ...] = ()
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    epoch: Annotated[int, Field(ge=0, le=LARGEST)]
+    engines: tuple[EngineEntry, ...]
     closed: bool = False
     """Whether the gate is closed: requests wait until a later epoch opens it."""
     policy: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Fields of `RouterConfig` that override those with which the router was started."""
+    """Those of `POLICY_OPTIONS` that override the options with which the router was started."""
     cut: tuple[str, ...] = ()
     """Engines that have left and whose requests in flight are broken off, to go on elsewhere. Requests on other engines
     that have left may finish."""
@@ -78,6 +83,8 @@ class Membership:
             twice = [value for value, count in Counter(values).items() if count > 1]
             if twice:
                 raise UserError(f"two engines have the {what} {twice[0]!r}; give each its own")
+        if odd := self.policy.keys() - POLICY_OPTIONS:
+            raise UserError(f"no option of a policy: {', '.join(map(repr, sorted(odd)))}")
 
     def replaced_by(self, announced: Membership) -> Membership:
         """Return the membership in force after `announced`; this one if nothing changes.
@@ -91,6 +98,10 @@ class Membership:
             what = f"epoch {announced.epoch} is not newer than {self.epoch} and differs from it"
             raise StateError(f"{what}; nothing was changed")
         return self
+
+
+NO_MEMBERSHIP = Membership(-1, ())
+"""What is in force before the first announcement."""
 
 
 class Engine:

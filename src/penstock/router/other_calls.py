@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.control_server import encoded
 from penstock.guard import cross_site
 from penstock.rooms import plugged_in
-from penstock.router.admin import ANNOUNCE, Strict, Text, parse
+from penstock.router.admin import ANNOUNCE, parse
 from penstock.router.backend import Backend
 from penstock.router.client_connection import Call, ClientConnection
 from penstock.router.dispatcher import Dispatcher
 from penstock.router.http import RefusalError, RequestHead, response
-from penstock.router.membership import Engine
+from penstock.router.membership import POLICY_OPTIONS, Engine
 from penstock.router.policies import Hints
 from penstock.router.server import DATA_PATHS, Router
 from penstock.router.state import EngineLoad, RouterState
@@ -34,20 +32,24 @@ _FIGURES = (
     "kv_usage", "kv_capacity", "breaker_openings", "dead_answers", "failure",
 )  # fmt: skip
 """Attributes of `Backend` that its state shows."""
-_SUMMED = ("held", "held_bytes", "sessions", "requests", "moved_sessions")
-_ENGINE_SUMMED = (
-    "outstanding", "outstanding_tokens", "resident_tokens", "sessions", "requests", "breaker_openings", "dead_answers",
-)  # fmt: skip
-_ENGINE_GREATEST = ("down", "kv_usage", "kv_capacity", "failure")
 
 
-class _ChoiceBody(Strict):
+class _Body(BaseModel):
+    """A body with these fields and no others."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+_Text = Annotated[str, Field(min_length=1, max_length=512)]
+
+
+class _ChoiceBody(_Body):
     prompt_tokens: int = Field(default=0, ge=0)
-    prefix_hashes: Text | None = None
+    prefix_hashes: _Text | None = None
 
 
-class _SessionBody(Strict):
-    session_id: Text
+class _SessionBody(_Body):
+    session_id: _Text
 
 
 def _choose(dispatcher: Dispatcher, asked: _ChoiceBody) -> str | None:
@@ -79,7 +81,7 @@ def state_of(dispatcher: Dispatcher) -> RouterState:
         sessions=len(placement.sessions),
         moved_sessions=placement.turns["moved"],
         placements=dict(placement.rules),
-        policy=placement.config.model_dump(include={"policy", "prefix_length", "overload_threshold"}),
+        policy=placement.config.model_dump(include=POLICY_OPTIONS),
         workers=(os.getpid(),),
         counted_since=dispatcher.metrics.since,
         engines=tuple(_load_of(backend) for backend in dispatcher.backends.values()),
@@ -163,39 +165,3 @@ def open_call(router: Router, client: ClientConnection, request: RequestHead, gi
         each = "make it on the control port of each process" if len(ports) > 1 else "make it on the control port"
         raise RefusalError(421, "control_port", f"{call} is no call of this port; {each}: {', '.join(map(str, ports))}")
     raise RefusalError(404, "not_found", f"no such call: {call[:200]}")
-
-
-# --- Several processes -----------------------------------------------------------------------------------------------
-
-
-def merged(states: Sequence[RouterState]) -> RouterState:
-    """Merge the states of at least one process. Engines are those of the newest epoch.
-
-    A session counts in each process that served it. The gate is closed, or an engine down, if one process says so.
-    """
-    newest = max(states, key=lambda state: state.epoch)
-    engines = [engine for state in states for engine in state.engines]
-    return replace(
-        newest,
-        workers=tuple(pid for state in states for pid in state.workers),
-        counted_since=max(state.counted_since for state in states),
-        in_step=all(state.epoch == newest.epoch for state in states),
-        gate_closed=any(state.gate_closed for state in states),
-        held_by=_total(state.held_by for state in states),
-        placements=_total(state.placements for state in states),
-        engines=tuple(_merged(load, [one for one in engines if one.name == load.name]) for load in newest.engines),
-        **{name: sum(getattr(state, name) for state in states) for name in _SUMMED},
-    )
-
-
-def _total(counts: Iterable[Mapping[str, int]]) -> Mapping[str, int]:
-    total = Counter[str]()
-    for each in counts:
-        total.update(each)
-    return dict(total)
-
-
-def _merged(load: EngineLoad, of: Sequence[EngineLoad]) -> EngineLoad:
-    figures: dict[str, Any] = {name: sum(getattr(one, name) for one in of) for name in _ENGINE_SUMMED}
-    figures |= {name: max(getattr(one, name) for one in of) for name in _ENGINE_GREATEST}
-    return replace(load, drained=all(one.drained for one in of), **figures)

@@ -1,10 +1,16 @@
-"""The answer to `GET /router/engines`, for one router process or several as one."""
+"""The state of a router, for one process or several as one, and its client for more than announcements."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from pydantic import TypeAdapter
+
+from penstock.checks import reading
+from penstock.router.admin_client import Announcer, RouterClient
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +54,7 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True)
 class RouterState:
-    """State of one process, or of several (`other_calls.merged`)."""
+    """State of one process, or of several (`merged`)."""
 
     epoch: int
     """Epoch of the membership in force; -1 before the first one."""
@@ -76,3 +82,72 @@ class RouterState:
     """Unix time at which the newest process started; the counts of ended processes are lost. 0: unknown."""
     in_step: bool = True
     """Whether all processes have this epoch. A restarted one has no engines at first."""
+
+
+_STATE = TypeAdapter(RouterState)
+
+
+class Admin(Announcer, Protocol):
+    """The control side of a router with its state: `RouterAdmin`, `running_router.VllmRouterAdmin`."""
+
+    async def engines(self) -> RouterState: ...
+
+
+class RouterAdmin(RouterClient):
+    """Client of one router, with its state and its choices."""
+
+    async def engines(self) -> RouterState:
+        """Return the state of all processes, merged."""
+        answers = await self._all("GET", "/router/engines")
+        with reading("answer", self._other_form):
+            return merged([_STATE.validate_python(answer) for answer in answers])
+
+    async def choose(self, *, prompt_tokens: int = 0, prefix_hashes: str | None = None) -> str | None:
+        """Return the engine for a request past the router; None: it would have to wait."""
+        given = {} if prefix_hashes is None else {"prefix_hashes": prefix_hashes}
+        # Always the same process, so that it knows the earlier choices.
+        (answer,) = await self._all("POST", "/router/choose", {"prompt_tokens": prompt_tokens, **given}, most=1)
+        with reading("answer", self._other_form):
+            return None if answer["engine"] is None else str(answer["engine"])
+
+
+# --- Several processes -----------------------------------------------------------------------------------------------
+
+_SUMMED = ("held", "held_bytes", "sessions", "requests", "moved_sessions")
+_ENGINE_SUMMED = (
+    "outstanding", "outstanding_tokens", "resident_tokens", "sessions", "requests", "breaker_openings", "dead_answers",
+)  # fmt: skip
+_ENGINE_GREATEST = ("down", "kv_usage", "kv_capacity", "failure")
+
+
+def merged(states: Sequence[RouterState]) -> RouterState:
+    """Merge the states of at least one process. Engines are those of the newest epoch.
+
+    A session counts in each process that served it. The gate is closed, or an engine down, if one process says so.
+    """
+    newest = max(states, key=lambda state: state.epoch)
+    engines = [engine for state in states for engine in state.engines]
+    return replace(
+        newest,
+        workers=tuple(pid for state in states for pid in state.workers),
+        counted_since=max(state.counted_since for state in states),
+        in_step=all(state.epoch == newest.epoch for state in states),
+        gate_closed=any(state.gate_closed for state in states),
+        held_by=_total(state.held_by for state in states),
+        placements=_total(state.placements for state in states),
+        engines=tuple(_merged(load, [one for one in engines if one.name == load.name]) for load in newest.engines),
+        **{name: sum(getattr(state, name) for state in states) for name in _SUMMED},
+    )
+
+
+def _total(counts: Iterable[Mapping[str, int]]) -> Mapping[str, int]:
+    total = Counter[str]()
+    for each in counts:
+        total.update(each)
+    return dict(total)
+
+
+def _merged(load: EngineLoad, of: Sequence[EngineLoad]) -> EngineLoad:
+    figures: dict[str, Any] = {name: sum(getattr(one, name) for one in of) for name in _ENGINE_SUMMED}
+    figures |= {name: max(getattr(one, name) for one in of) for name in _ENGINE_GREATEST}
+    return replace(load, drained=all(one.drained for one in of), **figures)
