@@ -72,6 +72,13 @@ async def check_serves(fleet: Fleet, *, engines: int) -> None:
     assert all(status.weight_version == fleet.weight_version for status in live)
 
 
+async def all_serve(fleet: Fleet) -> None:
+    """Return when every engine is back; each serves the fleet's version then."""
+    members = fleet._roster.members
+    assert await fleet._roster.until(lambda: all(m.state is State.SERVING for m in members), deadline_s=WAIT_S), members
+    await check_serves(fleet, engines=len(members))
+
+
 async def made(fleet: Fleet) -> dict[str, int]:
     """Tokens that each engine has made since it started."""
     return {s.name: s.stats.generation_tokens for s in await fleet.engines() if s.stats is not None}

@@ -8,12 +8,13 @@ import random
 from dataclasses import replace
 
 import pytest
-from fleet_sim_routers import RoundRobin
 
 from fleet_sim.engine import FleetEngine, FleetSequence
+from fleet_sim.router import OwnRouter
 from fleet_sim.run import START_SPACING_S, FleetRun, FleetSetup
 from fleet_sim.speed import EngineLimits, EngineSpeed
 from fleet_sim.trace import AgentShape, GroupShape, Lengths, Trajectory, agents, groups
+from penstock.settings import RouterConfig
 from penstock.sim import SimConfig, SimEngine
 from penstock.types import SamplingParams
 from sim_verify import generate
@@ -103,7 +104,8 @@ def test_agrees_with_the_engine_that_makes_every_token(
     config = replace(FINE, kv_blocks=kv_blocks, max_model_len=min(3200, kv_blocks * 16))
     limits = EngineLimits(kv_blocks * 16, FINE.max_num_seqs, FINE.max_num_batched_tokens, enable_chunked_prefill=False)
     makespan, hit_rate, preemptions = fine_figures(trace, concurrency, config)
-    coarse = FleetRun(RoundRobin(), FleetSetup(1, concurrency, COARSE, limits), trace).run()
+    router = OwnRouter(RouterConfig(policy="round-robin"))
+    coarse = FleetRun(router, FleetSetup(1, concurrency, COARSE, limits), trace).run()
     assert coarse.makespan_s == pytest.approx(makespan, rel=close)
     assert coarse.hit_rate == pytest.approx(hit_rate, abs=close)
     assert coarse.preemptions == pytest.approx(preemptions, rel=0.3, abs=3)

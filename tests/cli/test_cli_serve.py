@@ -12,6 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 from openai import AuthenticationError, OpenAI
+
+from penstock.config import RunConfig
+from penstock.observe.run_folder import RunFolder
+from penstock.settings import EngineConfig
 from run_cli import (
     END_S,
     PENSTOCK,
@@ -24,10 +28,6 @@ from run_cli import (
     wait_for_text,
 )
 
-from penstock.config import RunConfig
-from penstock.observe.run_folder import RunFolder
-from penstock.settings import EngineConfig
-
 ENGINES = 2
 ROUTER = 1
 
@@ -39,17 +39,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     args = ("serve", "some-model", "--sim", "--engines", str(ENGINES), "--port", "0", "max_model_len=256")
     with serving(log, *args, PENSTOCK_API_KEY="secret") as ready:
         yield ready
-
-
-def test_an_openai_client_is_served(server: Server) -> None:
-    client = OpenAI(base_url=f"{server.url}/v1", api_key="secret")
-    chat = client.chat.completions.create(
-        model="some-model", messages=[{"role": "user", "content": "Hello"}], max_tokens=5
-    )
-    assert chat.usage is not None
-    assert chat.usage.completion_tokens == 5
-    streamed = client.completions.create(model="some-model", prompt="Hello", max_tokens=5, stream=True)
-    assert "".join(chunk.choices[0].text for chunk in streamed if chunk.choices)
 
 
 def test_what_listens_everywhere_is_called_at_an_address_of_this_machine(tmp_path: Path) -> None:

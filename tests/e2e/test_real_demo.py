@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -26,18 +27,14 @@ SHORT = (
 async def test_a_killed_demo_is_taken_up_again_and_ends(tmp_path):
     arguments = [str(DEMO), *SHORT, f"run_dir={tmp_path}", "name=short"]
     folder = tmp_path / "short"
-    first = await _penstock("train", *arguments)
-    await eventually(lambda: len(_rows(folder)) >= 3 or first.returncode is not None, 180)
-    assert first.returncode is None, (await first.communicate())[0].decode()
+    first = await _three_steps_on(folder, arguments)
     engines = psutil.Process(first.pid).children(recursive=True)
     assert engines
     first.send_signal(signal.SIGKILL)
     await first.wait()
     await eventually(lambda: not any(alive(p.pid) for p in engines), 60)
 
-    second = await _penstock("train", *arguments, "--resume")
-    out, _ = await asyncio.wait_for(second.communicate(), 200)
-    assert second.returncode == 0, out.decode()
+    out = await _trained(*arguments, "--resume", seconds=200)
     rows = _rows(folder)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert [row["version"] for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -55,9 +52,7 @@ async def test_a_killed_demo_is_taken_up_again_and_ends(tmp_path):
 @pytest.mark.slow
 async def test_a_learner_of_two_processes_trains_it(tmp_path):
     overrides = ("train.ranks=2", "train.steps=2", f"run_dir={tmp_path}", "name=ranks")
-    run = await _penstock("train", str(DEMO), *SHORT, *overrides)
-    out, _ = await asyncio.wait_for(run.communicate(), 280)
-    assert run.returncode == 0, out.decode()
+    await _trained(str(DEMO), *SHORT, *overrides, seconds=280)
     rows = _rows(tmp_path / "ranks")
     assert [row["version"] for row in rows] == [1, 2]
     assert 0 < rows[0]["logprob_difference"] <= 1e-4
@@ -68,9 +63,7 @@ async def test_a_learner_of_two_processes_trains_it(tmp_path):
 async def test_a_run_that_loses_a_rank_says_so_and_is_taken_up_again(tmp_path):
     arguments = [str(DEMO), *SHORT, "train.ranks=2", f"run_dir={tmp_path}", "name=lost"]
     folder = tmp_path / "lost"
-    first = await _penstock("train", *arguments)
-    await eventually(lambda: len(_rows(folder)) >= 3 or first.returncode is not None, 180)
-    assert first.returncode is None, (await first.communicate())[0].decode()
+    first = await _three_steps_on(folder, arguments)
     started = psutil.Process(first.pid).children(recursive=True)
     (rank,) = (process for process in started if "penstock.train.ranks" in process.cmdline())
     rank.send_signal(signal.SIGKILL)
@@ -82,9 +75,7 @@ async def test_a_run_that_loses_a_rank_says_so_and_is_taken_up_again(tmp_path):
     assert all(row["update/failures"] == 0 for row in _rows(folder)), "the engines were whole"
     assert not any(alive(process.pid) for process in started)
 
-    second = await _penstock("train", *arguments, "--resume")
-    out, _ = await asyncio.wait_for(second.communicate(), 200)
-    assert second.returncode == 0, out.decode()
+    await _trained(*arguments, "--resume", seconds=200)
     rows = _rows(folder)
     assert [row["version"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert all(row["update/failures"] == 0 for row in rows)
@@ -95,9 +86,7 @@ async def test_a_run_that_loses_a_rank_says_so_and_is_taken_up_again(tmp_path):
 @pytest.mark.parametrize("seed", [0, 1, 2])
 async def test_the_demo_learns(tmp_path, seed):
     """The bar: at least 20 points of held-out exact-match accuracy in at most 4 minutes of training, nothing wasted."""
-    run = await _penstock("train", str(DEMO), f"seed={seed}", f"run_dir={tmp_path}", "name=demo")
-    out, _ = await asyncio.wait_for(run.communicate(), 800)
-    assert run.returncode == 0, out.decode()
+    await _trained(str(DEMO), f"seed={seed}", f"run_dir={tmp_path}", "name=demo", seconds=800)
     summary = json.loads((tmp_path / "demo" / "summary.json").read_text())
     assert summary["accuracy_after"] - summary["accuracy_before"] >= 0.20
     assert summary["wasted_tokens"] == 0
@@ -105,11 +94,27 @@ async def test_the_demo_learns(tmp_path, seed):
     assert summary["updates_in_flight"] > 0
 
 
-async def _penstock(*arguments: str) -> asyncio.subprocess.Process:
+async def _training(*arguments: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "penstock", *arguments, cwd=ROOT,
+        sys.executable, "-m", "penstock", "train", *arguments, cwd=ROOT,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
     )  # fmt: skip
+
+
+async def _trained(*arguments: str, seconds: float) -> bytes:
+    """What a run says that ends well within so many seconds."""
+    run = await _training(*arguments)
+    out, _ = await asyncio.wait_for(run.communicate(), seconds)
+    assert run.returncode == 0, out.decode()
+    return out
+
+
+async def _three_steps_on(folder: Path, arguments: Sequence[str]) -> asyncio.subprocess.Process:
+    """A run that has made three steps, and goes on."""
+    run = await _training(*arguments)
+    await eventually(lambda: len(_rows(folder)) >= 3 or run.returncode is not None, 180)
+    assert run.returncode is None, (await run.communicate())[0].decode()
+    return run
 
 
 def _rows(folder: Path) -> list[dict]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-import sys
+import signal
 import time
 import uuid
 from contextlib import suppress
@@ -14,6 +12,8 @@ import openai
 import psutil
 import pytest
 
+from run_cli import serving
+
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 
@@ -21,53 +21,30 @@ MARK = "PENSTOCK_TEST"
 """A variable that all processes of one test inherit."""
 
 
-async def test_serve_answers_openai_clients_and_when_killed_leaves_nothing(nano_path, tmp_path):
+def test_serve_answers_openai_clients_and_when_killed_leaves_nothing(nano_path, tmp_path):
     """Invariant 5 on a real engine: no process, no shared memory and no socket."""
     before, mark = _named(tmp_path), uuid.uuid4().hex
-    server = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "penstock", "serve", str(nano_path), "--engines", "1", "--cpu", "max_model_len=512",
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-        env={**os.environ, "TMPDIR": str(tmp_path), MARK: mark},
-    )  # fmt: skip
-    children: list[psutil.Process] = []
-    try:
-        url = await asyncio.wait_for(_ready_url(server.stdout), 150)
-        children = psutil.Process(server.pid).children(recursive=True)
-        client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none")
-        (model,) = (await client.models.list()).data
-        answer = await client.completions.create(model=model.id, prompt="1 2", max_tokens=5)
+    args = ("serve", str(nano_path), "--engines", "1", "--cpu", "--port", "0", "max_model_len=512")
+    with serving(tmp_path / "log", *args, **{"TMPDIR": str(tmp_path), MARK: mark}) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+        (model,) = client.models.list().data
+        answer = client.completions.create(model=model.id, prompt="1 2", max_tokens=5)
         assert answer.usage.completion_tokens == 5
         messages = [{"role": "user", "content": "3 1 2"}]
-        stream = await client.chat.completions.create(model=model.id, messages=messages, max_tokens=6, stream=True)
-        text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
-        assert text
+        stream = client.chat.completions.create(model=model.id, messages=messages, max_tokens=6, stream=True)
+        assert "".join([chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices])
         with pytest.raises(openai.BadRequestError, match="512"):
-            await client.completions.create(model=model.id, prompt=[5] * 600, max_tokens=5)
+            client.completions.create(model=model.id, prompt=[5] * 600, max_tokens=5)
         with pytest.raises(openai.NotFoundError):
-            await client.completions.create(model="nobody", prompt="1", max_tokens=1)
-        await client.close()
-        assert len(children) >= 3, "expected the router, the API server and the engine core"
-    finally:
-        server.kill()
-        await server.wait()
-    # They end with their launcher by an event, far within 5 s; but a machine that stands still counts for them too.
+            client.completions.create(model="nobody", prompt="1", max_tokens=1)
+        client.close()
+        assert len(server.family) >= 4, "expected the command, the router, the API server and the engine core"
+        # They end with their launcher by an event, far within 5 s; but a machine that stands still counts for them too.
+        assert server.signal(signal.SIGKILL) == -signal.SIGKILL
     deadline = time.monotonic() + 60
-    while [p for p in children if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
-        assert time.monotonic() < deadline, "engine processes outlived their launcher by a minute"
-        await asyncio.sleep(0.05)
     while left := _named(tmp_path) - before - _of_others(mark):  # Python's resource tracker cleans up after the dead
         assert time.monotonic() < deadline, left
-        await asyncio.sleep(0.05)
-
-
-async def _ready_url(out: asyncio.StreamReader) -> str:
-    seen = ""
-    while line := (await out.readline()).decode():
-        seen += line
-        for word in line.split():
-            if word.startswith("http://"):
-                return word.rstrip("/").removesuffix("/v1")
-    raise AssertionError(f"no ready line in: {seen}")
+        time.sleep(0.05)
 
 
 def _named(folder: Path) -> set[Path]:

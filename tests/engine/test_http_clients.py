@@ -6,6 +6,8 @@ import asyncio
 import base64
 import io
 import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
@@ -243,6 +245,22 @@ def test_a_key_with_a_line_end_is_refused_without_being_shown() -> None:
     assert "s3cret" not in str(caught.value)
 
 
+@asynccontextmanager
+async def router_with(control_ports: Callable[[], object]) -> AsyncIterator[tuple[int, RouterAdmin]]:
+    """A router that says at each question which ports these are: its own port, and a client of it."""
+
+    async def health(request: web.Request) -> web.Response:
+        assert "Authorization" not in request.headers, "the program may be another one, and health needs no key"
+        return web.json_response({"control_ports": control_ports()})
+
+    router = web.Application()
+    router.router.add_get("/router/health", health)
+    async with TestServer(router) as server:
+        admin = RouterAdmin(f"http://127.0.0.1:{server.port}", "key")
+        yield server.port, admin
+        await admin.close()
+
+
 async def test_a_key_goes_once_at_most_to_a_program_that_took_a_dead_router_workers_port() -> None:
     asked: list[str | None] = []
 
@@ -250,60 +268,39 @@ async def test_a_key_goes_once_at_most_to_a_program_that_took_a_dead_router_work
         asked.append(request.headers.get("Authorization"))
         raise web.HTTPNotFound
 
-    async def health(_: web.Request) -> web.Response:
-        return web.json_response({"control_ports": ports})
-
-    taken, router = web.Application(), web.Application()
+    taken = web.Application()
     taken.router.add_route("*", "/{path:.*}", stranger)
-    router.router.add_get("/router/health", health)
-    async with TestServer(taken) as other, TestServer(router) as server:
+    async with TestServer(taken) as other, router_with(lambda: ports) as (port, admin):
         ports = [other.port, other.port]
-        admin = RouterAdmin(f"http://127.0.0.1:{server.port}", "key")
         for _ in range(2):
             with pytest.raises(EngineHTTPError, match="answered 404"):
                 await admin.engines()
-            ports = [server.port]  # a router that has been started again
+            ports = [port]  # a router that has been started again
         assert asked == ["Bearer key"] * 2, "one call to each port, and none after it failed"
-        await admin.close()
 
 
 async def test_a_choice_is_asked_of_the_router_that_was_started_again() -> None:
     async def choose(_: web.Request) -> web.Response:
         return web.json_response({"engine": None})
 
-    async def health(_: web.Request) -> web.Response:
-        return web.json_response({"control_ports": [control.port]})
-
     def control_server() -> TestServer:
         app = web.Application()
         app.router.add_post("/router/choose", choose)
         return TestServer(app)
 
-    router = web.Application()
-    router.router.add_get("/router/health", health)
-    async with TestServer(router) as server, control_server() as again:
-        admin = RouterAdmin(f"http://127.0.0.1:{server.port}", "key")
+    async with control_server() as again, router_with(lambda: [control.port]) as (_, admin):
         async with control_server() as control:
             assert await admin.choose() is None
         control = again
         assert await admin.choose() is None
-        await admin.close()
 
 
 @pytest.mark.parametrize("ports", [5, None, ["x"], [], [0], [65_536]])
 async def test_control_ports_of_another_form_are_named(ports: object) -> None:
-    async def health(request: web.Request) -> web.Response:
-        assert "Authorization" not in request.headers, "the program may be another one, and health needs no key"
-        return web.json_response({"status": "ok", "control_ports": ports})
-
-    router = web.Application()
-    router.router.add_get("/router/health", health)
-    async with TestServer(router) as server:
-        admin = RouterAdmin(f"http://127.0.0.1:{server.port}", "key")
+    async with router_with(lambda: ports) as (_, admin):
         for call in (admin.engines, admin.choose, lambda: admin.announce(Membership(1, ()))):
             with pytest.raises(EngineHTTPError, match=r"not as a router of this version does .*control_ports"):
                 await call()
-        await admin.close()
 
 
 async def test_the_control_ports_of_a_url_without_a_port_are_on_its_host() -> None:

@@ -16,6 +16,7 @@ from penstock import AsyncVLLM
 from penstock.errors import RequestError, StateError, UserError
 from penstock.facade.vllm_like import LoadBalancer
 from penstock.fleet import router_process
+from sim_fleets import router_process as router_process_at
 
 PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
 SIM = {"profile": "sim", "max_model_len": 2048, "extra_args": {"tokens-per-second": 500}}
@@ -114,9 +115,7 @@ def test_a_router_that_is_started_anew_keeps_it(service, monkeypatch):
     while told.count(77) < 2:  # at the second time the first has been kept
         assert time.monotonic() < end, told
         time.sleep(0.01)
-    port = int(service.fleet.url.rpartition(":")[2])
-    children = psutil.Process().children(recursive=True)
-    (router,) = [p for p in children if port in {c.laddr.port for c in p.net_connections() if c.status == "LISTEN"}]
+    router = router_process_at(service.fleet.url)
     router.kill()
     assert sum(sent_after_restart(service, router)) == 9
     state = service.ask_router(lambda admin: admin.engines())

@@ -18,9 +18,8 @@ from penstock import Fleet, SamplingParams
 from penstock.engine.control import ControlClient
 from penstock.errors import UpdateError, WeightsError
 from penstock.fleet import delivery
-from penstock.fleet.member import State
 from penstock.fleet.stores import Stores
-from sim_fleets import SIM, check_serves, impatient, set_fault, under_way, whole
+from sim_fleets import SIM, all_serve, check_serves, impatient, set_fault, under_way, whole
 
 PARAMS = SamplingParams(max_tokens=400, detokenize=False)
 PROMPTS = [[1 + i, 2] for i in range(9)]
@@ -61,10 +60,8 @@ async def updated(fleet: Fleet, tensors: Any) -> Any:
 
 
 async def whole_again(fleet: Fleet) -> None:
-    members = fleet._roster.members
-    assert await fleet._roster.until(lambda: all(m.state is State.SERVING for m in members), deadline_s=WAIT_S), members
-    await check_serves(fleet, engines=3)
-    for member in members:
+    await all_serve(fleet)
+    for member in fleet._roster.members:
         info = await member.control.info()
         assert (info.weight_version, info.paused) == (fleet.weight_version, False)
 

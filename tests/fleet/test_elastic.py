@@ -18,19 +18,12 @@ from penstock.fleet.member import State
 from sim_fleets import SIM, begun, check_serves, router_process, slowed, whole
 
 PARAMS = SamplingParams(max_tokens=400, detokenize=False)
-QUICK = SamplingParams(max_tokens=120, detokenize=False)
 PROMPTS = [[1 + i, 2] for i in range(16)]
 
 
 @pytest.fixture
 async def fleet() -> AsyncIterator[Fleet]:
     async with launched(2, drain_timeout_s=WAIT_S) as (fleet, _):
-        yield fleet
-
-
-@pytest.fixture
-async def processes(tmp_path: Path) -> AsyncIterator[Fleet]:
-    async with Fleet.launch("sim-model", engines=2, drain_timeout_s=WAIT_S, log_dir=tmp_path, **SIM) as fleet:
         yield fleet
 
 
@@ -56,22 +49,22 @@ async def test_an_engine_joins_a_paused_fleet_paused_and_a_drained_one_is_paused
     await check_serves(fleet, engines=2)
 
 
-async def test_a_router_that_dies_meanwhile_does_not_end_a_drain(processes: Fleet) -> None:
-    fleet = processes
-    async with slowed(fleet):
-        running = await begun(fleet, PROMPTS, PARAMS)
-        await fleet.pause_generation()
-    leaving = asyncio.create_task(fleet.remove("e0"))
-    assert await fleet._roster.until(lambda: fleet._roster.members[0].state is State.DRAINING, deadline_s=WAIT_S)
-    await asyncio.sleep(0.2)  # the router is asked every 50 ms
-    assert not leaving.done()
-    router_process(fleet.url).kill()
-    await asyncio.sleep(0.2)
-    await fleet.resume_generation()
-    await asyncio.wait_for(leaving, WAIT_S)
-    assert (await states(fleet))["e0"] is State.STOPPED
-    await whole(running, PROMPTS, PARAMS)
-    await check_serves(fleet, engines=1)
+async def test_a_router_that_dies_meanwhile_does_not_end_a_drain(tmp_path: Path) -> None:
+    async with Fleet.launch("sim-model", engines=2, drain_timeout_s=WAIT_S, log_dir=tmp_path, **SIM) as fleet:
+        async with slowed(fleet):
+            running = await begun(fleet, PROMPTS, PARAMS)
+            await fleet.pause_generation()
+        leaving = asyncio.create_task(fleet.remove("e0"))
+        assert await fleet._roster.until(lambda: fleet._roster.members[0].state is State.DRAINING, deadline_s=WAIT_S)
+        await asyncio.sleep(0.2)  # the router is asked every 50 ms
+        assert not leaving.done()
+        router_process(fleet.url).kill()
+        await asyncio.sleep(0.2)
+        await fleet.resume_generation()
+        await asyncio.wait_for(leaving, WAIT_S)
+        assert (await states(fleet))["e0"] is State.STOPPED
+        await whole(running, PROMPTS, PARAMS)
+        await check_serves(fleet, engines=1)
 
 
 async def test_sessions_end_where_they_live_before_an_engine_is_drained(fleet: Fleet) -> None:

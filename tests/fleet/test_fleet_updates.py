@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-import torch
 
 from patience import WAIT_S
 from penstock import Fleet, PauseMode, SamplingParams
@@ -15,10 +14,6 @@ from sim_fleets import check, in_flight, made, slowed, stepped, whole
 
 PROMPTS = [[1 + i, 2, 3] for i in range(24)]
 LONG = SamplingParams(max_tokens=300, detokenize=False)
-
-
-def weights(value: float = 1.0) -> list[tuple[str, torch.Tensor]]:
-    return [("layer.weight", torch.full((4, 3), value)), ("layer.bias", torch.zeros(4))]
 
 
 def batch(fleet: Fleet, params: SamplingParams = LONG) -> asyncio.Task:

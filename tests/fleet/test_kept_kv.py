@@ -19,7 +19,6 @@ from penstock.sim.server import SimServer
 from sim_fleets import SIM, begun, generated, slowed, stepped, whole
 
 PARAMS = SamplingParams(max_tokens=450, detokenize=False)
-SHORT = SamplingParams(max_tokens=8, detokenize=False)
 PROMPTS = [[1 + i, 2] for i in range(6)]
 WEIGHTS = [("w", torch.ones(5))]
 SLOW = {**SIM, "extra_args": {"tokens-per-second": 150}}

@@ -19,7 +19,7 @@ from penstock.errors import EngineDeadError, UpdateError, WeightsError
 from penstock.fleet import delivery
 from penstock.fleet.delivery import Delivery
 from penstock.fleet.member import State
-from sim_fleets import SIM, begun, check_serves, engine_process, slowed, whole
+from sim_fleets import SIM, all_serve, begun, engine_process, slowed, whole
 
 WEIGHTS = [("w", torch.ones(500_000)), ("norm", torch.ones(7))]
 OPTIONS: dict[str, Any] = {
@@ -50,12 +50,6 @@ async def updated(fleet: Fleet, tensors: Any = WEIGHTS) -> Any:
     return await asyncio.wait_for(fleet.update_weights(tensors), WAIT_S)
 
 
-async def serve_again(fleet: Fleet, engines: int) -> None:
-    members = fleet._roster.members
-    assert await fleet._roster.until(lambda: all(m.state is State.SERVING for m in members), deadline_s=WAIT_S), members
-    await check_serves(fleet, engines=engines)
-
-
 async def test_engines_that_died_or_were_added_serve_after_the_next_update(tmp_path: Any) -> None:
     async with Fleet.launch("sim-model", engines=2, log_dir=tmp_path, **OPTIONS) as fleet:
         await updated(fleet)
@@ -65,7 +59,7 @@ async def test_engines_that_died_or_were_added_serve_after_the_next_update(tmp_p
         report = await updated(fleet)
         assert [update.engine for update in report.engines] == ["e0", "e1", "e2"]
         assert report.failures == {}
-        await serve_again(fleet, 3)
+        await all_serve(fleet)
 
 
 @pytest.mark.parametrize("engines", [1, 2])
@@ -85,7 +79,7 @@ async def test_the_last_engines_that_die_get_the_version_back_and_no_request_is_
             for member in fleet._roster.members:
                 engine_process(member.url).kill()
         await whole(running, prompts, params)
-        await serve_again(fleet, engines)
+        await all_serve(fleet)
         assert fleet.weight_version == 1
         assert [(await member.control.info()).weight_version for member in fleet._roster.members] == [1] * engines
 
@@ -99,7 +93,7 @@ async def test_a_trainer_that_has_gone_on_cannot_give_the_version_back(tmp_path:
         with pytest.raises(EngineDeadError, match="weight_host_copy"):
             await fleet.generate(prompt_token_ids=[[1]], sampling_params={"max_tokens": 1})
         assert [update.engine for update in (await updated(fleet, module)).engines] == ["e0"]
-        await serve_again(fleet, 1)
+        await all_serve(fleet)
 
 
 async def test_tensors_that_never_come_hold_nothing(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +122,7 @@ async def test_tensors_that_never_come_hold_nothing(fleet: Fleet, monkeypatch: p
             lambda: all(m.awaiting_weights for m in fleet._roster.members), deadline_s=WAIT_S
         )
         assert len((await updated(fleet)).engines) == 2
-        await serve_again(fleet, 2)
+        await all_serve(fleet)
     finally:
         go.set()
 
@@ -169,7 +163,7 @@ async def test_no_second_group_and_nobody_with_half_a_version_serves(
     assert (await fleet._roster.admin.engines()).engines == ()
     assert await fleet._roster.until(lambda: all(m.awaiting_weights for m in fleet._roster.members), deadline_s=WAIT_S)
     assert len((await updated(fleet)).engines) == 2
-    await serve_again(fleet, 2)
+    await all_serve(fleet)
 
 
 # --- over fakes ------------------------------------------------------------------------------------------------------

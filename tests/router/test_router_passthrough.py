@@ -14,6 +14,7 @@ from router_rig import (
     Writer,
     answer_name,
     both_loops,
+    chunk,
     read_chunks,
     reply,
     request,
@@ -143,6 +144,10 @@ async def test_the_router_says_continue() -> None:
         assert r.backends[0].seen[0].header("expect") is None
         await client.send(head + b"def")  # the client need not wait
         assert (await client.receive()).body == b"def"
+        await client.send(request(headers="Expect: 100-continue\r\nTransfer-Encoding: chunked\r\n"))
+        assert (await client.head())[0] == 100
+        await client.send(chunk(b"x" * 300_000) + b"0\r\n\r\n")
+        assert (await client.receive()).body == b"x" * 300_000
 
 
 @pytest.mark.parametrize("when", ["with it", "inside its body", "before the answer"])

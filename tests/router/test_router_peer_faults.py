@@ -7,10 +7,6 @@ import json
 from router_rig import Backend, Reader, Seen, Writer, answer_name, reply, rig
 
 
-def session(name: object) -> str:
-    return f"X-Session-ID: {name}\r\n"
-
-
 async def poison_kills(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
     if b"poison" in seen.body:
         writer.close()

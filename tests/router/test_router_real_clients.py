@@ -1,18 +1,14 @@
-"""Clients that people use against the router process: openai and curl, 1 MB answers and streams included."""
+"""The client that people use against the router process: openai, 1 MB answers and streams included."""
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
 import json
-import shutil
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from router_rig import Backend, Reader, Rig, Seen, Writer, reply, rig
+from router_rig import Backend, Reader, Rig, Seen, Writer, chunk, reply, rig
 
 MB = 2**20
 TEXT = "".join(f"{i:07} " for i in range(MB // 8))
@@ -24,10 +20,6 @@ def event(text: str, finish: str | None = None) -> bytes:
     choice = {"index": 0, "delta": {"content": text}, "finish_reason": finish}
     piece = {"id": "c", "object": "chat.completion.chunk", "choices": [choice]}
     return b"data: " + json.dumps(piece).encode() + b"\n\n"
-
-
-def chunk(data: bytes) -> bytes:
-    return f"{len(data):x}\r\n".encode() + data + b"\r\n"
 
 
 async def stream(writer: Writer, events: int) -> None:
@@ -63,13 +55,9 @@ FIXED = {
 
 
 async def answer(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
-    """What the engine does is in the path, or in the model's name where an OpenAI client asks."""
-    what = seen.line.split()[1].lstrip("/")
-    if what.startswith("v1/"):
-        what = json.loads(seen.body)["model"]
-    if what == "digest":
-        writer.write(reply(hashlib.sha256(seen.body).hexdigest().encode()))
-    elif what in {"stream", "broken-stream"}:
+    """What the engine does is in the model's name."""
+    what = json.loads(seen.body)["model"]
+    if what in {"stream", "broken-stream"}:
         await stream(writer, EVENTS if what == "stream" else EVENTS // 2)
     else:
         writer.write(FIXED[what])
@@ -86,9 +74,6 @@ async def scripted() -> AsyncIterator[Rig]:
 
 def client(rig: Rig) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"{rig.url}/v1", api_key="none", max_retries=0, timeout=60)
-
-
-# --- openai ----------------------------------------------------------------------------------------------------------
 
 
 async def test_openai_a_megabyte_whole_and_as_a_stream(scripted):
@@ -141,36 +126,3 @@ async def test_openai_sees_an_engine_die_in_its_stream(scripted):
 async def collect(pieces: AsyncIterator[Any], into: list[str]) -> None:
     async for piece in pieces:
         into.append(piece.choices[0].delta.content)  # noqa: PERF401 - kept where the rest does not come
-
-
-# --- curl ------------------------------------------------------------------------------------------------------------
-
-
-async def curl(*arguments: str | Path, stdin: bytes = b"") -> tuple[int, bytes, str]:
-    """Exit status, what came, and what curl says of itself."""
-    path = shutil.which("curl")
-    assert path, "curl is needed (on Debian and Ubuntu: apt install curl)"
-    process = await asyncio.create_subprocess_exec(
-        path, "-sS", "--max-time", "50", *arguments,
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    out, err = await asyncio.wait_for(process.communicate(stdin), 60)
-    assert process.returncode is not None
-    return process.returncode, out, err.decode()
-
-
-@pytest.mark.parametrize(
-    "how",
-    [
-        ("-H", "Expect: 100-continue", "--expect100-timeout", "60"),
-        ("-H", "Transfer-Encoding: chunked"),
-        ("-H", "Transfer-Encoding: chunked", "-H", "Expect: 100-continue", "--expect100-timeout", "60"),
-    ],
-    ids=["expect", "chunked", "chunked-expect"],
-)
-async def test_curl_a_large_body(scripted, tmp_path, how):
-    body = TEXT.encode() * 4
-    (tmp_path / "body").write_bytes(body)
-    status, out, err = await curl(*how, "--data-binary", f"@{tmp_path}/body", f"{scripted.url}/digest")
-    assert (status, err) == (0, ""), "28: it waited for a 100 Continue that never came"
-    assert out.decode() == hashlib.sha256(body).hexdigest()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from contextlib import asynccontextmanager
 
 import aiohttp
 import pytest
@@ -12,7 +10,6 @@ from sim_http import PROMPT, sim_client
 
 from patience import WAIT_S, eventually
 from penstock.errors import ConfigError
-from penstock.process import ChildProcess
 from penstock.sim import Fault, FaultKind, Phase, SimConfig
 from penstock.sim.config import FaultPlan
 from penstock.weights.manifest import TensorEntry, WeightManifest
@@ -140,6 +137,11 @@ async def test_nonsense_faults_are_refused(text, words):
         Fault.parse(text)
 
 
+def test_a_fault_is_an_option_of_a_simulated_engine():
+    config = SimConfig.read(["fault=exit:phase=tokens,after_tokens=10", "fault=hang:phase=pause"], api_key=None)
+    assert config.faults == (Fault(FaultKind.EXIT, Phase.TOKENS, after_tokens=10), Fault(FaultKind.HANG, Phase.PAUSE))
+
+
 @pytest.mark.parametrize(
     ("option", "words"),
     [
@@ -151,47 +153,3 @@ async def test_nonsense_faults_are_refused(text, words):
 def test_nonsense_options_are_refused(option, words):
     with pytest.raises(ConfigError, match=words):
         SimConfig.read([option], api_key=None)
-
-
-@asynccontextmanager
-async def sim_process(tmp_path, *options, env=None):
-    """A simulated engine in a process of its own; its first line, its url."""
-    log = tmp_path / "sim.log"
-    argv = [sys.executable, "-m", "penstock.sim", "name=engine-7", *options]
-    process = await ChildProcess.start(argv, name="sim", log=log, env=env)
-    try:
-        async with asyncio.timeout(WAIT_S):
-            # A file cannot be awaited.
-            while not (lines := log.read_text().splitlines()) and process.returncode is None:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
-        yield process, lines[0] if lines else ""
-    finally:
-        await process.stop(60)
-
-
-async def test_process_says_when_it_is_ready_and_ends_on_sigterm(tmp_path):
-    async with sim_process(tmp_path, "vocab_size=64", env={"PENSTOCK_API_KEY": "k"}) as (process, line):
-        assert line.startswith("penstock-sim ready engine-7 http://127.0.0.1:")
-        url = line.split()[3] + "/penstock/info"
-        async with aiohttp.ClientSession() as session:
-            async with session.get(url) as answer:
-                assert answer.status == 401
-            async with session.get(url, headers={"Authorization": "Bearer k"}) as answer:
-                assert (await answer.json())["vocab_size"] == 64
-        await process.stop(60)
-        assert process.returncode == 0
-
-
-async def test_process_dies_abruptly(tmp_path):
-    async with sim_process(tmp_path, "fault=exit:phase=tokens,after_tokens=10") as (process, line):
-        async with aiohttp.ClientSession() as session:
-            with pytest.raises(aiohttp.ClientError):
-                async with session.post(line.split()[3] + GENERATE, json=stream_body(50)) as answer:
-                    await answer.read()
-        assert await asyncio.wait_for(process.wait(), WAIT_S) == 1
-
-
-async def test_process_refuses_bad_options(tmp_path):
-    async with sim_process(tmp_path, "tensor_specs=nowhere.json") as (process, line):
-        assert await asyncio.wait_for(process.wait(), WAIT_S) == 2
-        assert line.startswith("error: ")

@@ -9,8 +9,6 @@ import orjson
 import pytest
 from sim_http import PROMPT, sim_client
 
-from patience import eventually
-from penstock.errors import EngineStartError
 from penstock.sim import SimConfig, SimServer
 from penstock.wire import RESUME_ARG
 
@@ -144,18 +142,3 @@ async def test_tokens_that_lines_have_told_are_not_in_their_answer(sim, chunk):
     whole = await sim.post("/v1/completions", body)
     answer = orjson.loads((await sim.post("/v1/completions", body, **asked)).splitlines()[-1])["answer"]
     assert (answer["choices"], answer["usage"]) == (whole["choices"], whole["usage"])
-
-
-async def test_a_client_that_hangs_up_aborts_its_request(sim):
-    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 4000}, "stream": True}
-    async with sim.session.post(sim.server.url + "/inference/v1/generate", json=body) as answer:
-        await answer.content.readany()
-        answer.close()
-    await eventually(lambda: not sim.server.engine.scheduler.running)
-    assert sim.server.engine.scheduler.pool.usage == 0
-
-
-async def test_a_taken_port_is_an_error():
-    async with SimServer() as server:
-        with pytest.raises(EngineStartError, match="cannot listen"):
-            await SimServer(SimConfig(port=int(server.url.rpartition(":")[2]))).start()
