@@ -44,7 +44,7 @@ async def test_a_killed_demo_is_taken_up_again_and_ends(tmp_path):
     assert max(row["staleness_max"] for row in rows) <= 1
     # The first step's tokens are all of version 0, which trainer and engine loaded from the same file.
     assert 0 < rows[0]["logprob_difference"] <= 1e-4
-    assert len(list((folder / "plots").glob("*.png"))) >= 5
+    assert (folder / "plots.png").exists()
     assert "weight version" in (folder / "trajectories.md").read_text().lower()
     assert b"held-out accuracy" in out
 

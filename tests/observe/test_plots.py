@@ -13,10 +13,8 @@ from penstock.config import RunConfig
 from penstock.errors import UserError
 from penstock.observe.plots import (
     COLORS,
-    PANELS,
     DrawnRun,
     Panel,
-    compare_runs,
     draw_accuracy,
     draw_plots,
     draw_seconds,
@@ -33,35 +31,22 @@ def folder_with(path: Path, rows: list[dict[str, float]]) -> RunFolder:
     return folder
 
 
-def test_every_plot_is_a_readable_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_a_readable_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # For a run of thousands of steps the search of a free place takes seconds, and warns.
     monkeypatch.delattr(Legend, "_find_best_position")
     rows = sample_rows(12)
     folder = folder_with(tmp_path, rows)
     folder.write_summary(sample_summary(rows))
-    files = draw_plots(folder)
-    assert [file.stem for file in files] == [*PANELS, "seconds"]
-    for file in files:
-        with Image.open(file) as picture:
-            assert picture.width >= 1000
-            assert len(picture.convert("RGB").getcolors(maxcolors=2**24)) > 10, f"{file.name} is empty"
+    draw_plots([folder], tmp_path / "plots.png")
+    with Image.open(tmp_path / "plots.png") as picture:
+        assert picture.width >= 2000
+        assert len(picture.convert("RGB").getcolors(maxcolors=2**24)) > 100
 
 
 def test_a_run_under_way_is_drawn_too(tmp_path: Path) -> None:
     [row] = sample_rows(1)
     del row["logprob_difference"]  # no token of the trainer's own version yet
-    assert len(draw_plots(folder_with(tmp_path, [row]))) == len(PANELS) + 1
-
-
-def test_what_cannot_be_drawn_or_written_is_one_line(tmp_path: Path) -> None:
-    folder = folder_with(tmp_path / "run", sample_rows(2))
-    (folder.path / "plots").touch()
-    with pytest.raises(UserError, match=r"cannot write the plots into .*/run/plots: "):
-        draw_plots(folder)
-    folder.append_metrics({"step": 3})
-    for draw in (draw_plots, lambda run: compare_runs([run, run], tmp_path / "both.png")):
-        with pytest.raises(UserError, match=r"run/metrics.jsonl has a row without 'version': is it of another"):
-            draw(folder)
+    draw_plots([folder_with(tmp_path, [row])], tmp_path / "plots.png")
 
 
 def panel(draw: Panel, *runs: DrawnRun) -> Axes:
@@ -107,7 +92,7 @@ def test_runs_are_compared_in_one_picture(tmp_path: Path) -> None:
     runs = [folder_with(tmp_path / name, sample_rows(12, seed)) for seed, name in enumerate("abc")]
     runs[0].append_evaluation(0, 0.4)  # the others say nothing of it
     runs[0].append_evaluation(12, 0.6)
-    compare_runs(runs, tmp_path / "deep" / "comparison.png")
+    draw_plots(runs, tmp_path / "deep" / "comparison.png")
     with Image.open(tmp_path / "deep" / "comparison.png") as picture:
         colors = {color for _, color in picture.convert("RGB").getcolors(maxcolors=2**24)}
         assert {tuple(bytes.fromhex(color[1:])) for color in COLORS[:3]} <= colors
@@ -116,12 +101,15 @@ def test_runs_are_compared_in_one_picture(tmp_path: Path) -> None:
 def test_a_comparison_that_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
     run = folder_with(tmp_path / "run", sample_rows(1))
     with pytest.raises(UserError, match="9 runs are too many for one picture; give at most 8"):
-        compare_runs([run] * 9, tmp_path / "c.png")
+        draw_plots([run] * 9, tmp_path / "c.png")
     with pytest.raises(UserError, match="no step to plot yet"):
-        compare_runs([run, folder_with(tmp_path / "none", [])], tmp_path / "c.png")
+        draw_plots([run, folder_with(tmp_path / "none", [])], tmp_path / "c.png")
     with pytest.raises(UserError, match=r"cannot write .*c\.nothing"):
-        compare_runs([run, run], tmp_path / "new" / "c.nothing")
+        draw_plots([run, run], tmp_path / "new" / "c.nothing")
     assert not (tmp_path / "new").exists()
+    run.append_metrics({"step": 3})
+    with pytest.raises(UserError, match=r"run/metrics.jsonl has a row without 'version': is it of another"):
+        draw_plots([run], tmp_path / "c.png")
     (tmp_path / "folder").mkdir()
     with pytest.raises(UserError, match=r"cannot write .*folder"):
-        compare_runs([run, run], tmp_path / "folder")
+        draw_plots([folder_with(tmp_path / "other", sample_rows(1))], tmp_path / "folder")

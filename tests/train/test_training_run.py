@@ -94,7 +94,7 @@ async def test_a_run_on_two_engines_and_its_resumption(chat_model: Path, tmp_pat
     folder = RunFolder.open(tmp_path / "test")
     assert [row["update/engines"] for row in folder.metrics()] == [2] * 4
     assert summary.wasted_tokens == summary.unconsumed_tokens == 0
-    assert {"reward.png", "staleness.png"} <= {file.name for file in (folder.path / "plots").iterdir()}
+    assert (folder.path / "plots.png").exists()
     assert any((folder.path / "logs").iterdir())
     assert {row["track"] for row in folder.spans()} == {"learner", "e0", "e1", "e0 weights", "e1 weights"}
     assert set(summary.idle) == {"learner", "engines"}

@@ -58,7 +58,7 @@ def train(
     except PenstockError as error:
         failed(str(error))
         raise
-    typer.echo(f"run folder: {folder} (read trajectories.md, look at plots/)")
+    typer.echo(f"run folder: {folder} (read trajectories.md, look at plots.png)")
 
 
 def take_launched(environment: MutableMapping[str, str]) -> dict[str, str]:
@@ -117,10 +117,10 @@ def plot(
     ],
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="PNG file that compares runs; default: comparison.png beside the first run."),
+        typer.Option("--out", help="Picture; default: RUN/plots.png, for several comparison.png beside the first."),
     ] = None,
 ) -> None:
-    """Draw the plots of a run as PNG files into RUN/plots, or compare several runs in one picture.
+    """Draw the plots of a run, or of several runs that it compares, in one picture.
 
     Unfinished runs are drawn up to their last step. A single run also gets its trace written.
 
@@ -130,20 +130,15 @@ def plot(
     - `penstock plot runs/sync runs/async --out schedules.png`
     """
     require_extra("train", "matplotlib")
-    from penstock.errors import UserError  # noqa: PLC0415
-    from penstock.observe.plots import compare_runs, draw_plots  # noqa: PLC0415
+    from penstock.observe.plots import draw_plots  # noqa: PLC0415
     from penstock.observe.run_folder import RunFolder  # noqa: PLC0415
 
     folders = [RunFolder.open(run) for run in runs]
-    if len(folders) > 1:
-        file = out or runs[0].resolve().parent / "comparison.png"
-        compare_runs(folders, file)
-        typer.echo(str(file))
-        return
-    if out is not None:
-        raise UserError("--out is of a comparison, and there is one run; its plots go to RUN/plots")
-    for file in (*draw_plots(folders[0]), folders[0].write_trace()):
-        typer.echo(str(file))
+    file = out or (runs[0] / "plots.png" if len(runs) == 1 else runs[0].resolve().parent / "comparison.png")
+    draw_plots(folders, file)
+    typer.echo(str(file))
+    if len(folders) == 1:
+        typer.echo(str(folders[0].write_trace()))
 
 
 scenario = typer.Typer(

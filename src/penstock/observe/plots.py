@@ -1,6 +1,6 @@
 # matplotlib ships partial types; its names are unknown to pyright in places.
 # pyright: reportUnknownMemberType=false
-"""Plots of runs as PNG files: each panel of a run, or all panels of several runs. Needs matplotlib."""
+"""Plots of one run or several, all panels in one picture. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -67,52 +67,31 @@ class DrawnRun:
 Panel = Callable[[Axes, Sequence[DrawnRun]], None]
 
 
-def draw_plots(folder: RunFolder) -> list[Path]:
-    """Draw every panel of a run into its folder `plots` and return the files.
+def draw_plots(folders: Sequence[RunFolder], out: Path) -> None:
+    """Draw all panels of one run or several into the picture `out`.
 
     Raises:
-        UserError: the run has no step yet, a row lacks a column, or `plots` cannot be written.
-    """
-    run, out = DrawnRun.read(folder, BLUE, folder.path.name), folder.path / "plots"
-    panels: Mapping[str, Panel] = {**PANELS, "seconds": draw_seconds}
-    try:
-        out.mkdir(exist_ok=True)
-        for name, draw in panels.items():
-            _sheet([draw], [run], (1, 1), (8, 4.5)).savefig(out / f"{name}.png", dpi=130)
-    except OSError as error:
-        raise UserError(f"cannot write the plots into {out}: {error}") from error
-    return [out / f"{name}.png" for name in panels]
-
-
-def compare_runs(folders: Sequence[RunFolder], out: Path) -> None:
-    """Draw all panels of several runs into the PNG file `out`.
-
-    Raises:
-        UserError: more runs than colours, a run without a step, or `out` cannot be written.
+        UserError: more runs than colours, a run without a step, a row without a column, or `out` cannot be written.
     """
     if len(folders) > len(COLORS):
         raise UserError(f"{len(folders)} runs are too many for one picture; give at most {len(COLORS)}")
     names = [folder.path.name for folder in folders]
     labels = [str(f.path) if names.count(name) > 1 else name for f, name in zip(folders, names, strict=True)]
     runs = [DrawnRun.read(*given) for given in zip(folders, COLORS, labels, strict=False)]
-    figure, drawn = _sheet(list(PANELS.values()), runs, (2, 4), (20, 8)), io.BytesIO()
+    panels = [*PANELS, *([draw_seconds] if len(runs) == 1 else [])]
+    figure, drawn = Figure(figsize=(20, 13), layout="constrained"), io.BytesIO()
+    for draw, axes in zip(panels, figure.subplots(3, 3).flat, strict=False):
+        draw(axes, runs)
+    handles = [Line2D([], [], color=run.color, linewidth=2, label=run.label) for run in runs]
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(runs), 4), frameon=False)
+    if len(runs) > 1:
+        figure.axes[-1].set_axis_off()
     try:
         figure.savefig(drawn, dpi=110, format=out.suffix[1:] or "png")
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_bytes(drawn.getvalue())
     except (OSError, ValueError) as error:  # ValueError: a format that matplotlib does not know
         raise UserError(f"cannot write {out}: {error}") from error
-
-
-def _sheet(
-    panels: Sequence[Panel], runs: Sequence[DrawnRun], shape: tuple[int, int], size: tuple[float, float]
-) -> Figure:
-    figure = Figure(figsize=size, layout="constrained")
-    for draw, axes in zip(panels, figure.subplots(*shape, squeeze=False).flat, strict=True):
-        draw(axes, runs)
-    handles = [Line2D([], [], color=run.color, linewidth=2, label=run.label) for run in runs]
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(runs), 4), frameon=False)
-    return figure
 
 
 # --- panels ----------------------------------------------------------------------------------------------------------
@@ -240,14 +219,14 @@ def _bars(
     axes.margins(y=0.12)
 
 
-PANELS: Mapping[str, Panel] = {
-    "reward": curves("Reward by step", "mean reward, sampled", "reward_mean"),
-    "reward_by_time": curves("Reward by wall time", "mean reward, sampled", "reward_mean", "minutes"),
-    "accuracy": draw_accuracy,
-    "throughput": curves("Generation, all engines together", "tokens per s", "tokens_per_second"),
-    "bubble": draw_bubble,
-    "staleness": draw_staleness,
-    "logprobs": draw_logprobs,
-    "idle": draw_idle,
-}
-"""Panels for any number of runs, by the names of their files."""
+PANELS: Sequence[Panel] = (
+    curves("Reward by step", "mean reward, sampled", "reward_mean"),
+    curves("Reward by wall time", "mean reward, sampled", "reward_mean", "minutes"),
+    draw_accuracy,
+    curves("Generation, all engines together", "tokens per s", "tokens_per_second"),
+    draw_bubble,
+    draw_staleness,
+    draw_logprobs,
+    draw_idle,
+)
+"""Panels for any number of runs. `draw_seconds` is for a single one."""

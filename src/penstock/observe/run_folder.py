@@ -15,10 +15,11 @@ import re
 import shutil
 import socket
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import IO, Any, Self, cast
 
 import yaml
 
@@ -39,19 +40,9 @@ SHOWN = 8
 MAY_CHANGE = ("train.steps", "train.ranks", "train.ray_address", "run_dir", "trackers")
 """Keys that a resumed run may change: its length, its ranks, its folder, and its trackers."""
 
-_locks: set[int] = set()
-"""File descriptors of the locks that this process holds."""
-
-
-def _leave_locks_to_the_parent() -> None:
-    # A forked child shares the parent's flock and would hold it after the parent's death. An executed program does not
-    # get the descriptor, because Python closes it on exec.
-    for descriptor in _locks:
-        os.close(descriptor)
-    _locks.clear()
-
-
-os.register_at_fork(after_in_child=_leave_locks_to_the_parent)
+_locks: set[IO[bytes]] = set()
+"""Lock files that this process holds. A forked child closes them, or it would hold them after the parent's death."""
+os.register_at_fork(after_in_child=lambda: [held.close() for held in _locks])
 
 
 class RunFolder:
@@ -80,34 +71,28 @@ class RunFolder:
         file = folder.with_name(f".{folder.name}.lock")
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            # Whoever can read a file can lock it. A colleague's file stays as it is.
-            descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
-            with suppress(PermissionError):
-                os.fchmod(descriptor, 0o600)
+            # Only its owner may open the file: whoever can read it can lock it.
+            held = open(file, "ab", opener=partial(os.open, mode=0o600))  # noqa: SIM115
         except OSError as error:
             raise UserError(f"cannot write {file}, the lock of the run: {error}; choose another run_dir") from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(descriptor, 0)
+        with held:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = file.read_text(errors="replace").strip() or "another process"
+                raise UserError(
+                    f"the run in {path} is going on: it is held by {holder}; wait for its end, stop it, or choose "
+                    "another name"
+                ) from None
+            except OSError as error:
+                raise UserError(f"cannot lock {file}: {error}; choose a run_dir on another file system") from error
             now = datetime.now(UTC).isoformat(sep=" ", timespec="seconds")
-            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {now}\n".encode())
-        except BlockingIOError:
-            with os.fdopen(descriptor, "rb") as held:
-                holder = held.read(1000).decode(errors="replace").strip() or "another process"
-            raise UserError(
-                f"the run in {path} is going on: it is held by {holder}; wait for its end, stop it, or choose another "
-                "name"
-            ) from None
-        except OSError as error:
-            os.close(descriptor)
-            raise UserError(f"cannot lock {file}: {error}; choose a run_dir on another file system") from error
-        _locks.add(descriptor)
-        try:
-            yield
-        finally:
-            if descriptor in _locks:  # a forked child has cleared `_locks`
-                _locks.remove(descriptor)
-                os.close(descriptor)
+            file.write_text(f"process {os.getpid()} on {socket.gethostname()} since {now}\n")
+            _locks.add(held)
+            try:
+                yield
+            finally:
+                _locks.discard(held)
 
     @staticmethod
     def check_unused(path: Path) -> None:

@@ -85,7 +85,7 @@ async def run(
         with folder.capture_log(), tracked(config, folder, step):
             opened = partial(_generator, config, folder, environment, tokenizer, agents)
             summary = await _run(config, folder, environment, opened, reporter, launched or {}, resume=resume)
-        await asyncio.to_thread(draw_plots, folder)
+        await asyncio.to_thread(draw_plots, [folder], path / "plots.png")
     return summary
 
 
