@@ -114,12 +114,12 @@ async def test_a_quota_counts_over_all_processes_and_in_bytes(tmp_path: Path) ->
             refused = await process.post("optim_step", body | {"seq_id": 5}, key=OTHER_KEY, status=429)
             assert "4 operations of yours are not finished" in refused["error"]
             assert await process.post("optim_step", body | {"seq_id": 4}, key=OTHER_KEY), "it is there already"
-        large = {"model_id": big, "more": "x" * 2000}
+        large = body | {"model_id": big, "more": "x" * 2000}
         first = await service.post("optim_step", large | {"seq_id": 1})
         refused = await second.post("optim_step", large | {"seq_id": 2}, status=429)
         assert "you may have 4000" in refused["error"]
         service.learner.hold.set()
-        assert "adam_params" in (await service.result(first))["error"]
+        assert "metrics" in await service.result(first)
         await second.post("optim_step", large | {"seq_id": 2})
         for future in queued:
             await service.result(future, key=OTHER_KEY)
@@ -172,7 +172,17 @@ async def test_what_cannot_run_is_a_failed_future_that_says_why(tmp_path: Path) 
         for path, more, why in (
             ("create_model", body, "trains sorter"),
             ("create_model", body | {"base_model": "sorter", "lora_config": None, "model_seq_id": 2}, "LoRA alone"),
-            ("optim_step", {"model_id": model, "seq_id": 1}, "adam_params"),
+            (
+                "create_model",
+                body | {"base_model": "sorter", "model_seq_id": 3, "optimizer_config": {"type": "x"}},
+                "'x'",
+            ),
+            ("optim_step", {"model_id": model, "seq_id": 1}, "adam_params: Field required"),
+            (
+                "optim_step",
+                {"model_id": model, "seq_id": 6, "adam_params": {"learning_rate": None}},
+                "adam_params.learning_rate: Input should be a valid number (got None)",
+            ),
             (
                 "save_weights_for_sampler",
                 {"model_id": model, "sampling_session_seq_id": 1 << 64},

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
+from starlette.responses import Response
 from test_training_data import SIZES, base, data_of, models_of, request  # noqa: F401 - a fixture
 from tinker.proto.response_conv import deserialize_forward_backward_output
 
-from penstock.tinker.learner_process import Answer, LearnerQueue
+from penstock.tinker.learner_process import LearnerQueue
 from penstock.tinker.models import Models
 from penstock.train.interface import AdamSpec
 from penstock.train.learner import LocalLearner
@@ -37,7 +38,8 @@ async def operations(base: str, tmp_path: Path) -> AsyncGenerator[LearnerQueue]:
         operations = LearnerQueue(models, NoAdapters(), SIZES, thread, turn_tokens=400)
         for number, (name, rank) in enumerate(TENANTS.items()):
             lora = {"lora_config": {"rank": rank, "seed": number, "train_unembed": name != "b"}}
-            assert not (await operations.run(f"{name}:0", "create_model", name, json.dumps(lora).encode())).failed
+            made = await operations.run(f"{name}:0", "create_model", name, json.dumps(lora).encode())
+            assert made.status_code == 200
             await evaluated(operations, name, number, f"{name}:1")
             models.step(name, AdamSpec(learning_rate=3e-2))
         yield operations
@@ -61,7 +63,7 @@ def learner_of(operations: LearnerQueue) -> LocalLearner:
     return cast("LocalLearner", operations.models.learner)
 
 
-def evaluated(operations: LearnerQueue, name: str, seed: int, request_id: str) -> asyncio.Task[Answer]:
+def evaluated(operations: LearnerQueue, name: str, seed: int, request_id: str) -> asyncio.Task[Response]:
     body = request("cross_entropy", data_of(seed, 2))
     return asyncio.create_task(operations.run(request_id, "forward_backward", name, body))
 
@@ -76,8 +78,8 @@ def forget(operations: LearnerQueue) -> None:
         learner_of(operations)._optimizer(name).zero_grad()
 
 
-def logprobs_of(answer: Answer) -> list[Any]:
-    assert not answer.failed, answer.body
+def logprobs_of(answer: Response) -> list[Any]:
+    assert answer.status_code == 200, answer.body
     return [each["logprobs"].to_numpy() for each in deserialize_forward_backward_output(answer.body).loss_fn_outputs]
 
 
@@ -114,22 +116,22 @@ async def test_a_tenant_with_a_broken_adapter_fails_alone(operations: LearnerQue
     for key, gradient in found.items():
         torch.testing.assert_close(gradient, wanted[key], rtol=1e-3, atol=1e-4)
     step = json.dumps({"adam_params": {"learning_rate": 0.1}}).encode()
-    assert (await operations.run("b:4", "optim_step", "b", step)).failed
-    assert not (await operations.run("a:4", "optim_step", "a", step)).failed
+    assert (await operations.run("b:4", "optim_step", "b", step)).status_code != 200
+    assert (await operations.run("a:4", "optim_step", "a", step)).status_code == 200
 
 
 async def test_a_step_takes_nothing_of_a_batch_that_failed_in_part(operations: LearnerQueue):
     step = json.dumps({"adam_params": {"learning_rate": 0.1}}).encode()
     await evaluated(operations, "a", 7, "a:2")
     bad = await operations.run("a:3", "forward_backward", "a", request("importance_sampling", data_of(3)))
-    assert bad.failed
-    assert not (await evaluated(operations, "a", 8, "a:4")).failed
+    assert bad.status_code == 400
+    assert (await evaluated(operations, "a", 8, "a:4")).status_code == 200
     refused = await operations.run("a:5", "optim_step", "a", step)
-    assert refused.failed
+    assert refused.status_code == 409
     assert "no step was taken: a forward_backward before it failed (datum 0" in json.loads(refused.body)["error"]
     assert not gradients(operations)
     await evaluated(operations, "a", 7, "a:6")
-    assert not (await operations.run("a:7", "optim_step", "a", step)).failed
+    assert (await operations.run("a:7", "optim_step", "a", step)).status_code == 200
 
 
 async def test_what_is_more_than_a_turn_waits_for_the_next(operations: LearnerQueue, rows: list[int]):

@@ -26,7 +26,7 @@ from penstock.router.server import Router
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 from penstock.tinker.api import serving
-from penstock.tinker.learner_client import FAILED_TYPE
+from penstock.tinker.learner_client import REFUSED
 from penstock.tinker.schema import PROTO_TYPE, pb
 from penstock.tinker.service_state import About, Options
 from penstock.tinker.tenants import Tenant, Tenants
@@ -57,20 +57,15 @@ class FakeLearner:
             routes=[
                 Route("/operations/{request}", self.operation, methods=["POST"]),
                 Route("/models", self.listed),
-                Route("/health", self.health),
             ]
         )
 
-    async def health(self, _: Request) -> Response:
-        return JSONResponse({"status": "ok", "incarnation": str(self.incarnation)})
-
     async def listed(self, _: Request) -> Response:
-        return JSONResponse(
-            {
-                model: {"steps": steps, "saved": "a folder" if model in self.saved else None}
-                for model, steps in self.models.items()
-            }
-        )
+        models = {
+            model: {"steps": steps, "saved": "a folder" if model in self.saved else None}
+            for model, steps in self.models.items()
+        }
+        return JSONResponse({"incarnation": str(self.incarnation), "models": models})
 
     async def operation(self, http: Request) -> Response:
         request, kind, model = http.path_params["request"], http.headers["X-Operation"], http.headers["X-Model"]
@@ -87,13 +82,13 @@ class FakeLearner:
         try:
             answer = await getattr(self, kind)(model, body)
         except ValueError as error:
-            answer = JSONResponse({"error": str(error), "category": "user"}, media_type=FAILED_TYPE)
+            answer = JSONResponse({"error": str(error)}, REFUSED)
         self.kept[request] = answer
         return answer
 
-    async def create_model(self, model: str, body: bytes) -> Response:
+    async def create_model(self, model: str, _: bytes) -> Response:
         self.models[model] = 0
-        return JSONResponse({"model_id": json.loads(body)["model_id"]})
+        return Response()
 
     async def forward_backward(self, _: str, body: bytes) -> Response:
         message = pb.ForwardBackwardRequest.FromString(body)
@@ -111,10 +106,8 @@ class FakeLearner:
     forward = forward_backward
 
     async def optim_step(self, model: str, body: bytes) -> Response:
-        if (adam := json.loads(body).get("adam_params")) is None:
-            raise ValueError("adam_params are missing")
         self.models[model] += 1
-        return JSONResponse({"metrics": {"grad_norm:mean": adam["learning_rate"]}})
+        return JSONResponse({"metrics": {"grad_norm:mean": json.loads(body)["adam_params"]["learning_rate"]}})
 
     async def save_weights(self, model: str, body: bytes) -> Response:
         folder = Path(json.loads(body)["folder"])

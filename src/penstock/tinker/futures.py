@@ -86,6 +86,7 @@ class Outcome:
     Attributes:
         category: the SDK's category of an error, `user` or `server`.
         also: further change to the database in the same transaction.
+        replaced: folder of a checkpoint that nothing names once this is stored.
     """
 
     data: bytes = b"{}"
@@ -93,6 +94,7 @@ class Outcome:
     error: str | None = None
     category: str = "server"
     also: Also | None = field(default=None, compare=False)
+    replaced: str | None = None
 
 
 async def outcome_of(work: Coroutine[Any, Any, Outcome]) -> Outcome:

@@ -1,10 +1,10 @@
 """The learner process, `python -m penstock.tinker.learner_process`, trains all models.
 
 It serves HTTP on a Unix socket. `POST /operations/ID` runs the operation in the header `X-Operation` on the model in
-`X-Model`. It answers with the SDK's result, or with `{"error", "category"}` as `FAILED_TYPE`. A repeated ID waits for
-the running operation, or gets the earlier answer. 412 means that `X-Incarnation` names another start, so nothing was
-done. Operations of one model run in the order of arrival; several models take turns. `GET /models` returns the models,
-and `GET /health` the current start.
+`X-Model`. It answers with the SDK's result, or with a status of `learner_client.py` and the reason. If the ID of a
+model's last operation is repeated, it waits for that operation or gets its answer. 412 means that `X-Incarnation` names
+another start, so nothing was done. Operations of one model run in the order of arrival; several models take turns.
+`GET /models` returns the models and the current start.
 """
 
 from __future__ import annotations
@@ -15,34 +15,32 @@ import os
 import secrets
 import sys
 import time
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
-from weakref import WeakValueDictionary
 
 import orjson
 from pydantic import Field
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from penstock.aio import cancelled
 from penstock.asgi import listening_at, serving_app
-from penstock.checks import parse_json, reading
+from penstock.checks import reading
 from penstock.config import TrainConfig
 from penstock.errors import LearnerError, PenstockError, UserError
 from penstock.fleet.remote import FleetClient, RemoteAdapters
 from penstock.settings import Section
 from penstock.tinker.children import run_child
-from penstock.tinker.learner_client import ANOTHER, FAILED_TYPE, INCARNATION
+from penstock.tinker.learner_client import ANOTHER, FAILED, INCARNATION, REFUSED
 from penstock.tinker.models import ALPHA, Models
 from penstock.tinker.requests import SMALL
-from penstock.tinker.schema import JSON_TYPE, PROTO_TYPE
+from penstock.tinker.schema import PROTO_TYPE
 from penstock.tinker.training_data import Batch, Sizes, decode, encode, joined
 from penstock.train.batching import default_device, micro_batch_tokens
 from penstock.train.interface import AdamSpec, LoraSpec, Outputs
@@ -51,8 +49,6 @@ from penstock.train.ranks import Ranks
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-MOST_KEPT, MOST_KEPT_BYTES = 4096, 1 << 28
-"""Limits of the answers kept for repeated requests."""
 TURN = 4
 """Micro-batches of one model before another model has its turn."""
 ADAPTER_S = 120.0
@@ -78,47 +74,6 @@ class LearnerOptions(Section):
     max_tokens: int = Field(ge=1)
     """Maximum number of tokens in one datum."""
     train: TrainConfig
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The answer to an operation."""
-
-    media_type: str
-    body: bytes
-
-    @classmethod
-    def of_json(cls, values: Mapping[str, Any], media_type: str = JSON_TYPE) -> Answer:
-        """Return an answer with a JSON body."""
-        return cls(media_type, orjson.dumps(values))
-
-    @property
-    def failed(self) -> bool:
-        """Whether the operation failed."""
-        return self.media_type == FAILED_TYPE
-
-
-DONE = Answer(JSON_TYPE, b"{}")
-"""The answer without a result. The API process tells the client what was done."""
-
-
-class Answers:
-    """Answers by request id, for repeated requests. The oldest are dropped first."""
-
-    def __init__(self) -> None:
-        self._kept: OrderedDict[str, Answer] = OrderedDict()
-        self._bytes = 0
-
-    def get(self, request_id: str) -> Answer | None:
-        """Return the earlier answer, or None if there was none or it was dropped."""
-        return self._kept.get(request_id)
-
-    def put(self, request_id: str, answer: Answer) -> None:
-        """Keep an answer for repeated requests."""
-        self._kept[request_id] = answer
-        self._bytes += len(answer.body)
-        while len(self._kept) > MOST_KEPT or self._bytes > MOST_KEPT_BYTES:
-            self._bytes -= len(self._kept.popitem(last=False)[1].body)
 
 
 @dataclass(slots=True, eq=False)
@@ -155,49 +110,42 @@ class LearnerQueue:
     sizes: Sizes
     thread: ThreadPoolExecutor
     turn_tokens: int = 65_536
-    answers: Answers = field(default_factory=Answers)
     _free: asyncio.Lock = field(default_factory=asyncio.Lock)
     _waiting: list[Waiting] = field(default_factory=list[Waiting])
-    _running: dict[str, asyncio.Task[Answer]] = field(default_factory=dict[str, asyncio.Task[Answer]])
-    _turns: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary[str, asyncio.Lock])
-    """By model. Its operations hold the lock, or wait for it in their order."""
+    _last: dict[str, asyncio.Task[Response]] = field(default_factory=dict[str, asyncio.Task[Response]])
+    """By model: its last operation, which the next one waits for. The caller repeats no earlier one."""
 
-    async def run(self, request_id: str, kind: str, model: str, body: bytes) -> Answer:
+    async def run(self, request_id: str, kind: str, model: str, body: bytes) -> Response:
         """Run an operation once, however often it is sent. It continues even if its caller stops waiting."""
-        task = self._running.get(request_id)
-        if task is None:
-            if (kept := self.answers.get(request_id)) is not None:
-                return kept
-            task = asyncio.create_task(self._run(request_id, kind, model, body), name=f"{kind}-{request_id}")
-            self._running[request_id] = task
+        task = self._last.get(model)
+        if task is None or task.get_name() != request_id:
+            task = asyncio.create_task(self._run(task, kind, model, body), name=request_id)
+            self._last[model] = task
         return await asyncio.shield(task)
 
-    async def _run(self, request_id: str, kind: str, model: str, body: bytes) -> Answer:
-        turn = self._turns.setdefault(model, asyncio.Lock())
-        try:
-            async with turn:
-                answer = await self._answer(kind, model, body)
-                self.answers.put(request_id, answer)
-                return answer
-        finally:
-            del self._running[request_id]
+    async def _run(self, before: asyncio.Task[Response] | None, kind: str, model: str, body: bytes) -> Response:
+        if before is not None:
+            await asyncio.wait((before,))
+        answer = await self._answer(kind, model, body)
+        if model not in self.models.live:
+            self._last.pop(model, None)
+        return answer
 
-    async def _answer(self, kind: str, model: str, body: bytes) -> Answer:
+    async def _answer(self, kind: str, model: str, body: bytes) -> Response:
         try:
             return await self._work(kind)(model, body)
         except LearnerError as error:
             _end(str(error))
         except PenstockError as error:
-            failed = {"error": str(error), "category": "user" if isinstance(error, UserError) else "server"}
+            return JSONResponse({"error": str(error)}, REFUSED if isinstance(error, UserError) else FAILED)
         except Exception as error:  # torch may raise anything; one tenant's failure must not end other operations
             logger.exception("%s of %s failed", kind, model)
             if "CUDA error" in str(error):
                 _end(str(error))  # after this, no kernel of this process runs
             first = str(error).strip().split("\n", 1)[0]
-            failed = {"error": f"{kind} failed in the learner: {type(error).__name__}: {first}", "category": "server"}
-        return Answer.of_json(failed, FAILED_TYPE)
+            return JSONResponse({"error": f"{kind} failed in the learner: {type(error).__name__}: {first}"}, FAILED)
 
-    def _work(self, kind: str) -> Callable[[str, bytes], Awaitable[Answer]]:
+    def _work(self, kind: str) -> Callable[[str, bytes], Awaitable[Response]]:
         known = {
             "create_model": self._create,
             "forward_backward": self._add_gradient,
@@ -212,22 +160,19 @@ class LearnerQueue:
             raise UserError(f"there is no operation {kind!r}; known: {', '.join(known)}")
         return known[kind]
 
-    async def _create(self, model: str, body: bytes) -> Answer:
-        values = _values(body)
-        _refuse_optimizer(values.get("optimizer_config"))
-        with reading("create_model request"):
-            spec = spec_of(values["lora_config"])
+    async def _create(self, model: str, body: bytes) -> Response:
+        spec = spec_of(orjson.loads(body)["lora_config"])
         await self._in_thread(lambda: self.models.create(model, spec))
-        return DONE
+        return Response()
 
-    async def _add_gradient(self, model: str, body: bytes) -> Answer:
+    async def _add_gradient(self, model: str, body: bytes) -> Response:
         try:
             return await self._evaluate(model, body)
         except PenstockError as error:  # the SDK sends a large batch in parts: others may already be in the gradient
             self.models.void(model, str(error))
             raise
 
-    async def _evaluate(self, model: str, body: bytes) -> Answer:
+    async def _evaluate(self, model: str, body: bytes) -> Response:
         # A small batch costs less here than waiting for the thread, where other models' work may come first.
         here = len(body) <= SMALL
         batch = decode(body, self.sizes) if here else await self._in_thread(lambda: decode(body, self.sizes))
@@ -237,7 +182,7 @@ class LearnerQueue:
         answer = joined(found)
         here = 4 * batch.laid_out <= SMALL
         data = encode(batch, answer) if here else await self._in_thread(lambda: encode(batch, answer))
-        return Answer(PROTO_TYPE, data)
+        return Response(data, media_type=PROTO_TYPE)
 
     async def _evaluate_part(self, model: str, part: Batch) -> Outputs:
         """Evaluate a part, together with other models' parts that wait at the same time."""
@@ -277,47 +222,39 @@ class LearnerQueue:
                 each.found.set_result(outputs)
         self._waiting = [each for each in self._waiting if not each.found.done()]
 
-    async def _step(self, model: str, body: bytes) -> Answer:
-        values = _values(body)
-        if (other := values.get("optimizer_params")) is not None:
-            _refuse_optimizer(other)
-        with reading("optim_step request"):
-            given: dict[str, Any] = values["adam_params"]
-            for name, value in given.items():
-                if type(value) not in {int, float}:  # JSON has no NaN: clients send null instead
-                    raise UserError(f"adam_params.{name} is a finite number, got {orjson.dumps(value).decode()[:80]}")
-            adam = AdamSpec(**{name: float(value) for name, value in given.items()})
+    async def _step(self, model: str, body: bytes) -> Response:
+        with reading("adam_params"):
+            adam = AdamSpec(**orjson.loads(body)["adam_params"])
         grad_norm = await self._in_thread(lambda: self.models.step(model, adam))
-        return Answer.of_json({"metrics": {"grad_norm:mean": grad_norm}})
+        return JSONResponse({"metrics": {"grad_norm:mean": grad_norm}})
 
-    async def _save(self, model: str, body: bytes) -> Answer:
-        folder = _folder(_values(body))
+    async def _save(self, model: str, body: bytes) -> Response:
+        folder = Path(orjson.loads(body)["folder"])
         await self._in_thread(lambda: self.models.save(model, folder))
-        return DONE
+        return Response()
 
-    async def _save_for_sampler(self, model: str, body: bytes) -> Answer:
-        values = _values(body)
-        folder, adapter = _folder(values), values.get("adapter_name")
+    async def _save_for_sampler(self, model: str, body: bytes) -> Response:
+        values = orjson.loads(body)
+        folder, adapter = Path(values["folder"]), values["adapter_name"]
         began = time.perf_counter()
         write = await self._in_thread(lambda: self.models.writer(model))
         await asyncio.to_thread(write, folder)
         if adapter is not None:
             written = time.perf_counter()
-            report = await self.adapters.load(str(adapter), str(folder), ADAPTER_S, fixed=True)
+            report = await self.adapters.load(adapter, str(folder), ADAPTER_S, fixed=True)
             took = written - began, time.perf_counter() - written, 0.0 if report is None else report.bubble
             logger.info("%s: written in %.3f s, on the engines in %.3f s, which stopped for %.3f s", adapter, *took)
-        return DONE
+        return Response()
 
-    async def _load(self, model: str, body: bytes) -> Answer:
-        values = _values(body)
-        _refuse_optimizer(values.get("optimizer_config"))
-        folder, optimizer = _folder(values), bool(values.get("optimizer"))
+    async def _load(self, model: str, body: bytes) -> Response:
+        values = orjson.loads(body)
+        folder, optimizer = Path(values["folder"]), values["optimizer"]
         await self._in_thread(lambda: self.models.load(model, folder, optimizer=optimizer))
-        return DONE
+        return Response()
 
-    async def _drop(self, model: str, _: bytes) -> Answer:
+    async def _drop(self, model: str, _: bytes) -> Response:
         await self._in_thread(lambda: self.models.drop(model))
-        return DONE
+        return Response()
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         async with self._free:  # callers take turns
@@ -337,24 +274,6 @@ def spec_of(lora: Mapping[str, Any]) -> LoraSpec:
     )
 
 
-def _values(body: bytes) -> dict[str, Any]:
-    values: Any = parse_json(body or b"{}", "the request")
-    if not isinstance(values, dict):
-        raise UserError(f"the request is a JSON object, got {type(values).__name__}")
-    return values  # pyright: ignore[reportUnknownVariableType] - a JSON object
-
-
-def _folder(values: Mapping[str, Any]) -> Path:
-    with reading("request"):
-        return Path(str(values["folder"]))
-
-
-def _refuse_optimizer(given: Any) -> None:
-    kind = given.get("type", "adamw") if isinstance(given, Mapping) else "adamw"  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    if kind != "adamw":
-        raise UserError(f"optimizer {kind!r} is not supported here; use AdamParams, the default")
-
-
 def build_app(queue: LearnerQueue) -> Starlette:
     """Build the process's HTTP application."""
     incarnation = f"{os.getpid()}-{time.time_ns()}"
@@ -364,21 +283,13 @@ def build_app(queue: LearnerQueue) -> Starlette:
         kind, model = headers.get("X-Operation", ""), headers.get("X-Model", "")
         if headers.get(INCARNATION, incarnation) != incarnation:
             return Response("this is another start of the learner", ANOTHER)
-        answer = await queue.run(request.path_params["request_id"], kind, model, await request.body())
-        return Response(answer.body, media_type=answer.media_type)
+        return await queue.run(request.path_params["request_id"], kind, model, await request.body())
 
     async def models(_: Request) -> Response:
-        return Response(orjson.dumps(queue.models.status()))
-
-    async def health(_: Request) -> Response:
-        return Response(orjson.dumps({"incarnation": incarnation}))
+        return JSONResponse({"incarnation": incarnation, "models": queue.models.status()})
 
     return Starlette(
-        routes=[
-            Route("/operations/{request_id:path}", operate, methods=["POST"]),
-            Route("/models", models),
-            Route("/health", health),
-        ]
+        routes=[Route("/operations/{request_id:path}", operate, methods=["POST"]), Route("/models", models)]
     )
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 import orjson
 import zstandard
 from google.protobuf.message import DecodeError
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 from starlette.requests import Request
 
 from penstock import asgi
@@ -220,6 +220,13 @@ class ModelBody(Body):
 
     model_id: str
     seq_id: Stored | None = None
+
+
+class OptimStep(ModelBody):
+    """Body of `optim_step`. The learner knows the names of AdamW's settings."""
+
+    adam_params: dict[str, FiniteFloat]
+    optimizer_params: dict[str, Any] | None = None
 
 
 class SaveWeights(ModelBody):

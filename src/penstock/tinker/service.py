@@ -186,6 +186,7 @@ def _learner(
         data / "logs" / "learner.log",
         engine.start_timeout_s,
         env,
+        health="/models",
     )
 
 

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -18,8 +19,8 @@ from penstock.errors import DeadlineError, EngineDeadError, EngineError, UserErr
 from penstock.tinker.checkpoints import Checkpoints, TinkerPath, checked_name, delete_folder, record, size_of
 from penstock.tinker.database import Database, facts, futures, models, sessions
 from penstock.tinker.futures import Also, Futures, Operation, Outcome, outcome_of
-from penstock.tinker.learner_client import LearnerClient
-from penstock.tinker.requests import CreateModel, LoadWeights, SaveForSampler, SaveWeights
+from penstock.tinker.learner_client import LearnerClient, RestartedError
+from penstock.tinker.requests import CreateModel, LoadWeights, OptimStep, SaveForSampler, SaveWeights
 from penstock.tinker.sessions import put_fact, put_sampler
 
 logger = logging.getLogger(__name__)
@@ -28,19 +29,8 @@ INCARNATION = "learner"
 """Name of the fact that holds the start of the learner that this service last saw."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A request to the learner, and the consequences of its success.
-
-    Attributes:
-        result: result for the client; None: the learner's.
-        recorded: makes `also` for a save, once its files are written.
-    """
-
-    body: bytes
-    result: Mapping[str, Any] | None = None
-    also: Also | None = None
-    recorded: Callable[[], Awaitable[Also]] | None = None
+Post = Callable[[bytes], Awaitable[tuple[bytes, str]]]
+"""Runs an operation in the learner with a body. It returns data and media type, and raises as `LearnerClient.post`."""
 
 
 class Training:
@@ -56,8 +46,6 @@ class Training:
         self._database = database
         self._learner = learner
         self._checkpoints = checkpoints
-        self._replaced: dict[str, str] = {}
-        """By operation: the old folder that its save has replaced."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._turns = WeakValueDictionary[str, asyncio.Lock]()
         """By model. Its operations hold the lock, or wait for it in their order."""
@@ -78,58 +66,43 @@ class Training:
         task.add_done_callback(self._tasks.discard)
 
     async def _run(self, operation: Operation) -> None:
+        # The next operation begins once this outcome is stored. So a learner needs to know only a model's last answer.
         async with self._turns.setdefault(operation.scope, asyncio.Lock()):
             outcome = await outcome_of(self._outcome(operation))
-        # The next operation begins before this outcome is stored. The database works in the order of requests.
-        if outcome.error is not None and operation.id == f"{operation.scope}:create":
-            outcome = replace(outcome, also=_forgotten(operation.scope))
-        recorded = await self.futures.finish(operation, outcome)
-        if (folder := self._replaced.pop(operation.id, None)) is not None and recorded:
-            await delete_folder(folder)
+            if outcome.error is not None and operation.id == f"{operation.scope}:create":
+                outcome = replace(outcome, also=_forgotten(operation.scope))
+            stored = await self.futures.finish(operation, outcome)
+        if stored and outcome.replaced is not None:
+            await delete_folder(outcome.replaced)
 
     async def _outcome(self, operation: Operation) -> Outcome:
         """Run one operation and return its outcome."""
-        incarnation = self._incarnation or await self._meet()
-        row = await self._model(operation.scope)
-        if (lost := await self._lost(row, operation)) is not None:
-            return Outcome(error=lost)
-        prepared = await self._prepared(operation, row)
-        try:
-            outcome = await self._learner.post(
-                operation.kind, operation.scope, operation.id, prepared.body, incarnation
-            )
-        except (EngineDeadError, DeadlineError) as error:
-            self._incarnation = None
-            return Outcome(error=await self._note_death(operation.scope, error))
-        if outcome is None:
-            self._incarnation = None
-            return await self._outcome(operation)
-        if outcome.error is not None:
-            return outcome
-        also = prepared.also if prepared.recorded is None else await prepared.recorded()
-        data = outcome.data if prepared.result is None else orjson.dumps(prepared.result)
-        return replace(outcome, data=data, also=also)
-
-    # --- what each operation needs -----------------------------------------------------------------------------------
-
-    async def _prepared(self, operation: Operation, row: Row[Any]) -> Prepared:
-        make = {
+        work = {
             "create_model": self._create,
             "save_weights": self._save,
             "save_weights_for_sampler": self._save_for_sampler,
             "load_weights": self._load,
-        }
-        if operation.kind == "drop_model":
-            return Prepared(operation.body, also=_changed(row.id, live=False))
-        makes = operation.kind in {"create_model", "load_weights"} and row.finished is None
-        if not (row.live or makes):
-            raise _missing(row.id)
-        if operation.kind in make:
-            return await make[operation.kind](operation, row)
-        change = {"forward": None, "forward_backward": _EVALUATED, "optim_step": _STEPPED}[operation.kind]
-        return Prepared(operation.body, also=None if change is None else _done(change, row.id))
+            "optim_step": self._step,
+        }.get(operation.kind, _pass_on)
+        while True:
+            incarnation = self._incarnation or await self._meet()
+            row = await self._model(operation.scope)
+            if (lost := await self._lost(row, operation)) is not None:
+                return Outcome(error=lost)
+            makes = operation.kind in {"create_model", "load_weights"} and row.finished is None
+            if not (row.live or makes or operation.kind == "drop_model"):
+                raise _missing(row.id)
+            try:
+                return await work(operation, row, partial(self._learner.post, operation, incarnation))
+            except RestartedError:
+                self._incarnation = None
+            except (EngineDeadError, DeadlineError) as error:
+                self._incarnation = None
+                return Outcome(error=await self._note_death(operation.scope, error))
 
-    async def _create(self, operation: Operation, row: Row[Any]) -> Prepared:
+    # --- the operations ----------------------------------------------------------------------------------------------
+
+    async def _create(self, operation: Operation, row: Row[Any], post: Post) -> Outcome:
         given = CreateModel.of(operation.body)
         if given.base_model != row.base_model:
             raise UserError(
@@ -137,24 +110,30 @@ class Training:
             )
         if given.lora_config is None:
             raise UserError("create_model without lora_config would train all weights; this service trains LoRA alone")
-        body = given.model_dump() | {"model_id": row.id}
-        result = {"model_id": row.id, "type": "create_model"}
-        return Prepared(orjson.dumps(body), result, _changed(row.id, live=True))
+        _refuse_optimizer(given.optimizer_config)
+        await post(orjson.dumps({"lora_config": given.lora_config.model_dump()}))
+        return _result({"model_id": row.id, "type": "create_model"}, _changed(row.id, live=True))
 
-    async def _save(self, operation: Operation, row: Row[Any]) -> Prepared:
+    async def _step(self, operation: Operation, row: Row[Any], post: Post) -> Outcome:
+        given = OptimStep.of(operation.body)
+        _refuse_optimizer(given.optimizer_params)
+        answer = await post(orjson.dumps({"adam_params": given.adam_params}))
+        return Outcome(*answer, also=_done(_STEPPED, row.id))
+
+    async def _save(self, operation: Operation, row: Row[Any], post: Post) -> Outcome:
         given = SaveWeights.of(operation.body)
         path = TinkerPath(row.id, "weights", checked_name(given.path or f"auto-{operation.number}"))
         if not given.overwrite and await self._checkpoints.exists(path):
             raise UserError(f"{path} is there already; choose another name, or pass overwrite=True")
-        return self._to_checkpoint(operation, row, path, given)
+        return await self._save_to(path, given, operation, row, post)
 
-    async def _save_for_sampler(self, operation: Operation, row: Row[Any]) -> Prepared:
+    async def _save_for_sampler(self, operation: Operation, row: Row[Any], post: Post) -> Outcome:
         given = SaveForSampler.of(operation.body)
         if given.path is not None or given.sampling_session_seq_id is None:
             path = TinkerPath(row.id, "sampler_weights", checked_name(given.path or f"auto-{operation.number}"))
             if await self._checkpoints.exists(path):
                 raise UserError(f"{path} is there already; choose another name")
-            return self._to_checkpoint(operation, row, path, given)
+            return await self._save_to(path, given, operation, row, post)
         sampler = f"{row.session}:sample:{given.sampling_session_seq_id}"
         name = "inflight" if given.kind == "inflight" else sampler
         adapter = f"{row.id}:inflight" if given.kind == "inflight" else sampler
@@ -163,32 +142,29 @@ class Training:
             "id": sampler, "session": row.session, "tenant": row.tenant, "base_model": row.base_model,
             "folder": folder, "adapter": adapter,
         }  # fmt: skip
-        return Prepared(
-            orjson.dumps({"folder": folder, "adapter_name": adapter}),
-            {"type": operation.kind, "sampling_session_id": sampler},
-            also=lambda connection: put_sampler(connection, values),
-        )
+        await post(orjson.dumps({"folder": folder, "adapter_name": adapter}))
+        result = {"type": operation.kind, "sampling_session_id": sampler}
+        return _result(result, lambda connection: put_sampler(connection, values))
 
-    def _to_checkpoint(self, operation: Operation, row: Row[Any], path: TinkerPath, given: SaveWeights) -> Prepared:
+    async def _save_to(
+        self, path: TinkerPath, given: SaveWeights, operation: Operation, row: Row[Any], post: Post
+    ) -> Outcome:
         """Save under a path, which then names the new folder instead of the old one."""
         folder = str(self._checkpoints.folder(path, operation.number))
-
-        async def recorded() -> Also:
-            old = await self._checkpoints.row(path)
-            values = {
-                "tenant": row.tenant, "folder": folder, "base_model": row.base_model, "lora": row.lora,
-                "expires": None if given.ttl_seconds is None else time.time() + given.ttl_seconds,
-                "size": await asyncio.to_thread(size_of, Path(folder)), "user_metadata": given.user_metadata,
-            }  # fmt: skip
-            if old is not None and old.folder != folder:
-                self._replaced[operation.id] = old.folder
-            return lambda connection: record(connection, path, values)
-
+        await post(orjson.dumps({"folder": folder, "adapter_name": None}))
+        old = await self._checkpoints.row(path)
+        values = {
+            "tenant": row.tenant, "folder": folder, "base_model": row.base_model, "lora": row.lora,
+            "expires": None if given.ttl_seconds is None else time.time() + given.ttl_seconds,
+            "size": await asyncio.to_thread(size_of, Path(folder)), "user_metadata": given.user_metadata,
+        }  # fmt: skip
         result = {"type": operation.kind, "path": str(path)}
-        return Prepared(orjson.dumps({"folder": folder, "adapter_name": None}), result, recorded=recorded)
+        replaced = None if old is None or old.folder == folder else old.folder
+        return replace(_result(result, lambda c: record(c, path, values)), replaced=replaced)
 
-    async def _load(self, operation: Operation, row: Row[Any]) -> Prepared:
+    async def _load(self, operation: Operation, row: Row[Any], post: Post) -> Outcome:
         given = LoadWeights.of(operation.body)
+        _refuse_optimizer(given.optimizer_config)
         if given.weights_access_token is not None:
             raise UserError("weights_access_token: this service has no tokens for another's weights; publish them")
         saved = await self._checkpoints.find(operation.tenant, given.path, "weights")
@@ -196,9 +172,9 @@ class Training:
             raise UserError(f"{given.path} is of {saved.base_model}, and base_model is {given.base_model}")
         if saved.base_model != row.base_model:
             raise UserError(f"{given.path} is of {saved.base_model}; this service trains {row.base_model}")
-        body = {"folder": saved.folder} | given.model_dump(include={"optimizer", "optimizer_config"})
+        await post(orjson.dumps({"folder": saved.folder, "optimizer": given.optimizer}))
         result = {"path": given.path, "model_id": row.id, "type": "load_weights"}
-        return Prepared(orjson.dumps(body), result, _changed(row.id, live=True, gradient=False, lora=saved.lora))
+        return _result(result, _changed(row.id, live=True, gradient=False, lora=saved.lora))
 
     # --- a learner that dies -----------------------------------------------------------------------------------------
 
@@ -247,8 +223,7 @@ class Training:
         """
         async with self._meeting:
             if self._incarnation is None:
-                incarnation = await self._learner.returned()
-                held = await self._learner.models()
+                incarnation, held = await self._learner.returned()
                 known = await self._database.run(lambda connection: _compare(connection, incarnation, held))
                 await self._drop_half_made({model: held[model] for model in held.keys() - known}, incarnation)
                 self._incarnation = incarnation
@@ -264,7 +239,7 @@ class Training:
             )
         for model in sorted(unknown.keys() - set(saved)):
             logger.warning("the learner drops %s, which was never saved: the database does not know it", model)
-            await self._learner.post("drop_model", model, f"{model}:unknown", b"{}", incarnation)
+            await self._learner.post(Operation(f"{model}:unknown", "", "drop_model", model, b""), incarnation, b"")
 
 
 # Built once, because building a statement costs more than SQLite takes to run it.
@@ -276,6 +251,25 @@ _MODEL = (
 _CHANGE = update(models).where(models.c.id == bindparam("of"))
 _EVALUATED = _CHANGE.values(used=bindparam("at"), gradient=True)
 _STEPPED = _CHANGE.values(used=bindparam("at"), gradient=False, steps=models.c.steps + 1)
+
+
+async def _pass_on(operation: Operation, row: Row[Any], post: Post) -> Outcome:
+    """Run an operation whose body and result the learner reads and writes: an evaluation, or the end of a model."""
+    also = {
+        "forward": None,
+        "forward_backward": _done(_EVALUATED, row.id),
+        "drop_model": _changed(row.id, live=False),
+    }[operation.kind]
+    return Outcome(*await post(operation.body), also=also)
+
+
+def _result(values: Mapping[str, Any], also: Also) -> Outcome:
+    return Outcome(orjson.dumps(values), also=also)
+
+
+def _refuse_optimizer(given: Mapping[str, Any] | None) -> None:
+    if (kind := (given or {}).get("type", "adamw")) != "adamw":
+        raise UserError(f"optimizer {kind!r} is not supported here; use AdamParams, the default")
 
 
 def _changed(model: str, **values: Any) -> Also:
