@@ -465,7 +465,7 @@ async def test_another_fleet_that_the_database_names_takes_over(tmp_path: Path) 
             assert len((await service.sample(sampler, 1)).sequences) == 1
             await first.aclose()
             database = Database(service.options.database)
-            await Sessions(database).tell("fleet", {"proxy_url": service.fleet.url})
+            await Sessions(database).publish("fleet", {"proxy_url": service.fleet.url})
             assert len((await service.sample(sampler, 2)).sequences) == 1
             await database.close()
 

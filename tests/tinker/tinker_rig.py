@@ -162,7 +162,7 @@ class Rig:
     @asynccontextmanager
     async def second(self, **more: Any) -> AsyncIterator[Rig]:
         """One that knows of engines and learner from the database alone."""
-        async with self.process(name="second", learner=None, fleet=None, about=None, **more) as found:
+        async with self.process(name="second", learner=None, fleet=None, about=About("", ""), **more) as found:
             yield found
 
     async def call(

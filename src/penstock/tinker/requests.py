@@ -54,7 +54,7 @@ class BodyBudget:
     """
 
     def __init__(self) -> None:
-        self._used: Counter[str] = Counter()
+        self._used = Counter[str]()
         self._lock = threading.Lock()  # bodies are unpacked in threads
 
     @contextmanager
@@ -69,13 +69,9 @@ class BodyBudget:
             nonlocal size, held
             with self._lock:
                 charged = max(size + more - SMALL, 0) - held
-                for whose, used, most in (
-                    ("your", self._used[tenant], MOST_OF_TENANT), ("all", self._used.total(), MOST_OF_PROCESS)
-                ):  # fmt: skip
-                    if charged and used + charged > most:
-                        raise RefusedError(
-                            f"{whose} requests under way fill {most / (1 << 20):g} MiB; wait for them", 429
-                        )
+                if charged:
+                    _refuse_over(MOST_OF_TENANT, self._used[tenant] + charged, "your")
+                    _refuse_over(MOST_OF_PROCESS, self._used.total() + charged, "all")
                 self._used[tenant] += charged
                 size, held = size + more, held + charged
 
@@ -84,31 +80,22 @@ class BodyBudget:
         finally:
             with self._lock:
                 self._used[tenant] -= held
-                self._used += Counter()  # removes tenants with nothing under way
 
 
-def most_of_sample(context: int | None) -> int:
-    """Return the maximum number of bytes in a request to sample."""
-    return MOST_BODY if context is None else SAMPLE_BYTES + context * TOKEN_BYTES
+def _refuse_over(most: int, used: int, whose: str) -> None:
+    if used > most:
+        raise RefusedError(f"{whose} requests under way fill {most / (1 << 20):g} MiB; wait for them", 429)
 
 
-async def training_request(http: Request) -> tuple[bytes, Any]:
-    """Return a training request's body and its message. UserError: it is malformed or too large."""
-    data = await read_body(http, MOST_BODY)
-    return data, _parsed(data) if len(data) <= SMALL else await in_thread(lambda: _parsed(data))
+def most_of(kind: type[Body] | None, context: int | None) -> int:
+    """Return the maximum number of bytes in a body, for a model with `context` tokens."""
+    if kind is SampleAddress and context is not None:
+        return SAMPLE_BYTES + context * TOKEN_BYTES
+    return MOST_BODY if kind in {SampleAddress, TrainingBody} else MOST_JSON
 
 
-def _parsed(data: bytes) -> Any:
-    check_fields(data)
-    try:
-        return pb.ForwardBackwardRequest.FromString(data)
-    except DecodeError as error:
-        raise UserError(f"the body is no ForwardBackwardRequest: {error}") from error
-
-
-async def read_body(http: Request, most: int = MOST_JSON) -> bytes:
+async def read_body(http: Request, most: int, take: Callable[[int], None]) -> bytes:
     """Return the whole body. RefusedError: it is too large, does not arrive, or cannot be unpacked."""
-    take: Callable[[int], None] = http.state.take
     data = await asgi.read_body(http, most, lambda status, why: RefusedError(why, status), take)
     encoding = http.headers.get("content-encoding", "identity")
     if encoding == "identity":
@@ -160,23 +147,18 @@ class Body(BaseModel):
         try:
             return cls.model_validate_json(data or b"{}")
         except ValidationError as error:
-            raise UserError(wrong(error)) from None
-
-
-def wrong(error: ValidationError) -> str:
-    """Return in one line what is wrong with a request."""
-    shown = error.errors(include_url=False)[:5]
-    return "; ".join(
-        f"{'.'.join(map(str, e['loc'])) or 'the body'}: {e['msg']} (got {e['input']!r:.80})" for e in shown
-    )
+            shown = error.errors(include_url=False)[:5]
+            raise UserError(
+                "; ".join(
+                    f"{'.'.join(map(str, e['loc'])) or 'the body'}: {e['msg']} (got {e['input']!r:.80})" for e in shown
+                )
+            ) from None
 
 
 class CreateSession(Body):
     """Body of `create_session`."""
 
-    tags: list[str] = Field(default_factory=list[str])
     user_metadata: Values | None = None
-    sdk_version: str = ""
     project_id: str | None = None
     display_name: str | None = None
 
@@ -191,7 +173,6 @@ class FinishSession(Body):
     """Body of `sessions/ID/finish`."""
 
     reason: dict[str, Any] = Field(default_factory=dict[str, Any])
-    detail: str | None = None
 
 
 class LoraConfig(Body):
@@ -260,6 +241,24 @@ class LoadWeights(Body):
     weights_access_token: str | None = None
 
 
+class TrainingBody(ModelBody):
+    """Body of `forward_backward`, a message of the SDK's schema."""
+
+    forward_only: bool
+
+    @classmethod
+    def of(cls, data: bytes) -> Self:
+        """Parse a body. UserError: it is malformed."""
+        check_fields(data)
+        try:
+            message = pb.ForwardBackwardRequest.FromString(data)
+        except DecodeError as error:
+            raise UserError(f"the body is no ForwardBackwardRequest: {error}") from error
+        return cls.model_construct(
+            model_id=message.model_id, seq_id=message.seq_id or None, forward_only=message.forward_only
+        )
+
+
 class CreateSampler(Body):
     """Body of `create_sampling_session`."""
 
@@ -267,6 +266,12 @@ class CreateSampler(Body):
     sampling_session_seq_id: int = Field(ge=0, le=LARGEST)
     base_model: str | None = None
     model_path: str | None = None
+
+
+class SamplerBody(Body):
+    """Body of `join_sampling_session`."""
+
+    sampling_session_id: str
 
 
 class RequestBody(Body):
@@ -312,7 +317,7 @@ class Sampling(Body):
 
 
 class SampleAddress(Body):
-    """The part of `asample` that names its future; also the body of `join_sampling_session`."""
+    """The part of `asample` that names its future."""
 
     sampling_session_id: str | None = None
     seq_id: Stored | None = None

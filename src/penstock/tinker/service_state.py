@@ -61,7 +61,7 @@ class Options:
     name: str = MAIN
     learner: Path | None = None
     fleet: str | None = None
-    about: About | None = None
+    about: About = About("", "")
     hold_s: float = HOLD_S
 
 
@@ -78,34 +78,27 @@ class ServiceState:
         self.training.futures = self.futures
         self._sampling = Sampling(self.link)
         self._samples: set[asyncio.Task[None]] = set()
-        self._about = options.about
-
-    async def about(self) -> About:
-        """Return the facts on the base model. StateError: the main process has not published them yet."""
-        if self._about is None:
-            told = await self.sessions.fact(ABOUT)
-            if told is None:
-                raise StateError("the main process of this service has not started yet")
-            self._about = About(**told)
-        return self._about
+        self.about = options.about
 
     async def introduce(self) -> None:
-        """Publish this service's facts. A process other than the main one checks that it fits them.
+        """Publish this service's facts, or read them in a process other than the main one.
 
         ConfigError: the database belongs to no service, or the service has keys and this process has none.
         """
         if self.futures.executor == MAIN:
-            await self.sessions.tell(KEYED, not self.tenants.open)
-            if self._about is not None:
-                await self.sessions.tell(ABOUT, asdict(self._about))
-        elif await self.sessions.fact(ABOUT) is None:
+            await self.sessions.publish(KEYED, not self.tenants.open)
+            await self.sessions.publish(ABOUT, asdict(self.about))
+            return
+        about = await self.sessions.fact(ABOUT)
+        if about is None:
             raise ConfigError("--database is of no service that has started; give the URL of the service's own")
-        elif self.tenants.open and await self.sessions.fact(KEYED):
+        if self.tenants.open and await self.sessions.fact(KEYED):
             raise ConfigError("the service has keys, and without them any key would open it; give its --keys FILE")
+        self.about = About(**about)
 
     async def _proxy_url(self) -> str | None:
-        told = await self.sessions.fact(FLEET)
-        return None if told is None else str(told["proxy_url"])
+        fleet = await self.sessions.fact(FLEET)
+        return None if fleet is None else str(fleet["proxy_url"])
 
     async def accept(self, operation: Operation, also: Also | None = None, tenant: Tenant | None = None) -> None:
         """Append an operation to the order: samples run here, the others in the main process. See `Futures.accept`."""
@@ -129,13 +122,13 @@ class ServiceState:
     async def _sample(self, operation: Operation) -> None:
         async def work() -> Outcome:
             source = await self.sessions.source(operation.tenant, operation.scope)
-            return await self._sampling.run(operation, source, (await self.about()).max_context_length)
+            return await self._sampling.run(operation, source, self.about.max_context_length)
 
         await self.futures.finish(operation, await outcome_of(work()))
 
     async def describe_fleet(self) -> None:
         """Publish the router, engines and adapters to the other processes, for ever."""
-        told: Any = None
+        published: Any = None
         fleet: Fleet | None = None
         while True:
             try:
@@ -143,9 +136,9 @@ class ServiceState:
                 engines = {status.name: status.url for status in await fleet.engines(stats=False)}
                 adapters = {name: status.version for name, status in (await fleet.adapters()).items()}
                 value = {"proxy_url": fleet.url, "engine_urls": engines, "adapters": adapters}
-                if value != told:
-                    await self.sessions.tell(FLEET, value)
-                    told = value
+                if value != published:
+                    await self.sessions.publish(FLEET, value)
+                    published = value
             except PenstockError as error:  # the engines may be back next time
                 logger.warning("the engines cannot be listed: %s", error)
                 if fleet is not None:
@@ -187,7 +180,7 @@ async def opened(options: Options) -> AsyncGenerator[ServiceState]:
         stack.push_async_callback(state.link.close)
         await state.introduce()
         if options.fleet is not None:
-            await state.sessions.tell(FLEET, {"proxy_url": options.fleet})
+            await state.sessions.publish(FLEET, {"proxy_url": options.fleet})
             describing = asyncio.create_task(state.describe_fleet(), name="tinker-describe")
             stack.push_async_callback(cancelled, describing)
         if options.name == MAIN:

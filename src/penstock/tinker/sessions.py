@@ -231,7 +231,7 @@ class Sessions:
         """Return a fact that a process has published, or None."""
         return await self._database.run(lambda c: c.execute(select(facts.c.value).where(facts.c.name == name)).scalar())
 
-    async def tell(self, name: str, value: Any) -> None:
+    async def publish(self, name: str, value: Any) -> None:
         """Publish a fact to the other processes."""
         await self._database.run(lambda connection: put_fact(connection, name, value))
 
