@@ -135,14 +135,14 @@ async def test_a_sampler_that_is_not_used_any_more_gives_its_folder_back(
         known = Sessions(database)
         assert await known.unused_folders() == []
         monkeypatch.setattr(sessions, "UNUSED_S", -10.0)
-        assert sorted(await known.unused_folders()) == folders
+        assert sorted(str(tmp_path / folder) for folder in await known.unused_folders()) == folders
         assert await known.unused_folders() == []
         body = {"model_id": model, "seq_id": 9, "path": "named"}
         path = (await service.result(await service.post("save_weights_for_sampler", body)))["path"]
         await service.sampler(model.partition(":")[0], 9, model_path=path)
         assert await known.unused_folders() == [], "a checkpoint has it"
         await service.delete(f"training_runs/{model}/checkpoints/sampler_weights/named", status=204)
-        assert [Path(folder).is_dir() for folder in await known.unused_folders()] == [True]
+        assert [(tmp_path / folder).is_dir() for folder in await known.unused_folders()] == [True]
         await database.close()
 
 
@@ -163,8 +163,7 @@ async def test_a_data_folder_that_was_moved_keeps_its_checkpoints(tmp_path: Path
         database = Database(service.options.database)
         source = await Sessions(database).source("alice", sampler)
         assert source.folder is not None
-        assert source.folder.startswith(f"{new}/samplers/")
-        assert Path(source.folder, "adapter_config.json").is_file()
+        assert (new / source.folder / "adapter_config.json").is_file()
         await database.close()
         await service.delete(f"training_runs/{model}/checkpoints/weights/checkpoints", status=204)
         assert not folder.exists()
@@ -209,7 +208,6 @@ async def test_rows_of_an_ended_session_go_but_for_what_a_checkpoint_needs(
             return {run["training_run_id"] for run in (await service.get("training_runs"))["training_runs"]}
 
         await known.source("alice", drawn[1])
-        await known.own_model("alice", plain)
         await known.forget()
         assert len(await runs()) == len((await service.get("sessions"))["sessions"]) - 1 == 3, "it is not long ago"
         for name in ("KEEP_S", "UNUSED_S"):
@@ -219,8 +217,6 @@ async def test_rows_of_an_ended_session_go_but_for_what_a_checkpoint_needs(
                 await known.forget()
         with pytest.raises(UnknownError, match="no sampler"):
             await known.source("alice", drawn[1])
-        with pytest.raises(UnknownError, match="no model"):
-            await known.own_model("alice", plain)
         await database.close()
         assert set((await service.get("sessions"))["sessions"]) == {owners[0], owners[2]}
         assert [c["tinker_path"] for c in (await service.get("checkpoints"))["checkpoints"]] == [sampled, path]

@@ -247,12 +247,12 @@ class _Calls:
         return await self._accepted(Operation(f"{model}:create", tenant.name, kind, model, call.data), tenant, row)
 
     async def forward_backward(self, call: Call[body.TrainingBody]) -> Any:
-        await self._sessions.own_model(call.tenant.name, call.given.model_id)
+        await self._sessions.model(call.tenant.name, call.given.model_id)
         kind = "forward" if call.given.forward_only else "forward_backward"
         return await self._on_model(kind, call, call.given.model_id, call.given.seq_id)
 
     async def operation(self, kind: str, call: Call[body.ModelBody]) -> Any:
-        await self._sessions.own_model(call.tenant.name, call.given.model_id)
+        await self._sessions.model(call.tenant.name, call.given.model_id)
         return await self._on_model(kind, call, call.given.model_id, call.given.seq_id)
 
     async def _on_model(self, kind: str, call: Call[Any], model: str, seq_id: int | None) -> Any:

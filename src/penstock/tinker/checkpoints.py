@@ -66,25 +66,9 @@ class Checkpoints:
         self._database = database
         self._data = data
 
-    def folder(self, path: TinkerPath, number: int) -> Path:
-        """Return a folder for one save only. An old checkpoint stays complete until the new one is."""
-        return self._data / "checkpoints" / _plain(path.model) / path.kind / f"{path.name}@{number}"
-
-    def sampler_folder(self, model: str, name: str) -> Path:
-        """Return the folder of a sampler that has no path."""
-        return self._data / "samplers" / _plain(model) / _plain(name)
-
-    async def adopt(self) -> None:
-        """Make every row name this data folder. It may have been moved since the rows were written."""
-
-        def work(connection: Connection) -> None:
-            for table in (checkpoints, samplers):
-                named = select(table.c.folder).where(table.c.folder.is_not(None)).distinct()
-                for (old,) in connection.execute(named).all():
-                    if (new := str(self._data / _within(old))) != old:
-                        connection.execute(update(table).where(table.c.folder == old).values(folder=new))
-
-        await self._database.run(work)
+    def at(self, folder: str) -> Path:
+        """Return where a folder of a row lies. Rows name it within the data folder, which may be moved."""
+        return self._data / folder
 
     async def find(self, tenant: str, given: str, *kinds: str) -> Row[Any]:
         """Return the row of a checkpoint that a tenant may read.
@@ -148,18 +132,27 @@ class Checkpoints:
         used = select(samplers.c.id).where(samplers.c.folder == row.folder).limit(1)
         in_use = await self._database.run(lambda c: (c.execute(gone), c.execute(used).first())[1])
         if in_use is None:
-            await delete_folder(row.folder)
+            await self.delete(row.folder)
         # A folder that a sampler reads stays on disk until it is no longer used (`Sessions.unused_folders`).
 
+    async def delete(self, folder: str) -> None:
+        """Delete a folder that no row names. A load that reads it fails."""
+        try:
+            await asyncio.to_thread(shutil.rmtree, self.at(folder))
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            logger.warning("the folder %s cannot be deleted: %s", folder, error)
 
-async def delete_folder(folder: str) -> None:
-    """Delete a folder without any reference. A load that reads it fails."""
-    try:
-        await asyncio.to_thread(shutil.rmtree, folder)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        logger.warning("the folder %s cannot be deleted: %s", folder, error)
+
+def folder_of(path: TinkerPath, number: int) -> str:
+    """Return a folder for one save only. An old checkpoint stays complete until the new one is."""
+    return f"checkpoints/{_plain(path.model)}/{path.kind}/{path.name}@{number}"
+
+
+def sampler_folder(model: str, name: str) -> str:
+    """Return the folder of a sampler that has no path."""
+    return f"samplers/{_plain(model)}/{_plain(name)}"
 
 
 def size_of(folder: Path) -> int:
@@ -196,12 +189,6 @@ def when(seconds: float) -> str:
 
 def _expired(row: Row[Any]) -> bool:
     return row.expires is not None and row.expires <= time.time()
-
-
-def _within(folder: str) -> Path:
-    """Return a checkpoint's or sampler's folder relative to its data folder."""
-    parts = Path(folder).parts
-    return Path(*parts[max(i for i, part in enumerate(parts) if part in {"checkpoints", "samplers"}) :])
 
 
 def _plain(name: str) -> str:

@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -64,10 +65,12 @@ class FleetLink:
 
     Args:
         url: returns the router's URL, or None while it is unknown.
+        data: the data folder, in which adapters lie.
     """
 
-    def __init__(self, url: Callable[[], Awaitable[str | None]]) -> None:
+    def __init__(self, url: Callable[[], Awaitable[str | None]], data: Path) -> None:
         self._url = url
+        self._data = data
         self._fleet: Fleet | None = None
         self._left: list[Fleet] = []
         self._opening: asyncio.Task[Fleet] | None = None
@@ -115,7 +118,7 @@ class FleetLink:
         task = self._loading.get(name)
         if task is None:
             fleet = await self.fleet()
-            task = asyncio.ensure_future(fleet.load_adapter(name, source.folder, timeout_s=LOAD_S))
+            task = asyncio.ensure_future(fleet.load_adapter(name, str(self._data / source.folder), timeout_s=LOAD_S))
             self._loading[name] = task
             task.add_done_callback(lambda _: self._loading.pop(name, None))
         await asyncio.shield(task)

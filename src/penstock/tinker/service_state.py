@@ -13,7 +13,7 @@ from typing import Any
 from penstock.aio import cancelled
 from penstock.errors import ConfigError, PenstockError, StateError
 from penstock.fleet.fleet import Fleet
-from penstock.tinker.checkpoints import Checkpoints, delete_folder
+from penstock.tinker.checkpoints import Checkpoints
 from penstock.tinker.database import Database
 from penstock.tinker.futures import HOLD_S, SAMPLE, Also, Futures, Operation, Outcome, outcome_of
 from penstock.tinker.learner_client import LearnerClient
@@ -72,7 +72,7 @@ class ServiceState:
         self.tenants = options.tenants
         self.sessions = Sessions(database)
         self.checkpoints = Checkpoints(database, options.data)
-        self.link = FleetLink(self._proxy_url)
+        self.link = FleetLink(self._proxy_url, options.data)
         self.training = Training(database, LearnerClient(options.learner), self.checkpoints)
         self.futures = Futures(database, options.name, self._start, hold_s=options.hold_s)
         self.training.futures = self.futures
@@ -153,7 +153,7 @@ class ServiceState:
                 await self.futures.prune()
                 await self.checkpoints.expire()
                 for folder in await self.sessions.unused_folders():
-                    await delete_folder(folder)
+                    await self.checkpoints.delete(folder)
                 await self.drop_models(await self.sessions.silent())
                 await self.sessions.forget()
             except StateError as error:  # the database may be back next time
@@ -185,7 +185,6 @@ async def opened(options: Options) -> AsyncGenerator[ServiceState]:
             stack.push_async_callback(cancelled, describing)
         if options.name == MAIN:
             stack.push_async_callback(state.training.close)
-            await state.checkpoints.adopt()
         await state.futures.open()
         stack.push_async_callback(state.close)
         sweeper = asyncio.create_task(state.sweep(), name="tinker-sweep")

@@ -21,7 +21,7 @@ SILENT_S = 3600.0
 """Seconds without a heartbeat after which a session ends. Its models then leave the learner."""
 UNUSED_S = 6 * 3600.0
 KNOWN = 4096
-"""Maximum number of cached samplers, and of cached models, that need no further read of the database."""
+"""Maximum number of samplers that need no further read of the database."""
 
 
 _CREATING = select(futures.c.scope).where(
@@ -46,8 +46,6 @@ class Sessions:
         self._database = database
         self._known: dict[str, tuple[str, Source]] = {}
         self._used: dict[str, float] = {}
-        self._owners: dict[str, str] = {}
-        """Tenants by model. A model never changes its tenant."""
 
     # --- sessions ----------------------------------------------------------------------------------------------------
 
@@ -121,16 +119,7 @@ class Sessions:
 
     async def model(self, tenant: str, model: str) -> Row[Any]:
         """Return a tenant's model. UnknownError: no such model."""
-        row = await self._mine(models, "model", tenant, model)
-        if len(self._owners) >= KNOWN:
-            self._owners.clear()
-        self._owners[model] = tenant
-        return row
-
-    async def own_model(self, tenant: str, model: str) -> None:
-        """Raise UnknownError unless the tenant has a model of that id. The database is read only once."""
-        if self._owners.get(model) != tenant:
-            await self.model(tenant, model)
+        return await self._mine(models, "model", tenant, model)
 
     async def runs(self, tenant: str, limit: int, offset: int, project: str | None = None) -> dict[str, Any]:
         """Return the SDK's `TrainingRunsResponse`, of one project or of all."""
@@ -223,7 +212,6 @@ class Sessions:
         dropped = [delete(column.table).where(column.in_(found)) for column in (s.session, m.session, sessions.c.id)]
         await self._database.run(lambda c: [c.execute(each) for each in dropped])
         self._known.clear()  # other processes drop rows too
-        self._owners.clear()
 
     # --- facts that processes share ----------------------------------------------------------------------------------
 

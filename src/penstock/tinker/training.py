@@ -8,7 +8,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -16,7 +15,15 @@ import orjson
 from sqlalchemy import Connection, Row, Update, bindparam, delete, func, select, update
 
 from penstock.errors import DeadlineError, EngineDeadError, EngineError, UserError
-from penstock.tinker.checkpoints import Checkpoints, TinkerPath, checked_name, delete_folder, record, size_of
+from penstock.tinker.checkpoints import (
+    Checkpoints,
+    TinkerPath,
+    checked_name,
+    folder_of,
+    record,
+    sampler_folder,
+    size_of,
+)
 from penstock.tinker.database import Database, facts, futures, models, sessions
 from penstock.tinker.futures import Also, Futures, Operation, Outcome, outcome_of
 from penstock.tinker.learner_client import LearnerClient, RestartedError
@@ -73,7 +80,7 @@ class Training:
                 outcome = replace(outcome, also=_forgotten(operation.scope))
             stored = await self.futures.finish(operation, outcome)
         if stored and outcome.replaced is not None:
-            await delete_folder(outcome.replaced)
+            await self._checkpoints.delete(outcome.replaced)
 
     async def _outcome(self, operation: Operation) -> Outcome:
         """Run one operation and return its outcome."""
@@ -137,12 +144,12 @@ class Training:
         sampler = f"{row.session}:sample:{given.sampling_session_seq_id}"
         name = "inflight" if given.kind == "inflight" else sampler
         adapter = f"{row.id}:inflight" if given.kind == "inflight" else sampler
-        folder = str(self._checkpoints.sampler_folder(row.id, name))
+        folder = sampler_folder(row.id, name)
         values = {
             "id": sampler, "session": row.session, "tenant": row.tenant, "base_model": row.base_model,
             "folder": folder, "adapter": adapter,
         }  # fmt: skip
-        await post(orjson.dumps({"folder": folder, "adapter_name": adapter}))
+        await post(orjson.dumps({"folder": str(self._checkpoints.at(folder)), "adapter_name": adapter}))
         result = {"type": operation.kind, "sampling_session_id": sampler}
         return _result(result, lambda connection: put_sampler(connection, values))
 
@@ -150,13 +157,14 @@ class Training:
         self, path: TinkerPath, given: SaveWeights, operation: Operation, row: Row[Any], post: Post
     ) -> Outcome:
         """Save under a path, which then names the new folder instead of the old one."""
-        folder = str(self._checkpoints.folder(path, operation.number))
-        await post(orjson.dumps({"folder": folder, "adapter_name": None}))
+        folder = folder_of(path, operation.number)
+        written = self._checkpoints.at(folder)
+        await post(orjson.dumps({"folder": str(written), "adapter_name": None}))
         old = await self._checkpoints.row(path)
         values = {
             "tenant": row.tenant, "folder": folder, "base_model": row.base_model, "lora": row.lora,
             "expires": None if given.ttl_seconds is None else time.time() + given.ttl_seconds,
-            "size": await asyncio.to_thread(size_of, Path(folder)), "user_metadata": given.user_metadata,
+            "size": await asyncio.to_thread(size_of, written), "user_metadata": given.user_metadata,
         }  # fmt: skip
         result = {"type": operation.kind, "path": str(path)}
         replaced = None if old is None or old.folder == folder else old.folder
@@ -172,7 +180,8 @@ class Training:
             raise UserError(f"{given.path} is of {saved.base_model}, and base_model is {given.base_model}")
         if saved.base_model != row.base_model:
             raise UserError(f"{given.path} is of {saved.base_model}; this service trains {row.base_model}")
-        await post(orjson.dumps({"folder": saved.folder, "optimizer": given.optimizer}))
+        folder = str(self._checkpoints.at(saved.folder))
+        await post(orjson.dumps({"folder": folder, "optimizer": given.optimizer}))
         result = {"path": given.path, "model_id": row.id, "type": "load_weights"}
         return _result(result, _changed(row.id, live=True, gradient=False, lora=saved.lora))
 
