@@ -25,7 +25,7 @@ from penstock.config import LoraConfig, TrainConfig
 from penstock.control_types import TensorSpec
 from penstock.errors import CheckpointError, ConfigError, StateError, UserError
 from penstock.rollout.generator import Trajectory
-from penstock.train import checkpoint
+from penstock.train import checkpoint, ranked
 from penstock.train.grpo import Trainee, datum_of
 from penstock.train.interface import AdamSpec, Datum, Learner, LoraSpec
 from penstock.train.learner import LocalLearner
@@ -355,18 +355,18 @@ async def test_no_more_than_two_layers_are_whole_at_once(group: RankGroup, tmp_p
         alive[key] = tensor.numel()
         weakref.finalize(tensor.untyped_storage(), alive.pop, key, None)
 
-    whole = torch.Tensor.new_empty
+    begin = ranked._replicated
     most = 0
 
-    def counting(self: torch.Tensor, *shape: int, **options: Any) -> torch.Tensor:
+    def counting(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         nonlocal most
-        made = whole(self, *shape, **options)
-        count(made)
+        made = begin(tensor, dtype)
+        count(getattr(made, "elem", made))  # of what is still on its way
         most = max(most, sum(alive.values()))
         return made
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "new_empty", counting)
+        patch.setattr(ranked, "_replicated", counting)
         seen = sum(tensor.numel() for _, tensor in learner.weights(None))
     assert seen == sum(sizes.values())
     assert layer < most <= 2 * layer < seen / 2
