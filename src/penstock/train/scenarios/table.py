@@ -6,59 +6,33 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from penstock.config import RunConfig, apply_override
+from penstock.config import RunConfig, apply_override, read_yaml
 from penstock.errors import UserError
 from penstock.options import validate
 
 MODEL = Path("examples/models/sorter-0.8m")
 """The policy that has half learned to sort, from a checkout."""
-STEPS = 40
-"""Steps of a training scenario, in which the sorter gains 10 points."""
-
-BASE: Mapping[str, Mapping[str, Any]] = {
-    "engine": {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 256},
-    "fleet": {"engines": 2},
-    "environment": {
-        "name": "reasoning_gym",
-        "options": {
-            "dataset": "number_sorting", "compact": True, "min_numbers": 3, "max_numbers": 5, "min_value": 0,
-            "max_value": 99, "min_decimals": 0, "max_decimals": 0,
-        },
-    },
-    "rollout": {"groups_per_batch": 64, "group_size": 8, "max_tokens": 24},
-    "train": {
-        "steps": STEPS, "learning_rate": 2e-4, "max_staleness": 1, "micro_batch_tokens": 2048, "dtype": "float32",
-        "checkpoint_every": 20,
-    },
-    "eval": {"size": 512},
-}  # fmt: skip
+WHOLE = 3
+"""GPUs for the base's two engines and a learner."""
+_TABLE: Mapping[str, Any] = cast("Any", read_yaml(Path(__file__).with_name("scenarios.yaml").read_text()))
+BASE: Mapping[str, Mapping[str, Any]] = _TABLE["base"]
 """Configuration of every scenario, which is the demo's."""
+SIM: Mapping[str, Any] = _TABLE["sim"]
+"""Options of the simulated engine, which reads no model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One scenario.
-
-    Attributes:
-        name: name on the command line.
-        what: description of one line.
-        keys: keys over `BASE`, by section.
-        gpus: GPUs of the plan's shape; 0: vLLM's CPU build can run it.
-        on_gpu: keys over `keys` for engines on GPUs.
-        fewer: further keys for machines with this many GPUs, or more but fewer than the next entry.
-        kind: `train`, or the name of a check in `fleets.py`.
-        missing: part of Penstock that the scenario needs and that does not exist yet.
-        gains: whether the sorter's accuracy must rise by `GAIN`.
-    """
+    """One scenario. `scenarios.yaml` explains the fields."""
 
     name: str
     what: str
     keys: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, "Mapping[str, Any]"])
     on_gpu: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, "Mapping[str, Any]"])
     gpus: int = 0
-    fewer: Mapping[int, Mapping[str, Mapping[str, Any]]] = field(default_factory=lambda: SHARED)
+    fewer: Mapping[int, Mapping[str, Mapping[str, Any]]] = field(default_factory=lambda: _TABLE["shared"])
     kind: str = "train"
     missing: str = ""
     gains: bool = True
@@ -113,123 +87,7 @@ class Scenario:
         return ", ".join(filter(None, said))
 
 
-SHARED = {
-    1: {"fleet": {"engines": 1}, "engine": {"gpu_memory_utilization": 0.4}},
-    2: {"fleet": {"engines": 1}},
-}
-"""Smaller shapes by number of GPUs: on one, engine and learner share it; on two, each has its own."""
-APART = {2: SHARED[2]}
-"""Smaller shape for schedules whose learner needs its own GPU."""
-WHOLE = 3
-"""GPUs for the base's two engines and a learner."""
-SIM = {"vocab-size": 100, "eos-token-id": 2, "eos-share": 0.1, "tokens-per-second": 5000.0}
-"""Options of the simulated engine, which reads no model."""
-SLEEPING = {"enable_sleep_mode": True, "gpu_memory_utilization": 0.5}
-LORA = {"enable_lora": True, "max_lora_rank": 16}
-LORA_ON_GPU = {
-    "dtype": "bfloat16", "extra_args": {"lora-target-modules": (
-        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
-    )},
-}  # fmt: skip
-"""vLLM's LoRA kernels for GPUs do not take float32. Its warm-up fails on adapters of embeddings if the vocabulary is
-smaller than the hidden size; no scenario trains embeddings."""
-
-SCENARIOS: Mapping[str, Scenario] = {
-    scenario.name: scenario
-    for scenario in (
-        Scenario(
-            "colocated-tp1", "4 engines of TP1 and an FSDP2 learner of 4 ranks take turns on 4 GPUs",
-            {"train": {"schedule": "colocated", "ranks": 4}, "fleet": {"engines": 4}, "engine": SLEEPING}, gpus=4,
-            fewer={count: {"train": {"ranks": count}, "fleet": {"engines": count}} for count in (1, 2)},
-        ),
-        Scenario("non-colocated", "learner and engines apart, in turns", {"train": {"schedule": "sync"}}, fewer=APART),
-        Scenario(
-            "remote-server", "a vLLM server that another process started, attached by its address",
-            {"fleet": {"engines": 0}}, kind="remote_server",
-            fewer={1: {"engine": SHARED[1]["engine"]}, 2: {}},
-        ),
-        Scenario(
-            "one-step-off", "batch N + 1 is generated while the learner trains on batch N",
-            {"train": {"schedule": "one_step_off"}}, fewer=APART,
-        ),
-        Scenario("async", "weights change in flight, at most one version of staleness"),
-        Scenario(
-            "multi-turn", "two turns, tokens in and tokens out",
-            {
-                "environment": {"name": "penstock.train.scenarios.twice:SortTwice", "options": {}},
-                "rollout": {"groups_per_batch": 32, "max_tokens": 20, "max_turns": 2, "max_episode_tokens": 64},
-                "train": {"steps": 20},
-            },
-            gains=False,
-        ),
-        Scenario(
-            "http-generator", "OpenAI's completions over HTTP give the tokens of the token interface", kind="http"
-        ),
-        Scenario(
-            "colocated-tp2", "2 engines of TP2 and a learner of 4 ranks take turns on 4 GPUs",
-            {
-                "train": {"schedule": "colocated", "ranks": 4}, "fleet": {"engines": 2},
-                "engine": {**SLEEPING, "tensor_parallel_size": 2},
-            },
-            gpus=4, fewer={2: {"train": {"ranks": 2}, "fleet": {"engines": 1}}},
-        ),
-        Scenario(
-            "megatron", "a Megatron learner of TP2 x PP2 beside engines", gpus=5, fewer={},
-            missing="a Megatron learner",
-        ),
-        Scenario(
-            "moe", "an engine of experts in parallel; the learner replays the experts that it chose",
-            {
-                "engine": {
-                    "tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_return_routed_experts": True,
-                },
-                "fleet": {"engines": 1},
-            },
-            gpus=3, gains=False,
-            fewer={
-                1: {"engine": {**SLEEPING, "tensor_parallel_size": 1}, "train": {"schedule": "colocated"}},
-                2: {"engine": SLEEPING, "train": {"schedule": "colocated"}},
-            },
-            # a small Qwen3-MoE of random weights stands in for a model, unless --model
-        ),
-        Scenario(
-            "lora", "an adapter is trained and served beside the base", {"train": {"lora": {"rank": 16},
-            "learning_rate": 2e-3}, "engine": LORA},
-            on_gpu={"engine": LORA_ON_GPU},
-        ),
-        Scenario(
-            "quantised", "int8 engines under a learner in floats, corrected",
-            {"engine": {"quantization": "int8"}, "train": {"correction": "tis"}},
-            on_gpu={"engine": {"dtype": "bfloat16"}},
-            # engine.quantization=fp8 is the other kind; GPUs compute it in bfloat16
-        ),
-        Scenario("pause-keep", "a pause keeps requests in flight, and they go on", kind="pause_keep"),
-        Scenario(
-            "native-sync", "vLLM's own weight transfer over NCCL to a server without Penstock's plugin",
-            {"fleet": {"engines": 1}}, gpus=2, fewer={}, kind="native",
-        ),
-        Scenario(
-            "cuda-ipc", "weights by CUDA IPC to an engine on the learner's GPU",
-            {
-                "fleet": {"engines": 1, "weight_transport": "cuda_ipc"},
-                "engine": {"gpu_memory_utilization": 0.4},
-            },
-            gpus=1, fewer={},
-        ),
-        Scenario(
-            "gsm8k", "GSM8K's own files and reward",
-            {
-                "environment": {"name": "penstock.rollout.gsm8k:GSM8K", "options": {}},
-                "engine": {"max_model_len": 512},
-                "rollout": {"groups_per_batch": 4, "group_size": 2, "max_tokens": 64},
-                "train": {"steps": 2},
-                "eval": {"size": 8},
-            },
-            gains=False,
-            # the sorter stands in for a model that can solve it, and a generated data set for GSM8K unless --data
-        ),
-    )
-}  # fmt: skip
+SCENARIOS: Mapping[str, Scenario] = {name: Scenario(name, **given) for name, given in _TABLE["scenarios"].items()}
 """Scenarios by name, in the order of the plan."""
 
 
