@@ -216,7 +216,11 @@ def _count_policy_tokens(trajectories: Sequence[Trajectory]) -> int:
 def _logprob_metrics(
     outputs: Outputs, data: Sequence[Datum], trajectories: Sequence[Trajectory], version: int
 ) -> dict[str, float]:
-    """Return metrics of trainer logprob - engine logprob over the policy's tokens, K."""
+    """Return metrics of trainer logprob - engine logprob over the policy's tokens, K.
+
+    The effective sample size of weights w is (sum w)^2 / sum w^2 (Kish 1965), here divided by the number of tokens.
+    Tokens that attend to KV of older weights count apart. The trainer lacks this KV, so their difference is expected.
+    """
     made = [torch.tensor(datum.weights) != 0 for datum in data]
     engine = [torch.tensor(datum.logprobs) for datum in data]
     log_ratio_K = torch.cat(
@@ -226,38 +230,22 @@ def _logprob_metrics(
     for t in trajectories:
         versions += itertools.compress(t.versions, t.loss_mask)
         kept += itertools.compress(t.kv_kept or (False,) * len(t.loss_mask), t.loss_mask)
-    versions_K, kept_K = torch.tensor(versions), torch.tensor(kept)
-    return _gap_metrics(log_ratio_K) | _difference_metrics(log_ratio_K.abs(), version - versions_K, kept_K)
-
-
-def _gap_metrics(log_ratio_K: Tensor) -> dict[str, float]:
-    """Return quantiles of the ratio pi / mu, and the share of effective tokens.
-
-    The effective sample size of weights w is (sum w)^2 / sum w^2 (Kish 1965), here divided by the number of tokens.
-    """
-    ratio_K = log_ratio_K.double().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    ordered_K = ratio_K.sort().values
-    last = len(ordered_K) - 1
-    quantiles = {f"ratio_p{q}": float(ordered_K[round(last * q / 100)]) for q in (1, 50, 99)}
-    share = float(ratio_K.sum() ** 2 / (ratio_K.square().sum() * len(ratio_K)))
-    return {**quantiles, "ratio_max": float(ordered_K[-1]), "effective_sample_share": share}
-
-
-def _difference_metrics(difference_K: Tensor, staleness_K: Tensor, kept_K: Tensor) -> dict[str, float]:
-    """Return metrics of |trainer - engine logprob| by age in versions.
-
-    Tokens that attend to KV of older weights count apart. The trainer lacks this KV, so their difference is expected.
-    """
-    result = {"logprob_diff_mean": float(difference_K.mean()), "kv_kept_share": float(kept_K.float().mean())}
+    ages_K, kept_K, difference_K = version - torch.tensor(versions), torch.tensor(kept), log_ratio_K.abs()
+    ratio_K = log_ratio_K.double().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().sort().values
+    result = {f"ratio_p{q}": float(ratio_K[round((len(ratio_K) - 1) * q / 100)]) for q in (1, 50, 99)}
+    result["ratio_max"] = float(ratio_K[-1])
+    result["effective_sample_share"] = float(ratio_K.sum() ** 2 / (ratio_K.square().sum() * len(ratio_K)))
+    result["logprob_diff_mean"] = float(difference_K.mean())
+    result["kv_kept_share"] = float(kept_K.float().mean())
     if kept_K.any():
         result["logprob_diff_kv_kept"] = float(difference_K[kept_K].mean())
-    difference_K, staleness_K = difference_K[~kept_K], staleness_K[~kept_K]
-    equal_K = difference_K[staleness_K == 0]
+    difference_K, ages_K = difference_K[~kept_K], ages_K[~kept_K]
+    equal_K = difference_K[ages_K == 0]
     result["logprob_diff_equal_tokens"] = float(len(equal_K))
     if len(equal_K):
         result["logprob_diff_max_equal"] = float(equal_K.max())
-    for staleness in staleness_K.unique().tolist():
-        result[f"logprob_diff_staleness/{staleness}"] = float(difference_K[staleness_K == staleness].mean())
+    for age in ages_K.unique().tolist():
+        result[f"logprob_diff_staleness/{age}"] = float(difference_K[ages_K == age].mean())
     return result
 
 

@@ -78,25 +78,21 @@ async def drive(options: Options) -> None:
     from penstock.train.ranks import GPU, store_at  # noqa: PLC0415 - torch takes seconds
 
     store_at(*options.master).set(GPU, gpu)
-    await _until_ended(ray, actors[len(here) :], options)
+    await asyncio.gather(*(_run(ray, actor, rank, options) for rank, actor in enumerate(actors[len(here) :], start=1)))
 
 
-async def _until_ended(ray: Any, actors: list[Any], options: Options) -> None:
-    async def run(rank: int, actor: Any) -> str:
-        (host, port), folder = options.master, str(Path.cwd())
-        env = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": options.size, "MASTER_ADDR": host, "MASTER_PORT": port}
-        env |= {name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME",) if name in os.environ}
-        log = options.log_dir / f"rank-{rank}.log"
-        try:
-            why = await actor.run.remote(rank, {key: str(value) for key, value in env.items()}, folder, str(log))
-        except ray.exceptions.RayError as error:
-            why = f"was lost with its node or its actor: {' '.join(str(error).split())[:300]}"
-        return f"rank {rank} {why}" if why else ""
-
-    running = [asyncio.create_task(run(rank, actor)) for rank, actor in enumerate(actors, start=1)]
-    for ended in asyncio.as_completed(running):
-        if why := await ended:
-            raise LearnerError(why)
+async def _run(ray: Any, actor: Any, rank: int, options: Options) -> None:
+    """Run a rank to its end. LearnerError: it failed or was lost."""
+    (host, port), folder = options.master, str(Path.cwd())
+    env = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": options.size, "MASTER_ADDR": host, "MASTER_PORT": port}
+    env |= {name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME",) if name in os.environ}
+    log = options.log_dir / f"rank-{rank}.log"
+    try:
+        why = await actor.run.remote(rank, {key: str(value) for key, value in env.items()}, folder, str(log))
+    except ray.exceptions.RayError as error:
+        why = f"was lost with its node or its actor: {' '.join(str(error).split())[:300]}"
+    if why:
+        raise LearnerError(f"rank {rank} {why}")
 
 
 def main(argv: list[str]) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from penstock.aio import settled
 from penstock.config import RunConfig, check_on_hub
 from penstock.engine.command import check_model
 from penstock.engine.layouts import read_shape
@@ -193,11 +194,9 @@ async def _run(
         # The learner loads in a thread while the engines start, and ends their start if it fails. A colocated learner
         # loads while they sleep.
         loading = None if config.train.schedule == "colocated" else asyncio.create_task(_load(config, ranks))
-        started = asyncio.Event()
 
         async def work() -> Summary:
             async with opening as fleet, open_generator(fleet) as generator:
-                started.set()
                 training = train(
                     config,
                     fleet,
@@ -212,19 +211,12 @@ async def _run(
                 endpoint = fleet.endpoint
                 return await ranks.during(endpoint.during(training) if endpoint is not None else training)
 
-        working = asyncio.create_task(work())
-        tasks = [working] if loading is None else [working, loading]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            if started.is_set():  # it hears of the learner itself
-                await asyncio.wait((working,))
-        finally:
-            for task in tasks:  # once, or the end of the engines would be cut off
-                task.cancel()
-            await asyncio.wait(tasks)
-        if loading in done:
-            loading.result()
-        return working.result()
+        async def failure() -> None:
+            if loading is not None:
+                await loading
+            await asyncio.Event().wait()
+
+        return (await settled(work(), failure())).result()
 
 
 async def _in_flight(fleet: Fleet) -> dict[str, int]:
