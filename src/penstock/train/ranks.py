@@ -16,7 +16,6 @@ import socket
 import sys
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -164,7 +163,7 @@ class Ranks:
 
     async def _join(self) -> RankGroup:
         if self._launched:
-            return await self._in_thread(lambda: RankGroup(place_of(self._launched)))
+            return await self._in_thread(lambda: RankGroup(self._launched))
         ray = self._ray_address
         address = "127.0.0.1" if ray is None else await asyncio.to_thread(address_towards, ray)
         store, port = meeting_point(address)
@@ -173,17 +172,23 @@ class Ranks:
         # Joining is fast once the others have imported torch, so a rank that cannot start is reported soon.
         await self.during(wait_ready(store, self.count))
         gpu = store.get(GPU).decode() if ray is not None else ""  # set before any rank was ready
-        place = Place(0, self.count, visible_gpus().index(gpu) if gpu else 0, store, one_host=ray is None)
-        return await self.during(self._in_thread(lambda: RankGroup(place)))
+        variables = self._variables(0, port)
+        if ray is not None:
+            variables |= {"LOCAL_RANK": str(visible_gpus().index(gpu) if gpu else 0), "LOCAL_WORLD_SIZE": "1"}
+        return await self.during(self._in_thread(lambda: RankGroup(variables, store)))
+
+    def _variables(self, rank: int, port: int) -> dict[str, str]:
+        """Return what torchrun would tell a rank of this host."""
+        place = {"RANK": rank, "WORLD_SIZE": self.count, "LOCAL_WORLD_SIZE": self.count, "MASTER_PORT": port}
+        return {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in place.items()}}
 
     async def _start_here(self, port: int) -> None:
         for rank in range(1, self.count):
-            place = {"RANK": rank, "WORLD_SIZE": self.count, "LOCAL_WORLD_SIZE": self.count, "MASTER_PORT": port}
             child = await ChildProcess.start(
                 [sys.executable, "-m", "penstock.train.ranks"],
                 name=f"rank {rank}",
                 log=self._log_dir / f"rank-{rank}.log",
-                env={"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in place.items()}},
+                env=self._variables(rank, port),
             )
             self._children.append(child)
 
@@ -210,39 +215,6 @@ def _lost(child: ChildProcess, status: int) -> LearnerError:
 # --- where they meet -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The place of a process among the ranks. `local_rank`, its number on its host, selects its GPU."""
-
-    rank: int
-    size: int
-    local_rank: int
-    store: dist.Store
-    one_host: bool
-
-
-def place_of(variables: Mapping[str, str]) -> Place:
-    """Return a place from torchrun's variables, or from those of `Ranks` for a child.
-
-    Raises:
-        ConfigError: a variable is not a number, or nothing answers at the address.
-    """
-    try:
-        rank, size, port = int(variables["RANK"]), int(variables["WORLD_SIZE"]), int(variables["MASTER_PORT"])
-        local_rank = int(variables.get("LOCAL_RANK", rank))
-    except (KeyError, ValueError) as error:
-        raise ConfigError(f"RANK, LOCAL_RANK, WORLD_SIZE and MASTER_PORT must be numbers: {error}") from error
-    hosts = rank == 0 and variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    address = variables["MASTER_ADDR"]
-    try:
-        given = dist.TCPStore(address, port, is_master=hosts, wait_for_workers=False, timeout=JOIN)
-    except RuntimeError as error:  # DistNetworkError among others
-        raise ConfigError(f"rank {rank} cannot reach rank 0 at {address}:{port}: {error}") from error
-    store = _of_attempt(given, variables.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    store.set(_ready(rank), "here")
-    return Place(rank, size, local_rank, store, one_host=variables.get("LOCAL_WORLD_SIZE") == variables["WORLD_SIZE"])
-
-
 def meeting_point(address: str) -> tuple[dist.Store, int]:
     """Return a store that listens at one address of this host, and its port."""
     listener = socket.create_server((address, 0))
@@ -256,6 +228,19 @@ def meeting_point(address: str) -> tuple[dist.Store, int]:
 def store_at(address: str, port: int) -> dist.Store:
     """Connect from another process to the store that `meeting_point` made."""
     return _of_attempt(dist.TCPStore(address, port, is_master=False))
+
+
+def _store_of(variables: Mapping[str, str]) -> dist.Store:
+    """Join the store that a rank's variables name, and say there that this rank is ready."""
+    rank, address, port = int(variables["RANK"]), variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
+    hosts = rank == 0 and variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        given = dist.TCPStore(address, port, is_master=hosts, wait_for_workers=False, timeout=JOIN)
+    except RuntimeError as error:  # DistNetworkError among others
+        raise ConfigError(f"rank {rank} cannot reach rank 0 at {address}:{port}: {error}") from error
+    store = _of_attempt(given, variables.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    store.set(_ready(rank), "here")
+    return store
 
 
 async def wait_ready(store: dist.Store, size: int) -> None:
@@ -294,37 +279,42 @@ def _ready(rank: int) -> str:
 class RankGroup:
     """This process as a member of the ranks. A process can be in one group at a time.
 
+    `variables` are torchrun's, or those of `Ranks` for a child. `store`: the one where the ranks meet; None: join it.
+
     If all ranks are on one host, their traffic uses the loopback device. `gloo` is the ranks' gloo group, on any
     device; `COLLECTIVE` limits each wait in it. Commands travel as pickles, as torch's own objects do in a checkpoint.
 
     Raises:
+        ConfigError: nothing answers at the address, or there are too few GPUs.
         LearnerError: the other ranks did not join in time.
     """
 
-    def __init__(self, place: Place) -> None:
-        self.rank, self.size = place.rank, place.size
+    def __init__(self, variables: Mapping[str, str], store: dist.Store | None = None) -> None:
+        self.rank, self.size = int(variables["RANK"]), int(variables["WORLD_SIZE"])
+        local_rank = int(variables.get("LOCAL_RANK", self.rank))  # it selects the GPU
+        store = store or _store_of(variables)
         cuda = torch.cuda.is_available()
-        self.device = torch.device("cuda", place.local_rank) if cuda else torch.device("cpu")
+        self.device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
         if cuda:
-            if place.local_rank >= torch.cuda.device_count():
+            if local_rank >= torch.cuda.device_count():
                 raise ConfigError(
-                    f"rank {place.rank} needs a GPU of its own and there are {torch.cuda.device_count()}: ask for "
+                    f"rank {self.rank} needs a GPU of its own and there are {torch.cuda.device_count()}: ask for "
                     "fewer train.ranks"
                 )
             torch.cuda.set_device(self.device)
         try:
-            with _loopback() if place.one_host else nullcontext():
+            with _loopback() if variables.get("LOCAL_WORLD_SIZE") == variables["WORLD_SIZE"] else nullcontext():
                 dist.init_process_group(
                     "cpu:gloo,cuda:nccl" if cuda else "gloo",
-                    store=place.store,
-                    rank=place.rank,
-                    world_size=place.size,
+                    store=store,
+                    rank=self.rank,
+                    world_size=self.size,
                     timeout=COLLECTIVE,
                 )
                 self.gloo: Any = dist.new_group(backend="gloo", timeout=COLLECTIVE)
-                self._commands: Any = dist.new_group(backend="gloo", timeout=IDLE if place.rank else COLLECTIVE)
+                self._commands: Any = dist.new_group(backend="gloo", timeout=IDLE if self.rank else COLLECTIVE)
         except RuntimeError as error:
-            raise LearnerError(f"rank {place.rank} of {place.size} could not join the others: {error}") from error
+            raise LearnerError(f"rank {self.rank} of {self.size} could not join the others: {error}") from error
 
     def tell(self, command: object) -> None:
         """Send a command to every other rank; called on rank 0."""
@@ -374,7 +364,7 @@ def _loopback() -> Generator[None]:
 def follow(variables: Mapping[str, str], failed: Callable[[str], object] = bool) -> int:
     """Follow rank 0's commands until the end, and return the exit status. `variables` are torchrun's, or ours."""
     try:
-        group = RankGroup(place_of(variables))
+        group = RankGroup(variables)
         serve(group)
     except (PenstockError, RuntimeError) as error:  # RuntimeError from torch: a lost peer, or no memory left
         message = f"{type(error).__name__}: {' '.join(str(error).split())}"
