@@ -159,6 +159,12 @@ async def set_fault(member: Member, **fault: object) -> None:
         await http.close()
 
 
+def core_of(pid: int) -> int:
+    """The process that holds an engine's core: a child of the server, or the server itself."""
+    inside = [p for p in psutil.Process(pid).children() if "resource_tracker" not in " ".join(p.cmdline())]
+    return inside[-1].pid if inside else pid
+
+
 def strike(member: Member, number: int = signal.SIGKILL) -> None:
     """Send a signal to all processes of a launched engine."""
     assert isinstance(member.process, EngineProcess)

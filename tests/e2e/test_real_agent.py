@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import runpy
 import sys
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from test_real_demo import trained
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.config import TrainConfig, load_config
@@ -62,12 +62,7 @@ async def test_it_starts_and_takes_two_steps(tmp_path: Path, monkeypatch: pytest
 async def test_an_agent_learns_by_what_it_is_answered(tmp_path: Path, script: SimpleNamespace, seed: int) -> None:
     """At least 20 points in at most 5 minutes; the same model without answers finds at least 20 points less."""
     began = time.monotonic()
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "penstock", "train", str(AGENT), f"seed={seed}", f"run_dir={tmp_path}", cwd=ROOT,
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-    )  # fmt: skip
-    out, _ = await asyncio.wait_for(process.communicate(), 800)
-    assert process.returncode == 0, out.decode()
+    await trained(str(AGENT), f"seed={seed}", f"run_dir={tmp_path}", seconds=800)
     assert time.monotonic() - began <= 300
     summary = json.loads((tmp_path / "agent" / "summary.json").read_text())
     assert summary["accuracy_after"] - summary["accuracy_before"] >= 0.20
@@ -76,8 +71,8 @@ async def test_an_agent_learns_by_what_it_is_answered(tmp_path: Path, script: Si
     learner = LocalLearner(str(MODEL), TrainConfig(), seed=0)
     step = summary["steps"]
     learner.load(None, tmp_path / "agent" / "checkpoints" / f"step-{step:08}", {"version": step})
-    trained = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    trained.load_state_dict(dict(learner.weights(None)), strict=False)
-    with_answers = found(script, trained, feedback=True)
+    learnt = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    learnt.load_state_dict(dict(learner.weights(None)), strict=False)
+    with_answers = found(script, learnt, feedback=True)
     assert with_answers == pytest.approx(summary["accuracy_after"], abs=0.01)  # the engine has the learner's weights
-    assert with_answers - found(script, trained, feedback=False) >= 0.20
+    assert with_answers - found(script, learnt, feedback=False) >= 0.20

@@ -8,7 +8,6 @@ import os
 import signal
 from dataclasses import replace
 
-import psutil
 import pytest
 
 from http_engine import HTTPEngine
@@ -16,7 +15,7 @@ from patience import eventually
 from penstock import Fleet
 from penstock.http import HttpTransport
 from penstock.types import SamplingParams
-from sim_fleets import returned, samples_of
+from sim_fleets import core_of, returned, samples_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -47,12 +46,6 @@ async def fleet(nano_path, hold, tmp_path_factory):
 def key_of(member):
     """What the engine asks for: the fleet's own key where it has one."""
     return member.api_key or KEY
-
-
-def core_of(pid):
-    """The process that holds the engine core: a child of the server, or the server itself."""
-    children = [p for p in psutil.Process(pid).children() if "resource_tracker" not in " ".join(p.cmdline())]
-    return children[-1].pid if children else pid
 
 
 def check(history, prompts, out):

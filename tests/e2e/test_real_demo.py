@@ -34,7 +34,7 @@ async def test_a_killed_demo_is_taken_up_again_and_ends(tmp_path):
     await first.wait()
     await eventually(lambda: not any(alive(p.pid) for p in engines), 60)
 
-    out = await _trained(*arguments, "--resume", seconds=200)
+    out = await trained(*arguments, "--resume", seconds=200)
     rows = _rows(folder)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert [row["version"] for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -52,7 +52,7 @@ async def test_a_killed_demo_is_taken_up_again_and_ends(tmp_path):
 @pytest.mark.slow
 async def test_a_learner_of_two_processes_trains_it(tmp_path):
     overrides = ("train.ranks=2", "train.steps=2", f"run_dir={tmp_path}", "name=ranks")
-    await _trained(str(DEMO), *SHORT, *overrides, seconds=280)
+    await trained(str(DEMO), *SHORT, *overrides, seconds=280)
     rows = _rows(tmp_path / "ranks")
     assert [row["version"] for row in rows] == [1, 2]
     assert 0 < rows[0]["logprob_difference"] <= 1e-4
@@ -75,7 +75,7 @@ async def test_a_run_that_loses_a_rank_says_so_and_is_taken_up_again(tmp_path):
     assert all(row["update/failures"] == 0 for row in _rows(folder)), "the engines were whole"
     assert not any(alive(process.pid) for process in started)
 
-    await _trained(*arguments, "--resume", seconds=200)
+    await trained(*arguments, "--resume", seconds=200)
     rows = _rows(folder)
     assert [row["version"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert all(row["update/failures"] == 0 for row in rows)
@@ -86,7 +86,7 @@ async def test_a_run_that_loses_a_rank_says_so_and_is_taken_up_again(tmp_path):
 @pytest.mark.parametrize("seed", [0, 1, 2])
 async def test_the_demo_learns(tmp_path, seed):
     """The bar: at least 20 points of held-out exact-match accuracy in at most 4 minutes of training, nothing wasted."""
-    await _trained(str(DEMO), f"seed={seed}", f"run_dir={tmp_path}", "name=demo", seconds=800)
+    await trained(str(DEMO), f"seed={seed}", f"run_dir={tmp_path}", "name=demo", seconds=800)
     summary = json.loads((tmp_path / "demo" / "summary.json").read_text())
     assert summary["accuracy_after"] - summary["accuracy_before"] >= 0.20
     assert summary["wasted_tokens"] == 0
@@ -101,7 +101,7 @@ async def _training(*arguments: str) -> asyncio.subprocess.Process:
     )  # fmt: skip
 
 
-async def _trained(*arguments: str, seconds: float) -> bytes:
+async def trained(*arguments: str, seconds: float) -> bytes:
     """What a run says that ends well within so many seconds."""
     run = await _training(*arguments)
     out, _ = await asyncio.wait_for(run.communicate(), seconds)

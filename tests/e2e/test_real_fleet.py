@@ -50,23 +50,6 @@ async def test_updates_in_flight_lose_nothing_and_every_token_has_its_version(fl
     del history.models[last + 1]
 
 
-async def test_requests_wait_through_a_pause_and_none_fails(fleet, history, hold):
-    with hold.at(40):
-        running = asyncio.create_task(fleet.generate(prompt_token_ids=[[5, 6]] * 6, sampling_params=LONG))
-        await hold.reached(6)
-        await fleet.pause_generation(PauseMode.KEEP)
-    late = asyncio.create_task(fleet.sample([5, 6], 2, LONG))
-    done, _ = await asyncio.wait({running, late}, timeout=0.3)
-    assert not done
-    report = await history.update(fleet, 9)
-    assert sum(engine.preempted for engine in report.engines) >= 6
-    done, _ = await asyncio.wait({running, late}, timeout=0.2)
-    assert not done, "an update let a paused fleet go on"
-    await fleet.resume_generation()
-    for sample in [*samples_of(await running), *await late]:
-        assert history.worst_difference([5, 6], sample) < 1e-4
-
-
 @pytest.mark.parametrize("how", ["resume", "cancel", "abort"])
 async def test_a_pause_that_waits_is_taken_back_by_a_resume_and_ended_by_an_abort(fleet, history, hold, how):
     with hold.at(40):

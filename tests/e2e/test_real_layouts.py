@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hold import Hold
-from http_engine import HTTPEngine, launched_engine
+from http_engine import launched_engine
 from nano_models import History, changed, save_moe
 from penstock import Fleet
-from penstock.engine.launch import EngineProcess
 from penstock.settings import EngineConfig
 from penstock.types import SamplingParams
 from penstock.weights.checkpoint_names import checkpoint_tensors
@@ -24,22 +21,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(420)]
 
 GREEDY = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True, detokenize=False)
 LONG = replace(GREEDY, max_tokens=150)
-
-
-@asynccontextmanager
-async def launched(logs: Path, **engines: EngineConfig) -> AsyncIterator[list[EngineProcess]]:
-    """Engine processes of these names, started side by side."""
-    async with AsyncExitStack() as owned:
-        started = await asyncio.gather(
-            *(EngineProcess.launch(config, name=name, log_dir=logs) for name, config in engines.items()),
-            return_exceptions=True,
-        )
-        for process in started:
-            if isinstance(process, EngineProcess):
-                owned.push_async_callback(process.stop)
-        failures = [error for error in started if isinstance(error, BaseException)]
-        assert not failures, failures
-        yield [process for process in started if isinstance(process, EngineProcess)]
 
 
 def config(model: Path, hold: Hold, tp: int = 1, dp: int = 1) -> EngineConfig:
@@ -57,9 +38,11 @@ async def test_engines_of_differing_sizes_serve_the_same_experts_after_an_update
     path = save_moe(tmp_path / "moe")
     history = History.of(path)
     model = changed(history.latest, 1, scale=0.1)
-    async with launched(tmp_path, wide=config(path, hold, tp=2), narrow=config(path, hold)) as processes:
-        urls = [process.url for process in processes]
-        async with Fleet.connect(urls) as fleet:
+    async with (
+        launched_engine(config(path, hold, tp=2), "wide", tmp_path) as (wide_engine, one),
+        launched_engine(config(path, hold), "narrow", tmp_path) as (narrow_engine, other),
+    ):
+        async with Fleet.connect([one.url, other.url]) as fleet:
             assert [(m.tp, m.pp, m.dp) for m in (member.info for member in fleet._roster.members)] == [
                 (2, 1, 1),
                 (1, 1, 1),
@@ -83,10 +66,9 @@ async def test_engines_of_differing_sizes_serve_the_same_experts_after_an_update
             assert [len(spans) for spans in out.response_spans] == [2] * 8
             for prompt, sample in zip(prompts, samples_of(out), strict=True):
                 assert history.worst_difference(prompt, sample) < 1e-4
-        for url in urls:
-            async with HTTPEngine.connected(url) as engine:
-                answers = [(p, (await engine.sample(p, 1, GREEDY))[0]) for p in prompts[:3]]
-            for prompt, sample in answers:
+        for engine in (wide_engine, narrow_engine):
+            for prompt in prompts[:3]:
+                (sample,) = await engine.sample(prompt, 1, GREEDY)
                 assert sample.versions() == (1,) * 60
                 assert history.worst_difference(prompt, sample) < 1e-4
 

@@ -48,13 +48,11 @@ def plain_vllm(model: Path, log: Path, ranks: int, hold: Hold) -> AbstractAsyncC
 async def test_plain_vllm_serves_in_a_fleet_and_takes_weights_in_flight(
     nano_path: Path, history: History, hold: Hold, tmp_path: Path, ranks: int
 ) -> None:
-    async with plain_vllm(nano_path, tmp_path / "log", ranks, hold) as url:
-        await _serves_through_updates(url, history, ranks, hold)
-
-
-async def _serves_through_updates(url: str, history: History, ranks: int, hold: Hold) -> None:
-    store = SharedMemoryStore()
-    async with Fleet.connect([url], control_timeout_s=60.0, request_timeout_s=200.0) as fleet:
+    store, timeouts = SharedMemoryStore(), {"control_timeout_s": 60.0, "request_timeout_s": 200.0}
+    async with (
+        plain_vllm(nano_path, tmp_path / "log", ranks, hold) as url,
+        Fleet.connect([url], **timeouts) as fleet,
+    ):
         assert fleet.dp_size == ranks
         with pytest.raises(MissingCapabilityError, match="sleep: engine e0 lacks sleep mode; start it with"):
             await fleet.sleep()

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 import pytest
 
-from penstock.errors import StateError, WeightsError
+from penstock.errors import WeightsError
 from penstock.plugin import INSTANCE_VARIABLE
 from penstock.plugin.middleware import PenstockMiddleware
 
@@ -276,10 +276,3 @@ async def test_a_pause_is_the_cores_and_leaves_the_cache_of_processed_images_alo
     PenstockMiddleware(behind)._routes.cores.install(cores)
     await cores.pause_generation(mode="keep", clear_cache=True, **older)
     assert cores.done == [f"penstock_pause {'wait' if older else 'keep'} True"]
-
-
-async def test_a_label_that_is_no_version_is_named() -> None:
-    cores = Cores()
-    cores.label = "step-100"
-    with pytest.raises(StateError, match=r"labelled 'step-100', and a version is a whole number; relabel them by"):
-        await PenstockMiddleware(behind)._routes._info.answer([], cores, b"")

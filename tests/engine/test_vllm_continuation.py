@@ -8,7 +8,6 @@ front end, `test_vllm_pausing.py` clients that know nothing of us.
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import os
 
@@ -151,36 +150,6 @@ async def test_what_is_told_of_tokens_is_vllms_own_answer(live):
         (i, [], [], "length") for i in range(2)
     ]
     assert sum(len(one["ids"]) for line in lines for one in line["samples"]) == 2 * TOKENS
-
-
-async def test_n_samples_go_on_behind_a_cut_each_from_its_own_tokens(live):
-    params = SamplingParams(max_tokens=TOKENS, seed=3)
-    undisturbed = await live.engine.sample(PROMPT, 6, params)
-    going = sum(len(sample.token_ids) > 8 for sample in undisturbed)  # the others have ended before they can be cut
-    ask = functools.partial(live.engine.sample, PROMPT, 6, params)
-    samples = await disturbed(live, ask, RELEASE, going, tokens=8, times=1)
-    assert len(samples) == 6
-    for sample in samples:  # some may end by themselves: which ones depends on where the seam is
-        assert sample.finish_reason == ("length" if len(sample.token_ids) == TOKENS else "stop")
-        assert live.history.worst_difference(PROMPT, sample) < 1e-4
-        ids = sample.token_ids[:-1] if sample.finish_reason == "stop" else sample.token_ids
-        assert sample.text == await live.engine.data.detokenize(ids)
-
-
-async def test_stop_strings_lie_across_the_seam(live):
-    asked = completing(live, temperature=0, prompt=[30, 31])
-    text = (await live.engine.completion(asked))["choices"][0]["text"]
-    stop = text[150:190]
-    asked["stop"] = [stop]
-    undisturbed = (await live.engine.completion(asked))["choices"][0]
-    assert (undisturbed["text"], undisturbed["stop_reason"]) == (text[: text.index(stop)], stop)
-    for ask in (
-        lambda: live.engine.completion(asked),
-        lambda: joined(live.engine.completion_stream(asked)),
-    ):
-        answer = await disturbed(live, ask, RELEASE)
-        choice = answer["choices"][0] if "choices" in answer else answer[0]
-        assert choice["text"] == undisturbed["text"]
 
 
 def sample_of(choice):

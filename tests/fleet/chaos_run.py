@@ -42,7 +42,7 @@ from penstock.fleet.member import Member, State
 
 sys.path.append(str(Path(__file__).parents[1]))  # a script's path has its own folder alone
 
-from sim_fleets import CONTEXT, children
+from sim_fleets import CONTEXT, children, core_of
 from sim_verify import verify
 
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
@@ -258,12 +258,6 @@ def router_processes() -> list[psutil.Process]:
     """The router's process and its workers, without those that have ended."""
     whole = [p for parent in children("router") for p in (parent, *parent.children(recursive=True))]
     return [p for p in whole if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-
-
-def core_of(pid: int) -> int:
-    """The process that holds the engine core: a child of the server, or the server itself."""
-    inside = [p for p in psutil.Process(pid).children() if "resource_tracker" not in " ".join(p.cmdline())]
-    return inside[-1].pid if inside else pid
 
 
 async def main() -> int:

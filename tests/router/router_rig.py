@@ -248,6 +248,10 @@ def request(target: str = "/v1/x", body: bytes = b"", headers: str = "", method:
     return f"{method} {target} HTTP/1.1\r\nHost: test\r\n{headers}{length}\r\n".encode("latin-1") + body
 
 
+def session(name: object, prompt_tokens: int = 0) -> str:
+    return f"X-Session-ID: {name}\r\n" + (f"X-Prompt-Tokens: {prompt_tokens}\r\n" if prompt_tokens else "")
+
+
 @dataclass
 class Rig:
     """A router, its backends and an admin client."""

@@ -8,15 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from router_rig import Backend, RawClient, Reader, Rig, Seen, Writer, answer_name, held, reply, request, rig
+from router_rig import Backend, RawClient, Reader, Rig, Seen, Writer, answer_name, held, reply, request, rig, session
 
 from penstock.router.kv import KVStats, parse_kv_stats
 from penstock.router.membership import EngineEntry
 from penstock.router.state import EngineLoad
-
-
-def session(name: object, more: str = "") -> str:
-    return f"X-Session-ID: {name}\r\n{more}"
 
 
 async def until(r: Rig, name: str, holds: Callable[[EngineLoad], bool]) -> None:
@@ -94,15 +90,14 @@ async def test_new_sessions_wait_for_room_and_later_turns_do_not() -> None:
         r.backends[0].metrics = kv(0.0, 10)  # 160 tokens
         await until(r, "e0", lambda e: e.kv_capacity == 160)
         client, first, second = await r.client(), await r.client(), await r.client()
-        tokens = "X-Prompt-Tokens: 100\r\n"
-        assert (await client.ask(headers=session("a", tokens))).status == 200
-        await first.send(request(headers=session("b", tokens)))
+        assert (await client.ask(headers=session("a", 100))).status == 200
+        await first.send(request(headers=session("b", 100)))
         await r.until_held(1)
-        await second.send(request(headers=session("c", "X-Prompt-Tokens: 1\r\n")))  # there is room, but not its turn
+        await second.send(request(headers=session("c", 1)))  # there is room, but not its turn
         await r.until_held(2)
         assert (await r.admin.engines()).held_by["room"] == 2
-        assert (await client.ask(headers=session("a", tokens))).status == 200
-        assert (await client.ask(headers=tokens)).status == 200
+        assert (await client.ask(headers=session("a", 100))).status == 200
+        assert (await client.ask(headers="X-Prompt-Tokens: 100\r\n")).status == 200
         await asyncio.sleep(0.6)  # longer than max_hold_s: an engine is up, and load will fall
         assert (await r.admin.engines()).held == 2
         assert await finished(r, "a")
@@ -119,7 +114,7 @@ async def test_room_comes_with_the_end_of_another_request() -> None:
         first, second = await r.client(), await r.client()
         await first.send(request(headers="X-Prompt-Tokens: 100\r\n"))  # no session: counts while it is in flight
         await r.backends[0].arrived.wait()
-        await second.send(request(headers=session("b", "X-Prompt-Tokens: 100\r\n")))
+        await second.send(request(headers=session("b", 100)))
         await r.until_held(1)
         go.set()
         assert [(await c.receive()).status for c in (first, second)] == [200, 200]

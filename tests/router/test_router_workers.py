@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from router_rig import RawClient, Rig, answer_name, held, request, rig
+from router_rig import RawClient, Rig, answer_name, held, request, rig, session
 
 from patience import WAIT_S, alive, eventually
 from penstock.errors import StateError, UserError
@@ -24,10 +24,6 @@ from penstock.router.workers import listen, router_of_worker
 from penstock.settings import RouterConfig
 
 OPTIONS: dict[str, Any] = {"process": True, "workers": 2, "engine_metrics_interval_s": 0}
-
-
-def session(name: str, prompt: int = 0) -> str:
-    return f"X-Session-ID: {name}\r\n" + (f"X-Prompt-Tokens: {prompt}\r\n" if prompt else "")
 
 
 async def pid_of(client: RawClient) -> int:
