@@ -60,8 +60,6 @@ class AgentConfig(Section):
     timeout_s: Seconds = 600.0
     """Most seconds of an episode; a longer one has the reward 0."""
     policy: Literal["extend", "faithful"] = "extend"
-    force_calls: bool = False
-    """Sample under a grammar if a harness's `tool_choice` forces a call; such turns cannot be trained on."""
     tool_parser: str | None = None
     """Name of vLLM's tool-call parser, for model families without `<tool_call>`; null: our own."""
     reasoning_parser: str | None = None

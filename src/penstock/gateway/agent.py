@@ -293,7 +293,7 @@ class AgentRollouts:
             given.policy,
             sampling={**_WHOLE, "temperature": config.rollout.temperature},
             max_tokens=config.rollout.max_tokens,
-            force_calls=given.force_calls,
+            force_calls=False,  # tokens made under a grammar cannot be trained on
         )
 
     @asynccontextmanager

@@ -36,8 +36,6 @@ LONG_BODY = 1 << 14
 """Bytes of a body above which a thread parses it."""
 KEEPALIVE_S = 10.0
 """Seconds without an answer after which a stream starts. An earlier error gets its own HTTP status."""
-RESET_S = 0.05
-"""Seconds until the server notices that a client has left. A repeated request may arrive earlier, so it waits."""
 NODE_HEADER = "X-Penstock-Node"
 ROWS_TYPE = "application/x-ndjson"
 LONG_ANSWER = 1 << 16
@@ -178,8 +176,6 @@ class _Calls:
         retries = http.headers.get("x-stainless-retry-count", "0")
         digest = hashlib.sha256(b"\n".join((http.url.path.encode(), idempotency.encode(), body))).digest()
         is_retry = bool(idempotency) or retries not in {"", "0"}
-        if session.is_waited_for(digest):
-            await asyncio.sleep(RESET_S)
         turn = self._gateway.submit(session, request, digest, is_retry=is_retry, size=len(body))
         headers = {NODE_HEADER: turn.id}
         answer = await self._wait(turn, http, self._keepalive_s if request.stream else None)

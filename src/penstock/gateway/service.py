@@ -111,10 +111,6 @@ class ServedSession(Session):
             return None
         return turns[-1] if turns else None
 
-    def is_waited_for(self, digest: bytes) -> bool:
-        """Whether a client waits for the answer to an equal request."""
-        return any(turn.waiters and turn.digest == digest for turn in self.turns)
-
     def next_sampling(self) -> Mapping[str, Any]:
         """Return the parameters of the next turn, with its own seed."""
         seed, turn = self.sampling.get("seed"), self.begun

@@ -130,39 +130,24 @@ class RunDisplay(Reporter):
         return Panel(_rows(rows), title=f"penstock train: {self._name}", title_align="left", expand=False)
 
 
-SECONDS_LABELS: Mapping[str, str] = {
-    "waiting": "waiting for rollouts",
-    "training": "training",
-    "update": "updating weights",
-    "sleep": "engines to sleep and awake",
-    "evaluation": "evaluation",
-    "checkpoint": "checkpoints",
-}
-"""Labels of the parts of `Summary.seconds`, in display order."""
-
-
 def end_table(summary: Summary) -> Table:
-    """Return a table with every figure of a finished run, one per row."""
+    """Return a table with the main figures of a finished run, one per row. summary.json has all of them."""
     resumed = f", resumed after step {', '.join(map(str, summary.resumed_at))}" if summary.resumed_at else ""
-    lost = "not measured" if summary.tokens_lost is None else f"{summary.tokens_lost:,.0f} in {summary.updates} updates"
-    rows: dict[str, RenderableType] = {
+    gap, lost = summary.logprob_difference, summary.tokens_lost
+    rows = {
         "held-out accuracy": _accuracy(summary),
-        "steps": f"{summary.steps}{resumed}",
+        "steps": f"{summary.steps}{resumed}, {clock(summary.seconds['total'])} in all",
         "tokens": f"{summary.tokens:,} generated, {summary.tokens_per_second:,.0f} a second",
+        "wasted tokens": f"{summary.wasted_tokens:,}, and {summary.unconsumed_tokens:,} unused at the end",
         "weight updates": f"{summary.updates}, of which {summary.updates_in_flight} found requests running",
         "update bubble": f"median {milliseconds(summary.bubble_median)}, max {milliseconds(summary.bubble_max)}",
-        "tokens lost": lost,
-        "wasted tokens": Text(f"{summary.wasted_tokens:,}", style="red" if summary.wasted_tokens else "green"),
-        "unused tokens": f"{summary.unconsumed_tokens:,} generated and not trained on when the run ended",
+        "tokens lost": "not measured" if lost is None else f"{lost:,.0f} by updates",
         "mixed versions": f"{summary.multi_version_share:.1%} of completions span an update",
-        "staleness": _staleness(summary.staleness),
-        "logprob difference": "not measured"
-        if (gap := summary.logprob_difference) is None
-        else f"|trainer - engine| at most {gap:.1e} at equal weights",
+        "staleness": _shares({f"{age} versions": tokens for age, tokens in summary.staleness.items()}),
+        "logprob difference": "not measured" if gap is None else f"at most {gap:.1e} at equal weights",
+        "idle": ", ".join(f"{side} {share:.0%}" for side, share in summary.idle.items()) or "not measured",
+        "time": _shares({name: seconds for name, seconds in summary.seconds.items() if name != "total"}),
     }
-    if summary.idle:
-        rows["idle"] = ", ".join(f"{side} {share:.0%}" for side, share in summary.idle.items()) + " of the steps"
-    rows["time"] = _seconds(summary.seconds)
     table = Table(title=f"run {summary.name}, seed {summary.seed}", title_justify="left", show_header=False)
     table.add_column(style="bold")
     for name, value in rows.items():
@@ -192,21 +177,10 @@ def _accuracy(summary: Summary) -> RenderableType:
     return Text.assemble(f"{before:.1%} before, {after:.1%} after ", gain)
 
 
-def _staleness(counts: Mapping[int, int]) -> RenderableType:
-    total = sum(counts.values())
-    if not total:
-        return "no token was trained on"
-    return _rows({f"{age} version{'' if age == 1 else 's'}": f"{n / total:.1%}" for age, n in counts.items()})
-
-
-def _seconds(seconds: Mapping[str, float]) -> RenderableType:
-    total = seconds.get("total") or sum(seconds.values())
-    parts = {label: seconds[key] for key, label in SECONDS_LABELS.items() if seconds.get(key)}
-    other = total - sum(parts.values())
-    if other > 0.01 * total:
-        parts["start and the rest"] = other
-    shown = {label: f"{part:.1f} s ({part / total:.0%})" for label, part in parts.items()}
-    return _rows({**shown, "in all, once started": clock(total)})
+def _shares(parts: Mapping[str, float]) -> str:
+    """Return the share of each part that is not 0."""
+    total = sum(parts.values())
+    return ", ".join(f"{name} {part / total:.1%}" for name, part in parts.items() if part)
 
 
 def _rows(figures: Mapping[str, RenderableType]) -> Table:

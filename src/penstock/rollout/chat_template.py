@@ -8,7 +8,7 @@ assistant's message that holds a mark; the text behind the mark is the suffix. T
 from __future__ import annotations
 
 import hashlib
-import random
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from secrets import token_hex
@@ -20,7 +20,8 @@ from penstock.rollout.tokenizer import Tokenizer
 Message = Mapping[str, Any]
 _MARK = "penstock7mark3"
 _CALLED = "penstock7called3"
-HISTORIES = 8
+_TEXT = "one {2}\nthree."
+"""Text of the histories on which a template is tried."""
 _ID_SIZES = (24, 9)
 """Lengths of call ids: ours, and the only one that Mistral's templates accept."""
 
@@ -76,19 +77,16 @@ class ChatTemplate:
         return ids[ids.index(last_id) + 1 :] if last_id == self._end_id else ids
 
     def faults(self) -> list[str]:
-        """Try the suffix on random histories; return where it differs from the whole rendering.
+        """Try the suffix on histories of several shapes; return where it differs from the whole rendering.
 
         A template with faults cannot be extended, for example one that renders a message by what follows it.
         """
-        rng = random.Random(0)
         found: list[str] = []
         last_id = -1 if self._end_id is None else self._end_id
-        for number in range(HISTORIES):
-            history = _random_history(rng)
-            new: list[dict[str, Any]] = [{"role": "user", "content": _words(rng)}]
-            if calls := history[-1].get("tool_calls"):
-                new = [_result(call["id"], call["function"]["name"], _words(rng)) for call in calls]
-            tools = [_tool("look_up")] * rng.randint(0, 1)
+        for has_system, earlier, calls, has_tools in itertools.product((0, 1), (0, 2), (0, 1, 2), (0, 1)):
+            history = _history(has_system, earlier, calls)
+            new = [_result(call["id"], "add", f"{_TEXT} 3") for call in history[-1].get("tool_calls", ())]
+            new, tools = new or [{"role": "user", "content": f"{_TEXT} 4"}], [_tool("look_up")] * has_tools
             try:
                 whole, suffix = self.render([*history, *new], tools), self.suffix(new, tools, last_id=last_id)
             except RequestError:  # the model does not have one of these roles
@@ -96,7 +94,7 @@ class ChatTemplate:
             if tools and self._repeats_tools(new):  # such a turn is rendered whole
                 continue
             if suffix is None or whole[-len(suffix) :] != suffix:
-                found.append(f"history {number}: {new[0]['role']} messages are not rendered as a suffix")
+                found.append(f"{new[0]['role']} messages after {len(history)} others are not rendered as a suffix")
         return found
 
     def _chat(self, messages: Sequence[Message], tools: Sequence[Message], *, opening: bool) -> str:
@@ -187,19 +185,12 @@ def _short(call_id: str, size: int) -> str:
     return call_id if fits else hashlib.blake2b(call_id.encode()).hexdigest()[:size]
 
 
-def _words(rng: random.Random) -> str:
-    return " ".join(rng.choice(("one", "two", "3", "{4}", "five\n", "six.")) for _ in range(rng.randint(1, 5))).strip()
-
-
-def _random_history(rng: random.Random) -> list[dict[str, Any]]:
-    """Return a conversation that ends with an assistant's message, perhaps with calls."""
-    history: list[dict[str, Any]] = [{"role": "system", "content": _words(rng)}] if rng.random() < 0.5 else []  # noqa: PLR2004
-    for _ in range(rng.randint(0, 2)):
-        history += [{"role": "user", "content": _words(rng)}, {"role": "assistant", "content": _words(rng)}]
-    history += [{"role": "user", "content": _words(rng)}, {"role": "assistant", "content": _words(rng)}]
-    if rng.random() < 0.5:  # noqa: PLR2004
-        history[-1]["tool_calls"] = [
-            _call({"name": rng.choice(("add", "get_it")), "tool_call_id": f"{rng.getrandbits(96):024x}"}, _words(rng))
-            for _ in range(rng.randint(1, 2))
-        ]
+def _history(has_system: int, earlier: int, calls: int) -> list[dict[str, Any]]:
+    """Return a conversation that ends with an assistant's message with `calls`, after `earlier` exchanges."""
+    history: list[dict[str, Any]] = [{"role": "system", "content": _TEXT}] * has_system
+    for number in range(earlier + 1):
+        history += [{"role": "user", "content": f"{number} {_TEXT}"}, {"role": "assistant", "content": _TEXT}]
+    if calls:
+        made = [_call({"name": "add", "tool_call_id": f"{number:024x}"}, _TEXT) for number in range(calls)]
+        history[-1] = {**history[-1], "tool_calls": made}
     return history

@@ -32,8 +32,6 @@ class ReasoningGymEnvironment(Environment):
     Args:
         dataset: the dataset's name, such as `number_sorting`.
         seed: seed of the task streams.
-        exact: give 1.0 only for the exact answer, also where the dataset's scorer gives partial credit.
-            `number_sorting` is always exact: its scorer accepts every number within 1.0 of the right one.
         compact: `number_sorting` only: a prompt of about a dozen characters, such as `<56 25 75=` (ascending) or
             `>56 25 75=`, answered by `25 56 75`, for character-level policies.
         dataset_options: the dataset's own options, such as `min_numbers`.
@@ -42,12 +40,9 @@ class ReasoningGymEnvironment(Environment):
         ConfigError: unknown dataset or unknown options.
     """
 
-    def __init__(
-        self, *, dataset: str, seed: int, exact: bool = False, compact: bool = False, **dataset_options: Any
-    ) -> None:
+    def __init__(self, *, dataset: str, seed: int, compact: bool = False, **dataset_options: Any) -> None:
         self.dataset = dataset
         self.seed = seed
-        self.exact = exact or dataset == SORTING
         self.compact = compact
         self._options = dataset_options
         self._chunk = functools.lru_cache(maxsize=4)(self._build_chunk)
@@ -83,12 +78,12 @@ class ReasoningGymEnvironment(Environment):
         return list(tasks.values())
 
     def reward(self, task: Task, response_text: str) -> float:
-        """Return 1.0 for the right answer; else 0.0, or the dataset's own score if `exact` is off."""
+        """Return the dataset's own score of an answer. Sorting must be exact: its scorer accepts numbers 1.0 off."""
         answer = response_text.strip()
-        if self.dataset == SORTING and not self.compact:
-            return float(_numbers(answer) == _numbers(task.metadata["answer"]))
-        if self.exact:
+        if self.compact:
             return float(answer == task.metadata["answer"])
+        if self.dataset == SORTING:
+            return float(_numbers(answer) == _numbers(task.metadata["answer"]))
         try:
             return float(self._scorer.score_answer(answer, task.metadata["entry"]))
         except _UNREADABLE:
@@ -122,7 +117,7 @@ class ReasoningGymEnvironment(Environment):
             raise ConfigError(f"environment.options: reasoning_gym has no dataset {self.dataset!r}; {hint}")
         known = {field.name for field in fields(DATASETS[self.dataset][1])} - {"seed", "size"}
         for name in self._options.keys() - known:
-            hint = did_you_mean(name, sorted(known | {"exact", "compact"}))
+            hint = did_you_mean(name, sorted(known | {"compact"}))
             raise ConfigError(f"environment.options: dataset {self.dataset!r} has no option {name!r}; {hint}")
         # Datasets seed item i with seed + i, so neighbouring seeds would share items. Hashed seeds do not.
         name = f"{self.seed}/{split}/{chunk}".encode()
