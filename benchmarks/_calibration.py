@@ -28,6 +28,7 @@ from fleet_sim.run import START_SPACING_S, FleetRun, FleetSetup
 from fleet_sim.speed import EngineLimits, EngineSpeed
 from fleet_sim.trace import AgentShape, GroupShape, Lengths, Trajectory, Turn, agents, groups
 from penstock.engine.client import DataClient
+from penstock.engine.command import server_command
 from penstock.engine.control import ControlClient
 from penstock.engine.launch import EngineProcess
 from penstock.process import group_members
@@ -210,7 +211,7 @@ async def calibrate(repeats: int) -> dict[str, Any]:
             model=str(_longer_model(Path(folder, "model"))), profile="cpu", max_model_len=CONTEXT, max_num_seqs=64,
             kv_cache_memory_bytes=KV_BYTES, extra_args={"max-num-batched-tokens": CONTEXT},
         )  # fmt: skip
-        engine = RealEngine(await EngineProcess.launch(config, name="calibrated", log_dir=Path(folder)))
+        engine = RealEngine(await EngineProcess.launch(server_command(config), name="calibrated", log_dir=Path(folder)))
         try:
             kv_tokens, block = await engine.kv_tokens()
             measured = await _measure_all(engine, repeats)

@@ -38,6 +38,7 @@ from transformers import AutoModelForCausalLM
 from penstock import wire
 from penstock.aio import all_or_first_error
 from penstock.engine.client import GENERATE, DataClient
+from penstock.engine.command import server_command
 from penstock.engine.control import ControlClient
 from penstock.engine.launch import EngineProcess
 from penstock.engine.openai import COMPLETIONS
@@ -238,7 +239,7 @@ async def theirs(concurrent: int) -> AsyncIterator[Die]:
         store = SharedMemoryStore()
         stack.callback(store.close)
         engines: list[EngineProcess] = await all_or_first_error(
-            EngineProcess.launch(config, name=f"e{i}", log_dir=logs) for i in range(2)
+            EngineProcess.launch(server_command(config), name=f"e{i}", log_dir=logs) for i in range(2)
         )
         stack.push_async_callback(lambda: all_or_first_error(engine.stop() for engine in engines))
         router = stack.enter_context(_routers.peer("vllm-router", (), *PEER_OPTIONS))
@@ -313,7 +314,7 @@ async def their_death(
         kill(victim.url)
         takeover_s = await until(taken_over, began)
         await victim.wait()
-        engines[1] = returned = await EngineProcess.launch(config, name="e1", log_dir=logs)
+        engines[1] = returned = await EngineProcess.launch(server_command(config), name="e1", log_dir=logs)
         await http.call("POST", f"/add_worker?{urlencode({'url': returned.url})}", b"", timeout_s=60.0)
         return_s = time.perf_counter() - began
         await asyncio.sleep(AFTER_S)

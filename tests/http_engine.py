@@ -14,6 +14,7 @@ from typing import Any, Self
 from penstock.control_types import KV, NamedTensors, PauseMode, UpdateReport
 from penstock.engine.capabilities import EngineInfo
 from penstock.engine.client import STREAM_CHUNK_TOKENS, Counters, DataClient
+from penstock.engine.command import server_command
 from penstock.engine.control import ControlClient
 from penstock.engine.launch import EngineProcess
 from penstock.engine.openai import OpenAIEngine
@@ -214,7 +215,7 @@ async def launched_engine(
     config: EngineConfig, name: str, log_dir: Path, *, api_key: str | None = None, **options: Any
 ) -> AsyncIterator[tuple[HTTPEngine, EngineProcess]]:
     """An engine in a process of its own, which ends with the block. `options`: of `HTTPEngine.connect`."""
-    process = await EngineProcess.launch(config, name=name, log_dir=log_dir, api_key=api_key)
+    process = await EngineProcess.launch(server_command(config, api_key=api_key), name=name, log_dir=log_dir)
     try:
         async with HTTPEngine.connected(process.url, name=name, api_key=api_key, **options) as engine:
             yield engine, process

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from penstock.process import watch_lifeline
+from penstock.lifeline import watch_lifeline
 
 
 def main(argv: Sequence[str]) -> int:

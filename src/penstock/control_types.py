@@ -109,37 +109,6 @@ class UpdateReport:
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterStatus:
-    """A LoRA adapter of a fleet."""
-
-    version: int
-    """Its own version: 1, 2, ..."""
-    nbytes: int
-    """Bytes of its tensors; 0: unknown."""
-    in_flight: int
-    """Its requests now in engines."""
-    idle_s: float
-    """Seconds since its last request came."""
-    pinned: bool
-    """Whether eviction skips it."""
-    paused: bool
-    engines: int
-    """Engines that have it."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Load of one engine, read from its own metrics."""
-
-    running: int
-    waiting: int
-    kv_cache_usage: float
-    """Fraction of KV blocks in use, 0 to 1."""
-    generation_tokens: int
-    preemptions: int
-
-
-@dataclass(frozen=True, slots=True)
 class CoreState:
     """State that an engine's core reports about itself; None: it does not report the value."""
 

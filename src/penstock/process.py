@@ -1,13 +1,12 @@
 """Child processes in their own groups, which end with their launcher and leave no shared memory behind.
 
 A child holds the read end of a pipe from its launcher, the lifeline. When the launcher is gone, the pipe ends, and the
-child ends its whole group. Its output goes to a log file.
+child ends its whole group (`lifeline.py`). Its output goes to a log file.
 """
 
 from __future__ import annotations
 
 import asyncio
-import atexit
 import logging
 import math
 import os
@@ -15,7 +14,6 @@ import re
 import resource
 import shutil
 import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -201,7 +199,7 @@ async def _ended(pid: int) -> None:
         os.close(fd)
 
 
-# --- The end of a group: by its lifeline, with its shared memory and its folder ---------------------------------------
+# --- The end of a group, with its shared memory and its folder --------------------------------------------------------
 
 
 SCRATCH_ENV = "PENSTOCK_SCRATCH"
@@ -243,52 +241,13 @@ TRACKER = b"multiprocessing.resource_tracker"
 PARENT, GROUP = 1, 2  # positions in /proc/PID/stat
 
 
-def watch_lifeline(at_end: Callable[[], object] = bool) -> None:
-    """End this process group when the launcher is gone, after `at_end`.
-
-    A child calls it first. It has no effect without the variable (a server that a person started).
-    """
-    fd_text = os.environ.pop(LIFELINE_ENV, None)
-    if fd_text is None:
-        return
-    fd = int(fd_text)
-    os.set_inheritable(fd, False)  # noqa: FBT003 - the os module's own signature
-    scratch = Path(given) if (given := os.environ.get(SCRATCH_ENV)) else None
-    if scratch is not None:  # the launcher may end while we do, at a second signal
-        atexit.register(_remove, scratch, os.getpid())
-    threading.Thread(target=_end_group_at_eof, args=(fd, scratch, at_end), name="lifeline", daemon=True).start()
-
-
-def _remove(scratch: Path, owner: int) -> None:
-    if os.getpid() == owner:  # forked children inherit this
-        remove_leftovers((), scratch)
-
-
-def _end_group_at_eof(fd: int, scratch: Path | None, at_end: Callable[[], object]) -> None:
-    while os.read(fd, 1):
-        pass
-    at_end()
-    group = os.getpgrp()
-    shared = shared_memory_of(group_members(group))
-    remove_leftovers((), scratch)  # also now, since Ray ends its driver as soon as the others are gone
-    _kill_others(group)
-    remove_leftovers(shared, scratch)  # the launcher, which usually does it, is gone
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def kill_group(group: int) -> None:
-    """Send SIGKILL to a group except Python's resource trackers, to ourselves last.
+    """Send SIGKILL to a group, except to this process and to Python's resource trackers.
 
     It does not wait for their end, since closing devices takes seconds. A resource tracker unlinks the semaphores and
     shared memory that dead processes left, and ends after the last of them. So it must not be killed with them. A
     tracker that was stopped with its group is continued, or it would stay for ever.
     """
-    _kill_others(group)
-    if os.getpgrp() == group:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _kill_others(group: int) -> None:
     sent = {os.getpid()}
     while others := set(group_members(group)) - sent:  # repeat, since a process may have forked in between
         for pid in others:

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from patience import WAIT_S, alive, eventually
+from penstock.engine.command import server_command
 from penstock.engine.launch import EngineProcess, reserved_port
 from penstock.errors import EngineStartError
 from penstock.process import ChildProcess
@@ -22,7 +23,7 @@ from penstock.settings import EngineConfig
 
 FAMILY = """
 import subprocess, sys
-from penstock.process import watch_lifeline
+from penstock.lifeline import watch_lifeline
 watch_lifeline()
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print(child.pid, flush=True)
@@ -32,7 +33,7 @@ if sys.argv[1] == "stay":
 
 NAMES = """
 import mmap, os, pathlib, sys, time
-from penstock.process import watch_lifeline
+from penstock.lifeline import watch_lifeline
 watch_lifeline()
 with open(sys.argv[1], "w+b") as file:
     file.truncate(4096)
@@ -44,7 +45,7 @@ time.sleep(600)
 
 SEMAPHORE = """
 import multiprocessing, time
-from penstock.process import watch_lifeline
+from penstock.lifeline import watch_lifeline
 watch_lifeline()
 lock = multiprocessing.get_context("spawn").Lock()
 print(f"sem.{lock._semlock.name[1:]} there", flush=True)
@@ -53,7 +54,7 @@ time.sleep(600)
 
 STAYS_WHEN_ASKED = """
 import signal, time
-from penstock.process import watch_lifeline
+from penstock.lifeline import watch_lifeline
 watch_lifeline()
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("there", flush=True)
@@ -62,7 +63,7 @@ time.sleep(600)
 
 ENDS_WHEN_ASKED = """
 import os, signal, time
-from penstock.process import watch_lifeline
+from penstock.lifeline import watch_lifeline
 watch_lifeline()
 signal.signal(signal.SIGTERM, lambda *_: exit(0))
 print(os.getpid(), "there", flush=True)
@@ -197,7 +198,7 @@ async def test_an_earlier_runs_errors_are_not_this_ones(tmp_path: Path) -> None:
     (tmp_path / "e0.log").write_text("RuntimeError: of yesterday\n")
     config = EngineConfig(model="sim", profile="sim", extra_args={"no-such-option": 1})
     with pytest.raises(EngineStartError, match="no_such_option") as caught:
-        await EngineProcess.launch(config, name="e0", log_dir=tmp_path)
+        await EngineProcess.launch(server_command(config), name="e0", log_dir=tmp_path)
     assert "yesterday" not in str(caught.value)
     assert "yesterday" in (tmp_path / "e0.log").read_text(), "appended to"
 

@@ -16,10 +16,10 @@ import torch
 from patience import WAIT_S
 from penstock.control_types import TokenLoss
 from penstock.errors import EngineError, StateError, TransferError, WeightsError
-from penstock.plugin import core as core_module
 from penstock.plugin import pause, steps
+from penstock.plugin import spec as spec_module
 from penstock.plugin.core import control_of
-from penstock.plugin.spec import WeightSpec
+from penstock.weights.manifest import WeightSpec
 from penstock.weights.shared_memory import SharedMemoryStore
 
 
@@ -361,7 +361,7 @@ def test_the_first_version_has_the_tensors_of_the_model_found_between_two_steps(
             raise spec
         return spec
 
-    monkeypatch.setattr(core_module, "expected_weights", expected_weights)
+    monkeypatch.setattr(spec_module, "expected_weights", expected_weights)
     for error in ("could not be found out: OSError: the checkpoint is gone", None):
         threading.Thread(target=lambda: answers.put(prepare(core, body)), daemon=True).start()
         _, call = core.input_queue.get(timeout=WAIT_S)

@@ -15,12 +15,11 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from canned import LINES, answer, canned, client_of
 
-from penstock.control_types import EngineStats
 from penstock.engine.capabilities import Capabilities
 from penstock.engine.client import DataClient
 from penstock.engine.control import ControlClient
 from penstock.engine.vanilla import VanillaReplies
-from penstock.engine.verbs import engine_stats
+from penstock.engine.verbs import EngineStats, engine_stats
 from penstock.errors import ConfigError, DeadlineError, EngineDeadError, EngineError, EngineHTTPError, RequestError
 from penstock.http import HttpTransport
 from penstock.router.membership import Membership

@@ -89,14 +89,14 @@ async def test_an_engine_that_cannot_start_says_why(nano_path, tmp_path):
         (tmp_path / file.name).write_bytes(data[: len(data) // 2] if file.suffix == ".safetensors" else data)
     config = EngineConfig(model=str(tmp_path), profile="cpu", max_model_len=512)
     with pytest.raises(EngineStartError, match="SafetensorError"):
-        await EngineProcess.launch(config, name="truncated", log_dir=tmp_path / "logs")
+        await EngineProcess.launch(server_command(config), name="truncated", log_dir=tmp_path / "logs")
 
 
 async def test_a_server_that_never_gets_ready_is_ended_at_the_deadline(tmp_path):
     config = EngineConfig(model="sim", profile="sim", start_timeout_s=0.05)
     before = set(psutil.Process().children(recursive=True))  # other tests' shared servers among them
     with pytest.raises(EngineStartError, match="was not ready within"):
-        await EngineProcess.launch(config, name="slow", log_dir=tmp_path)
+        await EngineProcess.launch(server_command(config), name="slow", log_dir=tmp_path)
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
@@ -105,4 +105,4 @@ async def test_a_server_that_cannot_write_its_log_ends_with_the_reason(tmp_path,
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((*real(path)[:4], 0, *real(path)[5:])))
     config = EngineConfig(model="sim", profile="sim", start_timeout_s=0.05)
     with pytest.raises(EngineStartError, match=f"the disk is full: {tmp_path}"):
-        await EngineProcess.launch(config, name="mute", log_dir=tmp_path)
+        await EngineProcess.launch(server_command(config), name="mute", log_dir=tmp_path)

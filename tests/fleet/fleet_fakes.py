@@ -12,9 +12,9 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.control_types import KV, CoreState, EngineStats, EngineUpdate, PauseMode
+from penstock.control_types import KV, CoreState, EngineUpdate, PauseMode
 from penstock.engine.capabilities import PENSTOCK, EngineInfo
-from penstock.engine.verbs import AdapterLoad
+from penstock.engine.verbs import AdapterLoad, EngineStats
 from penstock.errors import EngineDeadError, EngineHTTPError, StateError, WeightsError
 from penstock.fleet.member import Lifecycle, Member, State
 from penstock.fleet.pausing import AllOperations as Operations
@@ -269,10 +269,7 @@ class FakeRouter:
 
 
 class FakeStore:
-    lent = None
-
     def __init__(self) -> None:
-        self.last = self
         self.current: WeightManifest | None = None
         self.error: Exception | None = None
         self.published: list[tuple[int, Any]] = []
@@ -282,6 +279,9 @@ class FakeStore:
             raise self.error
         self.published.append((version, named_tensors))
         return WeightManifest(version, "shared_memory", {"path": "nowhere"}, ())
+
+    def for_engine(self, member: Member, version: int) -> WeightManifest | None:
+        return self.current if self.current is not None and self.current.version == version else None
 
     def adopt(self, manifest: WeightManifest) -> WeightManifest:
         return manifest

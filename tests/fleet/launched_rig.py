@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from patience import WAIT_S
 from penstock import Fleet
+from penstock.engine.command import server_command
 from penstock.errors import ConfigError
 from penstock.fleet.attach import AttachedServers
 from penstock.fleet.engines import LaunchedEngines
@@ -22,7 +24,7 @@ from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 from sim_fleets import router_here
 
-CONFIG = EngineConfig(model="sim-model", profile="sim", control_timeout_s=WAIT_S)
+CONFIG = EngineConfig(model="sim-model", profile="sim")
 
 
 class Process:
@@ -61,7 +63,15 @@ class Launcher(LaunchedEngines):
     """Engines in this process, on `gpus` GPUs."""
 
     def __init__(self, gpus: int) -> None:
-        super().__init__(CONFIG, FleetConfig(stop_timeout_s=1.0), api_key=None, log_dir=Path(), parallel_starts=4)
+        super().__init__(
+            partial(server_command, CONFIG),
+            self._free,
+            api_key=None,
+            log_dir=Path(),
+            parallel_starts=4,
+            control_timeout_s=WAIT_S,
+            stop_timeout_s=1.0,
+        )
         self.processes: list[Process] = []
         self.released: list[str] = []
         self.closed = False
@@ -88,7 +98,7 @@ class Launcher(LaunchedEngines):
         self.processes.append(Process(server, self.url))
         return self.processes[-1]
 
-    async def place(self, taken: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    def _free(self, taken: Sequence[Sequence[str]]) -> tuple[str, ...]:
         free = {str(gpu) for gpu in range(self._gpus)} - {gpu for gpus in taken for gpu in gpus}
         if not free:
             raise ConfigError("no GPU is free")
@@ -117,7 +127,7 @@ async def launched(count: int, *, gpus: int = 8, **options: Any) -> AsyncIterato
                 OpenRouter(router.url, admin),
                 members,
                 owned,
-                Terms(FleetConfig(engines=count, **options), None, WAIT_S, WAIT_S),
+                Terms(FleetConfig(engines=count, **options), None, WAIT_S, WAIT_S, start_timeout_s=600.0),
                 engines=launcher,
                 attached=attached,
             )

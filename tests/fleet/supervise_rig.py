@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -15,6 +16,7 @@ from penstock.engine.capabilities import EngineInfo
 from penstock.errors import EngineStartError
 from penstock.fleet.member import Lifecycle, Member, State
 from penstock.fleet.supervise import Supervisor
+from penstock.process import Clock, RestartBudget, Sleep
 from penstock.settings import FleetConfig
 
 NEVER = FleetConfig(health_interval_s=3600.0)
@@ -49,6 +51,21 @@ class FakeEngines:
         return Member(name, f"http://127.0.0.1:{90 + len(self.starts)}", fake, info, lifecycle, 0, process=process)
 
 
+def supervisor_of(
+    bench: Bench, fleet: FleetConfig, *, clock: Clock = time.monotonic, sleep: Sleep = asyncio.sleep
+) -> Supervisor:
+    """A supervisor of a bench, as `Fleet.launch` makes it."""
+    return Supervisor(
+        bench.roster,
+        admit=bench.admission.admit,
+        check=bench.operations.check,
+        budget=lambda: RestartBudget(fleet.max_restarts, fleet.restart_window_s, fleet.restart_backoff_s, clock),
+        interval_s=fleet.health_interval_s,
+        hang_s=fleet.hang_timeout_s,
+        sleep=sleep,
+    )
+
+
 class Restarts:
     """A supervisor with engines to start, over a clock that only its own waits move."""
 
@@ -56,14 +73,7 @@ class Restarts:
         self.now = 0.0
         self.waits: list[float] = []
         self.engines = FakeEngines(bench)
-        self.supervisor = Supervisor(
-            bench.roster,
-            admit=bench.admission.admit,
-            check=bench.operations.check,
-            fleet=fleet,
-            clock=lambda: self.now,
-            sleep=self.sleep,
-        )
+        self.supervisor = supervisor_of(bench, fleet, clock=lambda: self.now, sleep=self.sleep)
         for member in bench.roster.members:
             member.again = partial(self.engines.start, member.lifecycle, member.gpus)
             self.supervisor.watch(member)
@@ -76,7 +86,7 @@ class Restarts:
 
 @asynccontextmanager
 async def watched(bench: Bench, fleet: FleetConfig) -> AsyncIterator[None]:
-    supervisor = Supervisor(bench.roster, admit=bench.admission.admit, check=bench.operations.check, fleet=fleet)
+    supervisor = supervisor_of(bench, fleet)
     for member in bench.roster.members:
         supervisor.watch(member)
     try:

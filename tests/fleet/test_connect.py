@@ -17,6 +17,7 @@ import torch
 from patience import HANG_S, WAIT_S
 from penstock import Fleet, SamplingParams
 from penstock.control_types import TensorSpec
+from penstock.engine.command import server_command
 from penstock.engine.launch import EngineProcess
 from penstock.errors import ConfigError, DeadlineError, EngineDeadError, StateError, UserError
 from penstock.fleet.member import State
@@ -130,7 +131,7 @@ async def test_a_stopped_engine_that_nobody_can_end_keeps_no_request(tmp_path: P
     async with AsyncExitStack() as stack:
         processes: list[EngineProcess] = []
         for i in range(2):
-            processes.append(await EngineProcess.launch(config, name=f"e{i}", log_dir=tmp_path))
+            processes.append(await EngineProcess.launch(server_command(config), name=f"e{i}", log_dir=tmp_path))
             stack.push_async_callback(processes[i].stop, 0.0)
         opening = Fleet.connect([p.url for p in processes], hang_timeout_s=HANG_S, health_interval_s=0.1)
         holder = await stack.enter_async_context(opening)

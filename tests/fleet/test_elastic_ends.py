@@ -143,8 +143,7 @@ async def test_adding_an_engine_that_never_joins_ends(monkeypatch: pytest.Monkey
             raise EngineError("it has other weights than its peers", engine=member.name)
 
         monkeypatch.setattr(fleet._elastic._supervisor, "_admit", never)
-        config = fleet._elastic._engines.config.model_copy(update={"start_timeout_s": 0.2})
-        monkeypatch.setattr(fleet._elastic._engines, "config", config)
+        monkeypatch.setattr(fleet._elastic, "_start_s", 0.2)
         with pytest.raises(EngineStartError, match=r"not joined the fleet within 0\.2 s .*"):
             await fleet.add_engines()
         await until(lambda: len(launcher.processes) > started + 1)

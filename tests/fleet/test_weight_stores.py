@@ -14,8 +14,7 @@ from fleet_fakes import FakeEngine
 from penstock.engine.capabilities import EngineInfo
 from penstock.errors import WeightsError
 from penstock.fleet.member import Lifecycle, Member
-from penstock.fleet.stores import Stores, choose
-from penstock.fleet.supervise import weights_for
+from penstock.fleet.transports import stores_of
 from penstock.settings import FleetConfig
 from penstock.weights import delta
 from penstock.weights.manifest import as_named_tensors
@@ -46,11 +45,11 @@ def member(url: str, *gpus: str, engine: str = "vllm") -> Member:
 )
 def test_the_transport_follows_from_who_is_where(monkeypatch: Any, device: Any, members: Any, expected: str) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6,7")
-    assert choose(device, members) == expected
+    assert stores_of(FleetConfig(), lambda: members, 10.0)._choose(device, gathers=False) == expected
 
 
 def test_by_itself_it_takes_iterators_and_what_can_be_read_twice() -> None:
-    stores = Stores(FleetConfig(), lambda: [member(HERE)], 10.0)
+    stores = stores_of(FleetConfig(), lambda: [member(HERE)], 10.0)
     for given in (WEIGHTS, iter(WEIGHTS), dict(WEIGHTS).items()):
         manifest = stores.publish(1, given)
         assert (manifest.transport, [t.name for t in manifest.tensors]) == ("shared_memory", ["w"])
@@ -71,7 +70,7 @@ def test_to_look_at_the_first_tensor_is_no_pass_of_its_own() -> None:
             yield from WEIGHTS
 
     for engines in ([member(HERE)], [member(HERE), member(THERE)]):
-        stores = Stores(FleetConfig(weight_address="10.0.0.1"), lambda engines=engines: engines, 10.0)
+        stores = stores_of(FleetConfig(weight_address="10.0.0.1"), lambda engines=engines: engines, 10.0)
         manifest = stores.publish(1, Gathered())
         assert [t.name for t in manifest.tensors] == ["w"]
         assert len(begun) == 1
@@ -85,10 +84,10 @@ def test_to_look_at_the_first_tensor_is_no_pass_of_its_own() -> None:
 
 def test_engines_elsewhere_need_an_address_that_they_reach() -> None:
     far = [member(HERE), member(THERE)]
-    near = Stores(FleetConfig(), lambda: far, 10.0)
+    near = stores_of(FleetConfig(), lambda: far, 10.0)
     with pytest.raises(WeightsError, match=r"cannot reach this trainer at 127\.0\.0\.1: set fleet\.weight_address"):
         near.publish(1, WEIGHTS)
-    stores = Stores(FleetConfig(weight_address="10.0.0.1"), lambda: far, 10.0)
+    stores = stores_of(FleetConfig(weight_address="10.0.0.1"), lambda: far, 10.0)
     assert stores.publish(1, WEIGHTS).transport == "broadcast"
     stores.close()
 
@@ -98,7 +97,7 @@ def test_deltas_without_zstd_are_refused_before_engines_start(tmp_path: Path, mo
     for package in ("backports.zstd", "compression.zstd"):
         monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(WeightsError, match=r"pip install 'penstock\[delta\]', or use disk"):
-        Stores(FleetConfig(weight_transport="delta", weight_folder=tmp_path), list, 10.0)
+        stores_of(FleetConfig(weight_transport="delta", weight_folder=tmp_path), list, 10.0)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +105,7 @@ def test_deltas_without_zstd_are_refused_before_engines_start(tmp_path: Path, mo
 )
 def test_a_copy_is_kept_of_what_the_trainer_alone_has(*, asked: bool | None, engines: int, kept: bool) -> None:
     settings = FleetConfig(weight_transport="broadcast", weight_host_copy=asked)
-    stores = Stores(settings, lambda: [member(HERE)] * engines, 10.0)
+    stores = stores_of(settings, lambda: [member(HERE)] * engines, 10.0)
     stores.commit(stores.publish(5, iter(WEIGHTS)))
     assert (stores.current is not None) == kept
     if stores.current is not None:
@@ -117,18 +116,18 @@ def test_a_copy_is_kept_of_what_the_trainer_alone_has(*, asked: bool | None, eng
 
 def test_engines_of_other_hosts_cannot_have_a_copy_in_memory() -> None:
     settings = FleetConfig(weight_transport="broadcast", weight_address="10.0.0.1")
-    stores = Stores(settings, lambda: [member(THERE)], 10.0)
+    stores = stores_of(settings, lambda: [member(THERE)], 10.0)
     stores.commit(stores.publish(5, as_named_tensors(lambda: WEIGHTS)))
-    assert stores.current is weights_for(stores, member(THERE), 5) is None
-    assert weights_for(stores, member(HERE), 5) is not None
+    assert stores.current is stores.for_engine(member(THERE), 5) is None
+    assert stores.for_engine(member(HERE), 5) is not None
     assert stores.current is not None
-    assert weights_for(stores, member(THERE), 5) is None, "it waits for the next update, and is not refused"
+    assert stores.for_engine(member(THERE), 5) is None, "it waits for the next update, and is not refused"
     stores.close()
 
 
 def test_tensors_that_were_changed_meanwhile_are_no_copy_of_what_was_sent() -> None:
     """Who cancels an update may step its optimizer; the update goes on, and an engine that returns took the copy."""
-    stores = Stores(FleetConfig(weight_transport="broadcast"), lambda: [member(HERE)], 10.0)
+    stores = stores_of(FleetConfig(weight_transport="broadcast"), lambda: [member(HERE)], 10.0)
     changed = torch.arange(4.0)
     manifest = stores.publish(6, [("a", changed), ("b", torch.ones(2, 2))])
     changed[2] += 1e-3
@@ -139,21 +138,21 @@ def test_tensors_that_were_changed_meanwhile_are_no_copy_of_what_was_sent() -> N
 
 
 def test_a_module_that_gave_a_version_gives_the_same_again_or_nothing() -> None:
-    stores = Stores(FleetConfig(weight_transport="broadcast"), lambda: [member(HERE), member(HERE)], 10.0)
+    stores = stores_of(FleetConfig(weight_transport="broadcast"), lambda: [member(HERE), member(HERE)], 10.0)
     module = torch.nn.Linear(2, 2)
     stores.commit(stores.publish(3, as_named_tensors(module)))
     assert stores.current is None
-    assert weights_for(stores, member(HERE), 2) is None
-    found = weights_for(stores, member(HERE), 3)
+    assert stores.for_engine(member(HERE), 2) is None
+    found = stores.for_engine(member(HERE), 3)
     assert found is not None
     assert found == stores.current
     assert (found.version, found.transport) == (3, "shared_memory")
     stores.commit(stores.publish(4, as_named_tensors(module.named_parameters)))
     module.weight.data += 1
     with pytest.raises(WeightsError, match="'weight' the first, are not those of weight version 4"):
-        weights_for(stores, member(HERE), 4)
+        stores.for_engine(member(HERE), 4)
     stores.commit(stores.publish(5, list(module.named_parameters())))
-    assert weights_for(stores, member(HERE), 5) is None, (
+    assert stores.for_engine(member(HERE), 5) is None, (
         "a list may have been changed in place since, and cannot be asked"
     )
     stores.close()

@@ -32,7 +32,7 @@ from penstock.router.http import RefusalError, RequestHead
 from penstock.router.membership import EngineEntry, Membership
 from penstock.router.other_calls import state_of
 from penstock.router.state import RouterState
-from penstock.settings import EngineConfig, FleetConfig, RouterConfig
+from penstock.settings import FleetConfig, RouterConfig
 from penstock.sim import Fault, FaultKind, Phase, SimConfig, SimEngine
 from penstock.sim.server import CORE_DEATH_EXIT_S, _app
 from penstock.weights.manifest import WeightManifest
@@ -246,7 +246,6 @@ class VirtualEngines:
     """Starts simulated engines (`engines.LaunchedEngines`)."""
 
     def __init__(self, network: Network) -> None:
-        self.config = EngineConfig(model="sim-model", profile="sim")
         self.failures = 0
         """So many starts fail from now on."""
         self._network = network
@@ -276,7 +275,7 @@ class VirtualEngines:
         for lifecycle in tuple(self._nodes):
             await self.end(lifecycle)
 
-    async def place(self, taken: Sequence[Sequence[str]]) -> tuple[str, ...]:  # noqa: ARG002 - as LaunchedEngines has it
+    def place(self, taken: Sequence[Sequence[str]]) -> tuple[str, ...]:  # noqa: ARG002 - as LaunchedEngines has it
         return ()
 
 
@@ -296,7 +295,7 @@ async def open_fleet(network: Network, engines: VirtualEngines, count: int, **op
             OpenRouter(ROUTER, network.router),
             members,
             owned,
-            Terms(FleetConfig(engines=count, **options), None, DEADLINE_S, 3600.0),
+            Terms(FleetConfig(engines=count, **options), None, DEADLINE_S, 3600.0, start_timeout_s=600.0),
             attached=AttachedServers(api_key=None, control_timeout_s=DEADLINE_S),
             engines=engines,  # type: ignore[arg-type]
         )

@@ -17,6 +17,7 @@ from test_gateway_engines import Harness
 from gateway_rig import KEY
 from http_engine import HTTPEngine
 from nano_models import changed
+from penstock.engine.command import server_command
 from penstock.engine.launch import EngineProcess
 from penstock.gateway.service import Tenant
 from penstock.rollout.tokenizer import Tokenizer
@@ -64,7 +65,7 @@ async def fresh_engine(stack: AsyncExitStack, live: Any, version: int, folder: P
     config = EngineConfig(
         model=str(folder), max_model_len=1024, dtype="float32", profile="cpu", extra_args={"max-logprobs": -1}
     )
-    process = await EngineProcess.launch(config, name=folder.name, log_dir=folder, api_key=KEY)
+    process = await EngineProcess.launch(server_command(config, api_key=KEY), name=folder.name, log_dir=folder)
     stack.push_async_callback(process.stop)
     engine = await HTTPEngine.connect(process.url, name=folder.name, api_key=KEY)
     stack.push_async_callback(engine.teardown)

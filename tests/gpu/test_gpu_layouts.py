@@ -20,6 +20,7 @@ import torch
 from http_engine import HTTPEngine
 from nano_models import History, changed, save_biased, save_dense, save_moe, save_routed
 from penstock import Fleet
+from penstock.engine.command import server_command
 from penstock.engine.launch import EngineProcess
 from penstock.settings import EngineConfig
 from penstock.types import SamplingParams
@@ -69,7 +70,7 @@ async def launch_all(model: Path, layouts: list[Layout], logs: Path, owned: Asyn
     possible = {_name(layout): layout for layout in layouts if layout[0] * layout[1] * layout[2] <= gpus}
     started = await asyncio.gather(
         *(
-            EngineProcess.launch(engine_config(model, layout), name=name, log_dir=logs)
+            EngineProcess.launch(server_command(engine_config(model, layout)), name=name, log_dir=logs)
             for name, layout in possible.items()
         ),
         return_exceptions=True,

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from penstock.control_types import TensorSpec
 from penstock.errors import WeightsError
-from penstock.fleet.stores import Stores
+from penstock.fleet.transports import stores_of
 from penstock.rooms import plugged_in
 from penstock.settings import FleetConfig
 from penstock.weights.broadcast import BroadcastStore
@@ -27,7 +27,7 @@ from penstock.weights.pack import checked
 from penstock.weights.shared_memory import SharedMemoryStore
 
 STORES = {
-    "auto": lambda _: Stores(FleetConfig(), lambda: (), 1.0),
+    "auto": lambda _: stores_of(FleetConfig(), lambda: (), 1.0),
     "shared_memory": lambda _: SharedMemoryStore(),
     "broadcast": lambda _: BroadcastStore(),
     "disk": DiskStore,
@@ -190,6 +190,6 @@ def test_tensors_that_are_not_those_announced_are_refused(specs: list[TensorSpec
 
 
 def test_gathered_tensors_cannot_be_shown_in_their_place():
-    stores = Stores(FleetConfig(weight_transport="cuda_ipc"), list, 1.0)
+    stores = stores_of(FleetConfig(weight_transport="cuda_ipc"), list, 1.0)
     with pytest.raises(WeightsError, match=r"cuda_ipc.*set fleet.weight_transport to auto"):
         stores.publish(1, TensorProvider(Gathered(), specs=SPECS))

@@ -90,8 +90,7 @@ def check_port(host: str, port: int) -> None:
 def check_engine(config: EngineConfig) -> None:
     """Raise UserError if vLLM, device or model is missing. A simulated engine passes."""
     from penstock.config import check_on_hub  # noqa: PLC0415
-    from penstock.engine.command import server_command  # noqa: PLC0415
-    from penstock.engine.launch import resolve_profile  # noqa: PLC0415
+    from penstock.engine.command import resolve_profile, server_command  # noqa: PLC0415
 
     profile = resolve_profile(config)
     if profile == "sim":

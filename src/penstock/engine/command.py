@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import orjson
 
 from penstock.engine import layouts
-from penstock.engine.launch import ServerCommand, resolve_profile
+from penstock.engine.launch import ServerCommand
 from penstock.errors import ConfigError
 from penstock.plugin import LOADER_VARIABLE, QUANTISING_LOADER
 from penstock.settings import EngineConfig
@@ -21,8 +22,15 @@ CPU_BLOCK_SIZE = 32
 """With vLLM's default for CPUs, 128, short prompts never hit the prefix cache."""
 
 
+def resolve_profile(config: EngineConfig) -> Literal["cpu", "gpu", "sim"]:
+    """Return the profile. `auto` is `gpu` if there is an NVIDIA device, else `cpu`."""
+    if config.profile != "auto":
+        return config.profile
+    return "gpu" if Path("/proc/driver/nvidia").exists() or Path("/dev/nvidiactl").exists() else "cpu"
+
+
 def server_command(
-    config: EngineConfig, *, api_key: str | None, host: str = "127.0.0.1", native: str | None = None
+    config: EngineConfig, *, api_key: str | None = None, host: str = "127.0.0.1", native: str | None = None
 ) -> ServerCommand:
     """Build the command of engine servers, for any port and GPUs.
 
@@ -32,8 +40,13 @@ def server_command(
         ConfigError: the model path does not exist, or vLLM cannot run it with this layout or quantisation.
     """
     profile = resolve_profile(config)
+    what = f"the {profile} server for model {config.model}"
+    command = partial(ServerCommand, what=what, start_timeout_s=config.start_timeout_s, api_key=api_key, host=host)
     if profile == "sim":
-        return _sim_command(config, api_key=api_key, host=host)
+        options = {"host": host, **layouts.simulated_options(config)}
+        given = (f"{name.replace('-', '_')}={value}" for name, value in options.items() if value is not None)
+        argv = (sys.executable, "-m", "penstock.sim", *given)
+        return command(argv, {"PENSTOCK_API_KEY": api_key or ""}, port_option="port={}")
     check_model(config.model)
     shape = layouts.check(config, profile)
     options = _options(config, host, native)
@@ -69,7 +82,7 @@ def server_command(
         env[LOADER_VARIABLE] = QUANTISING_LOADER
     options["hf-overrides"] = _hf_overrides(ours, options.get("hf-overrides"))
     argv = [sys.executable, "-m", "penstock.plugin.server", *_arguments(options)]
-    return ServerCommand(tuple(argv), env)
+    return command(tuple(argv), env)
 
 
 Option = str | int | float | bool | None | tuple[str, ...]
@@ -140,12 +153,6 @@ def _cpu_env(config: EngineConfig) -> dict[str, str]:
     # Without this, OpenMP threads of several engines compete for the cores: about ten times slower.
     env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     return env
-
-
-def _sim_command(config: EngineConfig, *, api_key: str | None, host: str) -> ServerCommand:
-    options = {"host": host, **layouts.simulated_options(config)}
-    given = (f"{name.replace('-', '_')}={value}" for name, value in options.items() if value is not None)
-    return ServerCommand((sys.executable, "-m", "penstock.sim", *given), {"PENSTOCK_API_KEY": api_key or ""}, "port={}")
 
 
 def _arguments(options: dict[str, Option]) -> Sequence[str]:

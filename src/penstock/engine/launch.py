@@ -10,35 +10,34 @@ from collections.abc import Generator, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 from penstock.aio import settled
 from penstock.errors import EngineStartError, PenstockError
 from penstock.http import HttpTransport
 from penstock.process import ChildProcess, remove_leftovers
 from penstock.rooms import plugged_in
-from penstock.settings import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)
 class ServerCommand:
-    """A command to execute: `argv` before the port, and variables to add to our environment, including the key."""
+    """The start of a server, on any port and GPUs (`command.server_command`)."""
 
     argv: tuple[str, ...]
+    """The command before the port."""
     env: dict[str, str] = field(repr=False)
+    """Variables to add to our environment, including the key."""
+    what: str
+    """The server, in errors."""
+    start_timeout_s: float
+    api_key: str | None = field(default=None, repr=False)
+    host: str = "127.0.0.1"
     port_option: str = "--port {}"
 
     def on(self, port: int, gpus: Sequence[str] = ()) -> ServerCommand:
         """Return the command of a server that listens on `port` and sees `gpus` (none: all); on a CPU it sees none."""
         env = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), **self.env} if gpus else self.env
         return replace(self, argv=(*self.argv, *self.port_option.format(port).split()), env=env)
-
-
-def resolve_profile(config: EngineConfig) -> Literal["cpu", "gpu", "sim"]:
-    """Return the profile. `auto` is `gpu` if there is an NVIDIA device, else `cpu`."""
-    if config.profile != "auto":
-        return config.profile
-    return "gpu" if Path("/proc/driver/nvidia").exists() or Path("/dev/nvidiactl").exists() else "cpu"
 
 
 PROBE_S = 0.2
@@ -49,30 +48,16 @@ class EngineProcess(ChildProcess):
     """A launched engine server."""
 
     @classmethod
-    async def launch(
-        cls,
-        config: EngineConfig,
-        *,
-        name: str,
-        log_dir: Path,
-        api_key: str | None = None,
-        gpus: Sequence[str] = (),
-        host: str = "127.0.0.1",
-        native: str | None = None,
-        command: ServerCommand | None = None,
-    ) -> Self:
-        """Start a server that sees `gpus` (none: all) on a free port of `host`, and wait.
-
-        `command`: what `command.server_command` made of the other arguments, for one more start.
+    async def launch(cls, command: ServerCommand, *, name: str, log_dir: Path, gpus: Sequence[str] = ()) -> Self:
+        """Start a server that sees `gpus` (none: all) on a free port of its host, and wait.
 
         Raises:
-            ConfigError: the model path is wrong. No process was started.
-            EngineStartError: it ended, or was not ready within `config.start_timeout_s` seconds. It is gone, and the
-                message has the relevant lines of its log.
+            EngineStartError: it ended, or was not ready within `start_timeout_s` seconds. It is gone, and the message
+                has the relevant lines of its log.
         """
-        made: ServerCommand = command or plugged_in("launch.command")(config, api_key=api_key, host=host, native=native)
+        host = command.host
         with reserved_port(host) as port:  # vLLM listens on the port only seconds later
-            here = made.on(port, gpus)
+            here = command.on(port, gpus)
             # For sockets between its processes. Not in TMPDIR, because a socket's name has at most 107 bytes.
             scratch = Path(tempfile.mkdtemp(prefix="penstock-e-", dir="/tmp"))
             env = {**here.env, "VLLM_RPC_BASE_PATH": str(scratch)}
@@ -84,26 +69,24 @@ class EngineProcess(ChildProcess):
                 undo.push_async_callback(engine.wait)
                 undo.callback(engine.kill)
                 engine.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-                await engine.ready(config, api_key)
+                await engine.ready(command)
                 undo.pop_all()
             engine.remember()
             return engine
 
-    async def ready(self, config: EngineConfig, api_key: str | None) -> None:
+    async def ready(self, command: ServerCommand) -> None:
         """Return once it answers. EngineStartError: it ended or is too slow."""
         begin = time.monotonic()
         try:
-            async with asyncio.timeout(config.start_timeout_s):
-                probe = await settled(self._probe(api_key), self.wait())
+            async with asyncio.timeout(command.start_timeout_s):
+                probe = await settled(self._probe(command.api_key), self.wait())
                 if not probe.cancelled():
                     return probe.result()
                 what = f"ended with status {await self.wait()} after {time.monotonic() - begin:.0f} s"
         except TimeoutError:
-            what = f"was not ready within {config.start_timeout_s:.0f} s (engine.start_timeout_s)"
+            what = f"was not ready within {command.start_timeout_s:.0f} s (engine.start_timeout_s)"
         said = plugged_in("launch.says")(self)
-        raise EngineStartError(
-            f"the {resolve_profile(config)} server for model {config.model} {what}; {said}", engine=self.name
-        )
+        raise EngineStartError(f"{command.what} {what}; {said}", engine=self.name)
 
     async def _probe(self, api_key: str | None) -> None:
         http = HttpTransport(self.url, api_key=api_key, name=self.name)

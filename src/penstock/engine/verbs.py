@@ -11,9 +11,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.control_types import KV, EngineStats, EngineUpdate, PauseMode, TokenLoss
-from penstock.engine.control import ControlClient
-from penstock.engine.core_client import BAD_REQUEST
+from penstock.control_types import KV, EngineUpdate, PauseMode, TokenLoss
+from penstock.engine.control import BAD_REQUEST, ControlClient
 from penstock.errors import EngineError, EngineHTTPError, MissingCapabilityError, StateError, WeightsError
 from penstock.wire import ADAPTERS
 
@@ -22,6 +21,18 @@ RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 KV_USAGE = "vllm:kv_cache_usage_perc"
 GENERATED, PREEMPTIONS = "vllm:generation_tokens_total", "vllm:num_preemptions_total"
 _SERIES = (RUNNING, WAITING, KV_USAGE, GENERATED, PREEMPTIONS)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Load of one engine, read from its own metrics."""
+
+    running: int
+    waiting: int
+    kv_cache_usage: float
+    """Fraction of KV blocks in use, 0 to 1."""
+    generation_tokens: int
+    preemptions: int
 
 
 def verbs_of(control: ControlClient) -> EngineVerbs:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from penstock.checks import did_you_mean
-from penstock.engine.launch import resolve_profile
+from penstock.engine.command import resolve_profile
 from penstock.errors import ConfigError, EngineError, RequestError
 from penstock.settings import EngineConfig, FleetConfig, RouterConfig
 

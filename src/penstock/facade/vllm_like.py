@@ -19,7 +19,7 @@ from penstock.aio import all_or_first_error
 from penstock.checks import reading
 from penstock.control_types import UpdateReport
 from penstock.engine.client import DataClient
-from penstock.engine.launch import resolve_profile
+from penstock.engine.command import resolve_profile
 from penstock.engine.openai import OpenAICalls
 from penstock.errors import (
     ConfigError,

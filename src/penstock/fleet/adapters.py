@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from penstock.aio import in_thread
 from penstock.checks import reading, seconds
-from penstock.control_types import KV, AdapterStatus, UpdateReport
+from penstock.control_types import KV, UpdateReport
 from penstock.engine.capabilities import Capability
 from penstock.engine.control import ControlClient
 from penstock.engine.lacking import require
@@ -44,6 +44,25 @@ class FleetAdapter:
     """Whether eviction skips it."""
     resumed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set unless the adapter is paused."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterStatus:
+    """A LoRA adapter of a fleet."""
+
+    version: int
+    """Its own version: 1, 2, ..."""
+    nbytes: int
+    """Bytes of its tensors; 0: unknown."""
+    in_flight: int
+    """Its requests now in engines."""
+    idle_s: float
+    """Seconds since its last request came."""
+    pinned: bool
+    """Whether eviction skips it."""
+    paused: bool
+    engines: int
+    """Engines that have it."""
 
 
 class FleetAdapters:

@@ -1,13 +1,14 @@
-"""Servers that others started: a fleet attaches them, attaches them again when they return, and never ends them."""
+"""Servers that others started, which a fleet attaches and never ends; and engines that other processes changed."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Collection, Generator, Iterable, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
 
+from penstock.control_types import CoreState
 from penstock.engine.capabilities import Capabilities
 from penstock.engine.vanilla import VanillaControl
 from penstock.engine.verbs import verbs_of
@@ -17,7 +18,8 @@ from penstock.fleet.lifecycle import Lifecycle, State
 from penstock.fleet.member import Member, ask
 from penstock.fleet.roster import Roster
 from penstock.options import validate
-from penstock.settings import FleetConfig, ServerSpec
+from penstock.settings import ServerSpec
+from penstock.weights.manifest import differ
 
 logger = logging.getLogger(__name__)
 
@@ -101,13 +103,13 @@ def check_beside(member: Member, members: Sequence[Member]) -> None:
         )  # fmt: skip
 
 
-async def until_it_answers(member: Member, fleet: FleetConfig, sleep: Callable[[float], Awaitable[None]]) -> None:
-    """Return once a dead server answers health checks again."""
+async def until_it_answers(member: Member, hang_s: float, pause: Callable[[], Awaitable[None]]) -> None:
+    """Return once a dead server answers health checks again, each within `hang_s` seconds."""
     while True:
         try:
-            await member.control.health(fleet.hang_timeout_s)
+            await member.control.health(hang_s)
         except PenstockError:
-            await sleep(fleet.health_interval_s)
+            await pause()
         else:
             return
 
@@ -154,3 +156,32 @@ def specs_of(servers: Iterable[str | ServerSpec]) -> tuple[ServerSpec, ...]:
     if twice := next((spec.url for spec in specs if places.count(place_of(spec.url)) > 1), None):
         raise UserError(f"the server {twice} is named twice; give each server once")
     return specs
+
+
+# --- Engines that other processes changed -----------------------------------------------------------------------------
+
+
+@contextmanager
+def foreign_to(members: Sequence[Member]) -> Generator[None]:
+    """Reset the engines' counts of foreign calls after a block of our own calls."""
+    try:
+        yield
+    finally:
+        for member in members:
+            member.foreign = None
+
+
+def wrong_weights(member: Member, state: CoreState, checksums: Collection[str]) -> str | None:
+    """Return why an engine's weights differ from what it confirmed; None: they do not.
+
+    `checksums`: of the fleet's weights on engines of its layout.
+    """
+    if state.torn or state.asleep:
+        return "its weights were dropped or half written by another process"
+    if state.weight_version not in {None, member.weight_version}:
+        return f"another process gave it weight version {state.weight_version}, the fleet {member.weight_version}"
+    if state.checksum is not None and any(differ(state.checksum, one) for one in checksums):
+        return f"another process gave it other weights under the same version {state.weight_version}"
+    if None not in {state.foreign, member.foreign} and state.foreign != member.foreign:
+        return "another process called a method of its workers, which may have changed its weights"
+    return None

@@ -12,8 +12,8 @@ from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from penstock.checks import seconds, whole_number
-from penstock.control_types import EngineStats, TokenLoss
-from penstock.engine.verbs import verbs_of
+from penstock.control_types import TokenLoss
+from penstock.engine.verbs import EngineStats, verbs_of
 from penstock.errors import DeadlineError, EngineDeadError, EngineStartError, PenstockError, StateError, UserError
 from penstock.fleet.attach import AttachedServers, check_beside, place_of, specs_of
 from penstock.fleet.engines import LaunchedEngines
@@ -92,6 +92,7 @@ class Elastic:
         fleet: FleetConfig,
         *,
         engines: LaunchedEngines | None,
+        start_timeout_s: float,
         attached: AttachedServers,
     ) -> None:
         self._roster = roster
@@ -100,6 +101,7 @@ class Elastic:
         self._min_engines = fleet.min_engines
         self._drain_s = fleet.drain_timeout_s
         self._engines = engines
+        self._start_s = start_timeout_s
         self._attached = attached
         self._numbers = itertools.count(1 + max((int(member.name[1:]) for member in roster.members), default=-1))
         self._placed: dict[Lifecycle, tuple[str, ...]] = {}
@@ -200,7 +202,7 @@ class Elastic:
         lives = [Lifecycle(f"e{next(self._numbers)}") for _ in range(count)]
         try:
             for life in lives:
-                self._placed[life] = await self._place(engines)
+                self._placed[life] = self._place(engines)
             started = [asyncio.create_task(self._start(engines, life, self._placed[life])) for life in lives]
             try:
                 await asyncio.wait(started)
@@ -221,7 +223,7 @@ class Elastic:
         # From here on, it joins and restarts as any other engine, even if the caller gives up.
         member.lifecycle.restarts = True
         self._watch(member)
-        limit_s = engines.config.start_timeout_s
+        limit_s = self._start_s
         if not await self._roster.until(lambda: not member.is_restarting, deadline_s=limit_s):
             raise EngineStartError(
                 f"it has started and not joined the fleet within {limit_s:g} s (engine.start_timeout_s), and is tried "
@@ -403,7 +405,7 @@ class Elastic:
             raise StateError("the engines of this fleet were started by someone else, and so are new ones")
         return self._engines
 
-    async def _place(self, engines: LaunchedEngines) -> tuple[str, ...]:
+    def _place(self, engines: LaunchedEngines) -> tuple[str, ...]:
         ours = (m for m in self._roster.members if m.process is not None)  # servers of others use none of our GPUs
         there = (m for m in ours if m.state is not State.STOPPED or m in self._departures)
-        return await engines.place([*(m.gpus for m in there), *self._placed.values()])
+        return engines.place([*(m.gpus for m in there), *self._placed.values()])

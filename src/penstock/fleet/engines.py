@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 from penstock.aio import all_or_first_error
@@ -14,8 +14,6 @@ from penstock.engine.launch import EngineProcess, ServerCommand
 from penstock.errors import DeadlineError, EngineStartError, PenstockError, StateError
 from penstock.fleet.lifecycle import SERVABLE, Lifecycle, State
 from penstock.fleet.member import EngineHandle, Member
-from penstock.rooms import plugged_in
-from penstock.settings import EngineConfig, FleetConfig
 
 CONNECT_S = 15.0
 """Deadline of the first question to an engine, so that a hung one does not take an update's time."""
@@ -26,23 +24,28 @@ class LaunchedEngines:
 
     `ray_engines.RayLauncher` starts them elsewhere. An engine keeps its GPUs or placement group from its first start to
     its end, through its deaths. Engines require `api_key`. Each appends to a file of its name in `log_dir`. SIGKILL
-    follows SIGTERM after `fleet.stop_timeout_s` seconds.
+    follows SIGTERM after `stop_timeout_s` seconds. `place` chooses GPUs for one more engine beside those that are
+    taken; ConfigError: there is no room.
     """
 
     def __init__(
         self,
-        config: EngineConfig,
-        fleet: FleetConfig,
+        command: Callable[[], ServerCommand],
+        place: Callable[[Sequence[Sequence[str]]], tuple[str, ...]],
         *,
         api_key: str | None,
         log_dir: Path,
         parallel_starts: int,
+        control_timeout_s: float,
+        stop_timeout_s: float,
     ) -> None:
-        self.config = config
+        self.place = place
         self.api_key = api_key
         self.log_dir = log_dir.absolute()
+        self._command = command
         self._limit = asyncio.Semaphore(parallel_starts)
-        self._stop_s = fleet.stop_timeout_s
+        self._control_s = control_timeout_s
+        self._stop_s = stop_timeout_s
         self._processes: dict[Lifecycle, EngineHandle] = {}
         self._lives: set[Lifecycle] = set()
         self._connections = AsyncExitStack()
@@ -50,18 +53,7 @@ class LaunchedEngines:
 
     async def launch(self, name: str, gpus: Sequence[str]) -> EngineHandle:
         """Start a server that sees `gpus`; return when it is ready. Raises PenstockError."""
-        return await EngineProcess.launch(
-            self.config, name=name, log_dir=self.log_dir, api_key=self.api_key, gpus=gpus, command=self._command
-        )
-
-    @cached_property
-    def _command(self) -> ServerCommand:
-        """The command of each start: a restart has that of the first start."""
-        return plugged_in("launch.command")(self.config, api_key=self.api_key)
-
-    async def place(self, taken: Sequence[Sequence[str]]) -> tuple[str, ...]:
-        """Choose GPUs for one more engine beside those `taken`. ConfigError: no room."""
-        return plugged_in("gpus.place")(self.config, taken)
+        return await EngineProcess.launch(self._command(), name=name, log_dir=self.log_dir, gpus=gpus)
 
     async def release(self, name: str) -> None:
         """Free the resources of an engine that has ended for good; GPUs here need nothing."""
@@ -108,7 +100,7 @@ class LaunchedEngines:
                 process.url,
                 self._connections,
                 api_key=self.api_key,
-                control_timeout_s=self.config.control_timeout_s,
+                control_timeout_s=self._control_s,
                 process=process,
             )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from penstock.checks import reading
-from penstock.control_types import KV, AdapterStatus, PauseMode, UpdateReport
+from penstock.control_types import KV, PauseMode, UpdateReport
 from penstock.engine.client import Counters, DataClient
 from penstock.engine.openai import OpenAIEngine, T, each_until_lost
 from penstock.errors import ConfigError, StateError, UserError
@@ -22,6 +22,7 @@ from penstock.router.state import Admin
 from penstock.settings import EngineConfig, FleetConfig, RouterConfig, ServerSpec
 
 if TYPE_CHECKING:
+    from penstock.fleet.adapters import AdapterStatus
     from penstock.fleet.elastic import EngineStatus
     from penstock.fleet.launch import PendingFleet
     from penstock.fleet.update import Operations

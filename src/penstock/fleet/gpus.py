@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.engine.launch import resolve_profile
+from penstock.engine.command import resolve_profile
 from penstock.errors import ConfigError
 from penstock.settings import EngineConfig
 

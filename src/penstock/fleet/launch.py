@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -22,17 +22,18 @@ from penstock.fleet.attach import AttachedServers, asked, check_beside, specs_of
 from penstock.fleet.elastic import Elastic
 from penstock.fleet.engines import LaunchedEngines
 from penstock.fleet.fleet import Fleet
-from penstock.fleet.gpus import assign, usable_gpus
+from penstock.fleet.gpus import assign, place_beside, usable_gpus
 from penstock.fleet.lifecycle import Lifecycle, State
 from penstock.fleet.member import Member
 from penstock.fleet.pausing import AllOperations
 from penstock.fleet.roster import Roster
 from penstock.fleet.router_process import OpenRouter, check_router, open_router, router_back
 from penstock.fleet.service import Endpoint, refuse_second
-from penstock.fleet.stores import Stores
 from penstock.fleet.supervise import Admission, Supervisor, admit
+from penstock.fleet.transports import stores_of
 from penstock.guard import new_key
 from penstock.options import check_key, refuse_unknown, section
+from penstock.process import RestartBudget
 from penstock.rooms import plugged_in
 from penstock.settings import EngineConfig, FleetConfig, RouterConfig
 
@@ -82,6 +83,8 @@ class Terms:
     """Deadline of a control call."""
     request_timeout_s: float
     """Deadline of a generation request."""
+    start_timeout_s: float = 0.0
+    """Deadline of an engine's start; 0: others start them."""
 
 
 def launch(
@@ -112,7 +115,7 @@ def launch(
     check_router(of_router, api_key)
     if of_router.kind == "vllm-router" and (ranks := [s.url for s in of_fleet.attach if (s.dp or 1) > 1]):
         raise ConfigError(f"vllm-router addresses no data-parallel ranks; leave dp out of {', '.join(ranks)}")
-    terms = Terms(of_fleet, api_key, engine.control_timeout_s, engine.request_timeout_s)
+    terms = Terms(of_fleet, api_key, engine.control_timeout_s, engine.request_timeout_s, engine.start_timeout_s)
     return PendingFleet(lambda: _launched(engine, of_router, terms, gpus))
 
 
@@ -137,15 +140,19 @@ async def _launched(
     async with AsyncExitStack() as owned:
         logs = LogFolder(fleet.log_dir, owned)
         router = await open_router(router_config, log_dir=logs.path, api_key=api_key, owned=owned, admin_key=key)
-        launcher: type[LaunchedEngines] = plugged_in("launcher.ray") if fleet.launcher == "ray" else LaunchedEngines
-        engines = logs.engines = launcher(
-            engine,
-            fleet,
+        on_ray = fleet.launcher == "ray"
+        launcher = partial(plugged_in("launcher.ray"), engine, fleet) if on_ray else LaunchedEngines
+        engines: LaunchedEngines = launcher(
+            command=cache(partial(server_command, engine, api_key=engine_key)),  # a restart has that of the first start
+            place=(lambda _: ()) if on_ray else partial(place_beside, engine),  # Ray chooses GPUs as an engine starts
             api_key=engine_key,
             log_dir=logs.path,
             # vLLM measures its GPU's free memory as it starts, so engines on one GPU start one after another.
             parallel_starts=1 if shared else max(1, fleet.engines),
+            control_timeout_s=terms.control_timeout_s,
+            stop_timeout_s=fleet.stop_timeout_s,
         )
+        logs.engines = engines
         owned.push_async_callback(engines.end_all)
         attached = AttachedServers(api_key=api_key, control_timeout_s=terms.control_timeout_s)
         owned.push_async_callback(attached.close)
@@ -204,7 +211,7 @@ async def assemble(
     if not members or len(members) < fleet.min_engines:
         raise UserError(f"there are {len(members)} engines, the fleet needs at least {fleet.min_engines}")
     roster = await _roster(router, members)
-    store = Stores(fleet, roster.updatable, terms.control_timeout_s)
+    store = stores_of(fleet, roster.updatable, terms.control_timeout_s)
     owned.callback(store.close)
     data = data_client(router.url, terms.api_key, roster, owned, terms)
 
@@ -220,21 +227,34 @@ async def assemble(
         fleet,
         control_timeout_s=terms.control_timeout_s,
         request_timeout_s=terms.request_timeout_s,
-        recovery_timeout_s=engines.config.start_timeout_s if engines is not None else 0.0,
+        recovery_timeout_s=terms.start_timeout_s,
         paused=roster.members[0].info.paused,
     )
     admission = Admission(operations, roster, store, terms.control_timeout_s)
-    supervisor = Supervisor(roster, admit=admission.admit, check=operations.check, fleet=fleet)
+    supervisor = _supervisor(roster, admission, operations, fleet)
     owned.push_async_callback(supervisor.stop)
     for member in roster.members:
         supervisor.watch(member)
     if router.guard is not None:
         router.guard.watch(roster, fleet)
     data.http.suspect = supervisor.probe_all
-    elastic = Elastic(roster, operations, supervisor, fleet, engines=engines, attached=attached)
+    elastic = Elastic(
+        roster, operations, supervisor, fleet, engines=engines, start_timeout_s=terms.start_timeout_s, attached=attached
+    )
     owned.push_async_callback(elastic.close)
     endpoint = Endpoint(router.url, roster, operations, elastic, admin_key=router.key)
     return Fleet(router.url, roster, operations, elastic, data, owned.pop_all(), endpoint)
+
+
+def _supervisor(roster: Roster, admission: Admission, operations: AllOperations, fleet: FleetConfig) -> Supervisor:
+    return Supervisor(
+        roster,
+        admit=admission.admit,
+        check=operations.check,
+        budget=lambda: RestartBudget(fleet.max_restarts, fleet.restart_window_s, fleet.restart_backoff_s),
+        interval_s=fleet.health_interval_s,
+        hang_s=fleet.hang_timeout_s,
+    )
 
 
 async def reachable(fleet: Fleet) -> Fleet:

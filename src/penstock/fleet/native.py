@@ -15,8 +15,9 @@ from penstock.engine.control import ControlClient
 from penstock.engine.lacking import require
 from penstock.engine.verbs import verbs_of
 from penstock.errors import MissingCapabilityError, StateError
+from penstock.fleet.attach import foreign_to
 from penstock.fleet.member import Member
-from penstock.fleet.pausing import command, foreign_to
+from penstock.fleet.pausing import command
 from penstock.fleet.roster import Roster
 from penstock.fleet.update import check_version
 from penstock.http import as_json

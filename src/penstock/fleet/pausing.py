@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Generator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -25,11 +25,15 @@ from penstock.errors import (
     StateError,
     UserError,
 )
+from penstock.fleet.attach import foreign_to, wrong_weights
 from penstock.fleet.lifecycle import SERVABLE, State
 from penstock.fleet.member import Call, FanOut, Member, ask, fan_out, why
 from penstock.fleet.roster import Roster
+from penstock.fleet.stores import Stores
 from penstock.fleet.update import Operations
-from penstock.weights.manifest import WeightManifest, differ
+from penstock.rooms import plugged_in
+from penstock.settings import FleetConfig
+from penstock.weights.manifest import WeightManifest
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -42,7 +46,10 @@ DROPS_WEIGHTS = 2
 
 
 class AllOperations(Operations):
-    """Every operation of a fleet, one at a time; it takes the arguments of `Operations`."""
+    """Every operation of a fleet, one at a time.
+
+    A pause that waits for requests has a request's deadline, `request_timeout_s`. `rest`: arguments of `Operations`.
+    """
 
     _waiting_pause: _Pause | None = None
     _in_force: _Pause | None = None
@@ -50,6 +57,18 @@ class AllOperations(Operations):
     _undoing: asyncio.Task[None] | None = None
     _passable = False
     _passing = 0
+
+    def __init__(
+        self, roster: Roster, store: Stores, fleet: FleetConfig, *, request_timeout_s: float, **rest: Any
+    ) -> None:
+        super().__init__(roster, store, min_engines=fleet.min_engines, **rest)
+        self._request_s = request_timeout_s
+        self.native = plugged_in("native")(self, roster, self._control_s)
+        self.adapters = plugged_in("adapters")(roster, self.queue, self.check_weights_awake, fleet, self._control_s)
+
+    async def close(self) -> None:
+        await super().close()
+        self.adapters.close()
 
     async def update_from(self, manifest: Mapping[str, Any], *, kv: KV = "recompute") -> UpdateReport:
         """Update to weights that another process of this user published and that may end."""
@@ -462,32 +481,3 @@ def raise_for(outcome: FanOut[Any], what: str) -> None:
             failures=failures,
             results=results,
         )
-
-
-# --- Engines that other processes changed -----------------------------------------------------------------------------
-
-
-@contextmanager
-def foreign_to(members: Sequence[Member]) -> Generator[None]:
-    """Reset the engines' counts of foreign calls after a block of our own calls."""
-    try:
-        yield
-    finally:
-        for member in members:
-            member.foreign = None
-
-
-def wrong_weights(member: Member, state: CoreState, checksums: Collection[str]) -> str | None:
-    """Return why an engine's weights differ from what it confirmed; None: they do not.
-
-    `checksums`: of the fleet's weights on engines of its layout.
-    """
-    if state.torn or state.asleep:
-        return "its weights were dropped or half written by another process"
-    if state.weight_version not in {None, member.weight_version}:
-        return f"another process gave it weight version {state.weight_version}, the fleet {member.weight_version}"
-    if state.checksum is not None and any(differ(state.checksum, one) for one in checksums):
-        return f"another process gave it other weights under the same version {state.weight_version}"
-    if None not in {state.foreign, member.foreign} and state.foreign != member.foreign:
-        return "another process called a method of its workers, which may have changed its weights"
-    return None

@@ -22,11 +22,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock.engine.command import server_command
 from penstock.engine.launch import EngineProcess
 from penstock.errors import ConfigError, EngineStartError, PenstockError
 from penstock.fleet.calls import CallServer
 from penstock.fleet.gpus import visible_gpus
-from penstock.process import watch_lifeline
+from penstock.lifeline import watch_lifeline
 from penstock.settings import EngineConfig, FleetConfig
 from penstock.start_report import error_from_json, error_to_json
 
@@ -77,9 +78,8 @@ class EngineActor:
         constructor arguments.
         """
         try:
-            self._process = await EngineProcess.launch(
-                self._config, name=self._name, log_dir=self._log_dir, api_key=api_key, gpus=gpus, host=host
-            )
+            command = server_command(self._config, api_key=api_key, host=host)
+            self._process = await EngineProcess.launch(command, name=self._name, log_dir=self._log_dir, gpus=gpus)
         except PenstockError as error:
             return {"error": error_to_json(error)}
         return {"url": self._process.url}

@@ -119,7 +119,8 @@ class RayLauncher(LaunchedEngines):
     """
 
     def __init__(self, config: EngineConfig, fleet: FleetConfig, **options: Any) -> None:
-        super().__init__(config, fleet, **options)
+        super().__init__(**options)
+        self._config = config
         self._fleet = fleet
         self._joining = asyncio.Lock()
         self._driver: Driver | None = None
@@ -138,7 +139,7 @@ class RayLauncher(LaunchedEngines):
             EngineStartError: there was no room, or it did not start.
         """
         del gpus
-        config, driver = self.config, await self._joined()
+        config, driver = self._config, await self._joined()
         async with AsyncExitStack() as undo:
             undo.push_async_callback(self.release, name)
             given = {"config": config.model_dump(mode="json"), "log_dir": str(self.log_dir), "api_key": self.api_key}
@@ -146,11 +147,6 @@ class RayLauncher(LaunchedEngines):
             url = await driver.ask("start", deadline_s=deadline_s, engine=name, **given)
             undo.pop_all()
         return RayEngine(name, url, driver)
-
-    async def place(self, taken: Sequence[Sequence[str]]) -> tuple[str, ...]:
-        """Return no GPUs, since Ray chooses them as the engine starts."""
-        del taken
-        return ()
 
     async def release(self, name: str) -> None:
         if self._driver is not None:
@@ -188,7 +184,7 @@ class RayLauncher(LaunchedEngines):
         of_ray = self._fleet.model_dump(include={"launcher", "engines", "ray_cpus", "ray_gpus", "ray_placement_group"})
         there = {"address": address, "folder": str(driver.folder), "fleet": of_ray}
         try:
-            await driver.ask("open", deadline_s=OPEN_S, config=self.config.model_dump(mode="json"), **there)
+            await driver.ask("open", deadline_s=OPEN_S, config=self._config.model_dump(mode="json"), **there)
         except DeadlineError as error:
             driver.child.kill()
             why = (

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 from penstock.aio import all_or_first_error, cancelled, in_thread, settled
@@ -17,9 +15,8 @@ from penstock.fleet.lifecycle import SERVABLE, State, Substate
 from penstock.fleet.member import Member, ask, fan_out, put
 from penstock.fleet.roster import Occupation, Roster
 from penstock.http import UnreachableError
-from penstock.process import Clock, RestartBudget, Sleep, keep_running
+from penstock.process import RestartBudget, Sleep, keep_running
 from penstock.rooms import plugged_in
-from penstock.settings import FleetConfig
 from penstock.weights.manifest import WeightManifest, differ
 
 if TYPE_CHECKING:
@@ -36,8 +33,9 @@ class Supervisor:
     """Watches every member given to `watch`, until `release` or `stop`.
 
     `admit` brings a SYNCING engine to the fleet's weights and lets it serve. `check` awaits a probe of an engine, and
-    makes an engine DEAD that another process has changed. `Member.again` restarts a dead engine; for a server of
-    others, as soon as it answers.
+    makes an engine DEAD that another process has changed. `Member.again` restarts a dead engine within its `budget`;
+    for a server of others, as soon as it answers. An engine is probed every `interval_s` seconds, and ended after
+    `hang_s` seconds without an answer.
     """
 
     def __init__(
@@ -46,15 +44,17 @@ class Supervisor:
         *,
         admit: Callable[[Member], Awaitable[None]],
         check: Callable[[Member, Awaitable[CoreState | None]], Awaitable[None]],
-        fleet: FleetConfig,
-        clock: Clock = time.monotonic,
+        budget: Callable[[], RestartBudget],
+        interval_s: float,
+        hang_s: float,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
         self._roster = roster
         self._admit = admit
         self._check = check
-        self._fleet = fleet
-        self._clock = clock
+        self._budget = budget
+        self._interval_s = interval_s
+        self._hang_s = hang_s
         self._sleep = sleep
         self._guards: dict[Member, asyncio.Task[None]] = {}
         self._probing: asyncio.Task[None] | None = None
@@ -111,8 +111,7 @@ class Supervisor:
             await cancelled(guard)
 
     async def _guard(self, member: Member) -> None:
-        fleet, again = self._fleet, member.again
-        budget = RestartBudget(fleet.max_restarts, fleet.restart_window_s, fleet.restart_backoff_s, self._clock)
+        again, budget = member.again, self._budget()
         launched = again is not None and member.process is not None
         member.lifecycle.may_restart = lambda: launched and budget.left()
         member.lifecycle.restarts = launched
@@ -132,7 +131,7 @@ class Supervisor:
         if again is not None:
             logger.error(
                 "engine %s stays dead: it died again after %s restarts within %g s (fleet.max_restarts); the last "
-                "reason: %s", member.name, fleet.max_restarts, fleet.restart_window_s, member.lifecycle.reason,
+                "reason: %s", member.name, budget.max_restarts, budget.window_s, member.lifecycle.reason,
             )  # fmt: skip
 
     # --- death -------------------------------------------------------------------------------------------------------
@@ -155,29 +154,22 @@ class Supervisor:
             await asyncio.wait(tasks)
 
     async def _dead_if_broken(self, member: Member, watch: Callable[[Member], Awaitable[None]]) -> None:
-        async def broken(_type: object, error: BaseException | None, _trace: object) -> bool:
-            if not isinstance(error, Exception):
-                return False
+        (error,) = await asyncio.gather(watch(member), return_exceptions=True)
+        if error is not None:
             logger.error("a watch of engine %s broke: %r", member.name, error, exc_info=error)
             await self._roster.mark_dead(member, f"its watch broke: {error!r}")
-            return True
-
-        async with AsyncExitStack() as stack:
-            stack.push_async_exit(broken)
-            await watch(member)
 
     async def _until_unwell(self, member: Member) -> None:
         """Probe an engine regularly and when its core's connection breaks, until its death."""
-        interval_s, hang_s = self._fleet.health_interval_s, self._fleet.hang_timeout_s
         gone = asyncio.create_task(member.control.core_gone(), name=f"core-{member.name}")
         try:
             while member.state in WATCHED:
                 if gone.done():
-                    await asyncio.sleep(interval_s)
+                    await asyncio.sleep(self._interval_s)
                 else:
-                    await asyncio.wait((gone,), timeout=interval_s)
+                    await asyncio.wait((gone,), timeout=self._interval_s)
                 try:
-                    await self._check(member, probe(member.control, self._roster.occupation, hang_s=hang_s))
+                    await self._check(member, probe(member.control, self._roster.occupation, hang_s=self._hang_s))
                 except CoreSilentError as error:
                     if member.state in SERVABLE:  # the admission of a SYNCING engine has its own deadlines
                         await self._roster.mark_dead(member, str(error))
@@ -193,7 +185,7 @@ class Supervisor:
 
         await fan_out(
             self._roster.live(),
-            lambda engine: probe(engine, self._roster.occupation, hang_s=self._fleet.hang_timeout_s),
+            lambda engine: probe(engine, self._roster.occupation, hang_s=self._hang_s),
             deadline_s=PROBE_ALL_S,
             on_failure=failed,
         )
@@ -210,7 +202,7 @@ class Supervisor:
     async def _start_again(self, member: Member, again: Callable[[], Awaitable[Member]]) -> bool:
         """Restart a DEAD engine, or wait for a server of others; True: it is SYNCING."""
         if member.process is None:
-            await plugged_in("attach.answers")(member, self._fleet, self._sleep)
+            await plugged_in("attach.answers")(member, self._hang_s, lambda: self._sleep(self._interval_s))
         member.lifecycle.to(State.LAUNCHING, "answers again" if member.process is None else "restarted")
         self._roster.announce()
         try:
@@ -323,7 +315,7 @@ class Admission:
     async def _weights_for(self, member: Member) -> WeightManifest | None:
         """Return the source of the fleet's version for an engine; it may be the trainer."""
         version = self._roster.version
-        asking = in_thread(lambda: weights_for(self._store, member, version))
+        asking = in_thread(lambda: self._store.for_engine(member, version))
         (found,) = await asyncio.gather(asking, return_exceptions=True)  # if cancelled, it waits for the thread
         if isinstance(found, BaseException):  # the trainer's own code can raise anything
             logger.warning("weight version %d was not given again: %r", version, found)
@@ -345,18 +337,6 @@ def admit(roster: Roster, member: Member) -> None:
     if member.info.kv_kept:  # by an earlier owner
         roster.kv_kept_versions |= {member.info.weight_version}
     roster.announce()
-
-
-def weights_for(store: Stores, member: Member, version: int) -> WeightManifest | None:
-    """Return the source of a version for a joining engine, or None if no store here has it; this blocks.
-
-    Raises:
-        WeightsError: the trainer was asked again, and its tensors have changed. Its own code may raise any error.
-    """
-    if store.lent is not None:
-        return store.lent.for_engine(member, version)
-    current = store.last.current if store.last is not None else None
-    return current if current is not None and current.version == version else None
 
 
 # --- The probe of one engine, of its server and its core --------------------------------------------------------------

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from penstock.errors import WeightsError
 from penstock.fleet.gpus import visible_gpus
 from penstock.fleet.member import Member
-from penstock.fleet.stores import LOOPBACK, is_local
+from penstock.fleet.stores import LOOPBACK, Stores, is_local
 from penstock.rooms import plugged_in
-from penstock.settings import FleetConfig, Transport
+from penstock.settings import FleetConfig
 from penstock.weights.manifest import Store, TensorProvider, WeightManifest
 
 if TYPE_CHECKING:
@@ -20,38 +20,53 @@ SEND_SHARE = 0.5
 """Share of a control call's deadline for sending a version, so that an engine that is cut off can still answer."""
 
 
-def choose_remote(device: torch.device, members: Sequence[Member]) -> Transport:
-    """Return the transport for tensors that `stores.choose` does not put into shared memory at once.
-
-    An engine reads tensors directly on a GPU that it shares, since NCCL refuses two ranks on one GPU. Engines with GPUs
-    of their own receive them over NVLink or the network.
-    """
-    if device.type != "cuda":
-        return "broadcast"
-    local = all(is_local(member) for member in members)
-    of_engines = {gpu for member in members if is_local(member) for gpu in member.gpus}
-    if local and all(member.info.engine == "sim" for member in members):
-        return "shared_memory"
-    names = visible_gpus()
-    place = device.index or 0
-    shared = place < len(names) and names[place] in of_engines
-    return "cuda_ipc" if shared else "broadcast"
+def stores_of(settings: FleetConfig, members: Callable[[], Sequence[Member]], timeout_s: float) -> Stores:
+    """Return the stores of a fleet; `timeout_s`: of a control call. WeightsError: a package is missing."""
+    if settings.weight_transport == "delta":
+        plugged_in("store_needs.delta")()  # refuses before engines start
+    return Stores(settings.weight_transport, members, OtherTransports(settings, members, timeout_s))
 
 
 class OtherTransports:
-    """The stores of other transports than shared memory; `stores` has those that were made."""
+    """The stores of other transports than shared memory, each made at its first use."""
 
-    def __init__(
-        self, settings: FleetConfig, members: Callable[[], Sequence[Member]], timeout_s: float, stores: dict[str, Store]
-    ) -> None:
+    def __init__(self, settings: FleetConfig, members: Callable[[], Sequence[Member]], timeout_s: float) -> None:
         self._settings = settings
         self._members = members
         self._timeout_s = timeout_s
-        self._stores = stores
+        self._stores: dict[str, Store] = {}
         self._ipc_devices: list[str] = []
 
-    def make(self, transport: str) -> Store:
-        """Return a new store. WeightsError: there is no such transport."""
+    def choose(self, device: torch.device, *, gathers: bool) -> str:
+        """Return the transport for tensors that `Stores` does not put into shared memory at once.
+
+        An engine reads tensors directly on a GPU that it shares, since NCCL refuses two ranks on one GPU. Engines with
+        GPUs of their own receive them over NVLink or the network.
+        """
+        members = self._members()
+        if device.type != "cuda":
+            return "broadcast"
+        local = all(is_local(member) for member in members)
+        of_engines = {gpu for member in members if is_local(member) for gpu in member.gpus}
+        if local and all(member.info.engine == "sim" for member in members):
+            return "shared_memory"
+        names = visible_gpus()
+        place = device.index or 0
+        if place >= len(names) or names[place] not in of_engines:
+            return "broadcast"
+        return "shared_memory" if gathers else "cuda_ipc"
+
+    def of(self, transport: str) -> Store:
+        """Return the store of a transport. WeightsError: there is no such transport."""
+        if transport not in self._stores:
+            self._stores[transport] = self._make(transport)
+        return self._stores[transport]
+
+    def close(self) -> None:
+        for store in self._stores.values():
+            store.close()
+
+    def _make(self, transport: str) -> Store:
         settings = self._settings
         if transport == "broadcast":
             share_s = SEND_SHARE * self._timeout_s
@@ -62,7 +77,7 @@ class OtherTransports:
             return plugged_in(f"store.{transport}")(settings.weight_folder)
         raise WeightsError(f"this fleet has no transport {transport!r}; set fleet.weight_transport, and its folder")
 
-    def fit(self, transport: Transport, *, gathers: bool) -> None:
+    def fit(self, transport: str, *, gathers: bool) -> None:
         """Fit a transport's store to the present engines before it publishes.
 
         Raises:
@@ -85,9 +100,9 @@ class OtherTransports:
             if (before := self._stores.pop(transport, None)) is not None:
                 before.close()
 
-    def lent(self, manifest: WeightManifest, provider: TensorProvider | None) -> LentVersion:
+    def lent(self, manifest: WeightManifest, provider: TensorProvider | None, copies: Store) -> LentVersion:
         """Return a committed version whose bytes only the trainer has; `provider` can give them again."""
-        return LentVersion(manifest, provider, self._stores["shared_memory"])
+        return LentVersion(manifest, provider, copies)
 
     def keeps_copy(self) -> bool:
         """Return whether to copy a lent version at once."""
@@ -112,7 +127,7 @@ class LentVersion:
         return self._copies.current if self._copied else None
 
     def for_engine(self, member: Member, version: int) -> WeightManifest | None:
-        """Return the copy if it is of this version; without one, ask the provider. See `supervise.weights_for`."""
+        """Return the copy if it is of this version; without one, ask the provider. See `Stores`."""
         if version != self._manifest.version or not is_local(member):
             return None
         if self._copied or self._provider is None:

@@ -23,7 +23,6 @@ from penstock.fleet.member import Call, Member, fan_out, put, updatable, why
 from penstock.fleet.roster import OperationQueue, Roster
 from penstock.fleet.stores import Stores
 from penstock.rooms import plugged_as, plugged_in
-from penstock.settings import FleetConfig
 from penstock.weights.manifest import WeightManifest, by_rank, kind_of
 
 if TYPE_CHECKING:
@@ -280,20 +279,19 @@ def odd_ones_out(checksums: Mapping[str, str], layouts: Mapping[str, Hashable]) 
 
 
 class Operations:
-    """Updates over a roster, joining engines, and the fleet's state; `fleet/pausing.py` extends it.
+    """Updates over a roster, and the fleet's state; `fleet/pausing.py` extends it.
 
-    A pause that waits for requests has a request's deadline, `request_timeout_s`. With too few engines, an update waits
-    `recovery_timeout_s` for restarting ones. `paused`: the engines' initial state.
+    With fewer than `min_engines`, an update waits `recovery_timeout_s` for restarting ones. `paused`: the engines'
+    initial state.
     """
 
     def __init__(
         self,
         roster: Roster,
         store: Stores,
-        fleet: FleetConfig,
         *,
+        min_engines: int,
         control_timeout_s: float,
-        request_timeout_s: float,
         recovery_timeout_s: float = 0.0,
         paused: bool = False,
     ) -> None:
@@ -304,17 +302,14 @@ class Operations:
         self.queue = OperationQueue(roster.occupation)
         self._roster = roster
         self._store = store
-        self._min_engines = fleet.min_engines
+        self._min_engines = min_engines
         self._recovery_s = recovery_timeout_s
         self._control_s = control_timeout_s
-        self._request_s = request_timeout_s
-        self._updater = Updater(roster, store, self._gate_closed, fleet.min_engines, control_timeout_s)
+        self._updater = Updater(roster, store, self._gate_closed, min_engines, control_timeout_s)
         self.asleep: frozenset[str] = frozenset()
         self._usable_from = 0
         """Oldest version that can serve; sleep level 2 dropped older weights from memory."""
         self._updating = False
-        self.native = plugged_in("native")(self, roster, control_timeout_s)
-        self.adapters = plugged_in("adapters")(roster, self.queue, self.check_weights_awake, fleet, control_timeout_s)
 
     async def update(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int | None, *, kv: KV = "recompute"
@@ -360,7 +355,6 @@ class Operations:
     async def close(self) -> None:
         """Let no further operation begin, and cancel the one that runs."""
         await self.queue.close()
-        self.adapters.close()
 
     def check_weights_awake(self) -> None:
         """Raise StateError while the engines' weights sleep."""

@@ -14,7 +14,8 @@ import sys
 import time
 from contextlib import suppress
 
-from penstock.process import PARENT, group_members, watch_lifeline
+from penstock.lifeline import watch_lifeline
+from penstock.process import PARENT, group_members
 
 GRACE_S = 5
 _SUBREAPER = 36

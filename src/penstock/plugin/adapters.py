@@ -32,11 +32,11 @@ from penstock.plugin import compat
 from penstock.plugin.adapter_worker import PLACE, READ_S, put_in_force, read_ahead, unload_adapter
 from penstock.plugin.core import at_boundary, field, settle
 from penstock.plugin.marks import put_output, send_mark
-from penstock.plugin.spec import WeightSpec
 from penstock.wire import ADAPTERS
 
 if TYPE_CHECKING:
     from penstock.plugin.core import CoreControl
+    from penstock.weights.manifest import WeightSpec
 
 _READ: dict[str, type] = {"name": str, "source": dict}
 _LOAD = _READ | {"id": int, "version": int, "kv": str}

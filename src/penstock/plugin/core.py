@@ -26,10 +26,9 @@ from penstock.control_types import KV
 from penstock.errors import EngineError, StateError, TransferError, WeightsError
 from penstock.plugin import attempt
 from penstock.plugin.pause import ASLEEP, UPDATE, WEIGHTS, PauseState, StepCap, clear_kv, mode_in_core
-from penstock.plugin.spec import WeightSpec, expected_weights
 from penstock.plugin.steps import Steps, between_steps
 from penstock.rooms import plugged_as, plugged_in
-from penstock.weights.manifest import WeightManifest
+from penstock.weights.manifest import WeightManifest, WeightSpec
 from penstock.wire import version_number
 
 SPEC_TIMEOUT_S = 600.0
@@ -166,7 +165,7 @@ class CoreControl:
         if self._spec is not None:
             return self._spec
         config = self.core.vllm_config.model_config
-        spec, error = attempt(lambda: expected_weights(config), "finding the tensors of the engine's model")
+        spec, error = attempt(lambda: plugged_in("spec")(config), "finding the tensors of the engine's model")
         if error is not None:
             raise EngineError(
                 f"the tensors of the engine's model could not be found out: {type(error).__name__}: {error}"

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from penstock.plugin import attempt, takes_adapters
+from penstock.plugin import takes_adapters
 from penstock.plugin.core import CoreControl, control_of
 from penstock.plugin.pause import PauseState
 from penstock.plugin.steps import taking_calls
@@ -38,7 +38,7 @@ def _add_calls(core_class: Any) -> None:
         plugged_in("compat.labels")(core_class)
     core_class._handle_client_request = taking_calls(core_class._handle_client_request)  # noqa: SLF001
     core_class.penstock_rpc = core_class.collective_rpc  # our own calls keep track of the weights themselves
-    core_class.collective_rpc = _sendable(core_class.collective_rpc)
+    core_class.collective_rpc = plugged_in("replies.core")(core_class.collective_rpc)
     for name in ("control_port", "last_update", "control"):
         setattr(core_class, f"penstock_{name}", _utility(getattr(CoreControl, name), control_of))
     for name in ("pause", "resume", "sleep", "wake_up", "weights_are_in"):
@@ -50,21 +50,5 @@ def _utility(method: Callable[..., Any], owner: Callable[[Any], Any]) -> Callabl
     @functools.wraps(method)  # vLLM reads the signature
     def call(core: Any, *args: Any) -> Any:
         return method(owner(core), *args)
-
-    return call
-
-
-def _sendable(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `EngineCore.collective_rpc` to fail if its result cannot be sent, which would end vLLM's output thread."""
-    from vllm.v1.serial_utils import MsgpackEncoder, UtilityResult  # noqa: PLC0415 - only inside vLLM
-
-    @functools.wraps(collective_rpc)  # vLLM reads the signature
-    def call(core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-        control_of(core).count_foreign(method)
-        results = collective_rpc(core, method, *args, **kwargs)
-        _, error = attempt(lambda: MsgpackEncoder().encode(UtilityResult(results)), f"sending what {method!r} returned")
-        if error is not None:
-            raise TypeError(f"what {method!r} returns cannot be sent to another process: {error}") from error
-        return results
 
     return call

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import copy
 import reprlib
-from collections.abc import Generator
-from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -73,9 +71,13 @@ def check_part(part: Any, *, room: int, vocab_size: int, logprobs: bool) -> list
     Raises:
         RequestError: it does not fit.
     """
-    with _malformed():
+    try:
         given = _Part.model_validate(part)
         positions = [position for chunk in given.logprobs for position in _LOGPROBS.validate_json(chunk)]
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"][:2])) or "a sample"
+        raise RequestError(f"{RESUME_ARG}: {where}: {first['msg']}, got {reprlib.repr(first['input'])}") from error
     ids, tokens = given.ids, [entry[0] for position in positions for entry in position]
     wrong = [token for token in (*ids, *tokens) if not 0 <= token < vocab_size]
     _require(not wrong, f"token {reprlib.repr(wrong[:1])} lies outside the vocabulary [0, {vocab_size})")
@@ -87,16 +89,6 @@ def check_part(part: Any, *, room: int, vocab_size: int, logprobs: bool) -> list
     for token, position in zip(ids, positions, strict=False):
         _require(position[0][0] == token, f"the logprobs {reprlib.repr(position)} are not those of token {token}")
     return positions
-
-
-@contextmanager
-def _malformed() -> Generator[None]:
-    try:
-        yield
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"][:2])) or "a sample"
-        raise RequestError(f"{RESUME_ARG}: {where}: {first['msg']}, got {reprlib.repr(first['input'])}") from error
 
 
 def _require(fits: bool, message: str) -> None:  # noqa: FBT001 - a condition

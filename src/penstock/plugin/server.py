@@ -12,13 +12,12 @@ import sys
 import uuid
 
 from penstock.plugin import INSTANCE_VARIABLE
-from penstock.process import watch_lifeline
 from penstock.rooms import plugged_in
 
 
 def main() -> None:
     """Tie this process group to the launcher's life, and run vLLM's server."""
-    watch_lifeline()
+    plugged_in("lifeline")()
     os.environ[INSTANCE_VARIABLE] = uuid.uuid4().hex  # vLLM's own id is so short that two servers may share it
     if importlib.util.find_spec("vllm.entrypoints.launchers") is None:
         plugged_in("compat.server")()

@@ -17,7 +17,6 @@ from vllm.platforms import current_platform
 
 from penstock.errors import PenstockError, WeightsError
 from penstock.plugin import attempt
-from penstock.plugin.spec import schemes_of
 from penstock.rooms import plugged_as, plugged_in
 from penstock.weights.checksum import device_sums, warm_up
 from penstock.weights.manifest import SUMS, Source, WeightManifest
@@ -149,7 +148,7 @@ class Loader:
         if self._schemes is None:
             config = self._worker.model_config
             quantised = getattr(config.hf_config, "quantization_config", None) is not None
-            self._schemes = schemes_of(config) if quantised else {}
+            self._schemes = plugged_in("spec.schemes")(config) if quantised else {}
         lora = getattr(self._worker.model_runner, "lora_manager", None) is not None
         with plugged_in("compat.bare")(self._model) if lora else nullcontext():
             begin(self._model)

@@ -1,4 +1,4 @@
-"""A repair of engines with several workers: every worker's reply to a call is read."""
+"""Repairs of calls to workers: every reply is read, and a reply that cannot be sent on is an error."""
 # pyright: basic, reportMissingImports=false
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.plugin import attempt
+from penstock.plugin.core import control_of
 
 
 def drain_worker_replies(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,3 +52,19 @@ def reply(method: Any, worker: Any, *args: Any, **kwargs: Any) -> tuple[bytes | 
 
     result, error = attempt(work, f"a worker's {method}")
     return result, str(error)
+
+
+def sendable(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
+    """Make `EngineCore.collective_rpc` fail if its result cannot be sent, which would end vLLM's output thread."""
+    from vllm.v1.serial_utils import MsgpackEncoder, UtilityResult  # noqa: PLC0415 - only inside vLLM
+
+    @functools.wraps(collective_rpc)  # vLLM reads the signature
+    def call(core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        control_of(core).count_foreign(method)
+        results = collective_rpc(core, method, *args, **kwargs)
+        _, error = attempt(lambda: MsgpackEncoder().encode(UtilityResult(results)), f"sending what {method!r} returned")
+        if error is not None:
+            raise TypeError(f"what {method!r} returns cannot be sent to another process: {error}") from error
+        return results
+
+    return call

@@ -16,8 +16,9 @@ import uvloop
 
 from penstock.checks import parse_json
 from penstock.errors import ConfigError, PenstockError, UserError
+from penstock.lifeline import watch_lifeline
 from penstock.options import validate
-from penstock.process import raise_file_limit, watch_lifeline
+from penstock.process import raise_file_limit
 from penstock.rooms import plugged_in
 from penstock.router.server import Router
 from penstock.settings import ADMIN_KEY_ENV, KEY_ENV, RouterConfig

@@ -9,7 +9,8 @@ import sys
 from collections.abc import Callable
 
 from penstock.errors import PenstockError, UserError
-from penstock.process import raise_file_limit, watch_lifeline
+from penstock.lifeline import watch_lifeline
+from penstock.process import raise_file_limit
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 

@@ -17,7 +17,8 @@ import uvloop
 from penstock.aio import cancelled
 from penstock.errors import EngineError, PenstockError
 from penstock.http import HttpTransport
-from penstock.process import ChildProcess, RestartBudget, keep_running, raise_file_limit, watch_lifeline
+from penstock.lifeline import watch_lifeline
+from penstock.process import ChildProcess, RestartBudget, keep_running, raise_file_limit
 from penstock.start_report import ReportingProcess, StartReport, error_to_json
 
 logger = logging.getLogger(__name__)

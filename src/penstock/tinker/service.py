@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.checks import parse_json, reading
 from penstock.config import LoraConfig, TrainConfig
-from penstock.engine.launch import resolve_profile
+from penstock.engine.command import resolve_profile
 from penstock.errors import ConfigError, UserError
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.gpus import usable_gpus

@@ -27,7 +27,8 @@ import torch.distributed as dist
 from penstock.config import TrainConfig
 from penstock.errors import ConfigError, LearnerError, PenstockError
 from penstock.fleet.gpus import visible_gpus
-from penstock.process import ChildProcess, watch_lifeline
+from penstock.lifeline import watch_lifeline
+from penstock.process import ChildProcess
 from penstock.train.interface import Learner
 from penstock.train.learner import LocalLearner, ServedDtype
 from penstock.train.ranked import RankedLearner, serve

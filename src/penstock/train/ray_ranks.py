@@ -19,7 +19,8 @@ from typing import Any
 from penstock.errors import ConfigError, LearnerError, PenstockError
 from penstock.fleet.gpus import visible_gpus
 from penstock.fleet.ray_driver import actors_in, end_with, join
-from penstock.process import ChildProcess, watch_lifeline
+from penstock.lifeline import watch_lifeline
+from penstock.process import ChildProcess
 from penstock.settings import Section
 
 ROOM_S = 240.0

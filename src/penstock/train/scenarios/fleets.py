@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.config import RunConfig
 from penstock.control_types import PauseMode
+from penstock.engine.command import server_command
 from penstock.engine.launch import EngineProcess, reserved_port
 from penstock.fleet.fleet import Fleet
 from penstock.rollout.environment import load_environment
@@ -160,7 +161,9 @@ async def native_sync(config: RunConfig) -> list[Check]:
     """Train on samples of a plain vLLM server, and send weights by vLLM's own calls."""
     logs = config.run_dir / "native-sync-logs"
     logs.mkdir(parents=True, exist_ok=True)
-    server = await EngineProcess.launch(config.engine, name="plain", log_dir=logs, gpus=_last_gpu(), native=BACKEND)
+    server = await EngineProcess.launch(
+        server_command(config.engine, native=BACKEND), name="plain", log_dir=logs, gpus=_last_gpu()
+    )
     try:
         learner = await asyncio.to_thread(
             LocalLearner, config.learner_model, config.train, seed=config.seed, served_dtype=config.engine.dtype

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from penstock.config import RunConfig
+from penstock.engine.command import server_command
 from penstock.engine.launch import EngineProcess
 from penstock.errors import UserError
 from penstock.train.run import run
@@ -74,7 +75,7 @@ async def _train(scenario: Scenario, config: RunConfig) -> list[Check]:
 async def _remote_server(scenario: Scenario, config: RunConfig) -> list[Check]:
     log_dir = config.run_dir / "remote-server-logs"
     log_dir.mkdir(parents=True, exist_ok=True)
-    server = await EngineProcess.launch(config.engine, name="remote", log_dir=log_dir)
+    server = await EngineProcess.launch(server_command(config.engine), name="remote", log_dir=log_dir)
     try:
         tree = config.model_dump()
         tree["fleet"]["attach"] = [{"url": server.url}]
