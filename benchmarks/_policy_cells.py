@@ -11,7 +11,7 @@ from fleet_sim.run import FleetFigures, FleetRun, FleetSetup, Incident
 from fleet_sim.speed import EngineLimits, EngineSpeed
 from fleet_sim.trace import AgentShape, GroupShape, Lengths, Trajectory, agents, groups
 from penstock.rooms import plugged_as
-from penstock.settings import RouterConfig
+from penstock.router_settings import RouterConfig
 
 OURS = "bounded-sticky"
 

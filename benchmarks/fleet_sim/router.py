@@ -14,7 +14,7 @@ from fleet_sim.cache import Segment
 from penstock.router.membership import Engine, EngineEntry
 from penstock.router.placement import Placement
 from penstock.router.policies import Defer, Hints
-from penstock.settings import RouterConfig
+from penstock.router_settings import RouterConfig
 
 BLOCK = 64
 """Tokens of one block of `X-Prefix-Hashes`."""

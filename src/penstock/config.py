@@ -18,7 +18,8 @@ from penstock.checks import did_you_mean
 from penstock.control_types import KV
 from penstock.errors import ConfigError, UserError
 from penstock.options import validate
-from penstock.settings import EngineConfig, FleetConfig, Positive, RouterConfig, Seconds, Section
+from penstock.router_settings import Positive, RouterConfig, Seconds, Section
+from penstock.settings import EngineConfig, FleetConfig
 
 
 def _plain_name(name: str) -> str:

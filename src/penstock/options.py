@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from penstock.checks import did_you_mean
 from penstock.errors import ConfigError
-from penstock.settings import Section
+from penstock.router_settings import Section
 
 S = TypeVar("S", bound=Section)
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from fleet_sim.router import OwnRouter
 from fleet_sim.run import START_SPACING_S, FleetRun, FleetSetup
 from fleet_sim.speed import EngineLimits, EngineSpeed
 from fleet_sim.trace import AgentShape, GroupShape, Lengths, Trajectory, agents, groups
-from penstock.settings import RouterConfig
+from penstock.router_settings import RouterConfig
 from penstock.sim import SimConfig, SimEngine
 from penstock.types import SamplingParams
 from sim_verify import generate

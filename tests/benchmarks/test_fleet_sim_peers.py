@@ -13,7 +13,7 @@ from fleet_sim.speed import EngineLimits, EngineSpeed
 from fleet_sim.trace import AgentShape, Lengths, agents
 from penstock.rooms import plugged_as
 from penstock.router.membership import EngineEntry
-from penstock.settings import RouterConfig
+from penstock.router_settings import RouterConfig
 
 
 def entries(count: int) -> list[EngineEntry]:

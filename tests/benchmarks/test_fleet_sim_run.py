@@ -10,7 +10,7 @@ from fleet_sim.run import FleetRun, FleetSetup, Incident
 from fleet_sim.speed import EngineLimits, EngineSpeed
 from fleet_sim.trace import AgentShape, Lengths, agents
 from penstock.router.policies import Defer
-from penstock.settings import RouterConfig
+from penstock.router_settings import RouterConfig
 
 SPEED = EngineSpeed(step_s=0.01, sequence_s=1e-5, context_s=5e-8, prefill_s=3e-5)
 SETUP = FleetSetup(4, 24, SPEED, EngineLimits(kv_tokens=60_000))

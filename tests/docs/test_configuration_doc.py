@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from penstock.config import RunConfig
-from penstock.settings import Section
+from penstock.router_settings import Section
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "configuration.md"
 

@@ -40,7 +40,7 @@ SIDE_ROOMS = tuple(
         "lifeline", "prefix_hash", "rollout",
         "router.__main__", "router.figures", "router.kv", "router.other_calls", "router.other_policies",
         "router.state", "router.unserved", "router.workers",
-        "sim", "start_report", "train",
+        "settings", "sim", "start_report", "train",
         "weights.broadcast", "weights.checkpoint_names", "weights.cuda_ipc", "weights.delta", "weights.disk",
         "weights.group", "weights.sum_kernel", "weights.transfer",
     )

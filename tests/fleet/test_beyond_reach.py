@@ -14,7 +14,7 @@ from penstock import Fleet
 from penstock.cli.status import status
 from penstock.errors import EngineDeadError
 from penstock.router.membership import EngineEntry, Membership
-from penstock.settings import RouterConfig
+from penstock.router_settings import RouterConfig
 from sim_fleets import router_here
 
 ELSEWHERE = "router.test"

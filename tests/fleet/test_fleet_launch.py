@@ -19,7 +19,8 @@ from penstock.fleet.member import State
 from penstock.http import HttpTransport
 from penstock.router.membership import Membership
 from penstock.router.state import RouterAdmin
-from penstock.settings import EngineConfig, FleetConfig, RouterConfig
+from penstock.router_settings import RouterConfig
+from penstock.settings import EngineConfig, FleetConfig
 from sim_fleets import SIM, check_serves, children
 
 FEW_FILES = """

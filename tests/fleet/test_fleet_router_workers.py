@@ -10,7 +10,7 @@ import torch
 
 from patience import alive, eventually
 from penstock import Fleet, SamplingParams
-from penstock.settings import RouterConfig
+from penstock.router_settings import RouterConfig
 from sim_fleets import SIM, check, check_serves, in_flight, slowed, stepped, whole
 
 PROMPTS = [[1 + i, 2, 3] for i in range(24)]

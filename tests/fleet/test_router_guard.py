@@ -13,7 +13,8 @@ from fleet_fakes import FakeProcess, FakeRouter, until
 from penstock.errors import DeadlineError, EngineStartError
 from penstock.fleet.roster import Roster
 from penstock.fleet.router_process import RouterGuard, RouterProcess
-from penstock.settings import FleetConfig, RouterConfig
+from penstock.router_settings import RouterConfig
+from penstock.settings import FleetConfig
 from virtual_time import virtual
 
 HANG = FleetConfig(health_interval_s=0.02, hang_timeout_s=0.6)

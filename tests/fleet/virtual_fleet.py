@@ -32,7 +32,8 @@ from penstock.router.http import RefusalError, RequestHead
 from penstock.router.membership import EngineEntry, Membership
 from penstock.router.other_calls import state_of
 from penstock.router.state import RouterState
-from penstock.settings import FleetConfig, RouterConfig
+from penstock.router_settings import RouterConfig
+from penstock.settings import FleetConfig
 from penstock.sim import Fault, FaultKind, Phase, SimConfig, SimEngine
 from penstock.sim.server import CORE_DEATH_EXIT_S, _app
 from penstock.weights.manifest import WeightManifest

@@ -18,7 +18,7 @@ from patience import eventually
 from penstock.router.membership import EngineEntry, Membership
 from penstock.router.server import Router
 from penstock.router.state import EngineLoad, RouterAdmin, RouterState
-from penstock.settings import KEY_ENV, RouterConfig
+from penstock.router_settings import KEY_ENV, RouterConfig
 
 Headers = list[tuple[str, str]]
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter

@@ -13,7 +13,7 @@ from penstock.router.backend import Backend as RouterBackend
 from penstock.router.gate import Waiter
 from penstock.router.membership import EngineEntry, Membership
 from penstock.router.server import Router
-from penstock.settings import RouterConfig
+from penstock.router_settings import RouterConfig
 
 NAMES = ("e0", "e1", "e2")
 

@@ -14,7 +14,7 @@ from penstock.router.membership import Engine, EngineEntry
 from penstock.router.memory import SessionTable
 from penstock.router.placement import Placement
 from penstock.router.policies import Defer, Hints
-from penstock.settings import RouterConfig
+from penstock.router_settings import RouterConfig
 
 
 class NamedPlacement:

@@ -22,7 +22,7 @@ from penstock.router.membership import EngineEntry, Membership
 from penstock.router.memory import Histogram
 from penstock.router.server import Router
 from penstock.router.state import RouterAdmin
-from penstock.settings import RouterConfig, refuse_open_host
+from penstock.router_settings import RouterConfig, refuse_open_host
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "::1", "localhost"])

@@ -11,7 +11,7 @@ import pytest
 from patience import eventually
 from penstock.router.gate import Gate, Wait, Waiter
 from penstock.router.http import RefusalError, RequestHead
-from penstock.settings import RouterConfig
+from penstock.router_settings import RouterConfig
 
 NOWHERE, ROOM = Wait.NOWHERE, Wait.ROOM
 

@@ -14,7 +14,7 @@ from penstock.options import validate
 from penstock.rooms import plugged_as, plugged_in
 from penstock.router.membership import Engine, EngineEntry
 from penstock.router.policies import Defer, Policies, Policy, RequestView, rendezvous
-from penstock.settings import PolicyName, RouterConfig
+from penstock.router_settings import PolicyName, RouterConfig
 
 
 def fleet(*outstanding: int, kv_usage: Sequence[float] = (), **columns: Sequence[float]) -> list[Engine]:

@@ -20,7 +20,7 @@ from router_rig import DATA_PATHS
 from penstock.router.backend import BackendConnection
 from penstock.router.membership import EngineEntry, Membership
 from penstock.router.server import Router
-from penstock.settings import RouterConfig
+from penstock.router_settings import RouterConfig
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 

@@ -21,7 +21,7 @@ from penstock.errors import StateError, UserError
 from penstock.router.membership import Membership
 from penstock.router.state import RouterAdmin, RouterState
 from penstock.router.workers import listen, router_of_worker
-from penstock.settings import RouterConfig
+from penstock.router_settings import RouterConfig
 
 OPTIONS: dict[str, Any] = {"process": True, "workers": 2, "engine_metrics_interval_s": 0}
 

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 import tinker
 from penstock.config import TrainConfig
-from penstock.settings import EngineConfig, FleetConfig, RouterConfig
+from penstock.router_settings import RouterConfig
+from penstock.settings import EngineConfig, FleetConfig
 from penstock.tinker.service import Service, ServiceConfig, serving
 
 T = TypeVar("T")

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from penstock.cli.main import app
 from penstock.config import TrainConfig
 from penstock.errors import ConfigError
-from penstock.settings import EngineConfig, FleetConfig, RouterConfig
+from penstock.router_settings import RouterConfig
+from penstock.settings import EngineConfig, FleetConfig
 from penstock.tinker import tenants
 from penstock.tinker.database import DATABASE, open_engine
 from penstock.tinker.service import ServiceConfig, _api

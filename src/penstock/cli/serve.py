@@ -103,7 +103,7 @@ def _config(options: list[str], flags: dict[str, Any]) -> RunConfig:
 
 def _check(config: RunConfig, api_key: str | None) -> None:
     """Refuse a config that cannot start."""
-    from penstock.settings import refuse_open_host  # noqa: PLC0415
+    from penstock.router_settings import refuse_open_host  # noqa: PLC0415
 
     if config.router.url is None:
         refuse_open_host(config.router.host, api_key)

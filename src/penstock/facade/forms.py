@@ -12,7 +12,8 @@ import orjson
 from penstock.checks import did_you_mean
 from penstock.engine.command import resolve_profile
 from penstock.errors import ConfigError, EngineError, RequestError
-from penstock.settings import EngineConfig, FleetConfig, RouterConfig
+from penstock.router_settings import RouterConfig
+from penstock.settings import EngineConfig, FleetConfig
 
 if TYPE_CHECKING:
     import torch

@@ -24,7 +24,8 @@ from penstock.fleet.supervise import Supervisor
 from penstock.fleet.update import Operations
 from penstock.options import validate
 from penstock.router.state import Admin
-from penstock.settings import MOST_ENGINES, FleetConfig, RouterConfig, ServerSpec
+from penstock.router_settings import RouterConfig
+from penstock.settings import MOST_ENGINES, FleetConfig, ServerSpec
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -19,7 +19,8 @@ from penstock.fleet.roster import Roster
 from penstock.fleet.serving import ServingFleet
 from penstock.rooms import plugged_in
 from penstock.router.state import Admin
-from penstock.settings import EngineConfig, FleetConfig, RouterConfig, ServerSpec
+from penstock.router_settings import RouterConfig
+from penstock.settings import EngineConfig, FleetConfig, ServerSpec
 
 if TYPE_CHECKING:
     from penstock.fleet.adapters import AdapterStatus

@@ -35,7 +35,8 @@ from penstock.guard import new_key
 from penstock.options import check_key, refuse_unknown, section
 from penstock.process import RestartBudget
 from penstock.rooms import plugged_in
-from penstock.settings import EngineConfig, FleetConfig, RouterConfig
+from penstock.router_settings import RouterConfig
+from penstock.settings import EngineConfig, FleetConfig
 
 logger = logging.getLogger(__name__)
 

@@ -49,7 +49,8 @@ from penstock.guard import new_key
 from penstock.http import UnreachableError
 from penstock.options import check_key, refuse_unknown, section
 from penstock.router.state import RouterAdmin
-from penstock.settings import FleetConfig, RouterConfig, ServerSpec
+from penstock.router_settings import RouterConfig
+from penstock.settings import FleetConfig, ServerSpec
 from penstock.weights.adapter_files import AdapterFiles
 from penstock.weights.shared_memory import SharedMemoryStore
 

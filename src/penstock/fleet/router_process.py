@@ -19,7 +19,8 @@ from penstock.fleet.roster import ROUTER_BACK_S, Occupation, Roster
 from penstock.process import RestartBudget, keep_running
 from penstock.rooms import plugged_in
 from penstock.router.state import Admin, RouterAdmin
-from penstock.settings import ADMIN_KEY_ENV, KEY_ENV, FleetConfig, RouterConfig, refuse_open_host
+from penstock.router_settings import ADMIN_KEY_ENV, KEY_ENV, RouterConfig, refuse_open_host
+from penstock.settings import FleetConfig
 from penstock.start_report import ReportingProcess
 
 logger = logging.getLogger(__name__)

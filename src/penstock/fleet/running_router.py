@@ -15,7 +15,8 @@ from penstock.fleet.router_process import OpenRouter, keep_in_step
 from penstock.http import HttpTransport
 from penstock.router.membership import NO_MEMBERSHIP, Membership
 from penstock.router.state import Admin, EngineLoad, RouterAdmin, RouterState
-from penstock.settings import FleetConfig, RouterConfig
+from penstock.router_settings import RouterConfig
+from penstock.settings import FleetConfig
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from penstock.errors import UserError
 from penstock.gateway.dialect import SAMPLING
 from penstock.gateway.messages import ChatMessage, Tool, tools_key
 from penstock.rollout.generator import TokenRow, Trajectory
-from penstock.settings import Positive, Seconds, Section
+from penstock.router_settings import Positive, Seconds, Section
 from penstock.types import Sample, SamplingParams
 
 ID_BYTES = 12

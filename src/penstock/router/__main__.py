@@ -21,7 +21,7 @@ from penstock.options import validate
 from penstock.process import raise_file_limit
 from penstock.rooms import plugged_in
 from penstock.router.server import Router
-from penstock.settings import ADMIN_KEY_ENV, KEY_ENV, RouterConfig
+from penstock.router_settings import ADMIN_KEY_ENV, KEY_ENV, RouterConfig
 from penstock.start_report import StartReport, error_to_json
 
 _SWITCH_S = 0.0005

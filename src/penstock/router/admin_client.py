@@ -15,7 +15,7 @@ from penstock.checks import reading
 from penstock.errors import EngineDeadError, EngineError, EngineHTTPError, StateError, UserError
 from penstock.http import HttpTransport
 from penstock.router.membership import Membership
-from penstock.settings import LAST_PORT
+from penstock.router_settings import LAST_PORT
 
 
 class Announcer(Protocol):

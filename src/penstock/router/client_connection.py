@@ -11,7 +11,7 @@ from typing import cast
 from penstock.router.answer import BodyReader, FramingError, body_reader
 from penstock.router.http import CHUNKED, RefusalError, RequestHead, parse_request
 from penstock.router.memory import Metrics
-from penstock.settings import RouterConfig
+from penstock.router_settings import RouterConfig
 
 IDLE_S = 75.0
 """Seconds without a request after which a kept-alive connection is closed."""

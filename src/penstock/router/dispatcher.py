@@ -19,7 +19,7 @@ from penstock.router.membership import NO_MEMBERSHIP, Engine, Membership
 from penstock.router.memory import Metrics
 from penstock.router.placement import Placement
 from penstock.router.policies import Defer
-from penstock.settings import RouterConfig
+from penstock.router_settings import RouterConfig
 
 _SWEEP_S = 0.25
 """Seconds between two checks of all deadlines."""

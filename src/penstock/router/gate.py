@@ -11,7 +11,7 @@ from enum import Enum
 from penstock.router.backend import Backend
 from penstock.router.http import RefusalError, RequestHead
 from penstock.router.membership import Engine
-from penstock.settings import RouterConfig
+from penstock.router_settings import RouterConfig
 
 _SLICE = 64
 """Most requests placed in one turn of the event loop, so that ten thousand of them do not delay new connections."""

@@ -14,7 +14,7 @@ from penstock.rooms import plugged_in
 from penstock.router.membership import Engine, EngineEntry, EngineSet
 from penstock.router.memory import Session, SessionTable
 from penstock.router.policies import Defer, Hints, Policies, RequestView
-from penstock.settings import RouterConfig
+from penstock.router_settings import RouterConfig
 
 MOST_GROUPS = 16_384
 """Most groups that are remembered; one more replaces the least recently used."""

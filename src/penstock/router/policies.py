@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from penstock.rooms import plugged_in
 from penstock.router.membership import Engine
-from penstock.settings import RouterConfig
+from penstock.router_settings import RouterConfig
 
 
 @dataclass(eq=False)

@@ -18,7 +18,7 @@ from penstock.router.client_connection import HEALTH, Call, ClientConnection, Cl
 from penstock.router.dispatcher import Dispatcher
 from penstock.router.exchange import Exchange
 from penstock.router.http import RefusalError, RequestHead
-from penstock.settings import RouterConfig, refuse_open_host
+from penstock.router_settings import RouterConfig, refuse_open_host
 
 BACKLOG = 4096
 DATA_PATHS = frozenset(path.encode() for path in ENGINE_PATHS) - {b"/metrics", b"/v1/realtime"}

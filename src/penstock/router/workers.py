@@ -23,7 +23,7 @@ from typing import NoReturn
 from penstock import control_server
 from penstock.errors import ConfigError
 from penstock.router.server import BACKLOG, Router, base_url, cannot_listen, control_socket
-from penstock.settings import LAST_PORT, RouterConfig, refuse_open_host
+from penstock.router_settings import LAST_PORT, RouterConfig, refuse_open_host
 
 logger = logging.getLogger(__name__)
 

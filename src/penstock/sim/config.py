@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass as checked
 from penstock.control_types import TensorSpec
 from penstock.errors import ConfigError, EngineError
 from penstock.options import validate
-from penstock.settings import Port
+from penstock.router_settings import Port
 from penstock.sim.tokens import Model
 
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)

@@ -35,7 +35,7 @@ from penstock.checks import reading
 from penstock.config import TrainConfig
 from penstock.errors import LearnerError, PenstockError, UserError
 from penstock.fleet.remote import FleetClient, RemoteAdapters
-from penstock.settings import Section
+from penstock.router_settings import Section
 from penstock.tinker.children import run_child
 from penstock.tinker.learner_client import ANOTHER, FAILED, INCARNATION, REFUSED
 from penstock.tinker.models import ALPHA, Models

@@ -21,7 +21,8 @@ from penstock.fleet.fleet import Fleet
 from penstock.fleet.gpus import usable_gpus
 from penstock.fleet.service import LONGEST
 from penstock.guard import new_key
-from penstock.settings import EngineConfig, FleetConfig, RouterConfig
+from penstock.router_settings import RouterConfig
+from penstock.settings import EngineConfig, FleetConfig
 from penstock.tinker.children import SupervisedChild
 from penstock.tinker.database import DATABASE, open_engine
 from penstock.tinker.tenants import read_keys, refuse_open_service

@@ -16,7 +16,7 @@ from sqlalchemy import Connection, bindparam, func, insert, select, update
 from penstock import config
 from penstock.checks import reading, whole_number
 from penstock.errors import ConfigError, PenstockError
-from penstock.settings import is_loopback
+from penstock.router_settings import is_loopback
 from penstock.tinker.database import futures, usage
 
 logger = logging.getLogger(__name__)

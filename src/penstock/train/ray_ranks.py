@@ -21,7 +21,7 @@ from penstock.fleet.gpus import visible_gpus
 from penstock.fleet.ray_driver import actors_in, end_with, join
 from penstock.lifeline import watch_lifeline
 from penstock.process import ChildProcess
-from penstock.settings import Section
+from penstock.router_settings import Section
 
 ROOM_S = 240.0
 """Seconds for the cluster to have room for all ranks."""
