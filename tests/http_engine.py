@@ -146,7 +146,8 @@ class HTTPEngine(OpenAIEngine):
         self._adapters.pop(name)[1].close()
 
     async def abort_generation(self) -> None:
-        self.data.expect_aborts()
+        if self.data.unreported is not None:
+            self.data.unreported.expect_aborts()
         await self.control.verbs.abort()
 
     async def reset_prefix_cache(self) -> None:

@@ -14,8 +14,8 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 
 from penstock.plugin import worker
 from penstock.weights.manifest import WeightManifest
-from penstock.weights.pack import read
 from penstock.weights.shared_memory import open_mapping
+from penstock.weights.transfer import read
 
 
 @dataclass

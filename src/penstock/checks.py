@@ -53,13 +53,6 @@ def whole_number(value: Any, what: str, *, least: int = 0, most: int = LARGEST, 
     return value
 
 
-def seconds(given: Any) -> float | None:
-    """Return a caller's `timeout_s`, checked. UserError: it is no number of seconds."""
-    if given is not None and not (isinstance(given, (int, float)) and 0 <= given <= LARGEST):
-        raise UserError(f"timeout_s is a number of seconds, 0 or more, got {given!r}; leave it out for the default")
-    return given
-
-
 def did_you_mean(name: str, known: Iterable[str], all_of: str = "known", else_near: Sequence[str] = ()) -> str:
     """Return a hint: the known name nearest to a wrong one, or else all known names."""
     names = list(known)

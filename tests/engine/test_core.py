@@ -19,6 +19,7 @@ from penstock.errors import EngineError, StateError, TransferError, WeightsError
 from penstock.plugin import pause, steps
 from penstock.plugin import spec as spec_module
 from penstock.plugin.core import control_of
+from penstock.plugin.sleeping import sleep, wake_up
 from penstock.weights.manifest import WeightSpec
 from penstock.weights.shared_memory import SharedMemoryStore
 
@@ -230,8 +231,8 @@ def test_a_core_says_how_long_it_was_held_whatever_held_it(monkeypatch: pytest.M
     assert at(4, pausing.weights_are_in) == 2, "it is paused yet"
     assert at(6, pausing.resume, pausing.resume) == 4
     assert at(9) == 4
-    assert at(10, lambda: pausing.sleep(1, "keep")) == 4
-    assert at(12, lambda: pausing.wake_up(None)) == 6
+    assert at(10, lambda: sleep(pausing, 1, "keep")) == 4
+    assert at(12, lambda: wake_up(pausing, None)) == 6
 
 
 def test_a_core_counts_the_time_of_falling_asleep_as_held_and_is_awake_if_that_fails(monkeypatch: pytest.MonkeyPatch):
@@ -246,11 +247,11 @@ def test_a_core_counts_the_time_of_falling_asleep_as_held_and_is_awake_if_that_f
             raise RuntimeError("no memory")
 
     monkeypatch.setattr(core, "sleep", slow)
-    pausing.sleep(1, "keep")
+    sleep(pausing, 1, "keep")
     assert pausing.held_s == 7.0
-    pausing.wake_up(None)
+    wake_up(pausing, None)
     with pytest.raises(RuntimeError, match="no memory"):
-        pausing.sleep(2, "keep")
+        sleep(pausing, 2, "keep")
     assert not pausing.holds
 
 
@@ -278,14 +279,14 @@ def test_a_sleep_that_overtakes_a_round_leaves_it_no_memory_to_write_to(level: i
     core = Core(step_under_way=True)
     pausing, done = control_of(core).pausing, ask(core)
     core.step()
-    pausing.sleep(level, "keep")
+    sleep(pausing, level, "keep")
     assert core.waiting is not None
     core.waiting.set_result(None)
     with pytest.raises(StateError, match="version 4 was not loaded: the engine's weights are asleep"):
         done.result(0)
     assert "penstock_load(4,)" not in core.done
     core.step()
-    pausing.wake_up(None)
+    wake_up(pausing, None)
     assert core.paused == (level == 2), "what the sleep kept goes on, and what it dropped does not"
     assert applied(core)["version"] == 4
     assert not core.paused
@@ -295,10 +296,10 @@ def test_a_wake_up_asks_vllm_only_for_what_sleeps():
     """Asked for memory that is there too, vLLM takes back none, and a step without its KV cache ends the engine."""
     core = Core(step_under_way=False)
     pausing = control_of(core).pausing
-    pausing.sleep(1, "keep")
-    pausing.wake_up(["weights"])
-    pausing.wake_up(["weights"])
-    pausing.wake_up(["weights", "kv_cache"])
+    sleep(pausing, 1, "keep")
+    wake_up(pausing, ["weights"])
+    wake_up(pausing, ["weights"])
+    wake_up(pausing, ["weights", "kv_cache"])
     assert [said for said in core.done if said.startswith("wake")] == ["wake up ['weights']", "wake up ['kv_cache']"]
     assert not pausing.holds
 
@@ -343,7 +344,7 @@ def test_workers_that_sleep_or_refuse_prepare_nothing(store):
     core.step()
     with pytest.raises(WeightsError, match="there is no such group"):
         refused.result(0)
-    control_of(core).pausing.sleep(1, "keep")
+    sleep(control_of(core).pausing, 1, "keep")
     asleep = prepare(core, offer(store, torch.ones(2, 3)))
     core.step()
     with pytest.raises(StateError, match="weights are asleep"):

@@ -73,7 +73,7 @@ def test_a_group_that_cannot_be_joined_is_refused_by_its_name(monkeypatch: pytes
 
 
 def test_what_sums_weights_on_a_gpu_is_compiled_beside_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.plugin import worker as module
+    from penstock.weights import transfer as module
 
     compiled, may, ended = list[torch.device](), threading.Event(), threading.Event()
 

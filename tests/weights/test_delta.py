@@ -18,8 +18,8 @@ from penstock.weights import delta
 from penstock.weights.delta import DeltaBase, DeltaStore
 from penstock.weights.disk import VersionFile
 from penstock.weights.manifest import TensorEntry, WeightManifest
-from penstock.weights.pack import read
 from penstock.weights.shared_memory import open_mapping
+from penstock.weights.transfer import read
 
 DTYPES = ["float32", "bfloat16", "int64", "uint8", "float8_e4m3fn"]
 

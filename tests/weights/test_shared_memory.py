@@ -16,8 +16,8 @@ import torch
 
 from penstock.errors import StateError, WeightsError
 from penstock.weights.manifest import ALIGNMENT, TensorEntry, WeightManifest
-from penstock.weights.pack import read
 from penstock.weights.shared_memory import SharedMemoryStore, open_mapping, sealed_memory
+from penstock.weights.transfer import read
 
 
 @pytest.fixture

@@ -101,7 +101,6 @@ class DataClient:
         counters: the client's work to lose no token.
         kept: returns the weight versions whose updates kept the KV cache.
         unreported: reads replies of engines without our plugin (`vanilla.VanillaReplies`); None refuses them.
-        aborted_at: time on the loop's clock at which the caller last asked to end all requests.
     """
 
     def __init__(
@@ -123,17 +122,12 @@ class DataClient:
         self.counters = Counters()
         self.kept: Callable[[], Collection[int]] = tuple
         self.unreported: Any = None
-        self.aborted_at = float("-inf")
 
     def replies_unreported(self) -> Any:
         """Return `unreported`. EngineError: it is None."""
         if self.unreported is None:
             raise EngineError(NO_REPORTS, engine=self.http.name)
         return self.unreported
-
-    def expect_aborts(self) -> None:
-        """Accept that requests sent so far end early: the caller will abort them."""
-        self.aborted_at = asyncio.get_running_loop().time()
 
     async def generate_batch(self, batch: GenerateBatch) -> GenerateOutput:
         """Complete a batch (R2), in input order. A prompt's samples stay together."""

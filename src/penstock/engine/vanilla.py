@@ -206,6 +206,11 @@ class VanillaReplies:
 
     def __init__(self, engines: Callable[[], Sequence[tuple[str, Capabilities]]]) -> None:
         self._engines = engines
+        self._aborted_at = float("-inf")
+
+    def expect_aborts(self) -> None:
+        """Accept that requests sent so far end early: the caller will abort them."""
+        self._aborted_at = asyncio.get_running_loop().time()
 
     def check(self, params: SamplingParams) -> None:
         """Raise MissingCapabilityError if an engine cannot serve such a request."""
@@ -225,7 +230,7 @@ class VanillaReplies:
         body = request.client.http.decode(await reply.read())
         choices: list[dict[str, Any]] = body["choices"]
         aborted = any(choice["finish_reason"] == "abort" for choice in choices)
-        asked = request.client.aborted_at >= request.sent_at
+        asked = self._aborted_at >= request.sent_at
         of_ids = request.path == wire.GENERATE
         reports = [report_of(choice, asked=asked) for choice in choices] if of_ids else []
         if any(report["versions"] is None for report in reports):
@@ -255,7 +260,7 @@ class VanillaReplies:
             for choice in choices:
                 if choice.get("finish_reason") is not None:
                     choice["weight_versions"] = None
-                if choice.get("finish_reason") == "abort" and request.client.aborted_at < request.sent_at:
+                if choice.get("finish_reason") == "abort" and self._aborted_at < request.sent_at:
                     _refuse_if_begun(request)
                     request.partials.get(choice["index"]).finish = "abort"
             yield event

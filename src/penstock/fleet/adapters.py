@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.aio import in_thread
-from penstock.checks import reading, seconds
+from penstock.checks import reading
 from penstock.control_types import KV, UpdateReport
 from penstock.engine.capabilities import Capability
 from penstock.engine.control import ControlClient
 from penstock.engine.lacking import require
 from penstock.engine.verbs import IN_FLIGHT, AdapterLoad, verbs_of
 from penstock.errors import DeadlineError, EngineHTTPError, StateError, UserError, WeightsError
-from penstock.fleet.member import Member, fan_out
-from penstock.fleet.pausing import command
+from penstock.fleet.member import Member, ask, fan_out
+from penstock.fleet.pausing import command, seconds
 from penstock.fleet.roster import OperationQueue, Roster
 from penstock.fleet.stores import is_local
 from penstock.fleet.update import check_kv
@@ -246,7 +246,7 @@ class FleetAdapters:
             if not trusted or served is None or served.version != known.version:
                 await calls.load(name, known.version, known.files.source, timeout_s=self._timeout_s)
 
-        (await fan_out((member,), load, deadline_s=3 * self._timeout_s)).raise_first()
+        await ask(member, load, deadline_s=3 * self._timeout_s)
 
     async def _update(
         self, name: str, files: AdapterFiles, version: int | None, kv: KV, published_s: float

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
-from penstock.checks import seconds, whole_number
+from penstock.checks import whole_number
 from penstock.control_types import TokenLoss
 from penstock.engine.verbs import EngineStats, verbs_of
 from penstock.errors import DeadlineError, EngineDeadError, EngineStartError, PenstockError, StateError, UserError
@@ -19,6 +19,7 @@ from penstock.fleet.attach import AttachedServers, check_beside, place_of, specs
 from penstock.fleet.engines import LaunchedEngines
 from penstock.fleet.lifecycle import SERVABLE, Lifecycle, State, Substate
 from penstock.fleet.member import Member, fan_out, why
+from penstock.fleet.pausing import seconds
 from penstock.fleet.roster import Roster
 from penstock.fleet.supervise import Supervisor
 from penstock.fleet.update import Operations
@@ -178,7 +179,8 @@ class Elastic:
                 raise EngineDeadError(f"it is {member.state}: {member.lifecycle.reason}", engine=member.name)
             members = (member,)
         asked = await fan_out(members, lambda engine: verbs_of(engine).stats(), deadline_s=STATS_S)
-        asked.raise_first()
+        for error in asked.failures.values():
+            raise error
         return tuple(asked.results.values())
 
     async def losses(

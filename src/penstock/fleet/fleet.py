@@ -227,7 +227,8 @@ class Fleet(ServingFleet, OpenAIEngine):
 
     async def abort_generation(self) -> None:
         """End requests in flight with their tokens and reason `abort`; serve new ones."""
-        self.data.expect_aborts()
+        if self.data.unreported is not None:
+            self.data.unreported.expect_aborts()
         await self._operations.abort()
 
     async def reset_prefix_cache(self) -> None:

@@ -153,11 +153,6 @@ class FanOut(Generic[T]):
     results: Mapping[str, T]
     failures: Mapping[str, PenstockError]
 
-    def raise_first(self) -> None:
-        """Raise the first engine's failure, if there is one."""
-        for error in self.failures.values():
-            raise error
-
 
 async def ask(member: Member, call: Call[T], *, deadline_s: float) -> T:
     """Return one engine's answer to `call`; every failure is a `PenstockError`."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from penstock.aio import settled
-from penstock.checks import reading, seconds
+from penstock.checks import LARGEST, reading
 from penstock.control_types import KV, CoreState, PauseMode, UpdateReport
 from penstock.engine.capabilities import Capability
 from penstock.engine.control import ControlClient
@@ -416,6 +416,13 @@ class _Pause:
     """Whether the pause is in force."""
 
 
+def seconds(given: Any) -> float | None:
+    """Return a caller's `timeout_s`, checked. UserError: it is no number of seconds."""
+    if given is not None and not (isinstance(given, (int, float)) and 0 <= given <= LARGEST):
+        raise UserError(f"timeout_s is a number of seconds, 0 or more, got {given!r}; leave it out for the default")
+    return given
+
+
 # --- A command to every engine ----------------------------------------------------------------------------------------
 
 
@@ -473,7 +480,7 @@ def raise_for(outcome: FanOut[Any], what: str) -> None:
     """Raise `FanOutError` if one engine failed; for a fan-out to one engine, its own error."""
     results, failures = outcome.results, outcome.failures
     if not results and len(failures) == 1:
-        outcome.raise_first()
+        raise next(iter(failures.values()))
     if failures:
         each = "; ".join(f"{name}: {error}" for name, error in failures.items())
         raise FanOutError(

@@ -11,9 +11,10 @@ from typing import Any
 
 from aiohttp import web
 
-from penstock.checks import parse_json, reading, seconds
+from penstock.checks import parse_json, reading
 from penstock.errors import DeadlineError, PenstockError, StateError, UserError
 from penstock.fleet.adapters import FleetAdapters
+from penstock.fleet.pausing import seconds
 
 POLL_S = 30.0
 """Seconds of a long poll without `timeout_s`."""

@@ -14,8 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
-from dataclasses import asdict
+from concurrent.futures import Future
 from functools import cached_property
 from typing import Any, get_args
 
@@ -33,8 +32,6 @@ from penstock.wire import version_number
 
 SPEC_TIMEOUT_S = 600.0
 """Seconds for the core to end its step and find its tensors. Callers have their own deadlines."""
-LOSS_S = 60.0
-"""Longest time in seconds to measure an update's loss of tokens for a caller."""
 Route = Callable[[Any], Future[Any]]
 """Begins the work of a call with its body."""
 READS = frozenset({"compute_weight_checksums", "get_model_inspection", "update_max_model_len"})
@@ -71,7 +68,7 @@ class CoreControl:
             "/penstock/weights/apply": lambda body: self.in_core(self._update(body, commits=True).load),
             "/penstock/weights/load": lambda body: self.in_core(self._update(body).load),
             "/penstock/weights/commit": lambda body: self.in_core(self._update(body).commit),
-            "/penstock/weights/loss": self._loss,
+            "/penstock/weights/loss": lambda body: plugged_in("token_meter.loss")(self, body),
             "/penstock/pause": self._pause,
             "/penstock/resume": lambda _: self.in_core(self.pausing.resume),
             "/penstock/core": lambda _: self.in_core(self._state),
@@ -187,17 +184,6 @@ class CoreControl:
         if (kv := field(body, "kv")) not in get_args(KV):
             raise WeightsError(f"kv must be one of {', '.join(get_args(KV))}, got {kv!r}")
         return CoreUpdate(self, field(body, "version", int), kv, commits=commits)
-
-    def _loss(self, body: Any) -> Future[Any]:
-        """Answer with a version's cost once known, or its cost so far after `timeout_s`."""
-        version, timeout_s = field(body, "version", int), field(body, "timeout_s", int, float)
-        update = version if (adapter := body.get("adapter")) is None else (str(adapter), version)
-        known = self.in_core(lambda: self.pausing.meter.loss(update))
-        if not wait((known,), min(timeout_s, LOSS_S)).done:
-            self.in_core(self.pausing.end_measurement)
-        answer: Future[Any] = Future()
-        known.add_done_callback(lambda _: settle(answer, lambda: (loss := known.result()) and asdict(loss)))
-        return answer
 
     def _state(self) -> dict[str, Any]:
         running, waiting = self.core.scheduler.get_request_counts()

@@ -41,9 +41,10 @@ def _add_calls(core_class: Any) -> None:
     core_class.collective_rpc = plugged_in("replies.core")(core_class.collective_rpc)
     for name in ("control_port", "last_update", "control"):
         setattr(core_class, f"penstock_{name}", _utility(getattr(CoreControl, name), control_of))
-    for name in ("pause", "resume", "sleep", "wake_up", "weights_are_in"):
-        method = _utility(getattr(PauseState, name), lambda core: control_of(core).pausing)
-        setattr(core_class, f"penstock_{name}", method)
+    of_pausing = (PauseState.pause, PauseState.resume, PauseState.weights_are_in)
+    for method in (*of_pausing, plugged_in("sleep"), plugged_in("wake_up")):
+        utility = _utility(method, lambda core: control_of(core).pausing)
+        setattr(core_class, f"penstock_{method.__name__}", utility)
 
 
 def _utility(method: Callable[..., Any], owner: Callable[[Any], Any]) -> Callable[..., Any]:

@@ -40,7 +40,7 @@ class PauseState:
     def __init__(self, core: Any, steps: Steps) -> None:
         self.holds: set[object] = set()
         """`PAUSE`, `UPDATE`, `WEIGHTS`, some of `ASLEEP`, and changes of adapters that wait for the step under way."""
-        self._core = core
+        self.core = core
         self._steps = steps
         self._idle_updates: deque[Hashable] = deque(maxlen=8)
         """Updates of an idle core before the meter was needed."""
@@ -55,7 +55,7 @@ class PauseState:
     @property
     def _measures(self) -> bool:
         """Whether the meter is needed: requests are in flight, or were at an earlier update or pause."""
-        return "meter" in vars(self) or any(self._core.scheduler.get_request_counts())
+        return "meter" in vars(self) or any(self.core.scheduler.get_request_counts())
 
     @property
     def held_s(self) -> float:
@@ -67,7 +67,7 @@ class PauseState:
         if self.holds:
             return
         if self._measures:
-            self.meter.begin(update, self._core.scheduler.get_request_counts()[0])
+            self.meter.begin(update, self.core.scheduler.get_request_counts()[0])
         else:
             self._idle_updates.append(update)
 
@@ -85,7 +85,7 @@ class PauseState:
         """End holds, and resume unless something else holds the core."""
         self.holds.difference_update(reasons)
         if not self.holds:
-            self._core.resume_scheduler()
+            self.core.resume_scheduler()
             self._held_s, self._since = self.held_s, None
             if self._measures:
                 self.meter.resume()
@@ -93,7 +93,7 @@ class PauseState:
     def pause(self, mode: str, clear_cache: bool) -> Any:  # noqa: FBT001 - as in vLLM
         """`/pause`. Return a future if steps are under way."""
         self.end_measurement()
-        done = self._core.pause_scheduler(mode, clear_cache)
+        done = self.core.pause_scheduler(mode, clear_cache)
         self.hold(PAUSE)
         return done
 
@@ -104,14 +104,6 @@ class PauseState:
     def weights_are_in(self) -> None:
         """Let go, because new weights are in force and labelled."""
         self.let_go(UPDATE, WEIGHTS)
-
-    def sleep(self, level: int, mode: str) -> Any:
-        """`/sleep`. Return a future if steps are under way."""
-        return plugged_in("sleep")(self, self._core, level, mode)
-
-    def wake_up(self, tags: list[str] | None) -> Any:
-        """`/wake_up`."""
-        return plugged_in("sleep.wake_up")(self, self._core, tags)
 
     def require_awake(self) -> None:
         """Raise StateError if the memory of the weights is gone."""

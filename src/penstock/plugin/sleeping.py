@@ -19,14 +19,14 @@ DROPS_WEIGHTS = 2
 """The sleep level whose wake-up restores memory but not weights."""
 
 
-def sleep(pausing: PauseState, core: Any, level: int, mode: str) -> Any:
-    """Free memory. Return a future if steps are under way."""
+def sleep(pausing: PauseState, level: int, mode: str) -> Any:
+    """`/sleep`: free memory. Return a future if steps are under way."""
     pausing.end_measurement()
     before = set(pausing.holds)
     for reason in ASLEEP - {"scheduling"} if level else ("scheduling",):
         pausing.hold(reason)  # from now on, since copying the weights away takes seconds
     try:
-        done = core.sleep(level, mode)
+        done = pausing.core.sleep(level, mode)
     except BaseException:
         pausing.holds &= before  # it is awake
         raise
@@ -35,9 +35,9 @@ def sleep(pausing: PauseState, core: Any, level: int, mode: str) -> Any:
     return done
 
 
-def wake_up(pausing: PauseState, core: Any, tags: list[str] | None) -> Any:
-    """Restore memory: vLLM's wake-up without its resume. The core resumes only if nothing else holds it."""
-    asleep = ASLEEP & pausing.holds
+def wake_up(pausing: PauseState, tags: list[str] | None) -> Any:
+    """`/wake_up`: restore memory, without vLLM's resume. The core resumes only if nothing else holds it."""
+    core, asleep = pausing.core, ASLEEP & pausing.holds
     # If the request includes memory that is already there, vLLM does not restore the rest.
     missing = None if tags is None else [tag for tag in tags if tag in asleep]
     core.resume_scheduler = lambda: None

@@ -8,7 +8,8 @@ from typing import Any
 
 from penstock.errors import WeightsError
 from penstock.rooms import plugged_in
-from penstock.weights.manifest import SAFETENSORS, TIED_HEAD, WeightSpec
+from penstock.weights.disk import SAFETENSORS
+from penstock.weights.manifest import TIED_HEAD, WeightSpec
 from penstock.weights.pack import dtype_name
 
 FLOATS = frozenset({"float32", "bfloat16", "float16"})

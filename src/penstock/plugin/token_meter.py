@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterable
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from concurrent.futures import Future, wait
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from penstock.control_types import TokenLoss
 from penstock.plugin.steps import Steps
 
+if TYPE_CHECKING:
+    from penstock.plugin.core import CoreControl
+
+LOSS_S = 60.0
+"""Longest time in seconds to measure an update's loss of tokens for a caller."""
 BACK, BACK_S = 0.8, 1.0
 """The rate is back once it was at least share `BACK` of the steady one for `BACK_S` seconds."""
 KEPT_LOSSES = 8
@@ -133,3 +139,18 @@ class TokenMeter:
         tokens = max(0.0, mark.expected - mark.made)
         loss = TokenLoss(tokens=tokens, seconds=mark.time - update.began, rate=update.rate, back=back)
         self._losses[update.name].set_result(loss)
+
+
+def loss_of(control: CoreControl, body: Any) -> Future[Any]:
+    """Answer a call with a version's cost once known, or its cost so far after `timeout_s`."""
+    from penstock.plugin.core import field as field_of  # noqa: PLC0415 - a simulated engine has no core
+    from penstock.plugin.core import settle  # noqa: PLC0415
+
+    version, timeout_s = field_of(body, "version", int), field_of(body, "timeout_s", int, float)
+    update = version if (adapter := body.get("adapter")) is None else (str(adapter), version)
+    known = control.in_core(lambda: control.pausing.meter.loss(update))
+    if not wait((known,), min(timeout_s, LOSS_S)).done:
+        control.in_core(control.pausing.end_measurement)
+    answer: Future[Any] = Future()
+    known.add_done_callback(lambda _: settle(answer, lambda: (loss := known.result()) and asdict(loss)))
+    return answer

@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 from penstock.errors import PenstockError, WeightsError
 from penstock.plugin import attempt
 from penstock.rooms import plugged_as, plugged_in
-from penstock.weights.checksum import device_sums, warm_up
+from penstock.weights.checksum import device_sums
 from penstock.weights.manifest import SUMS, Source, WeightManifest
 
 
@@ -40,6 +40,7 @@ class WorkerExtension:
     def penstock_warm_up(self) -> None:
         """Compile the checksum kernel in a thread, so that no step waits for it."""
         if self.device.type != "cpu":
+            warm_up = plugged_in("sums.warm_up")
             threading.Thread(target=warm_up, args=(self.device,), name="penstock-warm-up", daemon=True).start()
 
     def penstock_prepare(self, manifest: dict[str, Any]) -> str | None:

@@ -286,7 +286,7 @@ class BroadcastSource(Source):
 
 
 def _join(group: Group) -> None:
-    from penstock.weights.checksum import warm_up  # noqa: PLC0415 - the core must import without torch
+    from penstock.weights.transfer import warm_up  # noqa: PLC0415 - the core must import without torch
 
     warm_up(group.device)
     with suppress(TransferError):  # the reason is in `group.cut`, and the trainer finds this rank absent

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import subprocess
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 
@@ -27,7 +26,6 @@ Kernel = Callable[[Sequence[torch.Tensor], Sequence[torch.dtype], tuple[int, int
 NO_KERNEL = (ImportError, OSError, RuntimeError, AttributeError, subprocess.SubprocessError)
 """Errors if Triton is missing, or cannot compile or load a kernel, for example without a C compiler or Python.h."""
 logger = logging.getLogger("vllm.penstock")  # the only logger that vLLM's workers show
-_WARMING = threading.Lock()
 
 
 class DeviceSums:
@@ -82,15 +80,6 @@ def device_sums(tensors: Iterable[torch.Tensor]) -> list[int]:
     sums = DeviceSums()
     sums.add(*tensors)
     return sums.values()
-
-
-def warm_up(device: torch.device) -> None:
-    """Compile and load this device's kernel, so that no update waits for it."""
-    try:
-        with _WARMING:  # a second caller waits for the first one's compilation
-            device_sums([torch.zeros(1, device=device)])
-    except RuntimeError as error:  # such as no memory now; there may be some when it is needed
-        logger.warning("nothing was compiled for the checksums of updates: %s", error)
 
 
 @lru_cache(maxsize=64)

@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,6 @@ from penstock.errors import StateError, WeightsError
 from penstock.weights.manifest import (
     ALIGNMENT,
     DTYPE_BYTES,
-    SAFETENSORS,
     Source,
     Store,
     TensorEntry,
@@ -44,6 +43,12 @@ _FILE = re.compile(r"v\d+-[0-9a-f]{8}\.(safetensors|delta)")
 _PART = ".part"
 """Suffix of a file that is not whole."""
 _LOCK = "lock"
+SAFETENSORS: Mapping[str, str] = {
+    "float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16", "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8",
+    "bool": "BOOL",
+}  # fmt: skip
+"""Safetensors' names of dtypes, by torch's name."""
 
 
 class DiskStore(Store):

@@ -136,12 +136,6 @@ def view(buffer: memoryview, entry: TensorEntry) -> torch.Tensor:
     return flat.view(entry.shape)
 
 
-def read(buffer: memoryview, entries: Sequence[TensorEntry]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield views of all tensors, in the manifest's order."""
-    for entry in entries:
-        yield entry.name, view(buffer, entry)
-
-
 def check_tensors(entries: Iterable[TensorEntry], read: Callable[[TensorEntry], memoryview]) -> None:
     """Raise WeightsError if a CRC-32 differs or a value is not finite. `read` returns a tensor's bytes."""
 

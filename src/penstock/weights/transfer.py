@@ -7,6 +7,8 @@ Two buckets are in progress: while one is used, the next one travels, and the tr
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice, pairwise
@@ -16,15 +18,17 @@ import torch
 
 from penstock.errors import TransferError, WeightsError
 from penstock.weights.broadcast import BUCKET_BYTES
-from penstock.weights.checksum import DeviceSums
+from penstock.weights.checksum import DeviceSums, device_sums
 from penstock.weights.manifest import ALIGNMENT, TensorEntry, WeightManifest
-from penstock.weights.pack import checked, dtype_name, read
+from penstock.weights.pack import checked, dtype_name, view
 from penstock.weights.shared_memory import open_mapping
 
 if TYPE_CHECKING:
     from penstock.weights.group import Group
     from penstock.weights.manifest import Place
 
+logger = logging.getLogger("vllm.penstock")  # the only logger that vLLM's workers show
+_WARMING = threading.Lock()
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 InFlight = tuple[list[Callable[[], object]], list[torch.Tensor]]
 """Works to wait for, and the tensors that must live until then."""
@@ -220,3 +224,18 @@ def _check_same(entries: Sequence[TensorEntry], tensors: Sequence[tuple[str, tor
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
+
+
+def read(buffer: memoryview, entries: Sequence[TensorEntry]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield views of all tensors, in the manifest's order."""
+    for entry in entries:
+        yield entry.name, view(buffer, entry)
+
+
+def warm_up(device: torch.device) -> None:
+    """Compile and load this device's kernel, so that no update waits for it."""
+    try:
+        with _WARMING:  # a second caller waits for the first one's compilation
+            device_sums([torch.zeros(1, device=device)])
+    except RuntimeError as error:  # such as no memory now; there may be some when it is needed
+        logger.warning("nothing was compiled for the checksums of updates: %s", error)
