@@ -283,11 +283,8 @@ def _processes_of(group: int, field: int = GROUP) -> dict[int, bool]:
 # --- Restarts ---------------------------------------------------------------------------------------------------------
 
 
-def backoff_s(failures: int, base_s: float = 0.05, cap_s: float = 120.0) -> float:
-    """Return the seconds before a retry: `base_s`, doubled per failure, up to `cap_s`."""
-    return min(base_s * 2.0 ** min(failures, 64), cap_s)
-
-
+LONGEST_S = 120.0
+"""Most seconds before a restart."""
 Clock = Callable[[], float]
 """Monotonic seconds."""
 Sleep = Callable[[float], Awaitable[None]]
@@ -310,11 +307,9 @@ class RestartBudget:
     _in_a_row: int = field(default=0, init=False)
 
     def left(self) -> bool:
-        if self.max_restarts is None:
-            return True
         while self._spent and self._spent[0] <= self.clock() - self.window_s:
             self._spent.popleft()
-        return len(self._spent) < self.max_restarts
+        return self.max_restarts is None or len(self._spent) < self.max_restarts
 
     def spend(self) -> float | None:
         """Take one restart; return the seconds to wait before it, or None if exhausted."""
@@ -322,9 +317,8 @@ class RestartBudget:
             return None
         now = self.clock()
         self._in_a_row = 0 if self._last <= now - self.window_s else self._in_a_row + 1
-        if self.max_restarts is not None:
-            self._spent.append(now)
-        wait_s = backoff_s(self._in_a_row, self.first_s)
+        self._spent.append(now)
+        wait_s = min(self.first_s * 2.0 ** min(self._in_a_row, 64), LONGEST_S)
         self._last = now + wait_s
         return wait_s
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -60,16 +60,18 @@ class Stores:
         from penstock.weights.pack import checked  # noqa: PLC0415 - the core must import without torch
 
         self._provider = named_tensors if isinstance(named_tensors, TensorProvider) else None
-        gathers = getattr(named_tensors, "specs", None) is not None
+        specs = getattr(named_tensors, "specs", None)
+        gathers = specs is not None
         chosen = self._transport
         if chosen == "auto":
             tensors = iter(named_tensors)
-            again = tensors is not named_tensors
             first = next(checked(tensors))
             chosen = self._choose(first[1].device, gathers=gathers)
             logger.debug("weight version %d goes by %s", version, chosen)
             begun = itertools.chain([first], tensors)
-            named_tensors = _Begun(begun, named_tensors) if again else begun
+            # The first pass goes on with its second tensor: a pass may gather tensors on every rank of a trainer.
+            passes = itertools.chain([begun], itertools.repeat(named_tensors))
+            named_tensors = begun if tensors is named_tensors else TensorProvider(lambda: next(passes), specs)
         if chosen != TRANSPORT:
             self._others.fit(chosen, gathers=gathers)
         return self.of(chosen).publish(version, named_tensors)
@@ -106,19 +108,6 @@ class Stores:
         if device.type != "cuda" and all(is_local(member) for member in members):
             return TRANSPORT
         return self._others.choose(device, gathers=gathers)
-
-
-class _Begun:
-    """Tensors that can be iterated again; the first pass continues the one that read the first tensor."""
-
-    def __init__(self, begun: Iterable[tuple[str, torch.Tensor]], again: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._begun: Iterable[tuple[str, torch.Tensor]] | None = begun
-        self._again = again
-        self.specs = getattr(again, "specs", None)
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        begun, self._begun = self._begun, None
-        yield from self._again if begun is None else begun
 
 
 def is_local(member: Member) -> bool:

@@ -120,7 +120,7 @@ class BroadcastStore(Store):
 
         self.check_open()
         self._offer = None
-        again = list(named_tensors) if iter(named_tensors) is named_tensors else named_tensors
+        again = list(named_tensors) if isinstance(named_tensors, Iterator) else named_tensors
         entries, device = describe(again)
         self._offer = (entries, again, device)
         return WeightManifest(version, TRANSPORT, {"bucket_bytes": str(self._bucket_bytes)}, entries)
