@@ -105,7 +105,7 @@ async def test_keys_that_change_count_when_their_file_has_settled(
 
     def aged(seconds: float) -> None:
         nonlocal now
-        now = keys.stat().st_ctime_ns + int(seconds * 1e9)
+        now = keys.stat().st_mtime_ns + int(seconds * 1e9)
 
     async with rig(tmp_path, tenants=read_keys(keys)) as service, service.second(tenants=read_keys(keys)) as second:
         assert [await statuses(each) for each in (service, second)] == [[200, 401]] * 2

@@ -29,6 +29,11 @@ from penstock.tinker.tenants import Tenant, Tenants, read_keys
 pytestmark = pytest.mark.usefixtures("shared_fleet")
 
 
+async def never(_: Operation) -> Outcome:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
 async def test_repeated_requests_run_once_and_operations_keep_their_order(tmp_path: Path) -> None:
     async with rig(tmp_path) as service:
         model = await service.model()
@@ -401,8 +406,7 @@ async def test_a_second_process_serves_the_same_futures_and_samples(tmp_path: Pa
 async def test_polls_for_another_processs_futures_share_their_reads(tmp_path: Path) -> None:
     databases = [Database(f"sqlite:///{tmp_path / 'futures.db'}") for _ in range(2)]
     one, other = [
-        Futures(database, name, lambda _: None, hold_s=2.0)
-        for database, name in zip(databases, ("one", "other"), strict=True)
+        Futures(database, name, never, hold_s=2.0) for database, name in zip(databases, ("one", "other"), strict=True)
     ]
     operations = [Operation(f"model:{number}", "alice", "forward", "model", b"{}") for number in range(100)]
     reads, run = 0, databases[1].run
@@ -501,7 +505,7 @@ async def test_results_are_dropped_after_they_were_fetched(tmp_path: Path, monke
 
 async def test_dropped_results_leave_the_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     database = Database(f"sqlite:///{tmp_path}/x.db")
-    kept = Futures(database, "other", lambda _: None)
+    kept = Futures(database, "other", never)
     monkeypatch.setattr(futures, "KEEP_S", -1.0)
     monkeypatch.setattr(futures, "FORGET_S", -1.0)
     for i in range(3):
@@ -529,7 +533,7 @@ async def test_results_of_an_ended_session_are_dropped(tmp_path: Path, monkeypat
 
 async def prune(service: Rig) -> None:
     database = Database(service.options.database)
-    await Futures(database, "test", lambda _: None).prune()
+    await Futures(database, "test", never).prune()
     await database.close()
 
 

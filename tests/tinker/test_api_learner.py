@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import select, update
+from test_api_futures import never
 from tinker_rig import BASE, Rig, learner_at, parts, rig, until
 
 from penstock.tinker import futures, learner_client, service_state
@@ -103,7 +104,7 @@ async def test_a_failure_that_its_client_has_fetched_is_not_told_again_when_it_i
         async with asyncio.timeout(60.0):
             while await database.run(lambda c: c.execute(fetched).scalar()) is None:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)  # it is written behind the answer
-        await Futures(database, "test", lambda _: None).prune()
+        await Futures(database, "test", never).prune()
         assert await database.run(lambda c: c.execute(fetched).first()) is None
         await database.close()
         assert "metrics" in await service.result(await service.step(model, 4))

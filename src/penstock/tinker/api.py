@@ -120,7 +120,10 @@ def build_app(state: ServiceState) -> Starlette:
         ("DELETE", f"{checkpoint}/publish", None, partial(calls.publish, False)),  # noqa: FBT003
         ("PUT", f"{checkpoint}/ttl", body.Ttl, calls.set_ttl),
     ]
-    routes = [Route(f"{PREFIX}/{path}", calls.guarded(*more), methods=[method]) for method, path, *more in table]
+    routes = [
+        Route(f"{PREFIX}/{path}", calls.guarded(kind, handler), methods=[method])
+        for method, path, kind, handler in table
+    ]
     routes.append(Route(f"{PREFIX}/healthz", _health))  # probes have no key
     anything = Route("/{path:path}", calls.guarded(None, _unknown), methods=["GET", "POST", "PUT", "DELETE"])
     return Starlette(routes=[*routes, anything])
@@ -155,7 +158,7 @@ class _Calls:
 
         async def handle(http: Request) -> Response:
             try:
-                await self._state.tenants.refresh()
+                self._state.tenants.refresh()
                 tenant = self._tenant(http)
                 with self._bodies.of(tenant.name) as take:
                     data = await read_body(http, most_of(kind, self._about.max_context_length), take)
@@ -302,7 +305,7 @@ class _Calls:
         await self._sessions.source(call.tenant.name, sampler)
         operation = Operation(f"{sampler}:{seq_id}", call.tenant.name, SAMPLE, sampler, call.data)
         ids = [f"{operation.id}:{i}" for i in range(min(call.given.num_samples, MOST_SAMPLES))]
-        await self._state.accept(operation, None, call.tenant)
+        await self._state.futures.accept(operation, None, call.tenant)
         return {"request_id": operation.id, "sample_sequence_ids": ids}
 
     # --- futures -----------------------------------------------------------------------------------------------------
@@ -319,7 +322,7 @@ class _Calls:
         await self._state.futures.cancel(call.tenant.name, call.given.request_id)
 
     async def _accepted(self, operation: Operation, tenant: Tenant, also: Also | None = None) -> Any:
-        await self._state.accept(operation, also, tenant)
+        await self._state.futures.accept(operation, also, tenant)
         return {"request_id": operation.id, "model_id": operation.scope}
 
     # --- checkpoints -------------------------------------------------------------------------------------------------

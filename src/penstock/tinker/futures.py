@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakValueDictionary
@@ -36,6 +36,8 @@ FORGET_S = 3600.0
 """Seconds in which a repeated request finds its future and does not run again. Clients repeat within minutes."""
 MOST_READ = 100
 """Maximum number of operations that are read together. Each may have megabytes."""
+MAIN = "main"
+"""Name of the process that reaches the learner. It runs the operations on models."""
 SAMPLE = "sample"
 PENDING, DONE, FAILED, GONE = "pending", "done", "failed", "gone"
 logger = logging.getLogger(__name__)
@@ -86,7 +88,7 @@ class Outcome:
     Attributes:
         category: the SDK's category of an error, `user` or `server`.
         also: further change to the database in the same transaction.
-        replaced: folder of a checkpoint that nothing names once this is stored.
+        after: called once the outcome is stored.
     """
 
     data: bytes = b"{}"
@@ -94,7 +96,7 @@ class Outcome:
     error: str | None = None
     category: str = "server"
     also: Also | None = field(default=None, compare=False)
-    replaced: str | None = None
+    after: Callable[[], Awaitable[object]] | None = field(default=None, compare=False)
 
 
 async def outcome_of(work: Coroutine[Any, Any, Outcome]) -> Outcome:
@@ -122,7 +124,7 @@ class GoneError(Exception):
 class _Running:
     tenant: str
     done: asyncio.Future[Outcome]
-    cancel: Callable[[], object] | None = None
+    task: asyncio.Task[None]
 
 
 class Futures:
@@ -130,7 +132,7 @@ class Futures:
 
     Args:
         executor: name of this process. After a restart under the same name, it continues its futures.
-        start: begins an operation of this process, and returns a callable that cancels it, or None. Calls come in the
+        work: runs an operation of this process. Samples run at once, operations of one model one after another in the
             order of arrival.
     """
 
@@ -138,15 +140,17 @@ class Futures:
         self,
         database: Database,
         executor: str,
-        start: Callable[[Operation], Callable[[], object] | None],
+        work: Callable[[Operation], Coroutine[Any, Any, Outcome]],
         *,
         hold_s: float = HOLD_S,
     ) -> None:
         self.executor = executor
         self._database = database
-        self._start = start
+        self._work = work
         self._hold_s = hold_s
         self._running: dict[str, _Running] = {}
+        self._turns = WeakValueDictionary[str, asyncio.Lock]()
+        """By model. Its operations hold the lock, or wait for it in their order."""
         self._foreign = WeakValueDictionary[str, asyncio.Event]()
         """Set once the future has ended in another process. Its polls hold the event, and one read serves them all."""
         self._others = self._released = False
@@ -159,9 +163,16 @@ class Futures:
         self._follower = asyncio.create_task(self._follow(), name="tinker-futures")
 
     async def close(self) -> None:
-        """Stop. Pending futures stay in the database for the next process of this name."""
+        """Stop. Pending futures stay in the database for the next process of this name.
+
+        Operations under way in a learner continue there, and are answered again later.
+        """
         if self._follower is not None:
             await cancelled(self._follower)
+        tasks = [running.task for running in self._running.values()]
+        for task in tasks:
+            task.cancel()  # all before one ends, so that no next operation of a model begins
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._database.run(lambda c: c.execute(delete(processes).where(processes.c.name == self.executor)))
 
     async def release(self) -> None:
@@ -175,22 +186,20 @@ class Futures:
     async def accept(
         self,
         operation: Operation,
-        executor: str | None = None,
         also: Also | None = None,
         tenant: Tenant | None = None,
     ) -> None:
-        """Append an operation to the order, unless it was accepted before. It begins here if this is its executor.
+        """Append an operation to the order, unless it was accepted before. This process runs samples, `MAIN` others.
 
         Args:
             operation: the operation; its `number` is ignored.
-            executor: name of the process that runs it; default: this one.
             also: further change to the database in the same transaction.
             tenant: tenant whose limits apply; None: no limits, for the service's own operations.
 
         Raises:
             QuotaError: the tenant must wait. UserError: it would wait for ever.
         """
-        runs, size = executor or self.executor, len(operation.body)
+        runs, size = self.executor if operation.kind == SAMPLE else MAIN, len(operation.body)
         limits = tenant or Tenant(operation.tenant, max_queued=LARGEST, max_bytes=LARGEST)
         if size > limits.max_bytes:
             raise UserError(
@@ -277,8 +286,8 @@ class Futures:
         if row.kind != SAMPLE:
             raise UserError(f"{request_id} is {row.kind}; samples alone can be cancelled")
         await self._finish(request_id, tenant, row.size, Outcome(error="cancelled by the client", category="user"))
-        if running is not None and running.cancel is not None:
-            running.cancel()
+        if running is not None:
+            running.task.cancel()
 
     async def prune(self) -> None:
         """Drop results that were fetched, are too old, or belong to an ended session."""
@@ -308,9 +317,19 @@ class Futures:
         for operation in operations:
             if operation.id in self._running:
                 continue
-            running = _Running(operation.tenant, asyncio.get_running_loop().create_future())
-            self._running[operation.id] = running
-            running.cancel = self._start(operation)
+            done = asyncio.get_running_loop().create_future()
+            task = asyncio.create_task(self._run(operation), name=f"tinker-{operation.id}")
+            self._running[operation.id] = _Running(operation.tenant, done, task)
+
+    async def _run(self, operation: Operation) -> None:
+        model = operation.scope
+        turn = nullcontext() if operation.kind == SAMPLE else self._turns.setdefault(model, asyncio.Lock())
+        # A model's next operation begins once this outcome is stored. So its learner keeps the last answer alone.
+        async with turn:
+            outcome = await outcome_of(self._work(operation))
+            stored = await self.finish(operation, outcome)
+        if stored and outcome.after is not None:
+            await outcome.after()
 
     def _retrieved(self, request_id: str, outcome: Outcome) -> Outcome:
         """Record that an outcome was fetched. A failure is recorded at once, as its model may then continue."""

@@ -29,7 +29,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from penstock.aio import cancelled
+from penstock.aio import cancelled, in_thread
 from penstock.asgi import listening_at, serving_app
 from penstock.checks import reading
 from penstock.config import TrainConfig
@@ -39,7 +39,6 @@ from penstock.router_settings import Section
 from penstock.tinker.children import run_child
 from penstock.tinker.learner_client import ANOTHER, FAILED, INCARNATION, REFUSED
 from penstock.tinker.models import ALPHA, Models
-from penstock.tinker.requests import SMALL
 from penstock.tinker.schema import PROTO_TYPE
 from penstock.tinker.training_data import Batch, Sizes, decode, encode, joined
 from penstock.train.batching import default_device, micro_batch_tokens
@@ -173,15 +172,10 @@ class LearnerQueue:
             raise
 
     async def _evaluate(self, model: str, body: bytes) -> Response:
-        # A small batch costs less here than waiting for the thread, where other models' work may come first.
-        here = len(body) <= SMALL
-        batch = decode(body, self.sizes) if here else await self._in_thread(lambda: decode(body, self.sizes))
+        batch = await in_thread(lambda: decode(body, self.sizes))
         # Other models have their turns between two parts.
-        parts = batch.parts(self.turn_tokens)
-        found = [await self._evaluate_part(model, part) for part in parts]
-        answer = joined(found)
-        here = 4 * batch.laid_out <= SMALL
-        data = encode(batch, answer) if here else await self._in_thread(lambda: encode(batch, answer))
+        found = [await self._evaluate_part(model, part) for part in batch.parts(self.turn_tokens)]
+        data = await in_thread(lambda: encode(batch, joined(found)))
         return Response(data, media_type=PROTO_TYPE)
 
     async def _evaluate_part(self, model: str, part: Batch) -> Outputs:

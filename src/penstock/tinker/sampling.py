@@ -60,8 +60,10 @@ class Source:
     folder: str | None = None
 
 
-class FleetLink:
-    """Connects to the fleet whose router is at `url`, through its owner.
+class Sampling:
+    """Runs `asample` operations on a fleet, which it reaches through its owner.
+
+    Each sample is its own request, so that a router spreads them.
 
     Args:
         url: returns the router's URL, or None while it is unknown.
@@ -110,7 +112,7 @@ class FleetLink:
         if not done.cancelled():
             done.exception()  # read here; each waiting caller gets it too
 
-    async def load(self, source: Source) -> None:
+    async def _load(self, source: Source) -> None:
         """Load a saved adapter onto the fleet, once for all requests that wait for it."""
         name = source.adapter
         if name is None or source.folder is None:
@@ -143,48 +145,39 @@ class FleetLink:
         for fleet in [*self._left, *([] if self._fleet is None else [self._fleet])]:
             await fleet.teardown()
 
-
-class Sampling:
-    """Runs `asample` operations. Each sample is its own request, so that a router spreads them."""
-
-    def __init__(self, link: FleetLink) -> None:
-        self._link = link
-
     async def run(self, operation: Operation, source: Source, context: int | None = None) -> Outcome:
-        """Return the SDK's `SampleResponse`. An engine's refusal of the request is an outcome too.
+        """Return the SDK's `SampleResponse`.
 
         Raises:
-            PenstockError: the engines failed, or the request asks for something they cannot do.
+            UserError: the request asks for something that the engines cannot do. PenstockError: they failed.
         """
         body = SampleBody.of(operation.body)
-        for left in range(RECONNECTS, -1, -1):
-            fleet = await self._link.fleet()
+        left = RECONNECTS
+        while True:
+            fleet = await self.fleet()
             request = _Request.of(body, fleet.data.vocab_size, context)
             try:
                 answers = await self._answers(fleet, request, source)
                 return Outcome(request.response(answers).SerializeToString(), PROTO_TYPE)
             except (EngineError, StateError) as error:
-                status = error.status if isinstance(error, EngineHTTPError) else None
-                theirs = status in {_BAD, _UNPROCESSABLE}
-                if left and not theirs and await self._link.lost(fleet):
-                    continue
-                if status is None:
+                if isinstance(error, EngineHTTPError) and error.status in {_BAD, _UNPROCESSABLE}:
+                    raise UserError(str(error)) from error
+                if not left or not await self.lost(fleet):
                     raise
-                return Outcome(error=str(error), category="user" if theirs else "server")
-        raise AssertionError("the last attempt returns or raises")
+                left -= 1
 
     async def _answers(self, fleet: Fleet, request: _Request, source: Source) -> list[_Answer]:
         group = secrets.token_hex(8) if request.samples > 1 else None
 
         async def one(index: int) -> _Answer:
-            for attempt in range(LOADS + 1):
+            for _ in range(LOADS):
                 try:
                     return await _ask(fleet, request, source.adapter, index, group)
                 except EngineHTTPError as error:
-                    if error.status != _MISSING or source.adapter is None or attempt == LOADS:
+                    if error.status != _MISSING or source.adapter is None:
                         raise
-                    await self._link.load(source)
-            raise AssertionError("the last attempt returns or raises")
+                    await self._load(source)
+            return await _ask(fleet, request, source.adapter, index, group)
 
         return await all_or_first_error(one(index) for index in range(request.samples))
 

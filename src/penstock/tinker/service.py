@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.checks import parse_json, reading
-from penstock.config import LoraConfig, TrainConfig
+from penstock.config import LoraConfig, TrainConfig, check_on_hub
 from penstock.engine.command import resolve_profile
 from penstock.errors import ConfigError, UserError
 from penstock.fleet.fleet import Fleet
@@ -150,18 +150,12 @@ def _model_config(model: str) -> dict[str, Any]:
     file = Path(model).expanduser() / "config.json"
     if not file.parent.is_dir():
         from huggingface_hub import hf_hub_download  # noqa: PLC0415  # pyright: ignore[reportUnknownVariableType]
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
 
-        try:
-            file = Path(hf_hub_download(model, "config.json"))
-        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-            raise ConfigError(f"no model {model!r}: there is no such folder, and the hub does not give it") from error
-    try:
-        return parse_json(file.read_bytes(), str(file), ConfigError)
-    except OSError as error:
-        raise ConfigError(
-            f"{file} cannot be read: {error.strerror}; MODEL is a checkpoint folder or a hub name"
-        ) from None
+        check_on_hub(model, "model")
+        file = Path(hf_hub_download(model, "config.json"))
+    if not file.is_file():
+        raise ConfigError(f"there is no file {file}; MODEL is a checkpoint folder or a hub name")
+    return parse_json(file.read_bytes(), str(file), ConfigError)
 
 
 def _learner(

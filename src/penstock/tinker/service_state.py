@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,18 +15,16 @@ from penstock.errors import ConfigError, PenstockError, StateError
 from penstock.fleet.fleet import Fleet
 from penstock.tinker.checkpoints import Checkpoints
 from penstock.tinker.database import Database
-from penstock.tinker.futures import HOLD_S, SAMPLE, Also, Futures, Operation, Outcome, outcome_of
+from penstock.tinker.futures import HOLD_S, MAIN, SAMPLE, Futures, Operation, Outcome
 from penstock.tinker.learner_client import LearnerClient
-from penstock.tinker.sampling import FleetLink, Sampling
+from penstock.tinker.sampling import Sampling
 from penstock.tinker.sessions import Sessions
-from penstock.tinker.tenants import Tenant, Tenants
+from penstock.tinker.tenants import Tenants
 from penstock.tinker.training import Training
 
 SWEEP_S = 60.0
 """Seconds between two sweeps of expired checkpoints, old results and silent sessions."""
 DESCRIBE_S = 10.0
-MAIN = "main"
-"""Name of the process that reaches the learner. It runs the operations on models."""
 ABOUT, FLEET, KEYED = "about", "fleet", "keyed"
 """Names of the facts that the main process publishes to the others."""
 
@@ -72,12 +70,10 @@ class ServiceState:
         self.tenants = options.tenants
         self.sessions = Sessions(database)
         self.checkpoints = Checkpoints(database, options.data)
-        self.link = FleetLink(self._proxy_url, options.data)
-        self.training = Training(database, LearnerClient(options.learner), self.checkpoints)
-        self.futures = Futures(database, options.name, self._start, hold_s=options.hold_s)
-        self.training.futures = self.futures
-        self._sampling = Sampling(self.link)
-        self._samples: set[asyncio.Task[None]] = set()
+        self.sampling = Sampling(self._proxy_url, options.data)
+        self.learner = LearnerClient(options.learner)
+        self.futures = Futures(database, options.name, self._run, hold_s=options.hold_s)
+        self._training = Training(database, self.learner, self.checkpoints)
         self.about = options.about
 
     async def introduce(self) -> None:
@@ -100,31 +96,16 @@ class ServiceState:
         fleet = await self.sessions.fact(FLEET)
         return None if fleet is None else str(fleet["proxy_url"])
 
-    async def accept(self, operation: Operation, also: Also | None = None, tenant: Tenant | None = None) -> None:
-        """Append an operation to the order: samples run here, the others in the main process. See `Futures.accept`."""
-        executor = self.futures.executor if operation.kind == SAMPLE else MAIN
-        await self.futures.accept(operation, executor, also, tenant)
-
     async def drop_models(self, models: Iterable[tuple[str, str]]) -> None:
         """Queue the removal of ended sessions' models, `(tenant, model)`. It runs after their other operations."""
         for tenant, model in models:
-            await self.accept(Operation(f"{model}:drop", tenant, "drop_model", model, b"{}"))
+            await self.futures.accept(Operation(f"{model}:drop", tenant, "drop_model", model, b"{}"))
 
-    def _start(self, operation: Operation) -> Callable[[], object] | None:
+    async def _run(self, operation: Operation) -> Outcome:
         if operation.kind != SAMPLE:
-            self.training.start(operation)
-            return None
-        task = asyncio.create_task(self._sample(operation), name=f"tinker-{operation.id}")
-        self._samples.add(task)
-        task.add_done_callback(self._samples.discard)
-        return task.cancel
-
-    async def _sample(self, operation: Operation) -> None:
-        async def work() -> Outcome:
-            source = await self.sessions.source(operation.tenant, operation.scope)
-            return await self._sampling.run(operation, source, self.about.max_context_length)
-
-        await self.futures.finish(operation, await outcome_of(work()))
+            return await self._training.run(operation)
+        source = await self.sessions.source(operation.tenant, operation.scope)
+        return await self.sampling.run(operation, source, self.about.max_context_length)
 
     async def describe_fleet(self) -> None:
         """Publish the router, engines and adapters to the other processes, for ever."""
@@ -132,7 +113,7 @@ class ServiceState:
         fleet: Fleet | None = None
         while True:
             try:
-                fleet = await self.link.fleet()
+                fleet = await self.sampling.fleet()
                 engines = {status.name: status.url for status in await fleet.engines(stats=False)}
                 adapters = {name: status.version for name, status in (await fleet.adapters()).items()}
                 value = {"proxy_url": fleet.url, "engine_urls": engines, "adapters": adapters}
@@ -142,7 +123,7 @@ class ServiceState:
             except PenstockError as error:  # the engines may be back next time
                 logger.warning("the engines cannot be listed: %s", error)
                 if fleet is not None:
-                    await self.link.lost(fleet)
+                    await self.sampling.lost(fleet)
             await asyncio.sleep(DESCRIBE_S)
 
     async def sweep(self) -> None:
@@ -159,12 +140,6 @@ class ServiceState:
             except StateError as error:  # the database may be back next time
                 logger.warning("%s", error)
 
-    async def close(self) -> None:
-        """End polls and samples under way. The database keeps them for the next start."""
-        for task in list(self._samples):
-            await cancelled(task)
-        await self.futures.close()
-
 
 @asynccontextmanager
 async def opened(options: Options) -> AsyncGenerator[ServiceState]:
@@ -177,16 +152,15 @@ async def opened(options: Options) -> AsyncGenerator[ServiceState]:
         database = await asyncio.to_thread(Database, options.database, new=options.name == MAIN)
         stack.push_async_callback(database.close)
         state = ServiceState(options, database)
-        stack.push_async_callback(state.link.close)
+        stack.push_async_callback(state.sampling.close)
         await state.introduce()
         if options.fleet is not None:
             await state.sessions.publish(FLEET, {"proxy_url": options.fleet})
             describing = asyncio.create_task(state.describe_fleet(), name="tinker-describe")
             stack.push_async_callback(cancelled, describing)
-        if options.name == MAIN:
-            stack.push_async_callback(state.training.close)
+        stack.push_async_callback(state.learner.close)
+        stack.push_async_callback(state.futures.close)
         await state.futures.open()
-        stack.push_async_callback(state.close)
         sweeper = asyncio.create_task(state.sweep(), name="tinker-sweep")
         stack.push_async_callback(cancelled, sweeper)
         yield state

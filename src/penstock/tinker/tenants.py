@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import logging
 import time
@@ -52,13 +51,13 @@ class Tenants:
     """Finds the tenant of a key.
 
     Args:
-        file: file of the tenants. A thread reads it again when it has changed.
+        file: file of the tenants, which is read again when it has changed.
     """
 
     def __init__(self, tenants: Sequence[Tenant], file: Path | None = None) -> None:
         self._tenants = tenants
         self._file = file
-        self._stamp: tuple[int, ...] | None = None
+        self._changed = 0
         self.open = any(tenant.key is None for tenant in tenants)
         """True if any key is accepted."""
 
@@ -70,21 +69,23 @@ class Tenants:
                 found = tenant
         return found
 
-    async def refresh(self) -> None:
-        """Read the file again if it has changed and settled. A bad file leaves the tenants unchanged."""
-        if self._file is None or (stamp := _stamp(self._file)) == self._stamp:
+    def refresh(self) -> None:
+        """Read the file again if it has changed and settled. A bad or missing file leaves the tenants unchanged."""
+        if self._file is None:
             return
-        if stamp and 0 <= time.time_ns() - max(stamp[:2]) < SETTLED_S * 1e9:  # negative: another machine's clock
-            return
-        self._stamp = stamp
         try:
-            tenants = await asyncio.to_thread(_tenants_of, self._file)
+            changed = self._file.stat().st_mtime_ns
+            settled = not 0 <= time.time_ns() - changed < SETTLED_S * 1e9  # negative: another machine's clock
+            if changed == self._changed or not settled:
+                return
+            self._changed = changed
+            self._tenants = _tenants_of(self._file)
+        except FileNotFoundError:
+            return
         except ConfigError as error:
             logger.warning("the tenants stay as they were: %s", error)
-            return
-        if tenants != self._tenants:
-            self._tenants = tenants
-            logger.info("%s has changed; the tenants are %s", self._file, ", ".join(each.name for each in tenants))
+        else:
+            logger.info("%s has changed; tenants: %s", self._file, ", ".join(each.name for each in self._tenants))
 
 
 def read_keys(file: Path | None) -> Tenants:
@@ -97,7 +98,7 @@ def read_keys(file: Path | None) -> Tenants:
 
 
 def _tenants_of(file: Path) -> list[Tenant]:
-    if _stamp(file) is not None and not file.is_file():  # opening a FIFO would block for ever
+    if file.exists() and not file.is_file():  # opening a FIFO would block for ever
         raise ConfigError(f"--keys {file} is no regular file; give one, of mode 0600")
     # `reading` also catches YAML nested too deeply, numbers of 5,000 digits, and names that do not encode.
     with reading(f"--keys {file}", ConfigError):
@@ -111,15 +112,6 @@ def refuse_open_service(host: str, tenants: Tenants) -> None:
     """Raise ConfigError if a service open to any key would listen beyond this machine."""
     if tenants.open and not is_loopback(host):
         raise ConfigError(f"without --keys any key opens the service, so --host {host} is refused; give --keys FILE")
-
-
-def _stamp(file: Path) -> tuple[int, ...] | None:
-    """Return a value that changes with the file, or None without a file."""
-    try:
-        known = file.stat()
-    except OSError:
-        return None
-    return known.st_mtime_ns, known.st_ctime_ns, known.st_size, known.st_ino
 
 
 def _tenant(name: str, given: object) -> Tenant:

@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
 
 import orjson
 from sqlalchemy import Connection, Row, Update, bindparam, delete, func, select, update
@@ -25,7 +24,7 @@ from penstock.tinker.checkpoints import (
     size_of,
 )
 from penstock.tinker.database import Database, facts, futures, models, sessions
-from penstock.tinker.futures import Also, Futures, Operation, Outcome, outcome_of
+from penstock.tinker.futures import Also, Operation, Outcome, outcome_of
 from penstock.tinker.learner_client import LearnerClient, RestartedError
 from penstock.tinker.requests import CreateModel, LoadWeights, OptimStep, SaveForSampler, SaveWeights
 from penstock.tinker.sessions import put_fact, put_sampler
@@ -41,7 +40,7 @@ Post = Callable[[bytes], Awaitable[tuple[bytes, str]]]
 
 
 class Training:
-    """Runs each model's operations one after another, and several models' in parallel.
+    """Runs the operations on models, those of one model one after another.
 
     If the learner dies, it comes back with each model as last saved or created. A model that lost something fails its
     operations with the reason, until the client has fetched one of these failures. Later operations continue from the
@@ -49,41 +48,20 @@ class Training:
     """
 
     def __init__(self, database: Database, learner: LearnerClient, checkpoints: Checkpoints) -> None:
-        self.futures: Futures
         self._database = database
         self._learner = learner
         self._checkpoints = checkpoints
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._turns = WeakValueDictionary[str, asyncio.Lock]()
-        """By model. Its operations hold the lock, or wait for it in their order."""
         self._incarnation: str | None = None
         self._meeting = asyncio.Lock()
 
-    async def close(self) -> None:
-        """Stop. Operations under way continue in the learner, which answers them again later."""
-        for task in self._tasks:
-            task.cancel()  # all before one ends, so that no next operation of a model begins
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._learner.close()
-
-    def start(self, operation: Operation) -> None:
-        """Run an operation after those of its model that were started before."""
-        task = asyncio.create_task(self._run(operation), name=f"tinker-{operation.id}")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _run(self, operation: Operation) -> None:
-        # The next operation begins once this outcome is stored. So a learner needs to know only a model's last answer.
-        async with self._turns.setdefault(operation.scope, asyncio.Lock()):
-            outcome = await outcome_of(self._outcome(operation))
-            if outcome.error is not None and operation.id == f"{operation.scope}:create":
-                outcome = replace(outcome, also=_forgotten(operation.scope))
-            stored = await self.futures.finish(operation, outcome)
-        if stored and outcome.replaced is not None:
-            await self._checkpoints.delete(outcome.replaced)
+    async def run(self, operation: Operation) -> Outcome:
+        """Run one operation and return its outcome."""
+        outcome = await outcome_of(self._outcome(operation))
+        if outcome.error is not None and operation.id == f"{operation.scope}:create":
+            return replace(outcome, also=_forgotten(operation.scope))
+        return outcome
 
     async def _outcome(self, operation: Operation) -> Outcome:
-        """Run one operation and return its outcome."""
         work = {
             "create_model": self._create,
             "save_weights": self._save,
@@ -167,8 +145,10 @@ class Training:
             "size": await asyncio.to_thread(size_of, written), "user_metadata": given.user_metadata,
         }  # fmt: skip
         result = {"type": operation.kind, "path": str(path)}
-        replaced = None if old is None or old.folder == folder else old.folder
-        return replace(_result(result, lambda c: record(c, path, values)), replaced=replaced)
+        outcome = _result(result, lambda c: record(c, path, values))
+        if old is None or old.folder == folder:
+            return outcome
+        return replace(outcome, after=lambda: self._checkpoints.delete(old.folder))
 
     async def _load(self, operation: Operation, row: Row[Any], post: Post) -> Outcome:
         given = LoadWeights.of(operation.body)
