@@ -12,14 +12,14 @@ from tinker_rig import OTHER_KEY, Rig, rig, until
 from penstock.errors import StateError, UserError
 from penstock.tinker import sessions, training
 from penstock.tinker.checkpoints import TinkerPath
-from penstock.tinker.database import Database, checkpoints
+from penstock.tinker.database import checkpoints
 from penstock.tinker.sessions import Sessions, UnknownError
 
 pytestmark = pytest.mark.usefixtures("shared_fleet")
 
 
 async def saved(service: Rig, model: str, seq: int, **more: Any) -> Any:
-    return await service.result(await service.post("save_weights", {"model_id": model, "seq_id": seq, **more}))
+    return await service.done("save_weights", {"model_id": model, "seq_id": seq, **more})
 
 
 async def test_checkpoints_are_listed_loaded_replaced_and_deleted(tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ async def test_checkpoints_are_listed_loaded_replaced_and_deleted(tmp_path: Path
         (folder,) = folders.glob("*/weights/*")
         assert (folder / "steps").read_text() == "1", "the older one is gone, the newer one is whole"
         sampler = {"model_id": model, "seq_id": 5, "path": "drawn"}
-        drawn = (await service.result(await service.post("save_weights_for_sampler", sampler)))["path"]
+        drawn = (await service.done("save_weights_for_sampler", sampler))["path"]
         (listed,) = (await service.get(f"training_runs/{model}/checkpoints"))["checkpoints"][1:]
         assert (listed["checkpoint_id"], listed["checkpoint_type"]) == ("weights/first", "training")
         everything = await service.get("checkpoints?limit=1")
@@ -50,14 +50,14 @@ async def test_checkpoints_are_listed_loaded_replaced_and_deleted(tmp_path: Path
         }  # fmt: skip
         session = await service.session()
         load = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": True}
-        loaded = await service.result(await service.post("load_weights", load))
+        loaded = await service.done("load_weights", load)
         assert loaded == {"path": path, "model_id": f"{session}:train:0", "type": "load_weights"}
         assert service.learner.models[f"{session}:train:0"] == 1
         assert (await service.post("get_info", {"model_id": f"{session}:train:0"}))["lora_rank"] == 4
         await service.delete(f"training_runs/{model}/checkpoints/weights/first", status=204)
         assert not folder.exists()
         load |= {"model_seq_id": 1}
-        assert "no checkpoint" in (await service.result(await service.post("load_weights", load)))["error"]
+        assert "no checkpoint" in (await service.done("load_weights", load))["error"]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ async def test_a_replaced_checkpoint_stays_until_its_successor_is_recorded(
         await service.result(await service.step(model, 3))  # begins after the end of the save
         assert old.is_dir()
         load = {"path": path, "optimizer": True, "model_id": model, "seq_id": 4}
-        assert "error" not in await service.result(await service.post("load_weights", load))
+        assert "error" not in await service.done("load_weights", load)
 
 
 async def test_others_read_what_is_published_and_nothing_else(tmp_path: Path) -> None:
@@ -111,13 +111,11 @@ async def test_a_checkpoint_ends_with_its_time(tmp_path: Path) -> None:
         path = (await saved(service, model, 1, path="a", ttl_seconds=3600))["path"]
         (listed,) = (await service.get("checkpoints"))["checkpoints"]
         assert listed["expires_at"] > listed["time"]
-        database = Database(service.options.database)
-        await database.run(lambda c: c.execute(checkpoints.update().values(expires=1.0)))
+        await service.database.run(lambda c: c.execute(checkpoints.update().values(expires=1.0)))
         await service.post("weights_info", {"tinker_path": path}, status=404)
         assert (await service.get("checkpoints"))["checkpoints"] == []
         await service.put(f"training_runs/{model}/checkpoints/weights/a/ttl", {"ttl_seconds": None}, status=204)
         await service.post("weights_info", {"tinker_path": path})
-        await database.close()
 
 
 async def test_a_sampler_that_is_not_used_any_more_gives_its_folder_back(
@@ -127,23 +125,21 @@ async def test_a_sampler_that_is_not_used_any_more_gives_its_folder_back(
         model = await service.model()
         for number, kind in enumerate(("snapshot", "inflight", "inflight")):
             body = {"model_id": model, "seq_id": number + 1, "sampling_session_seq_id": number, "kind": kind}
-            found = await service.result(await service.post("save_weights_for_sampler", body))
+            found = await service.done("save_weights_for_sampler", body)
             assert found["sampling_session_id"].endswith(f":sample:{number}")
         folders = sorted(str(folder) for folder in (tmp_path / "samplers").glob("*/*"))
         assert len(folders) == 2, "samplers of kind inflight share one"
-        database = Database(service.options.database)
-        known = Sessions(database)
+        known = Sessions(service.database)
         assert await known.unused_folders() == []
         monkeypatch.setattr(sessions, "UNUSED_S", -10.0)
         assert sorted(str(tmp_path / folder) for folder in await known.unused_folders()) == folders
         assert await known.unused_folders() == []
         body = {"model_id": model, "seq_id": 9, "path": "named"}
-        path = (await service.result(await service.post("save_weights_for_sampler", body)))["path"]
+        path = (await service.done("save_weights_for_sampler", body))["path"]
         await service.sampler(model.partition(":")[0], 9, model_path=path)
         assert await known.unused_folders() == [], "a checkpoint has it"
         await service.delete(f"training_runs/{model}/checkpoints/sampler_weights/named", status=204)
         assert [(tmp_path / folder).is_dir() for folder in await known.unused_folders()] == [True]
-        await database.close()
 
 
 async def test_a_data_folder_that_was_moved_keeps_its_checkpoints(tmp_path: Path) -> None:
@@ -153,18 +149,16 @@ async def test_a_data_folder_that_was_moved_keeps_its_checkpoints(tmp_path: Path
         model = await service.model()
         path = (await saved(service, model, 1, path="checkpoints"))["path"]
         body = {"model_id": model, "seq_id": 2, "sampling_session_seq_id": 1}
-        sampler = (await service.result(await service.post("save_weights_for_sampler", body)))["sampling_session_id"]
+        sampler = (await service.done("save_weights_for_sampler", body))["sampling_session_id"]
     new.parent.mkdir()
     old.rename(new)
     async with rig(new) as service:
         (folder,) = new.glob("checkpoints/*/weights/*")
         load = {"session_id": await service.session(), "model_seq_id": 0, "path": path, "optimizer": False}
-        assert (await service.result(await service.post("load_weights", load)))["path"] == path
-        database = Database(service.options.database)
-        source = await Sessions(database).source("alice", sampler)
+        assert (await service.done("load_weights", load))["path"] == path
+        source = await Sessions(service.database).source("alice", sampler)
         assert source.folder is not None
         assert (new / source.folder / "adapter_config.json").is_file()
-        await database.close()
         await service.delete(f"training_runs/{model}/checkpoints/weights/checkpoints", status=204)
         assert not folder.exists()
 
@@ -194,15 +188,14 @@ async def test_rows_of_an_ended_session_go_but_for_what_a_checkpoint_needs(
         with_files, plain, live = [await service.model() for _ in range(3)]
         owners = [model.partition(":")[0] for model in (with_files, plain, live)]
         drawn = [await service.sampler(session) for session in owners]
-        path = (await service.result(await service.post("save_weights", {"model_id": with_files, "seq_id": 1})))["path"]
+        path = (await service.done("save_weights", {"model_id": with_files, "seq_id": 1}))["path"]
         saving = await service.post("save_weights_for_sampler", {"model_id": with_files, "seq_id": 2, "path": "kept"})
         sampled = (await service.result(saving))["path"]
         reader = await service.session()
         drawn.append(await service.sampler(reader, model_path=sampled))
         for session in (*owners[:2], reader):
             await service.post(f"sessions/{session}/finish", {}, status=204)
-        database = Database(service.options.database)
-        known = Sessions(database)
+        known = Sessions(service.database)
 
         async def runs() -> set[str]:
             return {run["training_run_id"] for run in (await service.get("training_runs"))["training_runs"]}
@@ -217,11 +210,10 @@ async def test_rows_of_an_ended_session_go_but_for_what_a_checkpoint_needs(
                 await known.forget()
         with pytest.raises(UnknownError, match="no sampler"):
             await known.source("alice", drawn[1])
-        await database.close()
         assert set((await service.get("sessions"))["sessions"]) == {owners[0], owners[2]}
         assert [c["tinker_path"] for c in (await service.get("checkpoints"))["checkpoints"]] == [sampled, path]
         for sampler, status in zip(drawn, (200, 404, 200, 404), strict=True):
             await service.get(f"samplers/{sampler}", status=status)
         assert "metrics" in await service.result(await service.step(live, 1))
         load = {"path": path, "optimizer": True, "model_id": live, "seq_id": 2}
-        assert "error" not in await service.result(await service.post("load_weights", load))
+        assert "error" not in await service.done("load_weights", load)

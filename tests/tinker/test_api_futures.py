@@ -202,7 +202,7 @@ async def test_what_cannot_run_is_a_failed_future_that_says_why(tmp_path: Path) 
                 "no checkpoint",
             ),
         ):
-            failed = await service.result(await service.post(path, more))
+            failed = await service.done(path, more)
             assert why in failed["error"], failed
         for path, bad, why in (
             ("create_session", [1], "body"),
@@ -432,15 +432,13 @@ async def test_polls_for_another_processs_futures_share_their_reads(tmp_path: Pa
 
 async def test_the_database_names_the_engines_and_no_key(tmp_path: Path) -> None:
     async with rig(tmp_path) as service:
-        database = Database(service.options.database)
         known: dict[str, Any] = {}
         while "engine_urls" not in known:
-            known = await Sessions(database).fact("fleet")
+            known = await Sessions(service.database).fact("fleet")
         assert known["proxy_url"] == service.fleet.url
         assert sorted(known["engine_urls"].values()) == sorted(engine.url for engine in service.engines)
         assert set(known) == {"proxy_url", "engine_urls", "adapters"}
         assert all(type(version) is int for version in known["adapters"].values())
-        await database.close()
 
 
 async def test_samples_of_a_process_that_died_are_taken_by_another(
@@ -468,10 +466,8 @@ async def test_another_fleet_that_the_database_names_takes_over(tmp_path: Path) 
             sampler = await service.sampler(await service.session())
             assert len((await service.sample(sampler, 1)).sequences) == 1
             await first.aclose()
-            database = Database(service.options.database)
-            await Sessions(database).publish("fleet", {"proxy_url": service.fleet.url})
+            await Sessions(service.database).publish("fleet", {"proxy_url": service.fleet.url})
             assert len((await service.sample(sampler, 2)).sequences) == 1
-            await database.close()
 
 
 async def test_an_abandoned_sample_is_cancelled(tmp_path: Path) -> None:
@@ -532,9 +528,7 @@ async def test_results_of_an_ended_session_are_dropped(tmp_path: Path, monkeypat
 
 
 async def prune(service: Rig) -> None:
-    database = Database(service.options.database)
-    await Futures(database, "test", never).prune()
-    await database.close()
+    await Futures(service.database, "test", never).prune()
 
 
 async def test_a_service_that_any_key_opens_stays_on_this_machine(tmp_path: Path) -> None:

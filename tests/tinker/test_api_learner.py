@@ -13,8 +13,8 @@ from test_api_futures import never
 from tinker_rig import BASE, Rig, learner_at, parts, rig, until
 
 from penstock.tinker import futures, learner_client, service_state
-from penstock.tinker.database import Database, sessions
 from penstock.tinker.database import futures as table
+from penstock.tinker.database import sessions
 from penstock.tinker.futures import Futures
 
 pytestmark = pytest.mark.usefixtures("shared_fleet")
@@ -46,7 +46,7 @@ async def reborn(service: Rig, life: AsyncExitStack, *half_done: str) -> None:
 async def lost_step(service: Rig, life: AsyncExitStack) -> tuple[str, str]:
     """A model of which one step is lost with its learner, and the future of the next one."""
     model = await service.model()
-    await service.result(await service.post("save_weights", {"model_id": model, "seq_id": 1, "path": "a"}))
+    await service.done("save_weights", {"model_id": model, "seq_id": 1, "path": "a"})
     await service.result(await service.step(model, 2))
     await life.aclose()
     later = await service.step(model, 3)
@@ -59,7 +59,7 @@ async def test_a_model_goes_on_from_its_last_save_after_its_client_was_told(tmp_
         model, other, idle = [await service.model() for _ in range(3)]
         for each in (model, other):
             await service.result(await service.step(each, 1))
-            await service.result(await service.post("save_weights", {"model_id": each, "seq_id": 2, "path": "a"}))
+            await service.done("save_weights", {"model_id": each, "seq_id": 2, "path": "a"})
         for each in (model, idle):
             await service.result(await service.step(each, 3))
         service.learner.hold = asyncio.Event()
@@ -99,21 +99,19 @@ async def test_a_failure_that_its_client_has_fetched_is_not_told_again_when_it_i
         assert "is lost" in (await service.result(later))["error"]
         for name in ("KEEP_RETRIEVED_S", "FORGET_S"):
             monkeypatch.setattr(futures, name, -10.0)
-        database = Database(service.options.database)
         fetched = select(table.c.retrieved).where(table.c.id == later["request_id"])
         async with asyncio.timeout(60.0):
-            while await database.run(lambda c: c.execute(fetched).scalar()) is None:  # noqa: ASYNC110
+            while await service.database.run(lambda c: c.execute(fetched).scalar()) is None:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)  # it is written behind the answer
-        await Futures(database, "test", never).prune()
-        assert await database.run(lambda c: c.execute(fetched).first()) is None
-        await database.close()
+        await Futures(service.database, "test", never).prune()
+        assert await service.database.run(lambda c: c.execute(fetched).first()) is None
         assert "metrics" in await service.result(await service.step(model, 4))
 
 
 async def test_a_model_whose_creation_failed_with_the_learner_does_not_stay_in_the_next_one(tmp_path: Path) -> None:
     async with mortal(tmp_path) as (service, life):
         kept = await service.model()
-        await service.result(await service.post("save_weights", {"model_id": kept, "seq_id": 1, "path": "a"}))
+        await service.done("save_weights", {"model_id": kept, "seq_id": 1, "path": "a"})
         session, learner = kept.partition(":")[0], service.learner
         learner.hold = asyncio.Event()
         create = {"session_id": session, "model_seq_id": 1, "base_model": BASE, "lora_config": {"rank": 4}}
@@ -132,7 +130,7 @@ async def test_a_saved_model_that_the_database_does_not_know_stays_and_is_named(
     async with parts(tmp_path) as found:
         async with found.process() as service:
             saved, never = await service.model(), await service.model()
-            await service.result(await service.post("save_weights", {"model_id": saved, "seq_id": 1, "path": "a"}))
+            await service.done("save_weights", {"model_id": saved, "seq_id": 1, "path": "a"})
         async with found.process(database=f"sqlite:///{tmp_path}/another.db") as service:
             new = await service.model()
             assert found.learner.models.keys() == {saved, new}
@@ -156,7 +154,7 @@ async def test_a_session_that_ends_takes_its_models_from_the_learner(tmp_path: P
 async def test_no_creation_outlives_its_session(tmp_path: Path) -> None:
     async with rig(tmp_path) as service:
         old = await service.model()
-        saved = await service.result(await service.post("save_weights", {"model_id": old, "seq_id": 1, "path": "a"}))
+        saved = await service.done("save_weights", {"model_id": old, "seq_id": 1, "path": "a"})
         session = await service.session()
         load = {"path": saved["path"], "optimizer": True, "session_id": session, "model_seq_id": 1}
         service.learner.hold = asyncio.Event()
@@ -167,7 +165,7 @@ async def test_no_creation_outlives_its_session(tmp_path: Path) -> None:
         await service.result(future), await service.result(loaded)
         await until(lambda: service.learner.models.keys() == {old})
         again = {"path": saved["path"], "optimizer": True, "model_id": f"{session}:train:0", "seq_id": 9}
-        assert "session has ended" in (await service.result(await service.post("load_weights", again)))["error"]
+        assert "session has ended" in (await service.done("load_weights", again))["error"]
         assert service.learner.models.keys() == {old}
 
 
@@ -175,11 +173,9 @@ async def test_the_sweep_drops_what_an_ended_session_left(tmp_path: Path, monkey
     monkeypatch.setattr(service_state, "SWEEP_S", 0.05)
     async with rig(tmp_path) as service:
         model, other = await service.model(), await service.model()
-        database = Database(service.options.database)
         change = update(sessions).where(sessions.c.id == model.partition(":")[0]).values(finished="it was killed")
-        await database.run(lambda c: c.execute(change))
+        await service.database.run(lambda c: c.execute(change))
         await until(lambda: service.learner.models.keys() == {other})
-        await database.close()
 
 
 async def test_a_creation_that_fails_is_no_training_run(tmp_path: Path) -> None:
@@ -189,7 +185,7 @@ async def test_a_creation_that_fails_is_no_training_run(tmp_path: Path) -> None:
         create = {"session_id": session, "model_seq_id": 1, "base_model": BASE}  # without lora_config
         load = {"session_id": session, "model_seq_id": 2, "optimizer": True, "path": f"tinker://{model}/weights/none"}
         for path, body in (("create_model", create), ("load_weights", load)):
-            assert "error" in await service.result(await service.post(path, body))
+            assert "error" in await service.done(path, body)
         found = await service.get("training_runs")
         assert [run["training_run_id"] for run in found["training_runs"]] == [model]
         assert (await service.get(f"sessions/{session}"))["training_run_ids"] == [model]

@@ -102,7 +102,7 @@ async def test_a_process_whose_watch_broke_leaves_no_other_running(tmp_path: Pat
         yield SimpleNamespace(url="http://fleet")
 
     async def start(child: SupervisedChild) -> None:
-        child.url = "http://child"
+        child.url = "http://child:1"
 
     async def stop(child: SupervisedChild) -> None:
         stopped.append(child.name)

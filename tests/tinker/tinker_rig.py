@@ -26,6 +26,7 @@ from penstock.router.server import Router
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 from penstock.tinker.api import serving
+from penstock.tinker.database import Database
 from penstock.tinker.learner_client import REFUSED
 from penstock.tinker.schema import PROTO_TYPE, pb
 from penstock.tinker.service_state import About, Options
@@ -139,7 +140,7 @@ class FakeLearner:
 
 @dataclass
 class Rig:
-    """An API process, with two tenants, alice and robert."""
+    """An API process, with two tenants, alice and robert, and a connection to its database."""
 
     data: Path
     learner: FakeLearner
@@ -147,6 +148,7 @@ class Rig:
     engines: list[SimServer]
     options: Options
     http: httpx.AsyncClient
+    database: Any = None
 
     @property
     def url(self) -> str:
@@ -157,7 +159,9 @@ class Rig:
         """Another API process on the same database."""
         options = replace(self.options, **more)
         async with serving(options) as url, httpx.AsyncClient(base_url=url, timeout=WAIT_S) as http:
-            yield replace(self, options=options, http=http)
+            database = Database(options.database)
+            yield replace(self, options=options, http=http, database=database)
+            await database.close()
 
     @asynccontextmanager
     async def second(self, **more: Any) -> AsyncIterator[Rig]:
@@ -195,10 +199,14 @@ class Rig:
                 return found
         raise AssertionError("no result")
 
+    async def done(self, path: str, body: Any, *, key: str = KEY) -> Any:
+        """The result of an operation."""
+        return await self.result(await self.post(path, body, key=key), key=key)
+
     async def model(self, key: str = KEY, session: str | None = None, number: int = 0, **more: Any) -> str:
         session = session or await self.session(key)
         body = {"session_id": session, "model_seq_id": number, "base_model": BASE, "lora_config": {"rank": 4}, **more}
-        found = await self.result(await self.post("create_model", body, key=key), key=key)
+        found = await self.done("create_model", body, key=key)
         assert found["model_id"] == f"{session}:train:{number}"
         return found["model_id"]
 

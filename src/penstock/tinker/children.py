@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import logging
 import signal
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import uvloop
 
@@ -77,14 +79,14 @@ class SupervisedChild:
     """A child process `python -m MODULE FD OPTIONS` of a Penstock module. It reports on FD.
 
     Args:
-        options: makes the options, as JSON, at each start.
+        options: JSON values for `serve` of the module; each start reads them again.
         health: path that answers a GET while the process is healthy.
         patience_s: seconds in which `PROBES` probes must all fail before the process is killed and restarted.
     """
 
     name: str
     module: str
-    options: Callable[[], str]
+    options: dict[str, Any]
     log: Path
     start_s: float
     env: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -159,7 +161,7 @@ class SupervisedChild:
 
     async def _launch(self) -> ChildProcess:
         child = await ReportingProcess.serving(
-            lambda fd: [sys.executable, "-m", self.module, str(fd), self.options()],
+            lambda fd: [sys.executable, "-m", self.module, str(fd), json.dumps(self.options)],
             name=self.name,
             log=self.log,
             env=self.env,

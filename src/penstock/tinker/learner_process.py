@@ -19,6 +19,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -77,17 +78,11 @@ class LearnerOptions(Section):
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """A part of a batch that waits for the thread.
-
-    Attributes:
-        found: outputs of the part, set if another part's turn evaluated it.
-        alone: evaluate it alone, because shared passes with others failed.
-    """
+    """A part of a batch that waits for the thread, and its outputs once a turn has evaluated it."""
 
     model: str
     part: Batch
     found: asyncio.Future[Outputs]
-    alone: bool = False
 
     @property
     def tokens(self) -> int:
@@ -145,7 +140,7 @@ class LearnerQueue:
             return JSONResponse({"error": f"{kind} failed in the learner: {type(error).__name__}: {first}"}, FAILED)
 
     def _work(self, kind: str) -> Callable[[str, bytes], Awaitable[Response]]:
-        known = {
+        return {
             "create_model": self._create,
             "forward_backward": self._add_gradient,
             "forward": self._evaluate,
@@ -154,10 +149,7 @@ class LearnerQueue:
             "save_weights_for_sampler": self._save_for_sampler,
             "load_weights": self._load,
             "drop_model": self._drop,
-        }
-        if kind not in known:
-            raise UserError(f"there is no operation {kind!r}; known: {', '.join(known)}")
-        return known[kind]
+        }[kind]
 
     async def _create(self, model: str, body: bytes) -> Response:
         spec = spec_of(orjson.loads(body)["lora_config"])
@@ -180,41 +172,42 @@ class LearnerQueue:
 
     async def _evaluate_part(self, model: str, part: Batch) -> Outputs:
         """Evaluate a part, together with other models' parts that wait at the same time."""
-        if part.forward_only or not self.models.learner.joins:
-            return await self._in_thread(lambda: self.models.run(model, part))
         mine = Waiting(model, part, asyncio.get_running_loop().create_future())
         self._waiting.append(mine)
         async with self._free:
-            if mine.found.done():
-                return mine.found.result()
-            self._waiting.remove(mine)
-            others = self._beside(mine)
-            if others:
-                await self._evaluate_together([mine, *others])
-            if mine.found.done():
-                return mine.found.result()
-            return await self._hand_over(lambda: self.models.run(model, part))
+            if not mine.found.done():
+                await self._take_turn(self._with_others(mine))
+        return mine.found.result()
 
-    def _beside(self, mine: Waiting) -> list[Waiting]:
-        """Return the parts to evaluate with `mine`, in order, within one turn's tokens."""
-        room = self.turn_tokens - mine.tokens
-        chosen: list[Waiting] = []
-        for other in () if mine.alone else self._waiting:
-            if not other.alone and other.tokens <= room:
+    def _with_others(self, mine: Waiting) -> list[Waiting]:
+        """Return the parts to evaluate in one turn with `mine`, within its tokens."""
+        chosen, room = [mine], self.turn_tokens - mine.tokens
+        if mine.part.forward_only or not self.models.learner.joins:
+            return chosen
+        for other in self._waiting:
+            if other is not mine and not other.part.forward_only and other.tokens <= room:
                 chosen.append(other)
                 room -= other.tokens
         return chosen
 
-    async def _evaluate_together(self, parts: Sequence[Waiting]) -> None:
+    async def _take_turn(self, parts: Sequence[Waiting]) -> None:
         """Evaluate parts in shared passes. If that fails, each is evaluated alone and fails alone."""
-        given = [(each.model, each.part) for each in parts]
-        work = asyncio.ensure_future(self._hand_over(lambda: self.models.run_together(given)))
-        await asyncio.wait([work])
-        for each, outputs in zip(parts, [None] * len(parts) if work.exception() else work.result(), strict=True):
-            each.alone = True
-            if outputs is not None:
-                each.found.set_result(outputs)
-        self._waiting = [each for each in self._waiting if not each.found.done()]
+        self._waiting = [each for each in self._waiting if each not in parts]
+        if len(parts) > 1:
+            given = [(each.model, each.part) for each in parts]
+            work = asyncio.ensure_future(self._hand_over(lambda: self.models.run_together(given)))
+            await asyncio.wait([work])
+            if work.exception() is None:
+                for each, outputs in zip(parts, work.result(), strict=True):
+                    each.found.set_result(outputs)
+                return
+        for each in parts:
+            work = asyncio.ensure_future(self._hand_over(partial(self.models.run, each.model, each.part)))
+            await asyncio.wait([work])
+            if (error := work.exception()) is not None:
+                each.found.set_exception(error)
+            else:
+                each.found.set_result(work.result())
 
     async def _step(self, model: str, body: bytes) -> Response:
         with reading("adam_params"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import json
 import logging
 import os
 from collections.abc import AsyncGenerator, Generator
@@ -104,6 +103,7 @@ async def serving(config: ServiceConfig) -> AsyncGenerator[Service]:
             for child in (learner, api):
                 stack.push_async_callback(child.stop)
                 await child.start()
+            api.options["port"] = int(api.url.rpartition(":")[2])  # also after a restart, because clients know it
             yield Service(api.url, fleet, learner, api)
 
 
@@ -172,17 +172,10 @@ def _learner(
         "max_tokens": about["max_context_length"],
         "train": config.train.model_copy(update={"lora": LoraConfig()}).model_dump(mode="json"),
     }
-    gpus = usable_gpus(engine)[: config.train.ranks]
-    env = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-    return SupervisedChild(
-        "learner",
-        "penstock.tinker.learner_process",
-        lambda: json.dumps(options),
-        data / "logs" / "learner.log",
-        engine.start_timeout_s,
-        env,
-        health="/models",
-    )
+    env = {"CUDA_VISIBLE_DEVICES": ",".join(usable_gpus(engine)[: config.train.ranks])}
+    log, start_s = data / "logs" / "learner.log", engine.start_timeout_s
+    module = "penstock.tinker.learner_process"
+    return SupervisedChild("learner", module, options, log, start_s, env, health="/models")
 
 
 def _api(config: ServiceConfig, data: Path, fleet_url: str, about: dict[str, Any]) -> SupervisedChild:
@@ -193,22 +186,11 @@ def _api(config: ServiceConfig, data: Path, fleet_url: str, about: dict[str, Any
         "fleet": fleet_url,
         "about": about,
         "host": config.host,
+        "port": config.port,
     }
-
-    def with_port() -> str:
-        # After the first start it keeps its port, because clients know it.
-        return json.dumps({**options, "port": int(api.url.rpartition(":")[2]) if api.url else config.port})
-
-    api = SupervisedChild(
-        "API process",
-        "penstock.tinker.api",
-        with_port,
-        data / "logs" / "api.log",
-        API_START_S,
-        {DATABASE: config.database or f"sqlite:///{data / 'service.db'}"},
-        health="/api/v1/healthz",
-    )
-    return api
+    env = {DATABASE: config.database or f"sqlite:///{data / 'service.db'}"}
+    log, module = data / "logs" / "api.log", "penstock.tinker.api"
+    return SupervisedChild("API process", module, options, log, API_START_S, env, health="/api/v1/healthz")
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -228,7 +229,8 @@ class Training:
             )
         for model in sorted(unknown.keys() - set(saved)):
             logger.warning("the learner drops %s, which was never saved: the database does not know it", model)
-            await self._learner.post(Operation(f"{model}:unknown", "", "drop_model", model, b""), incarnation, b"")
+            with suppress(RestartedError):  # the next operation finds that out too
+                await self._learner.post(Operation(f"{model}:unknown", "", "drop_model", model, b""), incarnation, b"")
 
 
 # Built once, because building a statement costs more than SQLite takes to run it.
