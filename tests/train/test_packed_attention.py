@@ -29,7 +29,7 @@ from penstock.train.batching import collate
 from penstock.train.grpo import datum_of
 from penstock.train.learner import LocalLearner
 from penstock.train.losses import LossSpec
-from penstock.train.packed_attention import use_packed_attention
+from penstock.train.policy_model import use_packed_attention
 
 SMALL = {
     "vocab_size": 24,

@@ -20,9 +20,9 @@ from penstock.rollout.environment import load_environment
 from penstock.rollout.gsm8k import GSM8K
 from penstock.train.learner import LocalLearner
 from penstock.train.run import run
-from penstock.train.scenarios import checks, table
-from penstock.train.scenarios.checks import Result, training_checks
-from penstock.train.scenarios.run import RESULTS, run_scenario, stand_in
+from penstock.train.scenarios import run as scenario_run
+from penstock.train.scenarios import table
+from penstock.train.scenarios.run import RESULTS, Result, run_scenario, stand_in, training_checks
 from penstock.train.scenarios.table import SCENARIOS, check_machine, scenario_named
 from penstock.train.schedules import SCHEDULES, check_schedule
 
@@ -106,8 +106,8 @@ def test_engines_that_round_are_judged_by_the_worst_mean_of_a_step(
 ) -> None:
     keys = [f"engine.quantization={quantization}"]
     config = SCENARIOS["quantised"].config(profile="gpu", run_dir=tmp_path, model=MODEL, overrides=keys)
-    rows = [{checks.EQUAL_MEAN: gap}, {}, {checks.EQUAL_MEAN: 0.001}]
-    check = checks._logprob_check(config, Mock(logprob_difference=2.0), rows)
+    rows = [{scenario_run.EQUAL_MEAN: gap}, {}, {scenario_run.EQUAL_MEAN: 0.001}]
+    check = scenario_run._logprob_check(config, Mock(logprob_difference=2.0), rows)
     assert (check.ok, check.figure) == (ok, f"{gap:.1e} on average")
 
 

@@ -10,7 +10,6 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -53,7 +52,7 @@ async def run(
     """Do a training run, as `penstock train` does. The folder is `config.run_dir / config.name`.
 
     All checks that can refuse the run come before the first engine starts. `fresh` deletes an existing run first.
-    `launched`: torchrun's variables, if it started this process as rank 0 of the learner (`ranks.take_launched`).
+    `launched`: torchrun's variables, if it started this process as rank 0 of the learner (`take_launched`).
 
     Raises:
         UserError: both `resume` and `fresh`, or another process holds the run (the message names it).
@@ -67,15 +66,21 @@ async def run(
             f"the weights in {config.learner_model} are quantised, and a learner trains floats: set train.model to the "
             "checkpoint that they were made of"
         )
-    _check_without_gpus(config)
+    _check_machine(config, launched or {})
     check_trackers(config.trackers)
     path = config.run_dir / config.name
     environment = load_environment(config.environment, config.seed)
     loss_named(config.train.loss)
-    _check_ranks(config, launched or {})
     tokenizer = _load_tokenizer(config)
     _check_context(config, _prompts(config, environment, tokenizer), await _check_tasks(config, environment))
     agents = plugged_in("generator.agent")(config, tokenizer, environment) if config.rollout.agent else None
+    adapter = None if config.train.lora is None or config.train.lora.merge else config.train.lora.name
+
+    def opened(fleet: Fleet) -> AbstractAsyncContextManager[Generator]:
+        if agents is not None:
+            return agents.generator(fleet, path / "logs" / "agents", adapter=adapter)
+        return nullcontext(generator_for(fleet, tokenizer, environment, config.rollout, adapter=adapter))
+
     with RunFolder.lock(path):
         if fresh and RunFolder.remove(path):
             log.info("removed the earlier run in %s", path)
@@ -84,24 +89,19 @@ async def run(
             check_resume(config, folder)
         step = latest_step(path) if resume else None
         with folder.capture_log(), tracked(config, folder, step):
-            opened = partial(_generator, config, folder, environment, tokenizer, agents)
             summary = await _run(config, folder, environment, opened, reporter, launched or {}, resume=resume)
         await asyncio.to_thread(draw_plots, [folder], path / "plots.png")
     return summary
 
 
-def _check_without_gpus(config: RunConfig) -> None:
-    """Refuse what CPUs cannot do. vLLM computes fp8 there at 90 tokens/s, so rollouts would time out."""
+def _check_machine(config: RunConfig, launched: Mapping[str, str]) -> None:
+    """Refuse what CPUs cannot do, and more ranks than this machine has GPUs, or cores without GPUs."""
+    gpus, cores = torch.cuda.device_count(), len(os.sched_getaffinity(0))
     if config.fleet.weight_transport == "cuda_ipc" and not torch.cuda.is_available():
         raise ConfigError("fleet.weight_transport: cuda_ipc needs GPUs, and torch sees none here; set it to auto")
-    if config.engine.quantization == "fp8" and _starts_on_cpus(config):
+    if config.engine.quantization == "fp8" and _starts_on_cpus(config):  # 90 tokens/s there: rollouts would time out
         raise ConfigError("engine.quantization: fp8 is far too slow on CPUs; choose int8, or engines on a GPU for fp8")
-
-
-def _check_ranks(config: RunConfig, launched: Mapping[str, str]) -> None:
-    """Refuse more ranks than this machine has GPUs, or cores without GPUs. torchrun and Ray may use other hosts."""
-    gpus, cores = torch.cuda.device_count(), len(os.sched_getaffinity(0))
-    elsewhere = launched or config.train.ray_address is not None
+    elsewhere = launched or config.train.ray_address is not None  # torchrun and Ray may use other hosts
     if not elsewhere and config.train.ranks > (gpus or cores):
         has = f"{gpus} GPUs" if gpus else f"{cores} cores and no GPU"
         raise ConfigError(
@@ -155,22 +155,6 @@ def _check_context(config: RunConfig, prompt_of: Callable[[Task], Sequence[int]]
         )
 
 
-def _generator(
-    config: RunConfig,
-    folder: RunFolder,
-    environment: Environment,
-    tokenizer: Tokenizer,
-    agents: Any,
-    fleet: Fleet,
-) -> AbstractAsyncContextManager[Generator]:
-    """Return the generator as a context manager. `agents`: `AgentRollouts` if an agent plays the episodes."""
-    lora = config.train.lora
-    adapter = None if lora is None or lora.merge else lora.name
-    if agents is not None:
-        return agents.generator(fleet, folder.path / "logs" / "agents", adapter=adapter)
-    return nullcontext(generator_for(fleet, tokenizer, environment, config.rollout, adapter=adapter))
-
-
 async def _run(
     config: RunConfig,
     folder: RunFolder,
@@ -200,7 +184,7 @@ async def _run(
                 training = train(
                     config,
                     fleet,
-                    trainee=await (loading or _load_asleep(config, ranks, fleet)),
+                    trainee=await (loading or _load(config, ranks, fleet)),
                     generator=generator,
                     environment=environment,
                     folder=folder,
@@ -224,17 +208,15 @@ async def _in_flight(fleet: Fleet) -> dict[str, int]:
     return {engine.name: engine.outstanding for engine in (await fleet.router_admin.engines()).engines}
 
 
-async def _load_asleep(config: RunConfig, ranks: Ranks, fleet: Fleet) -> Trainee:
-    """Load a colocated learner after the engines. A starting vLLM needs its share of the GPU free."""
-    await fleet.sleep(1)
-    trainee = await _load(config, ranks)
-    await fleet.wake_up()
-    return trainee
-
-
-async def _load(config: RunConfig, ranks: Ranks) -> Trainee:
+async def _load(config: RunConfig, ranks: Ranks, fleet: Fleet | None = None) -> Trainee:
+    """Load the learner, while `fleet` sleeps if it is given. A starting vLLM needs its share of the GPU free."""
+    if fleet is not None:
+        await fleet.sleep(1)
     learner = await ranks.load(config.learner_model, config.train, seed=config.seed, served_dtype=_served_dtype(config))
-    return await asyncio.to_thread(trainee_of, config, learner)
+    trainee = await asyncio.to_thread(trainee_of, config, learner)
+    if fleet is not None:
+        await fleet.wake_up()
+    return trainee
 
 
 def trainee_of(config: RunConfig, learner: Learner) -> Trainee:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -24,9 +25,10 @@ from penstock.train.grpo import datum_of
 from penstock.train.interface import AdamSpec, Datum
 from penstock.train.learner import LocalLearner
 from penstock.train.losses import LossSpec
-from penstock.train.scenarios.checks import LOGPROB_BARS, Check, length_check
 from penstock.types import Sample, SamplingParams
 
+LOGPROB_BARS = {"cpu": 1e-4, "gpu": 2e-2}
+"""Largest |learner - engine logprob| at equal weights, nats, by the engines' profile. GPUs round fp32 products."""
 PROMPTS = 16
 TOKENS = 96
 """Tokens of each answer: long enough that a pause mostly finds all answers under way."""
@@ -39,6 +41,15 @@ UPDATES = 2
 BACKEND = "nccl"
 DEADLINE_S = 120.0
 """Seconds for one native call, or for engine and trainer to join."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One point of a checklist: whether it holds, and the figure that shows it."""
+
+    name: str
+    ok: bool
+    figure: str
 
 
 async def pause_keep(config: RunConfig) -> list[Check]:
@@ -219,3 +230,8 @@ def _last_gpu() -> tuple[str, ...]:
     """Return the last visible GPU by its name in CUDA_VISIBLE_DEVICES; empty on a machine without a GPU."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
     return tuple(name.strip() for name in named.split(",")[-1:] if name.strip())
+
+
+def length_check(lengths: Mapping[int, int], wanted: int) -> Check:
+    """Check that every answer has all its tokens. `lengths` counts answers by their number of tokens."""
+    return Check("tokens", set(lengths) == {wanted}, ", ".join(f"{n} answers of {size}" for size, n in lengths.items()))
