@@ -160,16 +160,14 @@ async def serving_app(
     listener: socket.socket,
     what: str,
     close: Callable[[], Awaitable[None]] | None = None,
-    *,
-    max_connections: int | None = None,
 ) -> AsyncGenerator[None]:
     """Serve an application on a bound socket while the block runs, then close both.
 
     `what` names the application in messages. `close` is awaited before the server ends, so that no answer under way
-    waits for ever. `max_connections` is by default half the files that this process may open, since each request under
-    way has a connection of its own.
+    waits for ever. Connections are at most half the files that this process may open, since each request under way has
+    a connection of its own.
     """
-    counted = _Connections(max_connections or min(MOST_CONNECTIONS, most_connections()))
+    counted = _Connections(min(MOST_CONNECTIONS, most_connections()))
     config = uvicorn.Config(
         app,
         http=partial(_Protocol, counted),  # pyright: ignore[reportArgumentType] - it is only called

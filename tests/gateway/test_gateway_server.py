@@ -53,9 +53,10 @@ async def _ended(reader: asyncio.StreamReader) -> bool:
         return False
 
 
-async def test_idle_connections_are_bounded_and_the_oldest_make_room(rig: Rig) -> None:
+async def test_idle_connections_are_bounded_and_the_oldest_make_room(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MOST_CONNECTIONS", 8)
     async with (
-        serving(rig.gateway, max_connections=8) as base,
+        serving(rig.gateway) as base,
         httpx.AsyncClient(base_url=base, timeout=WAIT_S) as http,
     ):
         port = int(base.rsplit(":", 1)[1])
@@ -69,10 +70,11 @@ async def test_idle_connections_are_bounded_and_the_oldest_make_room(rig: Rig) -
             writer.close()
 
 
-async def test_a_turn_under_way_is_not_cut_off_for_new_connections(rig: Rig) -> None:
+async def test_a_turn_under_way_is_not_cut_off_for_new_connections(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MOST_CONNECTIONS", 2)
     rig.engine.hold = asyncio.Event()
     async with (
-        serving(rig.gateway, max_connections=2) as base,
+        serving(rig.gateway) as base,
         httpx.AsyncClient(base_url=base, timeout=WAIT_S) as http,
     ):
         asking = asyncio.create_task(http.post(CHAT, json=BODY, headers=auth(KEY)))

@@ -42,12 +42,17 @@ class Harness:
         self.agents: list[tuple[Chat, str]] = [(Chat(rig), "be good")]
         self.asked = 0
 
-    def agent(self, wire: int, system: str, items: list[Any] | None = None) -> Chat:
+    def agent(self, wire: int, system: str) -> Chat:
         kind = WIRES[wire % 3]
         body: Any = kind.body
         made = type("Agent", (kind,), {"body": property(lambda c: _replaced(body.fget(c), system))})(self.rig)
-        made.items = made.items if items is None else json.loads(json.dumps(items))
         self.agents.append((made, system))
+        return made
+
+    def branch(self, client: Chat, system: str) -> Chat:
+        """Another agent that begins where `client` is."""
+        made = self.agent([wire.path for wire in WIRES].index(client.path), system)
+        made.items, made.function = json.loads(json.dumps(client.items)), client.function
         return made
 
     async def step(self, kind: str, which: int, how: int) -> None:
@@ -59,7 +64,7 @@ class Harness:
         elif kind == "compact":
             client.items[1 if type(client).path == Chat.path else 0 :] = [{"role": "user", "content": "in short"}]
         elif kind == "branch":
-            client = self.agent([wire.path for wire in WIRES].index(client.path), system, client.items)
+            client = self.branch(client, system)
         elif kind == "agent":
             client = self.agent(how, f"be {which}")
         elif kind == "tools":
@@ -87,7 +92,7 @@ class Harness:
             return answer
         if kind == "parallel":
             system = next(system for known, system in self.agents if known is client)
-            other = self.agent([wire.path for wire in WIRES].index(client.path), system, client.items)
+            other = self.branch(client, system)
             answer, others = await asyncio.gather(client.ask(), other.ask())
             other.echo(others, ECHOES[how % 3])
             return answer

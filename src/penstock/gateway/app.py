@@ -75,22 +75,19 @@ def build_app(gateway: Gateway, *, keepalive_s: float = KEEPALIVE_S) -> Starlett
 
 
 @asynccontextmanager
-async def serving(
-    gateway: Gateway, *, host: str = "127.0.0.1", port: int = 0, max_connections: int | None = None
-) -> AsyncGenerator[str]:
+async def serving(gateway: Gateway, *, host: str = "127.0.0.1", port: int = 0) -> AsyncGenerator[str]:
     """Serve a gateway while the block runs, and yield its base URL.
 
     Args:
         gateway: gateway to serve. It is closed at the end.
         host: address to listen on.
         port: port to listen on; 0 picks a free port.
-        max_connections: see `penstock.asgi.serving_app`.
 
     Raises:
         ConfigError: the server cannot listen on the address.
     """
     listener = listening(host, port, "the gateway")
-    async with serving_app(build_app(gateway), listener, "the gateway", gateway.close, max_connections=max_connections):
+    async with serving_app(build_app(gateway), listener, "the gateway", gateway.close):
         shown = f"[{host}]" if ":" in host else host
         yield f"http://{shown}:{listener.getsockname()[1]}"
 
@@ -125,10 +122,9 @@ class _Calls:
         async def handle(http: Request) -> Response:
             try:
                 return await handler(http, wire)
-            except GatewayError as error:
-                return JSONResponse(wire.error(error), error.status)
-            except UserError as error:
-                return JSONResponse(wire.error(GatewayError(str(error))), 400)
+            except (GatewayError, UserError) as error:
+                shown = GatewayError.of(error)
+                return JSONResponse(wire.error(shown), shown.status)
 
         return handle
 
@@ -305,11 +301,7 @@ def _result(turn: PendingTurn) -> Answer:
     error = turn.task.exception()
     if error is None:
         return turn.task.result()
-    if isinstance(error, GatewayError):
-        raise error
-    if isinstance(error, UserError):
-        raise GatewayError(str(error)) from error
-    raise error
+    raise GatewayError.of(error) if isinstance(error, (GatewayError, UserError)) else error
 
 
 async def _deliver(turn: PendingTurn) -> None:  # async, not in a thread: the client's next request may arrive first

@@ -12,7 +12,8 @@ from typing import Any, Literal, cast
 
 import orjson
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, UserError
+from penstock.rollout.tokenizer import PromptTooLongError
 
 Role = Literal["system", "user", "assistant", "tool"]
 WireFinish = Literal["stop", "length", "tool_calls", "abort"]
@@ -26,6 +27,7 @@ _CALLS_AS_TEXT = re.compile(r"(?:Calling tools:)?\s*(\[.*\])", re.DOTALL)
 _EXACT = 2**53
 """Whole numbers below this are exact as floats."""
 UNKNOWN_THREAD = "thread_not_found"
+TOO_LONG = "context_length_exceeded"
 
 
 class GatewayError(PenstockError):
@@ -35,6 +37,13 @@ class GatewayError(PenstockError):
         super().__init__(message)
         self.status = status
         self.code = code
+
+    @classmethod
+    def of(cls, error: GatewayError | UserError) -> GatewayError:
+        """Return the error that a wire shows."""
+        if isinstance(error, GatewayError):
+            return error
+        return cls(str(error), code=TOO_LONG if isinstance(error, PromptTooLongError) else "invalid_request")
 
 
 @dataclass(frozen=True, slots=True)

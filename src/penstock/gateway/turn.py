@@ -13,6 +13,7 @@ from typing import Any, Literal
 from penstock.checks import whole_number
 from penstock.gateway.graph import Node, Place, Session, extended, new_id
 from penstock.gateway.messages import (
+    TOO_LONG,
     UNKNOWN_THREAD,
     ChatMessage,
     ChatRequest,
@@ -25,13 +26,11 @@ from penstock.gateway.messages import (
 from penstock.rollout.call_form import CallForm, after_reasoning, structured_outputs
 from penstock.rollout.chat_template import ChatTemplate
 from penstock.rollout.output_parser import OutputParser
-from penstock.rollout.tokenizer import PromptTooLongError
 from penstock.rollout.vllm_parser import VllmOutputParser
 from penstock.types import Sample, SamplingParams
 
 log = logging.getLogger(__name__)
 Policy = Literal["extend", "faithful"]
-TOO_LONG = "context_length_exceeded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +80,9 @@ class TurnCodec:
         The call changes no state. It is slow for long conversations, so a thread runs it.
 
         Raises:
-            GatewayError: the prompt is much longer than the context, or continues an unknown answer.
+            PromptTooLongError: the prompt is much longer than the context.
+            GatewayError: it continues an unknown answer.
         """
-        try:
-            return self._prompt_of(session, request)
-        except PromptTooLongError as error:
-            raise GatewayError(str(error), code=TOO_LONG) from error
-
-    def _prompt_of(self, session: Session, request: ChatRequest) -> tuple[Node | None, list[int], Place]:
         request = self.whole(session, request)
         given = with_names(merged(request.messages))
         place = session.find(given, request.tools)
