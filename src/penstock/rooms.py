@@ -65,7 +65,7 @@ PLACES = {
     "sleep": "penstock.plugin.sleeping:sleep",
     "spec": "penstock.plugin.spec:expected_weights",
     "spec.schemes": "penstock.plugin.spec:schemes_of",
-    "sums.kernel": "penstock.weights.sum_kernel:compiled",
+    "sums.kernel": "penstock.weights.transfer:kernel_of",
     "sums.warm_up": "penstock.weights.transfer:warm_up",
     "token_meter.loss": "penstock.plugin.token_meter:loss_of",
     "token_meter": "penstock.plugin.token_meter:TokenMeter",

@@ -200,8 +200,7 @@ def test_every_place_of_a_side_room_is_asked_for_and_filled() -> None:
     asked = [place for file in FILES.values() for place in re.findall(r'plugged_in\(f?"(.+?)"\)', file.read_text())]
     patterns = [re.escape(re.sub(r"{.+?}", "ANY", place)).replace("ANY", ".+") for place in asked]
     assert {place for place in PLACES if any(re.fullmatch(pattern, place) for pattern in patterns)} == set(PLACES)
-    here = PLACES.keys() - {"sums.kernel"}  # of Triton, which comes with torch for GPUs
-    assert [place for place in here if not callable(plugged_in(place))] == []
+    assert [place for place in PLACES if not callable(plugged_in(place))] == []
     of_spine = {module for name in PLACES.values() if not (module := name.partition(":")[0]).startswith(SIDE_ROOMS)}
     assert of_spine == {"penstock.router.policies", "penstock.weights.shared_memory"}
 

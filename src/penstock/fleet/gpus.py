@@ -56,8 +56,3 @@ def place(config: EngineConfig, gpus: Sequence[str], taken: Sequence[Sequence[st
             f"ask for fewer engines, or lower gpu_memory_utilization ({config.gpu_memory_utilization:g}) to share them"
         )
     return tuple(name for name in gpus if name in chosen)
-
-
-def place_beside(config: EngineConfig, taken: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """Return GPUs of this machine for one more engine; raises as `place`."""
-    return place(config, usable_gpus(config), taken)

@@ -22,7 +22,7 @@ from penstock.fleet.attach import AttachedServers, asked, check_beside, specs_of
 from penstock.fleet.elastic import Elastic
 from penstock.fleet.engines import LaunchedEngines
 from penstock.fleet.fleet import Fleet
-from penstock.fleet.gpus import assign, place_beside, usable_gpus
+from penstock.fleet.gpus import assign, place, usable_gpus
 from penstock.fleet.lifecycle import Lifecycle, State
 from penstock.fleet.member import Member
 from penstock.fleet.pausing import AllOperations
@@ -145,7 +145,7 @@ async def _launched(
         launcher = partial(plugged_in("launcher.ray"), engine, fleet) if on_ray else LaunchedEngines
         engines: LaunchedEngines = launcher(
             command=cache(partial(server_command, engine, api_key=engine_key)),  # a restart has that of the first start
-            place=(lambda _: ()) if on_ray else partial(place_beside, engine),  # Ray chooses GPUs as an engine starts
+            place=partial(place, engine, () if on_ray else usable_gpus(engine)),  # Ray chooses as an engine starts
             api_key=engine_key,
             log_dir=logs.path,
             # vLLM measures its GPU's free memory as it starts, so engines on one GPU start one after another.

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import logging
-import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 
@@ -23,9 +21,6 @@ _ODD, _EVEN = 0x243F6A8885A308D3, 0x13198A2E03707344
 """The first 32 hexadecimal digits of pi after the point, so that the numbers are not chosen to fit."""
 _COPIED_BYTES = 256 * 2**20
 Kernel = Callable[[Sequence[torch.Tensor], Sequence[torch.dtype], tuple[int, int, int]], torch.Tensor]
-NO_KERNEL = (ImportError, OSError, RuntimeError, AttributeError, subprocess.SubprocessError)
-"""Errors if Triton is missing, or cannot compile or load a kernel, for example without a C compiler or Python.h."""
-logger = logging.getLogger("vllm.penstock")  # the only logger that vLLM's workers show
 
 
 class DeviceSums:
@@ -85,15 +80,7 @@ def device_sums(tensors: Iterable[torch.Tensor]) -> list[int]:
 @lru_cache(maxsize=64)
 def _kernel(device: torch.device) -> Kernel | None:
     """Return the device's kernel, if it is faster than torch's operations."""
-    if device.type != "cuda":
-        return None
-    try:
-        return plugged_in("sums.kernel")(device, (_ODD, _EVEN, WIDTH))  # Triton comes with torch for GPUs
-    except torch.OutOfMemoryError:
-        raise
-    except NO_KERNEL as error:
-        logger.warning("checksums are computed by torch, slower, since Triton cannot: %r", error)
-        return None
+    return plugged_in("sums.kernel")(device, (_ODD, _EVEN, WIDTH)) if device.type == "cuda" else None
 
 
 def _bounded(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

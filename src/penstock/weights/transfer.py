@@ -8,6 +8,7 @@ Two buckets are in progress: while one is used, the next one travels, and the tr
 from __future__ import annotations
 
 import logging
+import subprocess
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ import torch
 
 from penstock.errors import TransferError, WeightsError
 from penstock.weights.broadcast import BUCKET_BYTES
-from penstock.weights.checksum import DeviceSums, device_sums
+from penstock.weights.checksum import DeviceSums, Kernel, device_sums
 from penstock.weights.manifest import ALIGNMENT, TensorEntry, WeightManifest
 from penstock.weights.pack import checked, dtype_name, view
 from penstock.weights.shared_memory import open_mapping
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.penstock")  # the only logger that vLLM's workers show
 _WARMING = threading.Lock()
+NO_KERNEL = (ImportError, OSError, RuntimeError, AttributeError, subprocess.SubprocessError)
+"""Errors if Triton is missing, or cannot compile or load a kernel, for example without a C compiler or Python.h."""
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 InFlight = tuple[list[Callable[[], object]], list[torch.Tensor]]
 """Works to wait for, and the tensors that must live until then."""
@@ -239,3 +242,16 @@ def warm_up(device: torch.device) -> None:
             device_sums([torch.zeros(1, device=device)])
     except RuntimeError as error:  # such as no memory now; there may be some when it is needed
         logger.warning("nothing was compiled for the checksums of updates: %s", error)
+
+
+def kernel_of(device: torch.device, mixing: tuple[int, int, int]) -> Kernel | None:
+    """Return the kernel of `sum_kernel.py` for a GPU, or None if Triton cannot compile it here."""
+    try:
+        from penstock.weights.sum_kernel import compiled  # noqa: PLC0415 - Triton comes with torch for GPUs
+
+        return compiled(device, mixing)
+    except torch.OutOfMemoryError:
+        raise
+    except NO_KERNEL as error:
+        logger.warning("checksums are computed by torch, slower, since Triton cannot: %r", error)
+        return None
