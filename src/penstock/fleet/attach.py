@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Collection, Generator, Iterable, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, cast
 
@@ -106,12 +106,9 @@ def check_beside(member: Member, members: Sequence[Member]) -> None:
 async def until_it_answers(member: Member, hang_s: float, pause: Callable[[], Awaitable[None]]) -> None:
     """Return once a dead server answers health checks again, each within `hang_s` seconds."""
     while True:
-        try:
-            await member.control.health(hang_s)
-        except PenstockError:
-            await pause()
-        else:
-            return
+        with suppress(PenstockError):
+            return await member.control.health(hang_s)
+        await pause()
 
 
 async def reread(member: Member, deadline_s: float) -> None:
