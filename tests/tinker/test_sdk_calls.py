@@ -54,21 +54,24 @@ class World:
     def session(self) -> str:
         return self.run.partition(":")[0]
 
-    def later(self) -> World:
-        """The same, with methods that are their `_async` twins."""
-        clients = {f.name: getattr(self, f.name) for f in fields(self)[:5]}
-        return replace(self, **{name: Later(client) for name, client in clients.items()})
+    def driven(self, *, later: bool = False) -> World:
+        """The same, with clients whose methods give their results."""
+        clients = {f.name: Driven(getattr(self, f.name), later) for f in fields(self)[:5]}
+        return replace(self, **clients)
 
 
 @dataclass(frozen=True)
-class Later:
-    """A client whose methods are their `_async` twins, where they have one."""
+class Driven:
+    """A client whose methods give their results, or those of their `_async` twins where they have one."""
 
     client: Any
+    later: bool
 
     def __getattr__(self, name: str) -> Any:
-        twin = getattr(self.client, f"{name}_async", None)
-        return getattr(self.client, name) if twin is None else lambda *a, **k: asyncio.run(twin(*a, **k))
+        twin = getattr(self.client, f"{name}_async", None) if self.later else None
+        if twin is None:
+            return lambda *a, **k: got(getattr(self.client, name)(*a, **k))
+        return lambda *a, **k: got(asyncio.run(twin(*a, **k)))
 
 
 def got(found: Any) -> Any:
@@ -119,16 +122,16 @@ def lengths_of(client: Any) -> list[int]:
 
 
 def lora(w: World) -> bool:
-    client = got(w.service.create_lora_training_client(BASE, rank=2, train_mlp=False, user_metadata={"a": "b"}))
-    run = got(w.rest.get_training_run(client.model_id))
+    client = w.service.create_lora_training_client(BASE, rank=2, train_mlp=False, user_metadata={"a": "b"})
+    run = w.rest.get_training_run(client.model_id)
     return client.get_info().lora_rank == run.lora_rank == 2 and run.user_metadata == {"a": "b"}
 
 
 def stepped(w: World) -> bool:
     losses = []
     for _ in range(2):
-        losses.append(got(w.training.forward_backward([datum()], "cross_entropy")).metrics["loss:sum"])
-        assert got(w.training.optim_step(ADAM)).metrics["grad_norm:mean"] > 0
+        losses.append(w.training.forward_backward([datum()], "cross_entropy").metrics["loss:sum"])
+        assert w.training.optim_step(ADAM).metrics["grad_norm:mean"] > 0
     return losses[1] < losses[0]
 
 
@@ -153,7 +156,7 @@ def closed(w: World) -> bool:
     client = client_of(w.url)
     session = client.create_lora_training_client(BASE, rank=2).result().model_id.partition(":")[0]
     client.close("success").result(60.0)
-    return session in got(w.rest.list_sessions()).sessions
+    return session in w.rest.list_sessions().sessions
 
 
 def joined(w: World) -> bool:
@@ -168,14 +171,14 @@ def tokenized(w: World) -> bool:
 
 
 def deleted(w: World, method: str, *given: str) -> bool:
-    path = got(w.training.save_state("gone", overwrite=True)).path
+    path = w.training.save_state("gone", overwrite=True).path
     got(getattr(w.rest, method)(*(given or (path,))))
-    return path not in [each.tinker_path for each in got(w.rest.list_checkpoints(w.run)).checkpoints]
+    return path not in [each.tinker_path for each in w.rest.list_checkpoints(w.run).checkpoints]
 
 
 def changed(w: World, method: str, *given: Any) -> types.Checkpoint:
     got(getattr(w.rest, method)(w.path, *given))
-    return next(each for each in got(w.rest.list_user_checkpoints()).checkpoints if each.tinker_path == w.path)
+    return next(each for each in w.rest.list_user_checkpoints().checkpoints if each.tinker_path == w.path)
 
 
 CALLS: dict[str, Callable[[World], object]] = {
@@ -183,50 +186,44 @@ CALLS: dict[str, Callable[[World], object]] = {
     "ServiceClient.create_custom_loss": traced,
     "ServiceClient.create_lora_training_client": lora,
     "ServiceClient.create_rest_client": lambda w: got(w.service.create_rest_client().get_training_run(w.run)),
-    "ServiceClient.create_sampling_client": lambda w: lengths_of(
-        got(w.service.create_sampling_client(base_model=BASE))
-    ),
+    "ServiceClient.create_sampling_client": lambda w: lengths_of(w.service.create_sampling_client(base_model=BASE)),
     "ServiceClient.create_training_client_from_state": lambda w: loss_of(
-        got(w.service.create_training_client_from_state(w.path))
+        w.service.create_training_client_from_state(w.path)
     ),
     "ServiceClient.create_training_client_from_state_with_optimizer": lambda w: loss_of(
-        got(w.service.create_training_client_from_state_with_optimizer(w.path))
+        w.service.create_training_client_from_state_with_optimizer(w.path)
     ),
     "ServiceClient.get_console_url": lambda w: w.service.get_console_url(),
     "ServiceClient.get_server_capabilities": lambda w: (
-        [model.model_name for model in got(w.service.get_server_capabilities()).supported_models] == [BASE]
+        [model.model_name for model in w.service.get_server_capabilities().supported_models] == [BASE]
     ),
     "ServiceClient.get_telemetry": lambda w: w.service.get_telemetry() is not None,
-    "TrainingClient.create_sampling_client": lambda w: lengths_of(
-        got(w.training.create_sampling_client(w.sampler_path))
-    ),
+    "TrainingClient.create_sampling_client": lambda w: lengths_of(w.training.create_sampling_client(w.sampler_path)),
     "TrainingClient.forward": lambda w: loss_of(w.training) > 0,
     "TrainingClient.forward_backward": stepped,
     "TrainingClient.forward_backward_custom": lambda w: (
-        got(w.training.forward_backward_custom([datum()], own_loss)).metrics["mine"] == 1
+        w.training.forward_backward_custom([datum()], own_loss).metrics["mine"] == 1
     ),
     "TrainingClient.get_console_url": lambda w: w.training.get_console_url(),
-    "TrainingClient.get_info": lambda w: got(w.training.get_info()).model_data.model_name == BASE,
+    "TrainingClient.get_info": lambda w: w.training.get_info().model_data.model_name == BASE,
     "TrainingClient.get_telemetry": lambda w: w.training.get_telemetry() is not None,
     "TrainingClient.get_tokenizer": tokenized,
-    "TrainingClient.load_state": lambda w: got(w.training.load_state(w.path)).path == w.path,
-    "TrainingClient.load_state_with_optimizer": lambda w: (
-        got(w.training.load_state_with_optimizer(w.path)).path == w.path
-    ),
+    "TrainingClient.load_state": lambda w: w.training.load_state(w.path).path == w.path,
+    "TrainingClient.load_state_with_optimizer": lambda w: w.training.load_state_with_optimizer(w.path).path == w.path,
     "TrainingClient.optim_step": stepped,
-    "TrainingClient.save_state": lambda w: got(w.training.save_state("again", 3600, True, {"c": "d"})).path,  # noqa: FBT003
+    "TrainingClient.save_state": lambda w: w.training.save_state("again", 3600, True, {"c": "d"}).path,  # noqa: FBT003
     "TrainingClient.save_weights_and_get_sampling_client": lambda w: (
-        lengths_of(got(w.training.save_weights_and_get_sampling_client())) == [4, 4]
+        lengths_of(w.training.save_weights_and_get_sampling_client()) == [4, 4]
     ),
     "TrainingClient.save_weights_for_sampler": lambda w: lengths_of(
-        got(w.service.create_sampling_client(got(w.training.save_weights_for_sampler(f"at-{id(w)}", 3600)).path))
+        w.service.create_sampling_client(w.training.save_weights_for_sampler(f"at-{id(w)}", 3600).path)
     ),
-    "SamplingClient.compute_logprobs": lambda w: len(got(w.sampling.compute_logprobs(PROMPT))) == len(TOKENS),
+    "SamplingClient.compute_logprobs": lambda w: len(w.sampling.compute_logprobs(PROMPT)) == len(TOKENS),
     "SamplingClient.create": lambda w: lengths_of(
         tinker.SamplingClient.create(client_of(w.url).holder, base_model=BASE).result()
     ),
     "SamplingClient.from_sampler_handle": joined,
-    "SamplingClient.get_base_model": lambda w: got(w.sampling.get_base_model()) == BASE,
+    "SamplingClient.get_base_model": lambda w: w.sampling.get_base_model() == BASE,
     "SamplingClient.get_sampler_handle": joined,
     "SamplingClient.get_telemetry": lambda w: w.sampling.get_telemetry() is not None,
     "SamplingClient.get_tokenizer": tokenized,
@@ -235,28 +232,28 @@ CALLS: dict[str, Callable[[World], object]] = {
     "RestClient.delete_checkpoint": lambda w: deleted(w, "delete_checkpoint", w.run, "weights/gone"),
     "RestClient.delete_checkpoint_from_tinker_path": lambda w: deleted(w, "delete_checkpoint_from_tinker_path"),
     "RestClient.get_sampler": lambda w: (
-        got(w.rest.get_sampler(got(w.rest.get_session(w.session)).sampler_ids[0])).base_model == BASE
+        w.rest.get_sampler(w.rest.get_session(w.session).sampler_ids[0]).base_model == BASE
     ),
     "RestClient.get_server_capabilities": lambda w: (
-        got(w.rest.get_server_capabilities()).supported_models[0].max_context_length == 512
+        w.rest.get_server_capabilities().supported_models[0].max_context_length == 512
     ),
-    "RestClient.get_session": lambda w: w.run in got(w.rest.get_session(w.session)).training_run_ids,
+    "RestClient.get_session": lambda w: w.run in w.rest.get_session(w.session).training_run_ids,
     "RestClient.get_telemetry": lambda w: w.rest.get_telemetry() is not None,
-    "RestClient.get_training_run": lambda w: got(w.rest.get_training_run(w.run)).training_run_id == w.run,
+    "RestClient.get_training_run": lambda w: w.rest.get_training_run(w.run).training_run_id == w.run,
     "RestClient.get_training_run_by_tinker_path": lambda w: (
-        got(w.rest.get_training_run_by_tinker_path(w.path)).training_run_id == w.run
+        w.rest.get_training_run_by_tinker_path(w.path).training_run_id == w.run
     ),
     "RestClient.get_weights_info_by_tinker_path": lambda w: (
-        got(w.rest.get_weights_info_by_tinker_path(w.path)).lora_rank == 4
+        w.rest.get_weights_info_by_tinker_path(w.path).lora_rank == 4
     ),
     "RestClient.list_checkpoints": lambda w: (
-        w.path in [each.tinker_path for each in got(w.rest.list_checkpoints(w.run)).checkpoints]
+        w.path in [each.tinker_path for each in w.rest.list_checkpoints(w.run).checkpoints]
     ),
-    "RestClient.list_sessions": lambda w: w.session in got(w.rest.list_sessions()).sessions,
+    "RestClient.list_sessions": lambda w: w.session in w.rest.list_sessions().sessions,
     "RestClient.list_training_runs": lambda w: (
-        w.run in [run.training_run_id for run in got(w.rest.list_training_runs()).training_runs]
+        w.run in [run.training_run_id for run in w.rest.list_training_runs().training_runs]
     ),
-    "RestClient.list_user_checkpoints": lambda w: got(w.rest.list_user_checkpoints(limit=1)).cursor.total_count > 1,
+    "RestClient.list_user_checkpoints": lambda w: w.rest.list_user_checkpoints(limit=1).cursor.total_count > 1,
     "RestClient.publish_checkpoint_from_tinker_path": lambda w: (
         changed(w, "publish_checkpoint_from_tinker_path").public
     ),
@@ -332,7 +329,7 @@ REFUSED: dict[str, tuple[Callable[[World], object], str]] = {
 
 def sample(**more: Any) -> Callable[[World], Any]:
     given = {"prompt": PROMPT, "num_samples": 1, "sampling_params": params(), **more}
-    return lambda w: got(w.sampling.sample(**given))
+    return lambda w: w.sampling.sample(**given)
 
 
 def tokens_of(found: types.SampleResponse) -> list[list[int]]:
@@ -349,8 +346,8 @@ def stopped(w: World) -> bool:
 
 def trained(loss: str, *, config: Any = None, **inputs: Any) -> Callable[[World], bool]:
     def work(w: World) -> bool:
-        found = got(w.training.forward_backward([datum(**inputs)], loss, config))
-        return got(w.training.optim_step(ADAM)).metrics["grad_norm:mean"] > 0 and "loss:sum" in found.metrics
+        found = w.training.forward_backward([datum(**inputs)], loss, config)
+        return w.training.optim_step(ADAM).metrics["grad_norm:mean"] > 0 and "loss:sum" in found.metrics
 
     return work
 
@@ -366,7 +363,7 @@ def wide(*, sparse: bool) -> dict[str, types.TensorData]:
 POLICY = {"logprobs": floats(-1, -2, -1, -2), "advantages": floats(1, -1, 1, 1)}
 OPTIONS: dict[str, Callable[[World], object]] = {
     "stop": stopped,
-    "inflight": lambda w: lengths_of(got(w.training.save_weights_and_get_sampling_client(kind="inflight"))) == [4, 4],
+    "inflight": lambda w: lengths_of(w.training.save_weights_and_get_sampling_client(kind="inflight")) == [4, 4],
     "cross_entropy": trained("cross_entropy", weights=floats(0, 1, 1, 0.5)),
     "2-D": trained("cross_entropy", **wide(sparse=False)),
     "sparse": trained("cross_entropy", **wide(sparse=True)),
@@ -383,7 +380,7 @@ OPTIONS: dict[str, Callable[[World], object]] = {
 
 
 def unstable(w: World) -> Any:
-    sampling = got(w.service.create_sampling_client(base_model=BASE, record_stability_info=True))
+    sampling = w.service.create_sampling_client(base_model=BASE, record_stability_info=True)
     return got(sampling.sample(PROMPT, 1, params()))
 
 
@@ -437,15 +434,17 @@ def refused(w: World, calls: dict[str, tuple[Callable[[World], object], str]], n
 
 
 async def test_a_short_pass(world: World):
+    w = world.driven()
+
     def work() -> None:
         for name in ("TrainingClient.optim_step", "SamplingClient.from_sampler_handle", "RestClient.get_sampler"):
-            assert CALLS[name](world), name
+            assert CALLS[name](w), name
         for name in ("stop", "sparse", "gspo"):
-            assert OPTIONS[name](world), name
-        refused(world, REFUSED, "TrainingClient.save_weights_external")
+            assert OPTIONS[name](w), name
+        refused(w, REFUSED, "TrainingClient.save_weights_external")
         for name in ("without max_tokens", "another loss"):
-            refused(world, REFUSED_OPTIONS, name)
-        assert CALLS["TrainingClient.optim_step"](world), "it trains on after what was refused"
+            refused(w, REFUSED_OPTIONS, name)
+        assert CALLS["TrainingClient.optim_step"](w), "it trains on after what was refused"
 
     await call(work)
 
@@ -454,24 +453,24 @@ async def test_a_short_pass(world: World):
 @pytest.mark.parametrize("later", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("name", CALLS)
 async def test_a_method_gives_what_it_says(world: World, name: str, later: bool):  # noqa: FBT001
-    assert await call(lambda: CALLS[name](world.later() if later else world))
+    assert await call(lambda: CALLS[name](world.driven(later=later)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("later", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("name", REFUSED)
 async def test_a_method_that_is_not_there_fails_with_its_error(world: World, name: str, later: bool):  # noqa: FBT001
-    await call(lambda: refused(world.later() if later else world, REFUSED, name))
+    await call(lambda: refused(world.driven(later=later), REFUSED, name))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 async def test_an_option_does_what_it_says(world: World, name: str):
-    assert await call(lambda: OPTIONS[name](world))
+    assert await call(lambda: OPTIONS[name](world.driven()))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED_OPTIONS)
 async def test_what_cannot_be_met_fails_with_the_reason(world: World, name: str):
-    await call(lambda: refused(world, REFUSED_OPTIONS, name))
-    assert await call(lambda: CALLS["TrainingClient.forward"](world)), "the same client goes on"
+    await call(lambda: refused(world.driven(), REFUSED_OPTIONS, name))
+    assert await call(lambda: CALLS["TrainingClient.forward"](world.driven())), "the same client goes on"
