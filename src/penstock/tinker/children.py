@@ -94,13 +94,12 @@ class SupervisedChild:
     patience_s: float = 60.0
     url: str = ""
     """Address of the process: an HTTP URL, or the path of a Unix socket."""
-    _child: ChildProcess | None = None
-    _guard: asyncio.Task[None] | None = None
+    _child: ChildProcess = field(init=False)
+    _guard: asyncio.Task[None] = field(init=False)
 
     @property
     def pid(self) -> int:
         """Process id of the running process."""
-        assert self._child is not None, "start it first"  # noqa: S101
         return self._child.pid
 
     async def start(self) -> None:
@@ -114,16 +113,13 @@ class SupervisedChild:
         self._guard = asyncio.create_task(keep_running(self._ended, self._restart, budget), name=f"guard-{self.name}")
 
     async def stop(self) -> None:
-        """End the process. Raise the error that broke the watch, if there was one."""
+        """End the started process. Raise the error that broke the watch, if there was one."""
         try:
-            if self._guard is not None:
-                await cancelled(self._guard)
+            await cancelled(self._guard)
         finally:
-            if self._child is not None:
-                await self._child.stop(STOP_S)
+            await self._child.stop(STOP_S)
 
     async def _ended(self) -> None:
-        assert self._child is not None, "start it first"  # noqa: S101
         watch = asyncio.create_task(self._kill_if_hung(self._child), name=f"probe-{self.name}")
         try:
             status = await self._child.wait()

@@ -223,31 +223,28 @@ class Futures:
 
     async def finish(self, operation: Operation, outcome: Outcome) -> bool:
         """Store an outcome, and answer the polls that wait for it. Return whether it is stored."""
-        return await self._finish(operation.id, operation.tenant, len(operation.body), outcome)
-
-    async def _finish(self, request_id: str, tenant: str, size: int, outcome: Outcome) -> bool:
         result = None if outcome.error is not None else outcome.data
         values = {
-            "of": request_id, "state": DONE if outcome.error is None else FAILED, "result": result,
+            "of": operation.id, "state": DONE if outcome.error is None else FAILED, "result": result,
             "content_type": outcome.content_type, "error": outcome.error, "category": outcome.category,
             "finished": time.time(), "size": len(result or b""),
         }  # fmt: skip
 
         def work(connection: Connection) -> None:
             if connection.execute(_END, values).rowcount:
-                charge(connection, tenant, -1, len(result or b"") - size)
+                charge(connection, operation.tenant, -1, len(result or b"") - len(operation.body))
                 if outcome.also is not None:
                     outcome.also(connection)
 
         try:
             await self._database.run(work)
         except StateError as error:  # the future stays pending, and runs again after a restart
-            logger.error("the outcome of %s cannot be kept: %s", request_id, error)  # noqa: TRY400 - for people
+            logger.error("the outcome of %s cannot be kept: %s", operation.id, error)  # noqa: TRY400 - for people
             return False
         else:
             return True
         finally:
-            running = self._running.pop(request_id, None)
+            running = self._running.pop(operation.id, None)
             if running is not None and not running.done.done():
                 running.done.set_result(outcome)
 
@@ -279,13 +276,14 @@ class Futures:
         UserError: the future is not a sample.
         """
         running = self._running.get(request_id)
-        wanted = select(futures.c.tenant, futures.c.kind, futures.c.size).where(futures.c.id == request_id)
+        wanted = select(futures.c.tenant, futures.c.kind, futures.c.body).where(futures.c.id == request_id)
         row = await self._database.run(lambda c: c.execute(wanted).first())
         if row is None or row.tenant != tenant:
             raise GoneError
         if row.kind != SAMPLE:
             raise UserError(f"{request_id} is {row.kind}; samples alone can be cancelled")
-        await self._finish(request_id, tenant, row.size, Outcome(error="cancelled by the client", category="user"))
+        cut = Operation(request_id, tenant, SAMPLE, "", row.body or b"")
+        await self.finish(cut, Outcome(error="cancelled by the client", category="user"))
         if running is not None:
             running.task.cancel()
 

@@ -101,8 +101,8 @@ async def serving(config: ServiceConfig) -> AsyncGenerator[Service]:
             learner = _learner(config, engine, data, fleet.url, about, vocabulary)
             api = _api(config, data, fleet.url, about)
             for child in (learner, api):
-                stack.push_async_callback(child.stop)
                 await child.start()
+                stack.push_async_callback(child.stop)
             api.options["port"] = int(api.url.rpartition(":")[2])  # also after a restart, because clients know it
             yield Service(api.url, fleet, learner, api)
 

@@ -86,11 +86,6 @@ class Batch:
     data: Sequence[Datum]
     cells: Sequence[tuple[tuple[int, ...], Array | None]]
 
-    @property
-    def laid_out(self) -> int:
-        """Number of values in the answer. A sparse tensor's shape decides it, not its bytes."""
-        return sum(math.prod(shape) for shape, _ in self.cells)
-
     def parts(self, tokens: int) -> Iterator[Batch]:
         """Split the batch, in order. Each part has at most `tokens` tokens, but at least one datum."""
         first, filled = 0, 0
@@ -133,9 +128,9 @@ def decode(body: bytes, sizes: Sizes) -> Batch:
     if lacking := [i for i, (datum, _) in enumerate(read) if set(datum.extra) != names]:
         raise UserError(f"datum {lacking[0]} lacks {', '.join(sorted(names - read[lacking[0]][0].extra.keys()))}")
     batch = Batch(request.forward_only, spec, [datum for datum, _ in read], [cells for _, cells in read])
-    if batch.laid_out > MOST_LAID_OUT:
-        most = f"{MOST_LAID_OUT} are the most"
-        raise UserError(f"the answer would have {batch.laid_out} values, and {most}; send fewer data")
+    laid_out = sum(math.prod(shape) for shape, _ in batch.cells)  # a sparse tensor's shape counts, not its bytes
+    if laid_out > MOST_LAID_OUT:
+        raise UserError(f"the answer would have {laid_out} values, and {MOST_LAID_OUT} are the most; send fewer data")
     return batch
 
 
