@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -44,15 +44,6 @@ class Learner:
         return 1.0 * scale
 
 
-class Adapters:
-    def __init__(self) -> None:
-        self.loaded: list[tuple[str, str]] = []
-
-    async def load(self, name: str, path: str, timeout_s: float) -> None:
-        assert timeout_s > 0
-        self.loaded.append((name, path))
-
-
 @pytest.fixture
 def learner() -> Learner:
     return Learner()
@@ -60,9 +51,9 @@ def learner() -> Learner:
 
 @pytest.fixture
 def operations(learner: Learner, tmp_path: Path) -> Iterator[LearnerQueue]:
-    models = Models(learner, tmp_path / "models", "base", max_rank=8)  # pyright: ignore[reportArgumentType]
+    models, no_fleet = Models(cast("Any", learner), tmp_path / "models", "base", max_rank=8), cast("Any", None)
     with ThreadPoolExecutor(1) as thread:
-        yield LearnerQueue(models, Adapters(), Sizes(24, 64), thread)
+        yield LearnerQueue(models, no_fleet, Sizes(24, 64), thread)
         learner.go.set()
 
 

@@ -18,7 +18,6 @@ from test_training_data import SIZES, base, data_of, models_of, request  # noqa:
 from tinker.proto.response_conv import deserialize_forward_backward_output
 
 from penstock.tinker.learner_process import LearnerQueue
-from penstock.tinker.models import Models
 from penstock.train.interface import AdamSpec
 from penstock.train.learner import LocalLearner
 
@@ -26,16 +25,11 @@ TENANTS = {"a": 4, "b": 2, "c": 3}
 """Ranks of their adapters."""
 
 
-class NoAdapters:
-    async def load(self, name: str, path: str, timeout_s: float) -> None:
-        raise AssertionError((name, path, timeout_s))
-
-
 @pytest_asyncio.fixture
 async def operations(base: str, tmp_path: Path) -> AsyncGenerator[LearnerQueue]:  # noqa: F811
-    models: Models = models_of(base, tmp_path)
+    models, no_fleet = models_of(base, tmp_path), cast("Any", None)
     with ThreadPoolExecutor(1) as thread:
-        operations = LearnerQueue(models, NoAdapters(), SIZES, thread, turn_tokens=400)
+        operations = LearnerQueue(models, no_fleet, SIZES, thread, turn_tokens=400)
         for number, (name, rank) in enumerate(TENANTS.items()):
             lora = {"lora_config": {"rank": rank, "seed": number, "train_unembed": name != "b"}}
             made = await operations.run(f"{name}:0", "create_model", name, json.dumps(lora).encode())
