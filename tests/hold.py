@@ -14,14 +14,12 @@ that is computed again after an update makes one token more each time. `held_sch
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-DEADLINE_S = 120.0
-"""For requests to come to their limit. A test that passes never waits it out."""
+from patience import asked
 
 
 class Hold:
@@ -58,13 +56,8 @@ class Hold:
 
     async def reached(self, requests: int) -> None:
         """Return when at least so many samples stand at the limit, in all engines together."""
-        try:
-            async with asyncio.timeout(DEADLINE_S):
-                while self._held() < requests:  # noqa: ASYNC110 - engines send no event
-                    await asyncio.sleep(0.01)
-        except TimeoutError:
-            raise AssertionError(f"{self._held()} requests stand at the limit, not {requests}") from None
+        await asked(self._held, lambda held: held >= requests)
 
-    def _held(self) -> int:
+    async def _held(self) -> int:
         reports = [file.read_text().split() for file in self._folder.glob("held-*")]
         return sum(int(held) for move, held in reports if int(move) == self._moves)

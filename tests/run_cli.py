@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,11 +16,9 @@ from pathlib import Path
 
 import psutil
 
-from patience import WAIT_S
+from patience import WAIT_S, asked
 
 PENSTOCK = Path(sys.executable).parent / "penstock"
-END_S = WAIT_S
-"""Within which everything has to be gone; generous, for a machine with other things to do."""
 
 RUNTIME = tempfile.TemporaryDirectory(prefix="penstock-cli-")
 """Where control sockets lie, those that a killed server leaves among them."""
@@ -32,10 +30,9 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def penstock(*args: str | Path, cwd: Path | None = None, **extra: str) -> subprocess.CompletedProcess[str]:
-    """Run to the end, at most `END_S`."""
-    return subprocess.run(
-        [PENSTOCK, *args], cwd=cwd, env=environment(**extra), capture_output=True, text=True, timeout=END_S, check=False
-    )
+    """Run to the end, at most `WAIT_S`."""
+    argv, env = [PENSTOCK, *args], environment(**extra)
+    return subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=WAIT_S, check=False)
 
 
 FORKER = """
@@ -107,8 +104,8 @@ class Server:
     def signal(self, number: int) -> int:
         """Send a signal, wait for everything to end, and return the exit status; what is left over fails the test."""
         self.process.send_signal(number)
-        status = self.process.wait(timeout=END_S)
-        _, alive = psutil.wait_procs(self.family, timeout=END_S)
+        status = self.process.wait(timeout=WAIT_S)
+        _, alive = psutil.wait_procs(self.family, timeout=WAIT_S)
         assert not alive, f"left running: {[process.cmdline() for process in alive]}"
         return status
 
@@ -127,25 +124,20 @@ def serving(log: Path, *args: str, **extra: str) -> Iterator[Server]:
         yield Server(process, ready.split()[-1].removesuffix("/v1"), family)
     finally:
         process.kill()
-        process.wait(timeout=END_S)
+        process.wait(timeout=WAIT_S)
         assert process.stdout is not None
         process.stdout.close()
 
 
 def wait_for_children(pid: int, count: int) -> list[psutil.Process]:
     """The children of a process, when there are `count` of them; there is no event to wait for."""
-    end = time.monotonic() + END_S
-    while time.monotonic() < end:
-        found = psutil.Process(pid).children(recursive=True)
-        if len(found) >= count:
-            return found
-        time.sleep(0.02)
-    raise AssertionError(f"process {pid} did not start {count} children within {END_S} s")
+
+    async def children() -> list[psutil.Process]:
+        return psutil.Process(pid).children(recursive=True)
+
+    return asyncio.run(asked(children, lambda found: len(found) >= count))
 
 
 def wait_for_text(log: Path, text: str) -> None:
     """Until a process has written it."""
-    end = time.monotonic() + END_S
-    while text not in (written := log.read_text()):
-        assert time.monotonic() < end, f"no {text!r} within {END_S} s in: {written}"
-        time.sleep(0.02)
+    asyncio.run(asked(lambda: asyncio.to_thread(log.read_text), lambda written: text in written))

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from patience import WAIT_S
+from patience import WAIT_S, asked
 from penstock import Fleet, GenerateOutput, Sample, SamplingParams
 from penstock.engine.control import ControlClient
 from penstock.engine.launch import EngineProcess
@@ -29,6 +29,9 @@ SIM: dict[str, Any] = {
     "extra_args": {"tokens-per-second": 500},
 }
 """Options of a fleet of simulated engines: two milliseconds a token."""
+
+LONG = SamplingParams(max_tokens=300, detokenize=False)
+SHORT = SamplingParams(max_tokens=8, detokenize=False)
 
 
 @asynccontextmanager
@@ -87,16 +90,12 @@ async def made(fleet: Fleet) -> dict[str, int]:
 async def generated(fleet: Fleet, tokens: int) -> None:
     """Return when its engines have made so many tokens more."""
     before = sum((await made(fleet)).values())
-    async with asyncio.timeout(WAIT_S):
-        while sum((await made(fleet)).values()) < before + tokens:  # noqa: ASYNC110 - engines send no event
-            await asyncio.sleep(0.005)
+    await asked(lambda: made(fleet), lambda now: sum(now.values()) >= before + tokens)
 
 
 async def in_flight(fleet: Fleet, reached: Callable[[int], bool]) -> None:
     """Return when `reached` of the number of requests on the engines."""
-    async with asyncio.timeout(WAIT_S):
-        while not reached(await fleet.get_num_unfinished_requests()):  # noqa: ASYNC110 - engines send no event
-            await asyncio.sleep(0.005)
+    await asked(fleet.get_num_unfinished_requests, reached)
 
 
 async def begun(
@@ -128,9 +127,7 @@ async def whole(
 async def stepped(fleet: Fleet, tokens: int) -> None:
     """Return when each of its engines has made so many tokens more."""
     before = await made(fleet)
-    async with asyncio.timeout(WAIT_S):
-        while any(now < before.get(name, 0) + tokens for name, now in (await made(fleet)).items()):  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+    await asked(lambda: made(fleet), lambda now: all(now[name] >= before.get(name, 0) + tokens for name in now))
 
 
 @asynccontextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
@@ -13,7 +14,7 @@ import aiohttp
 import orjson
 import pytest
 
-from patience import WAIT_S
+from patience import WAIT_S, eventually
 from penstock import control_server
 from penstock.control_server import ControlServer, listen, respond
 from penstock.errors import TransferError, WeightsError
@@ -120,12 +121,7 @@ def test_a_client_that_waits_before_its_body_is_asked_for_it_at_once(server: str
 
 
 def test_a_text_is_sent_as_it_is(server: str) -> None:
-    host, _, port = server.removeprefix("http://").partition(":")
-    with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
-        head = HEAD.replace(b"POST /do", b"GET /text?x") + b"Connection: close\r\n\r\n"
-        connection.sendall(head)
-        with connection.makefile("rb") as answer:
-            said = answer.read().decode()
+    said = said_by(server, HEAD.replace(b"POST /do", b"GET /text?x") + b"Connection: close\r\n\r\n").decode()
     assert said.startswith("HTTP/1.1 200 ")
     assert "Content-Type: text/plain; version=0.0.4; charset=utf-8\r\n" in said
     assert said.endswith("\r\n\r\na text\n")
@@ -181,10 +177,7 @@ def test_strangers_do_not_keep_its_fleet_out(server: str) -> None:
     try:
         assert b'{"ok":true}' in said_by(server, HEAD + b"Content-Length: 12\r\n\r\n" + b'{"what":"x"}')
         assert idle[0].recv(1) == b"", "the oldest made room"
-        until = time.monotonic() + WAIT_S
-        while threading.active_count() > before + control_server.STRANGERS + 8 and time.monotonic() < until:
-            time.sleep(0.02)
-        assert threading.active_count() <= before + control_server.STRANGERS + 8
+        asyncio.run(eventually(lambda: threading.active_count() <= before + control_server.STRANGERS + 8))
     finally:
         for connection in idle:
             connection.close()

@@ -15,7 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 from openai import OpenAI
-from run_cli import END_S, PENSTOCK, Server, environment, penstock, serving, wait_for_text
+
+from patience import WAIT_S
+from run_cli import PENSTOCK, Server, environment, penstock, serving, wait_for_text
 
 SERVE = ("serve", "m", "--sim", "--engines", "2", "--port", "0")
 
@@ -124,8 +126,8 @@ def test_stop_ends_a_fleet_that_is_served_in_a_shell(server: Server, runtime: st
     family = [process for process in server.family if process.is_running()]
     done = penstock("fleet", "stop", PENSTOCK_RUNTIME_DIR=runtime)
     assert (done.returncode, done.stdout) == (0, "stopped\n")
-    assert server.process.wait(timeout=END_S) == 0
-    _, alive = psutil.wait_procs(family, timeout=END_S)
+    assert server.process.wait(timeout=WAIT_S) == 0
+    _, alive = psutil.wait_procs(family, timeout=WAIT_S)
     assert not alive
 
 
@@ -146,7 +148,7 @@ def test_under_nohup_it_outlives_the_shell_until_it_is_stopped(tmp_path: Path) -
         client = OpenAI(base_url=f"{state['url']}/v1", api_key="none")
         assert client.completions.create(model="m", prompt="Hi", max_tokens=3).usage
         assert penstock("fleet", "stop", "--url", state["url"], **kept).stdout == "stopped\n"
-        _, alive = psutil.wait_procs(family, timeout=END_S)
+        _, alive = psutil.wait_procs(family, timeout=WAIT_S)
         assert not alive
         assert list((tmp_path / f"penstock-{os.getuid()}").iterdir()) == []
     finally:

@@ -13,11 +13,11 @@ import psutil
 import pytest
 from openai import AuthenticationError, OpenAI
 
+from patience import WAIT_S
 from penstock.config import RunConfig
 from penstock.observe.run_folder import RunFolder
 from penstock.settings import EngineConfig
 from run_cli import (
-    END_S,
     PENSTOCK,
     Server,
     environment,
@@ -87,14 +87,14 @@ def test_an_impatient_second_ctrl_c_leaves_nothing_behind_either(tmp_path: Path)
         [engine, *_] = [process for process in server.family if "penstock.sim" in process.cmdline()]
         engine.suspend()  # so that the fleet takes its time
         server.process.send_signal(signal.SIGINT)
-        end = time.monotonic() + END_S
+        end = time.monotonic() + WAIT_S
         while server.process.poll() is None:  # those that come with the first one are none of their own
             assert time.monotonic() < end
             time.sleep(0.1)
             server.process.send_signal(signal.SIGINT)
         assert server.process.returncode == -signal.SIGINT
         engine.resume()
-        _, alive = psutil.wait_procs(server.family, timeout=END_S)
+        _, alive = psutil.wait_procs(server.family, timeout=WAIT_S)
     assert not alive
     assert "Traceback" not in log.read_text()
 
@@ -107,8 +107,8 @@ def test_interrupted_while_it_starts(tmp_path: Path) -> None:
     ):
         family = wait_for_children(process.pid, ROUTER)
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=END_S) == 128 + signal.SIGINT
-        _, alive = psutil.wait_procs(family, timeout=END_S)
+        assert process.wait(timeout=WAIT_S) == 128 + signal.SIGINT
+        _, alive = psutil.wait_procs(family, timeout=WAIT_S)
     assert not alive
     assert "ready:" not in (tmp_path / "log").read_text()
 

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_cli import END_S, PENSTOCK, environment, penstock
 
+from patience import WAIT_S
 from penstock.cli import train
 from penstock.cli.common import Interrupted
 from penstock.observe.run_folder import RunFolder
+from run_cli import PENSTOCK, environment, penstock
 
-START_S = 120.0
-"""Within which a run has made two steps, most of it importing; generous, for a machine with other things to do."""
 MODEL = Path(__file__).parents[2] / "examples" / "models" / "sorter-0.8m"
 FILE = f"""
 name: short
@@ -41,16 +40,16 @@ def test_after_ctrl_c_it_says_the_command_that_goes_on(tmp_path: Path) -> None:
     with log.open("w") as said:
         process = subprocess.Popen(argv, cwd=tmp_path, env=environment(), stdout=said, stderr=said)
     try:
-        end = time.monotonic() + START_S
+        end = time.monotonic() + WAIT_S
         while not any(folder.glob("checkpoints/*[0-9]/record.json")):
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < end, log.read_text()
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=END_S) == 128 + signal.SIGINT
+        assert process.wait(timeout=WAIT_S) == 128 + signal.SIGINT
     finally:
         process.kill()
-        process.wait(timeout=END_S)
+        process.wait(timeout=WAIT_S)
     told, _, command = log.read_text().splitlines()[-1].partition(" with: ")
     assert told == "interrupted; runs/short goes on from its last checkpoint"
     assert shlex.split(command) == ["penstock", "train", "my run.yaml", "seed=3", "--resume"]

@@ -10,12 +10,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from complaint_rig import LONG, SHORT
 
 from nano_models import changed
 from penstock import Fleet, SamplingParams
 from penstock.control_types import KV
-from sim_fleets import begun, check, slowed, stepped, whole
+from sim_fleets import LONG, SHORT, begun, check, slowed, stepped, whole
 
 PREFIX = [3 + i % 90 for i in range(160)]
 """Ten whole blocks of KV, and as many in the simulated engine."""

@@ -9,13 +9,12 @@ import asyncio
 
 import pytest
 import torch
-from complaint_rig import LONG
 
 from patience import WAIT_S
 from penstock import Fleet
 from penstock.errors import TransferError, UpdateError, WeightsError
 from penstock.sim import SimConfig, SimServer
-from sim_fleets import all_serve, begun, impatient, set_fault, slowed, under_way, whole
+from sim_fleets import LONG, all_serve, begun, impatient, set_fault, slowed, under_way, whole
 
 MANY = [[1 + i, 2] for i in range(200)]
 WEIGHTS = [("w", torch.ones(64))]

@@ -10,12 +10,11 @@ import signal
 
 import pytest
 import torch
-from complaint_rig import LONG
 
 from patience import WAIT_S
 from penstock import Fleet
 from penstock.errors import WeightsError
-from sim_fleets import all_serve, impatient, returned, set_fault, strike, under_way, whole
+from sim_fleets import LONG, all_serve, impatient, returned, set_fault, strike, under_way, whole
 
 PROMPTS = [[1 + i, 2] for i in range(8)]
 

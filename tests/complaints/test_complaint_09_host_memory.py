@@ -9,9 +9,9 @@ from pathlib import Path
 
 import psutil
 import torch
-from complaint_rig import SHORT
 
 from penstock import Fleet
+from sim_fleets import SHORT
 
 MIB = 2**20
 WEIGHTS = 16 * MIB

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from hold import Hold
 from http_engine import HTTPEngine, launched_engine
 from nano_models import ADAPTER_CONFIG, History, adapter_tensors, changed, logprobs_of, merged
+from patience import asked
 from penstock.control_types import KV, UpdateReport
 from penstock.errors import EngineHTTPError, WeightsError
 from penstock.settings import EngineConfig
@@ -139,12 +140,11 @@ async def test_kept_kv_of_an_adapter_is_labelled_and_a_replay_gives_its_logprobs
 
 async def held(tuned: Tuned, name: str, count: int | None = None) -> int:
     """Pause an adapter; how many of its requests the engine then holds. It returns once they are `count`, if given."""
-    async with asyncio.timeout(120.0):
-        while True:
-            found = (await tuned.engine.control.http.post(f"{ADAPTERS}/pause", {"name": name}, timeout_s=60.0))["held"]
-            if count in {None, found}:
-                return found
-            await asyncio.sleep(0.01)  # an engine sends no event when a request comes
+
+    async def found() -> int:
+        return (await tuned.engine.control.http.post(f"{ADAPTERS}/pause", {"name": name}, timeout_s=60.0))["held"]
+
+    return await asked(found, lambda now: count in {None, now})
 
 
 async def paused_in_flight(tuned: Tuned, name: str) -> tuple[asyncio.Task[Any], asyncio.Task[Any]]:

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from nano_models import changed
+from patience import asked
 from penstock import Fleet
 from penstock.control_types import PauseMode
 from penstock.errors import StateError
@@ -56,9 +57,9 @@ async def test_a_pause_that_waits_is_taken_back_by_a_resume_and_ended_by_an_abor
         running = asyncio.create_task(fleet.generate(prompt_token_ids=[[5, 6]] * 6, sampling_params=LONG))
         await hold.reached(6)
         pausing = asyncio.create_task(fleet.pause_generation(PauseMode.WAIT))
-        async with asyncio.timeout(60):
-            while not all([await member.control.is_paused() for member in fleet._roster.members]):
-                assert not pausing.done()
+        for member in fleet._roster.members:
+            await asked(member.control.is_paused, bool)
+        assert not pausing.done()
         match how:
             case "resume":
                 await fleet.resume_generation()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
 
+from canned import answer, canned
 from patience import WAIT_S
 from penstock.errors import EngineError, EngineHTTPError
 from penstock.http import HttpTransport
@@ -21,26 +22,22 @@ PIECES = 256
 
 
 class Hostile:
-    def __init__(self) -> None:
-        self.url, self.sent, self.heads = "", 0, list[bytes]()
+    url, sent = "", 0
 
 
 @asynccontextmanager
-async def answering(head: bytes, *, pieces: int = 0) -> AsyncIterator[Hostile]:
+async def answering(status: int) -> AsyncIterator[Hostile]:
     hostile = Hostile()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            hostile.heads.append(await reader.readuntil(b"\r\n\r\n"))
-            writer.write(head)
-            for _ in range(pieces):
+        with suppress(OSError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(ENDLESS_HEAD % status)
+            for _ in range(PIECES):
                 writer.write(PIECE)
                 await writer.drain()
                 hostile.sent += 1
-        except OSError:
-            pass
-        finally:
-            writer.close()
+        writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
@@ -51,7 +48,7 @@ async def answering(head: bytes, *, pieces: int = 0) -> AsyncIterator[Hostile]:
 @pytest.mark.parametrize("status", [200, 500])
 @pytest.mark.parametrize("client", [HttpTransport, RouterAdmin])
 async def test_an_answer_without_end_is_given_up(client: Any, status: int) -> None:
-    async with answering(ENDLESS_HEAD % status, pieces=PIECES) as hostile:
+    async with answering(status) as hostile:
         caller = client(hostile.url)
         with pytest.raises(EngineError, match="its answer is longer than 64 MiB"):
             await (caller.get("/x", timeout_s=WAIT_S) if client is HttpTransport else caller.engines())
@@ -60,7 +57,7 @@ async def test_an_answer_without_end_is_given_up(client: Any, status: int) -> No
 
 
 async def test_a_line_without_end_is_given_up() -> None:
-    async with answering(ENDLESS_HEAD % 200, pieces=PIECES) as hostile:
+    async with answering(200) as hostile:
         http = HttpTransport(hostile.url, name="e0", most=8 << 20)
 
         async def read() -> None:
@@ -76,12 +73,9 @@ async def test_a_line_without_end_is_given_up() -> None:
 
 @pytest.mark.parametrize("status", [302, 307])
 async def test_nobody_is_followed_to_another_address(status: int) -> None:
-    async with answering(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}") as other:
-        head = b"HTTP/1.1 %d T\r\nConnection: close\r\nLocation: %s/x\r\nContent-Length: 0\r\n\r\n" % (
-            status,
-            other.url.encode(),
-        )
-        async with answering(head) as first:
+    async with canned(answer({})) as other:
+        head = f"HTTP/1.1 {status} T\r\nConnection: close\r\nLocation: {other.url}/x\r\nContent-Length: 0\r\n\r\n"
+        async with canned(head.encode()) as first:
             http, admin = HttpTransport(first.url, api_key="key"), RouterAdmin(first.url, "key")
             for call in (
                 http.get("/x", timeout_s=WAIT_S),

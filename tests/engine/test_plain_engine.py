@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from http_engine import HTTPEngine
-from patience import WAIT_S, eventually
+from patience import WAIT_S, asked
 from penstock import Fleet
 from penstock.control_types import PauseMode
 from penstock.errors import EngineError, MissingCapabilityError
@@ -37,11 +37,7 @@ async def plain(**config: Any) -> AsyncIterator[tuple[HTTPEngine, SimServer]]:
 async def running(one: HTTPEngine, tokens: int = 10) -> None:
     """Some requests are, and have so many tokens together."""
     before = (await one.control.verbs.stats()).generation_tokens
-
-    async def made() -> bool:
-        return (await one.control.verbs.stats()).generation_tokens >= before + tokens
-
-    await eventually(made)
+    await asked(one.control.verbs.stats, lambda now: now.generation_tokens >= before + tokens)
 
 
 async def updated(one: HTTPEngine, version: int) -> None:

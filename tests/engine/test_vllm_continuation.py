@@ -18,6 +18,7 @@ from streams import joined, whole
 
 from nano_models import changed, taught
 from own_answers import samples_of
+from patience import asked
 from penstock.control_types import PauseMode
 from penstock.errors import EngineHTTPError
 from penstock.types import Sample, SamplingParams, VersionSpan
@@ -101,9 +102,8 @@ async def disturbed(live, ask, mode, samples=1, *, tokens=20, times=2):
 async def paused_at_the_end(live):
     """A pause that waits: requests in flight end, which they cannot before it has come."""
     pausing = asyncio.create_task(live.engine.pause_generation(PauseMode.WAIT))
-    async with asyncio.timeout(60):
-        while not await live.engine.control.is_paused():
-            assert not pausing.done()
+    await asked(live.engine.control.is_paused, bool)
+    assert not pausing.done()
     live.hold.release()
     await pausing
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from nano_models import changed
+from patience import asked
 from penstock.engine.control import ControlClient
 from penstock.errors import EngineHTTPError, StateError, WeightsError
 from penstock.types import GenerateBatch, SamplingParams
@@ -292,9 +293,7 @@ async def test_native_endpoints_drive_our_backend(live):
 
 async def test_figures_are_the_engines_own(live):
     async def become(unfinished):
-        async with asyncio.timeout(60):
-            while await live.engine.get_num_unfinished_requests() != unfinished:
-                pass
+        await asked(live.engine.get_num_unfinished_requests, lambda now: now == unfinished)
 
     await become(0)
     with live.hold.at(20):

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from nano_models import changed
+from patience import asked
 from penstock.control_types import PauseMode
 from penstock.types import SamplingParams
 
@@ -83,9 +84,7 @@ async def test_what_waits_when_the_update_comes_is_computed_under_the_new_weight
         await live.engine.pause_generation(PauseMode.KEEP, clear_cache=False)
     try:
         waiting = asyncio.create_task(live.engine.sample(PREFIX, 3, LONG))
-        async with asyncio.timeout(60):
-            while await waiting_in_core(live) < 3:  # noqa: ASYNC110 - the engine sends no event
-                await asyncio.sleep(0.02)
+        await asked(lambda: waiting_in_core(live), lambda waiting: waiting >= 3)
         report = await kept_update(live, 64)
         assert (report.engines[0].kept, report.engines[0].preempted) == (2, 3)
         assert (await live.engine.recovered(report)).tokens_lost is None, "it is paused"

@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from nano_models import changed
+from patience import asked
 from penstock.control_types import PauseMode
 from penstock.types import Sample, SamplingParams, VersionSpan
 
@@ -210,11 +211,7 @@ async def test_a_client_that_hangs_up_during_a_sleep_leaves_nothing_behind(live)
         await live.hold.reached(2)
         await live.engine.control.verbs.sleep(1)
     request.cancel()
-    async with asyncio.timeout(60):
-        while await in_core(live) > 1:  # noqa: ASYNC110 - engines send no event
-            await asyncio.sleep(0.02)
+    await asked(lambda: in_core(live), lambda requests: requests <= 1)
     await live.engine.control.verbs.wake_up(None)
     assert len((await other)[0].token_ids) == TOKENS
-    async with asyncio.timeout(60):
-        while await live.engine.get_num_unfinished_requests():
-            pass
+    await asked(live.engine.get_num_unfinished_requests, lambda requests: requests == 0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import psutil
 import pytest
 
@@ -11,7 +9,7 @@ pytest.importorskip("vllm")
 
 from vllm import SamplingParams
 
-from patience import WAIT_S
+from patience import WAIT_S, eventually
 from penstock import AsyncVLLM
 from penstock.errors import RequestError, StateError, UserError
 from penstock.facade.vllm_like import LoadBalancer
@@ -111,10 +109,7 @@ def test_a_router_that_is_started_anew_keeps_it(service, monkeypatch):
 
     monkeypatch.setattr(router_process, "keep_in_step", noted)  # what the fleet asks every tenth of a second
     service.create_load_balancer("round-robin", prefix_length=77)
-    end = time.monotonic() + WAIT_S
-    while told.count(77) < 2:  # at the second time the first has been kept
-        assert time.monotonic() < end, told
-        time.sleep(0.01)
+    service.call(eventually(lambda: told.count(77) >= 2))  # at the second time the first has been kept
     router = router_process_at(service.fleet.url)
     router.kill()
     assert sum(sent_after_restart(service, router)) == 9

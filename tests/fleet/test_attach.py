@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from patience import WAIT_S
-from penstock import Fleet, SamplingParams
+from patience import WAIT_S, asked
+from penstock import Fleet
 from penstock.control_types import PauseMode
 from penstock.errors import ConfigError, EngineDeadError, MissingCapabilityError, UpdateError, UserError
 from penstock.fleet import pausing, supervise
@@ -20,11 +20,10 @@ from penstock.fleet.member import State
 from penstock.settings import ServerSpec
 from penstock.sim.config import Fault, FaultKind, Phase, SimConfig
 from penstock.sim.server import SimServer
-from sim_fleets import SIM, check, check_serves, in_flight, slowed, whole
+from sim_fleets import LONG, SIM, check, check_serves, in_flight, slowed, whole
 from sim_verify import generate
 
 PROMPTS = [[1 + i, 2] for i in range(16)]
-PARAMS = SamplingParams(max_tokens=300, detokenize=False)
 GOOD = [("w", torch.ones(2))]
 QUICK: dict[str, Any] = {"health_interval_s": 0.05, "restart_backoff_s": 0.05}
 
@@ -45,9 +44,7 @@ async def states(fleet: Fleet) -> dict[str, State]:
 
 async def until(fleet: Fleet, name: str, state: State) -> None:
     """Return when it is seen in `state`, which it must not leave by itself: a busy machine may look too late."""
-    async with asyncio.timeout(WAIT_S):
-        while (await states(fleet))[name] is not state:  # noqa: ASYNC110 - seen from outside
-            await asyncio.sleep(0.02)
+    await asked(lambda: states(fleet), lambda seen: seen[name] is state)
 
 
 async def test_servers_of_another_model_are_refused() -> None:
@@ -93,8 +90,8 @@ async def test_launched_and_attached_with_and_without_plugin_in_one_fleet() -> N
         attach = [f"{plain.url}/#dp=2", ServerSpec(url=ours.url)]
         async with Fleet.launch("any", engines=1, attach=attach, **SIM, **QUICK) as fleet:
             await check_serves(fleet, engines=3)
-            out = await fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS)
-            check(PROMPTS, out, PARAMS)
+            out = await fleet.generate(prompt_token_ids=PROMPTS, sampling_params=LONG)
+            check(PROMPTS, out, LONG)
             assert all(rank.stats.generation_tokens for rank in (*plain.ranks, *ours.ranks))
             loads = (await fleet.router_admin.engines()).engines
             assert [(load.name, load.dp_rank) for load in loads] == [
@@ -136,7 +133,7 @@ async def test_a_call_that_one_engine_lacks_reaches_no_engine() -> None:
         out = await fleet.completion({"prompt": ["a", "b"], "max_tokens": 3})
         assert out["usage"]["completion_tokens"] == 6
         with pytest.raises(MissingCapabilityError, match="generate with logprobs: engine e1 lacks logprobs"):
-            await fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS)
+            await fleet.generate(prompt_token_ids=PROMPTS, sampling_params=LONG)
 
 
 async def test_a_server_that_dies_is_out_and_in_again_with_the_fleets_weights() -> None:
@@ -145,10 +142,10 @@ async def test_a_server_that_dies_is_out_and_in_again_with_the_fleets_weights() 
         async with plain_fleet(lasting, dying) as fleet:
             await fleet.update_weights(GOOD)
             async with slowed(fleet):
-                request = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+                request = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=LONG))
                 await in_flight(fleet, lambda count: count > 0)
                 await dying.stop()
-            await whole(request, PROMPTS, PARAMS)
+            await whole(request, PROMPTS, LONG)
             await until(fleet, "e1", State.DEAD)
             await fleet.update_weights(GOOD)
             async with server(port=port) as back:
@@ -282,12 +279,12 @@ async def test_a_server_that_its_owner_has_paused_serves_when_it_is_attached(*, 
 async def test_requests_that_wait_while_the_first_plain_server_joins_are_answered_by_it_too() -> None:
     async with server() as first, server(plain=True) as second, plain_fleet(first) as fleet:
         await fleet.pause_generation()
-        batch = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+        batch = asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=LONG))
         stream = asyncio.create_task(anext(fleet.completion_stream({"prompt": "a", "max_tokens": 3})))
         await asyncio.sleep(0.1)
         await fleet.attach(second.url)
         await fleet.resume_generation()
-        await whole(batch, PROMPTS, PARAMS)
+        await whole(batch, PROMPTS, LONG)
         assert (await stream)["choices"]
         assert second.engine.stats.generation_tokens > 0
 
@@ -376,8 +373,8 @@ async def test_a_server_without_processed_logprobs_is_refused_where_they_are_ask
         async with Fleet.connect(fleet.url) as adopted:
             for one in (fleet, adopted):
                 with pytest.raises(MissingCapabilityError, match=r"e1 lacks logprobs .* --logprobs-mode processed"):
-                    await one.sample([1, 2], 2, PARAMS)
-                samples = await one.sample([1, 2], 2, replace(PARAMS, logprobs=False))
-                assert [len(sample.token_ids) for sample in samples] == [PARAMS.max_tokens] * 2
+                    await one.sample([1, 2], 2, LONG)
+                samples = await one.sample([1, 2], 2, replace(LONG, logprobs=False))
+                assert [len(sample.token_ids) for sample in samples] == [LONG.max_tokens] * 2
         await fleet.remove("e1")
         await check_serves(fleet, engines=1)

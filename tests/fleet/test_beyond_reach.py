@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
+from canned import answer, canned
 from penstock import Fleet
 from penstock.cli.status import status
 from penstock.errors import EngineDeadError
@@ -32,21 +31,6 @@ def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
 
 
-@asynccontextmanager
-async def thief() -> AsyncIterator[tuple[str, list[bytes]]]:
-    """Who holds the port of an engine, and what it was sent."""
-    heads: list[bytes] = []
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        heads.append(await reader.readuntil(b"\r\n\r\n"))
-        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
-        writer.close()
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", heads
-
-
 CONFIG = RouterConfig(allowed_hosts=ELSEWHERE, engine_metrics_interval_s=3600.0)
 
 
@@ -55,14 +39,14 @@ CONFIG = RouterConfig(allowed_hosts=ELSEWHERE, engine_metrics_interval_s=3600.0)
 async def test_the_callers_key_goes_to_no_engine_that_it_is_not_for(
     host: str, engine_key: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async with thief() as (url, heads), router_here(CONFIG, api_key="secret", admin_key="own") as router:
-        entry = EngineEntry("e0", url, weight_version=7, api_key=engine_key)
+    async with canned(answer(b"")) as thief, router_here(CONFIG, api_key="secret", admin_key="own") as router:
+        entry = EngineEntry("e0", thief.url, weight_version=7, api_key=engine_key)
         router.dispatcher.announce(Membership(0, (entry,)))
         address = router.url.replace("127.0.0.1", host)
         await asyncio.to_thread(status, address, api_key="secret", as_json=False)
         shown = capsys.readouterr().out
         with pytest.raises(EngineDeadError, match=rf"call Fleet.connect {THERE}.* OpenAI client"):
             await Fleet.connect(address, api_key="secret")
-        assert not [head for head in heads if b"aiohttp" in head], "none but the router asks"
-    [line] = [line for line in shown.splitlines() if url.removeprefix("http://") in line]
+        assert not [head for head in thief.heads if b"aiohttp" in head], "none but the router asks"
+    [line] = [line for line in shown.splitlines() if thief.url.removeprefix("http://") in line]
     assert line.split()[:3] == ["e0", "serving", "7"], shown

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from patience import HANG_S, WAIT_S
+from patience import HANG_S, WAIT_S, asked
 from penstock import Fleet, SamplingParams
 from penstock.control_types import TensorSpec
 from penstock.engine.command import server_command
@@ -148,9 +148,8 @@ async def test_a_stopped_engine_that_nobody_can_end_keeps_no_request(tmp_path: P
         async with asyncio.timeout(WAIT_S):
             ends = [c["finish_reason"] async for chunk in stream for c in chunk["choices"] if c["finish_reason"]]
         assert ends == ["length"] * 2
-        async with asyncio.timeout(WAIT_S):  # the owner tells it a little later than the router
-            while await states(fleet) != [State.SERVING, State.DEAD]:  # noqa: ASYNC110 - seen from outside
-                await asyncio.sleep(0.02)
+        # The owner tells it a little later than the router.
+        await asked(lambda: states(fleet), lambda seen: seen == [State.SERVING, State.DEAD])
         assert (await fleet.engines())[1].reason.startswith("health check failed: ")
         await check_serves(fleet, engines=1)
 

@@ -20,6 +20,7 @@ from penstock.errors import EngineDeadError, UpdateError
 from penstock.fleet.member import Member, State
 from sim_fleets import (
     CONTEXT,
+    LONG,
     SIM,
     begun,
     check_serves,
@@ -34,7 +35,6 @@ from sim_fleets import (
 )
 from sim_verify import verify
 
-PARAMS = SamplingParams(max_tokens=300, detokenize=False)
 SHORT = SamplingParams(max_tokens=20, detokenize=False)
 PROMPTS = [[1 + i, 2] for i in range(12)]
 
@@ -87,9 +87,9 @@ async def test_an_engine_that_dies_costs_no_request_and_returns(mortal: Fleet, d
     await fleet.update_weights([("w", torch.ones(4))])
     member = fleet._roster.members[1]
     process, before = member.process, len(member.lifecycle.history)
-    running = await under_way(fleet, PROMPTS, PARAMS)
+    running = await under_way(fleet, PROMPTS, LONG)
     await death(member)
-    await whole(running, PROMPTS, PARAMS)
+    await whole(running, PROMPTS, LONG)
     await returned(fleet, member, before)
     assert [m.name for m in fleet._roster.members] == ["e0", "e1", "e2"]
     assert member.process is not process
@@ -113,10 +113,10 @@ async def test_one_death_of_a_core_costs_a_request_one_try_and_the_engine_one_re
         fleet = holder if through == "holder" else await stack.enter_async_context(Fleet.connect(holder.url))
         member = holder._roster.members[1]
         async with slowed(holder):
-            running = await begun(fleet, PROMPTS, PARAMS)
+            running = await begun(fleet, PROMPTS, LONG)
         before = len(member.lifecycle.history)
         await die_in_the_core(member)
-        await whole(running, PROMPTS, PARAMS)
+        await whole(running, PROMPTS, LONG)
         # The router sends on what has had no byte yet; of the others each counts once.
         assert fleet.counters.deaths <= len(PROMPTS) // 2
         await returned(holder, member, before)
@@ -168,9 +168,9 @@ async def test_a_start_may_take_longer_than_the_router_holds_a_request(tmp_path:
     options = {"max_hold_s": 0.5, "restart_backoff_s": 2.0, "log_dir": tmp_path}
     async with Fleet.launch("sim-model", engines=1, **SIM, **options) as fleet:
         async with slowed(fleet):
-            running = await begun(fleet, PROMPTS, PARAMS)
+            running = await begun(fleet, PROMPTS, LONG)
             strike(fleet._roster.members[0])
-        await whole(running, PROMPTS, PARAMS)
+        await whole(running, PROMPTS, LONG)
 
 
 def streams(fleet: Fleet) -> list[AsyncGenerator[dict[str, Any]]]:
@@ -200,14 +200,14 @@ async def test_an_exhausted_budget_is_said_and_with_none_left_nobody_waits(
         assert [update.engine for update in report.engines] == ["e1"]
         await check_serves(fleet, engines=1)
         async with slowed(fleet):
-            running = await begun(fleet, PROMPTS, PARAMS)
+            running = await begun(fleet, PROMPTS, LONG)
             open_ones = streams(fleet)
             for stream in open_ones:
                 await anext(stream)
             await in_flight(fleet, lambda requests: requests == len(PROMPTS) + 2)
             strike(second)
         reading = [read(stream) for stream in (*open_ones, *streams(fleet))]
-        for waiting in (running, *reading, fleet.sample([1], 1, PARAMS), fleet.pause_generation()):
+        for waiting in (running, *reading, fleet.sample([1], 1, LONG), fleet.pause_generation()):
             with pytest.raises(EngineDeadError, match="no engine is left, and none is coming back"):
                 await asyncio.wait_for(waiting, WAIT_S)
         with pytest.raises(UpdateError, match="0 engines were good before it began"):

@@ -10,10 +10,9 @@ from patience import WAIT_S
 from penstock import Fleet, PauseMode, SamplingParams
 from penstock.errors import StateError
 from penstock.fleet.member import State
-from sim_fleets import check, in_flight, made, slowed, stepped, whole
+from sim_fleets import LONG, check, in_flight, made, slowed, stepped, whole
 
 PROMPTS = [[1 + i, 2, 3] for i in range(24)]
-LONG = SamplingParams(max_tokens=300, detokenize=False)
 
 
 def batch(fleet: Fleet, params: SamplingParams = LONG) -> asyncio.Task:

@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from patience import HANG_S, WAIT_S
-from penstock import Fleet, SamplingParams
+from penstock import Fleet
 from penstock.errors import EngineHTTPError, UpdateError, WeightsError
 from penstock.fleet.member import Member
-from sim_fleets import SIM, check_serves, impatient, returned, router_process, set_fault, strike, under_way, whole
+from sim_fleets import LONG, SIM, check_serves, impatient, returned, router_process, set_fault, strike, under_way, whole
 
-PARAMS = SamplingParams(max_tokens=300, detokenize=False)
 PROMPTS = [[1 + i, 2] for i in range(9)]
 GOOD = [("w", torch.ones(64))]
 FAULT = {"refused": "refuse", "hung": "hang", "killed": "exit"}
@@ -48,13 +47,13 @@ async def update_under_load(fleet: Fleet, tensors: Any, before: Callable[[], Any
     """The report, or the error, of an update among requests, none of which is lost; then all serve one version."""
     member = fleet._roster.members[1]
     changes = len(member.lifecycle.history)
-    running = await under_way(fleet, PROMPTS, PARAMS)
+    running = await under_way(fleet, PROMPTS, LONG)
     await before()
     try:
         outcome: Any = await asyncio.wait_for(fleet.update_weights(tensors), WAIT_S)
     except (WeightsError, EngineHTTPError, UpdateError) as error:
         outcome = error
-    await whole(running, PROMPTS, PARAMS)
+    await whole(running, PROMPTS, LONG)
     if not isinstance(outcome, Exception) and outcome.failures:
         await returned(fleet, member, changes)
     await check_serves(fleet, engines=3)

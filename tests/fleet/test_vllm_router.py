@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from patience import WAIT_S
+from patience import WAIT_S, asked
 from penstock import Fleet, SamplingParams
 from penstock.errors import ConfigError, EngineHTTPError, StateError
 from penstock.fleet.member import State
@@ -83,9 +82,7 @@ async def test_an_engine_that_dies_leaves_its_workers_costs_no_request_and_is_on
 
 
 async def until_workers(admin: VllmRouterAdmin, urls: set[str]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while await workers(admin) != urls:  # noqa: ASYNC110 - another process
-            await asyncio.sleep(0.02)
+    await asked(lambda: workers(admin), lambda now: now == urls)
 
 
 @installed

@@ -23,6 +23,7 @@ from transformers import Qwen3Config
 from char_tokenizer import save_char_tokenizer
 from http_engine import HTTPEngine, launched_engine
 from nano_models import MAX_LEN, History, changed, save_adapter, save_dense
+from patience import asked
 from penstock.engine.launch import EngineProcess
 from penstock.settings import EngineConfig
 from penstock.types import SamplingParams
@@ -199,8 +200,7 @@ async def test_prefix_cache_and_requests_in_flight_outlive_a_sleep(nano: Sleeper
     several = replace(LONG, temperature=1.0, seed=3)  # vLLM 0.26 refuses several greedy samples
     before = (await nano.engine.control.verbs.stats()).generation_tokens
     running = asyncio.create_task(nano.engine.sample([9, 8, 7], 4, several))
-    while (await nano.engine.control.verbs.stats()).generation_tokens < before + 4:  # noqa: ASYNC110 - it sends no event
-        await asyncio.sleep(0.01)
+    await asked(nano.engine.control.verbs.stats, lambda now: now.generation_tokens >= before + 4)
     await nano.engine.sleep(1)
     assert not running.done(), "make it longer"
     await nano.engine.wake_up()

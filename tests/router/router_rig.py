@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from patience import eventually
+from patience import asked
 from penstock.router.membership import EngineEntry, Membership
 from penstock.router.server import Router
 from penstock.router.state import EngineLoad, RouterAdmin, RouterState
@@ -301,19 +301,7 @@ class Rig:
 
     async def until(self, holds: Callable[[RouterState], bool]) -> RouterState:
         """State once `holds` of it."""
-        state: RouterState | None = None
-
-        async def so() -> bool:
-            nonlocal state
-            state = await self.admin.engines()
-            return holds(state)
-
-        try:
-            await eventually(so)
-        except TimeoutError:
-            pytest.fail(f"the router did not get there: {state}")
-        assert state is not None
-        return state
+        return await asked(self.admin.engines, holds)
 
     async def settled(self) -> RouterState:
         """State once nothing is outstanding."""

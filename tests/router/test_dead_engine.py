@@ -9,6 +9,7 @@ import pytest
 from router_rig import Answer, answer_name, both_loops, chunk, read_chunks, reply, request, rig, says, stays
 
 from patience import WAIT_S
+from penstock.router import dispatcher
 
 MESSAGE = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 ERROR = {"error": {"message": MESSAGE, "type": "InternalServerError", "param": None, "code": 500}}
@@ -32,7 +33,8 @@ DYING = {
 
 @both_loops
 @pytest.mark.parametrize("dying", DYING.values(), ids=DYING)
-async def test_a_dead_core_trips_the_breaker_and_loses_no_request(dying: Answer, *, process: bool) -> None:
+async def test_a_dead_core_trips_the_breaker_and_loses_no_request(dying: Answer, monkeypatch, *, process: bool) -> None:
+    monkeypatch.setitem(dispatcher._BREAKER_S, "dead", 0.3)  # not in a process of its own
     async with rig(dying, answer_name, process=process, policy="round-robin") as r:
         answer = await (await r.client()).ask(body=b"x" * (2 << 20))
         assert (answer.status, answer.body) == (200, b"e1")

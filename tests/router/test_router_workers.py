@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from router_rig import RawClient, Rig, answer_name, held, request, rig, session
 
-from patience import WAIT_S, alive, eventually
+from patience import WAIT_S, alive, asked, eventually
 from penstock.errors import StateError, UserError
 from penstock.router.membership import Membership
 from penstock.router.state import RouterAdmin, RouterState
@@ -233,7 +233,7 @@ async def test_nothing_stays_when_the_parent_is_killed(tmp_path: Path, *, stoppe
                 return True
             return False
 
-        await eventually(refused)
+        await asked(refused, bool)
 
 
 async def test_a_port_that_another_router_shares_out_is_taken() -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from patience import WAIT_S
+from patience import WAIT_S, eventually
 from penstock.errors import TransferError
 from penstock.weights.broadcast import BroadcastStore, GroupSpec
 from penstock.weights.group import Group, NcclStore, listen
@@ -67,10 +67,7 @@ def member(told: Any, **other: Any) -> Group:
 
 def members(store: BroadcastStore, count: int) -> None:
     """Wait until the trainer has so many."""
-    end = time.monotonic() + WAIT_S
-    while len(store._present_group()._peers) != count:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    asyncio.run(eventually(lambda: len(store._present_group()._peers) == count))
 
 
 def in_thread(work: Any) -> threading.Thread:

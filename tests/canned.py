@@ -30,6 +30,7 @@ def answer(body: object, kind: str = JSON) -> bytes:
 @dataclass
 class Canned:
     url: str = ""
+    heads: list[bytes] = field(default_factory=list[bytes])
     bodies: list[bytes] = field(default_factory=list[bytes])
     """Of the requests, in order."""
 
@@ -42,6 +43,7 @@ async def canned(*answers: bytes) -> AsyncIterator[Canned]:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         length = head.lower().partition(b"content-length:")[2].split(b"\r\n")[0]
+        server_of.heads.append(head)
         server_of.bodies.append(await reader.readexactly(int(length or 0)))
         writer.write(left.pop(0) if len(left) > 1 else left[0])
         await writer.drain()
