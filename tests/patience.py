@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
+import pytest
 
 T = TypeVar("T")
 
@@ -34,6 +35,12 @@ async def asked(ask: Callable[[], Awaitable[T]], holds: Callable[[T], bool], sec
             return answer
     except TimeoutError:
         raise AssertionError(f"it did not get there; its last answer: {answer}") from None
+
+
+async def give_up(call: asyncio.Task[Any]) -> None:
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
 
 
 def alive(pid: int) -> bool:

@@ -82,6 +82,11 @@ async def all_serve(fleet: Fleet) -> None:
     await check_serves(fleet, engines=len(members))
 
 
+def broadcast(fleet: Fleet) -> Any:
+    """Its store of that kind."""
+    return fleet._operations._store.of("broadcast")  # type: ignore[attr-defined]
+
+
 async def made(fleet: Fleet) -> dict[str, int]:
     """Tokens that each engine has made since it started."""
     return {s.name: s.stats.generation_tokens for s in await fleet.engines() if s.stats is not None}

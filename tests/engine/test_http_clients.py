@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from canned import LINES, answer, canned, client_of
 
+from canned import LINES, answer, canned, client_of
 from penstock.engine.capabilities import Capabilities
 from penstock.engine.client import DataClient
 from penstock.engine.control import ControlClient

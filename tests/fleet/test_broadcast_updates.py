@@ -18,8 +18,7 @@ from penstock import Fleet, SamplingParams
 from penstock.engine.control import ControlClient
 from penstock.errors import UpdateError, WeightsError
 from penstock.fleet import delivery
-from penstock.fleet.stores import Stores
-from sim_fleets import SIM, all_serve, check_serves, impatient, set_fault, under_way, whole
+from sim_fleets import SIM, all_serve, broadcast, check_serves, impatient, set_fault, under_way, whole
 
 PARAMS = SamplingParams(max_tokens=400, detokenize=False)
 PROMPTS = [[1 + i, 2] for i in range(9)]
@@ -43,12 +42,6 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def weights(value: float, count: int = 3) -> list[tuple[str, torch.Tensor]]:
     return [(f"w{i}", torch.full((500_000,), value + i)) for i in range(count)] + [("norm", torch.ones(7))]
-
-
-def broadcast(fleet: Fleet) -> Any:
-    stores = fleet._operations._store  # type: ignore[attr-defined]
-    assert isinstance(stores, Stores)
-    return stores.of("broadcast")
 
 
 async def updated(fleet: Fleet, tensors: Any) -> Any:

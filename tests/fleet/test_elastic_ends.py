@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Coroutine
 from typing import Any, Self
 
 import pytest
@@ -12,7 +11,7 @@ from fleet_fakes import until
 from launched_rig import launched
 from virtual_fleet import Network, VirtualEngines, open_fleet, virtual_time, without_sockets
 
-from patience import WAIT_S
+from patience import WAIT_S, give_up
 from penstock.control_types import PauseMode
 from penstock.errors import EngineError, EngineStartError, StateError, UserError
 from penstock.fleet.member import Member, State
@@ -40,21 +39,11 @@ class Silent:
         writer.close()
 
 
-async def give_up(call: asyncio.Task[Any]) -> None:
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await call
-
-
-def begun(call: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-    return asyncio.create_task(call)
-
-
 async def test_an_engine_that_is_ending_has_its_gpus_until_it_has_ended() -> None:
     async with launched(2, gpus=2) as (fleet, launcher):
         leaving = launcher.processes[1]
         leaving.may_end.clear()
-        removing = begun(fleet.remove("e1"))
+        removing = asyncio.create_task(fleet.remove("e1"))
         await asyncio.wait_for(leaving.stopping.wait(), WAIT_S)
         with pytest.raises(UserError, match="no GPU is free"):
             await fleet.add_engines()
@@ -71,9 +60,9 @@ async def test_a_fleet_that_ends_waits_for_an_engine_that_is_ending() -> None:
     async with launched(2) as (fleet, launcher):
         leaving = launcher.processes[0]
         leaving.may_end.clear()
-        removing = begun(fleet.remove("e0"))
+        removing = asyncio.create_task(fleet.remove("e0"))
         await asyncio.wait_for(leaving.stopping.wait(), WAIT_S)
-        ending = begun(fleet.teardown())
+        ending = asyncio.create_task(fleet.teardown())
         await until(removing.done)
         assert not ending.done()
         leaving.may_end.set()
@@ -88,9 +77,9 @@ async def test_engines_that_start_while_the_fleet_ends_are_ended(*, heedless: bo
         launcher.launching.clear()
         launcher.may_start.clear()
         launcher.heedless = heedless
-        starting = begun(fleet.add_engines(2))
+        starting = asyncio.create_task(fleet.add_engines(2))
         await launcher.launching.wait()
-        ending = begun(fleet.teardown())
+        ending = asyncio.create_task(fleet.teardown())
         await asyncio.sleep(0)
         launcher.may_start.set()
         await ending
@@ -104,7 +93,7 @@ async def test_an_engine_whose_start_is_given_up_when_it_runs_is_ended_and_its_g
     async with launched(1, gpus=2) as (fleet, launcher):
         async with Silent() as silent:
             launcher.url = silent.url
-            adding = begun(fleet.add_engines())
+            adding = asyncio.create_task(fleet.add_engines())
             await silent.asked.wait()
             await give_up(adding)
         assert launcher.processes[1].ended.is_set()
@@ -161,8 +150,8 @@ def test_an_engine_that_returns_while_it_is_taken_out_is_taken_out(*, paused: bo
             member, over = fleet._roster.members[0], asyncio.Event()
             next(iter(network.nodes.values())).kill()
             await fleet._roster.until(lambda: member.state is State.LAUNCHING)
-            before = begun(fleet._operations.queue.run(over.wait))
-            removing = begun(fleet.remove("e0"))
+            before = asyncio.create_task(fleet._operations.queue.run(over.wait))
+            removing = asyncio.create_task(fleet.remove("e0"))
             await fleet._roster.until(lambda: member.state is State.SYNCING)
             await asyncio.sleep(1.0)  # virtual: it waits for its turn to be admitted, behind the removal's
             over.set()
@@ -183,7 +172,7 @@ async def test_a_drain_ends_with_the_fleet() -> None:
     async with launched(2) as (fleet, _):
         await fleet.sample([1, 2], 1, {"max_tokens": 2}, session_id="s")
         home = next(s.name for s in await fleet.engines() if s.stats is not None and s.stats.generation_tokens)
-        draining = begun(fleet.drain(home))
+        draining = asyncio.create_task(fleet.drain(home))
         await until(lambda: fleet._elastic.find(home).state is State.DRAINING and not fleet._operations.queue.turns)
         await fleet.teardown()
         with pytest.raises(StateError, match="torn down"):
@@ -196,7 +185,7 @@ async def test_a_drain_ends_with_the_fleet() -> None:
 @pytest.mark.parametrize("who", ["caller", "fleet"])
 async def test_a_server_that_is_asked_what_it_is_is_let_go_with_the_caller_or_the_fleet(who: str) -> None:
     async with Silent() as silent, launched(1) as (fleet, _):
-        attaching = begun(fleet.attach(silent.url))
+        attaching = asyncio.create_task(fleet.attach(silent.url))
         await silent.asked.wait()
         if who == "caller":
             await give_up(attaching)

@@ -54,8 +54,6 @@ async def test_a_mapping_is_the_batch_and_not_a_prompt_for_each_key(fleet: Fleet
     assert out.response_ids == (await fleet.generate(["ab"], params)).response_ids
     with pytest.raises(RequestError, match=r"unknown key of a batch 'prompt_tokens'; did you mean 'prompt_token_ids'"):
         await fleet.generate({"prompt_tokens": ids})
-    with pytest.raises(RequestError, match="exactly one of prompts and prompt_token_ids"):
-        await fleet.generate({"prompts": ["ab"], "prompt_token_ids": ids})
     with pytest.raises(RequestError, match=r"a whole batch was given, and sampling_params, session_ids beside it"):
         await fleet.generate(batch, params, session_ids=["a", "b"])
 
@@ -195,7 +193,6 @@ async def test_figures_sizes_and_worker_calls(fleet: Fleet) -> None:
         ({"prompt_token_ids": [[1]], "sampling_params": {"temprature": 1}}, "did you mean 'temperature'"),
         ({"prompt_token_ids": [[1]], "session_ids": ["a", "b"]}, "session_ids has 2 entries for 1 prompts"),
         ({"prompt_token_ids": [["a"]]}, r"prompt_token_ids\[0\] must be a list of token ids, got \['a'\]"),
-        ({"prompts": [[1, 2]]}, r"prompts\[0\] holds 1, which is no message; give token ids as prompt_token_ids"),
         ({"prompts": ["a", ""]}, r"prompts\[1\] has no token; give at least one"),
         ({"prompts": ["a"], "sampling_params": {"max_tokens": "5"}}, "max_tokens must be a whole number, got '5'"),
         ({"prompts": ["a"], "sampling_params": {"logprobs": 5}}, "true or false, or vLLM's 0 or 1, got 5"),

@@ -10,26 +10,23 @@ from patience import WAIT_S
 from penstock import Fleet, PauseMode, SamplingParams
 from penstock.errors import StateError
 from penstock.fleet.member import State
-from sim_fleets import LONG, check, in_flight, made, slowed, stepped, whole
+from sim_fleets import LONG, begun, check, made, slowed, stepped, whole
 
 PROMPTS = [[1 + i, 2, 3] for i in range(24)]
-
-
-def batch(fleet: Fleet, params: SamplingParams = LONG) -> asyncio.Task:
-    return asyncio.create_task(fleet.generate(prompt_token_ids=PROMPTS, sampling_params=params))
 
 
 @pytest.mark.parametrize("mode", list(PauseMode))
 async def test_requests_before_and_during_a_pause_wait_and_none_fails(fleet: Fleet, mode: PauseMode) -> None:
     async with slowed(fleet):
-        running = batch(fleet)
-        await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+        running = await begun(fleet, PROMPTS, LONG)
         await stepped(fleet, len(PROMPTS))  # so that none is in the queue of an engine, whose pause admits no more
         pausing = asyncio.create_task(fleet.pause_generation(mode))
         if mode is not PauseMode.WAIT:
             await pausing
     await pausing
-    late = batch(fleet, SamplingParams(max_tokens=5, detokenize=False))
+    late = asyncio.create_task(
+        fleet.generate(prompt_token_ids=PROMPTS, sampling_params={"max_tokens": 5, "detokenize": False})
+    )
     single = asyncio.create_task(fleet.sample([9], 2, {"max_tokens": 5}))
     completion = asyncio.create_task(
         fleet.completion({"model": "sim-model", "prompt": ["a", "b"], "max_tokens": 3, "n": 2})
@@ -60,8 +57,7 @@ async def test_requests_before_and_during_a_pause_wait_and_none_fails(fleet: Fle
 
 async def test_abort_ends_what_runs_and_serves_what_comes(fleet: Fleet) -> None:
     async with slowed(fleet):
-        running = batch(fleet)
-        await in_flight(fleet, lambda requests: requests == len(PROMPTS))
+        running = await begun(fleet, PROMPTS, LONG)
         await stepped(fleet, 2 * len(PROMPTS))
         await fleet.abort_generation()
     out = await whole(running, PROMPTS, LONG)

@@ -19,7 +19,7 @@ from penstock.errors import EngineDeadError, UpdateError, WeightsError
 from penstock.fleet import delivery
 from penstock.fleet.delivery import Delivery
 from penstock.fleet.member import State
-from sim_fleets import SIM, all_serve, begun, engine_process, slowed, whole
+from sim_fleets import SIM, all_serve, begun, broadcast, engine_process, slowed, whole
 
 WEIGHTS = [("w", torch.ones(500_000)), ("norm", torch.ones(7))]
 OPTIONS: dict[str, Any] = {
@@ -32,10 +32,6 @@ OPTIONS: dict[str, Any] = {
 async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
     async with Fleet.launch("sim-model", engines=2, log_dir=tmp_path_factory.mktemp("logs"), **OPTIONS) as fleet:
         yield fleet
-
-
-def broadcast(fleet: Fleet) -> Any:
-    return fleet._operations._store.of("broadcast")  # type: ignore[attr-defined]
 
 
 async def killed(fleet: Fleet, index: int) -> None:
