@@ -313,7 +313,10 @@ class LocalLearner(Learner):
         return self._stored_dtypes.get(name, self._served_dtype)
 
     def _blank(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        del name
+        """Allocate a tensor of a saved state: this rank's part where parameters are sharded."""
+        parameter = self._parameters(None).get(name.rpartition("/")[2])
+        if isinstance(parameter, DTensor) and tuple(parameter.shape) == tuple(shape):
+            return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         return torch.empty(tuple(shape), dtype=dtype)
 
     def _parameters(self, adapter: str | None) -> Mapping[str, Parameter]:

@@ -172,12 +172,6 @@ class ShardedLearner(LocalLearner):
                 nothing.sum().backward()  # contributes zeros to the reduction
         return nothing.detach(), {}
 
-    def _blank(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        parameter = self._parameters(None).get(name.rpartition("/")[2])
-        if isinstance(parameter, DTensor) and tuple(parameter.shape) == tuple(shape):
-            return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-        return super()._blank(name, shape, dtype)
-
 
 def _replicated(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Begin to gather a tensor on every rank; `wait_tensor` ends it. A shard is cast first, which halves the bytes."""
