@@ -105,10 +105,10 @@ class OwnRouter(FleetRouter):
         self._own = Placement(config)
         self._seen: dict[str, Engine] = {}
         self._placed: dict[tuple[FleetRequest, str], Engine] = {}
-        self.set_engines, self.finish_session = self._own.set_engines, self._own.sessions.drop
+        self.set_engines, self.finish_session = self._own.set_engines, self._own.memory.sessions.drop
 
     def expire(self, now: float) -> None:
-        self._own.sessions.expire(now, self._own.config.session_ttl_s)
+        self._own.memory.sessions.expire(now, self._own.config.session_ttl_s)
 
     def mark(self, name: str, *, down: bool) -> None:
         self._own.mark(self._own.engines[name], down=down)

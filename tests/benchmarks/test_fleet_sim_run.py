@@ -52,5 +52,5 @@ def test_a_lost_engine_loses_no_turn() -> None:
     assert router.tried == [("engine-1",)] * figures.retried
     left = router._own.engines.values()
     assert [(engine.name, engine.outstanding) for engine in left] == [(f"engine-{i}", 0) for i in (0, 2, 3)]
-    assert len(router._own.sessions) == 0, "every session has ended"
+    assert len(router._own.memory.sessions) == 0, "every session has ended"
     assert figures.makespan_s > FleetRun(RoundRobin(), SETUP, TRACE).run().makespan_s

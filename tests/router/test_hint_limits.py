@@ -8,8 +8,8 @@ import pytest
 from router_rig import answer_name, held, request, rig
 
 from patience import WAIT_S, eventually
-from penstock.router.membership import MOST_TOKENS, EngineEntry
-from penstock.router.placement import Placement
+from penstock.router.membership import EngineEntry
+from penstock.router.placement import MOST_TOKENS, Placement
 
 HUGE = "X-Prompt-Tokens: 999999999999999\r\nX-Expected-Tokens: 999999999999999\r\n"
 METRICS = b'vllm:cache_config_info{block_size="10",num_gpu_blocks="100"} 1.0\nvllm:kv_cache_usage_perc 0.0\n'

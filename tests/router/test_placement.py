@@ -34,7 +34,7 @@ class NamedPlacement:
         self.own.done(request, self.own.engines[name], now)
 
     def forget_idle(self, now: float) -> None:
-        self.own.sessions.expire(now, self.own.config.session_ttl_s)
+        self.own.memory.sessions.expire(now, self.own.config.session_ttl_s)
 
     def report_kv(self, name: str, **given: Any) -> None:
         self.own.report_kv(self.own.engines[name], **given)
@@ -83,8 +83,8 @@ def test_a_session_stays_and_what_lives_there_is_counted() -> None:
     assert resident(p)[home] == 1500, "what the answer added is known at the next turn"
     assert turn(p, "s", 3.0, tokens=1600) == home
     assert resident(p) == {home: 1600, other: 0}
-    assert p.sessions.drop("s")
-    assert not p.sessions.drop("s")
+    assert p.memory.sessions.drop("s")
+    assert not p.memory.sessions.drop("s")
     assert resident(p) == {home: 0, other: 0}
     assert p.turns == Counter(opened=1, stayed=2)
 
@@ -103,14 +103,14 @@ def test_sessions_are_forgotten_after_their_time_and_not_in_mid_turn() -> None:
     assert turn(p, "short", 0.0) is not None
     for now in range(0, 300, 10):
         p.forget_idle(now)
-    assert len(p.sessions) == 1
+    assert len(p.memory.sessions) == 1
     assert p.engines[home].sessions == 1
     p.done(long, home, 300.0)
     p.forget_idle(390.0)
-    assert len(p.sessions) == 1
+    assert len(p.memory.sessions) == 1
     p.forget_idle(401.0)
-    assert len(p.sessions) == 0
-    assert not p.sessions.drop(short.session_id or "")
+    assert len(p.memory.sessions) == 0
+    assert not p.memory.sessions.drop(short.session_id or "")
 
 
 def test_a_session_that_pauses_for_long_counts_no_more_until_it_is_back() -> None:
@@ -137,7 +137,7 @@ def test_what_turns_add_is_learnt() -> None:
     assert resident(p)["e0"] == pytest.approx(5100, abs=2)
     p.forget_idle(1000.0)  # another share now, and yet what was added is taken back
     p.done(request, "e0", 1000.0)
-    p.sessions.drop("s")
+    p.memory.sessions.drop("s")
     assert resident(p) == {"e0": 0}
 
 
@@ -152,10 +152,10 @@ def test_where_no_session_comes_back_only_prompts_are_resident() -> None:
 
 def test_the_session_used_least_recently_gives_way_where_the_table_is_full() -> None:
     p = placement(entries(2))
-    p.own.sessions = SessionTable(capacity=2)
+    p.own.memory.sessions = SessionTable(capacity=2)
     for session in "abac":
         turn(p, session, tokens=10)
-    assert [p.sessions.get(session) is not None for session in "abc"] == [True, False, True]
+    assert [p.memory.sessions.get(session) is not None for session in "abc"] == [True, False, True]
     assert sum(resident(p).values()) == 20
 
 
@@ -202,11 +202,11 @@ def test_kv_usage_is_what_the_engine_said_and_what_came_since() -> None:
 
 
 def test_groups_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.router.placement.MOST_GROUPS", 2)
+    monkeypatch.setattr("penstock.router.memory.MOST_GROUPS", 2)
     p = placement(entries(2))
     for group in ("a", "b", "a", "a", "c"):
         turn(p, None, group_id=group)
-    assert {group: sum(placed.values()) for group, placed in p._groups.items()} == {"a": 3, "c": 1}
+    assert {group: sum(placed.values()) for group, placed in p.memory._groups.items()} == {"a": 3, "c": 1}
 
 
 @pytest.mark.parametrize("seed", range(10))

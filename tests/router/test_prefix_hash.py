@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.prefix_hash import BLOCK, MOST, parse_prefix_hashes, prefix_hashes
-from penstock.router.kv import Prefixes
 from penstock.router.membership import Engine, EngineEntry
+from penstock.router.memory import Prefixes
 
 
 def boundaries(token_ids: list[int]) -> list[tuple[int, bytes]]:

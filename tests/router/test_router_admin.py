@@ -16,10 +16,9 @@ from router_rig import Backend, RawClient, Reader, Seen, Writer, answer_name, he
 from patience import WAIT_S, eventually
 from penstock.errors import ConfigError, EngineHTTPError, StateError, UserError
 from penstock.options import validate
-from penstock.router.exchange import observe
+from penstock.router.dispatcher import Histogram
 from penstock.router.figures import histogram
 from penstock.router.membership import EngineEntry, Membership
-from penstock.router.memory import Histogram
 from penstock.router.server import Router
 from penstock.router.state import RouterAdmin
 from penstock.router_settings import RouterConfig, refuse_open_host
@@ -414,7 +413,7 @@ async def test_metrics() -> None:
 def test_a_histogram_counts_each_value_once_up_to_and_with_its_bound() -> None:
     counted = Histogram()
     for value in (0.0, 0.001, 0.002, 0.0025, 2500.0, 9999.0):
-        observe(counted, value)
+        counted.observe(value)
     (first, second, *_, last, beyond, count, total) = histogram("x", "What.", counted).samples
     assert [(s.labels["le"], s.value) for s in (first, second, last, beyond)] == [
         ("0.001", 2), ("0.0025", 4), ("2500", 5), ("+Inf", 6),

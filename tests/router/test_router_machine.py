@@ -26,7 +26,7 @@ from patience import WAIT_S, eventually
 from penstock.rooms import plugged_as
 from penstock.router.backend import Backend
 from penstock.router.exchange import Exchange
-from penstock.router.other_calls import state_of
+from penstock.router.other_calls import finish_session, state_of
 
 NAMES_OF_SESSIONS = ("s0", "s1", "s2", "s3", "s4", "s5")
 SESSIONS = st.sampled_from([None, *NAMES_OF_SESSIONS])
@@ -111,7 +111,7 @@ class RouterMachine(RuleBasedStateMachine):
     def finish(self, session: str) -> None:
         async def act() -> None:
             self.world.homes.pop(session, None)
-            self.world.dispatcher.finish_session(session)
+            finish_session(self.world.dispatcher, session)
 
         self.run(act())
 
@@ -208,7 +208,7 @@ class RouterMachine(RuleBasedStateMachine):
                 world.pending.pop().verdict.set_result("answer")
                 await world.settle()
             for session in NAMES_OF_SESSIONS:
-                dispatcher.finish_session(session)
+                finish_session(dispatcher, session)
             await world.settle()
         assert not world.asked, (dispatcher.gate.held_by(), state_of(dispatcher).engines)
         assert world.wrong == []

@@ -13,7 +13,8 @@ from penstock.errors import ConfigError
 from penstock.options import validate
 from penstock.rooms import plugged_as, plugged_in
 from penstock.router.membership import Engine, EngineEntry
-from penstock.router.policies import Defer, Policies, Policy, RequestView, rendezvous
+from penstock.router.other_policies import rendezvous
+from penstock.router.policies import Defer, Policies, Policy, RequestView
 from penstock.router_settings import PolicyName, RouterConfig
 
 
@@ -21,7 +22,7 @@ def fleet(*outstanding: int, kv_usage: Sequence[float] = (), **columns: Sequence
     """Engines e0, e1, ... with so many requests; columns give other figures."""
     engines = [Engine(EngineEntry(f"e{i}", f"http://h:{i + 1}")) for i in range(len(outstanding))]
     for engine, usage in zip(engines, kv_usage, strict=False):
-        engine.report_kv(usage, 0)
+        engine.kv_reported = usage
     for name, values in {**columns, "outstanding": outstanding}.items():
         for engine, value in zip(engines, values, strict=True):
             setattr(engine, name, value)

@@ -46,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise_file_limit()
         _keep_freed_memory()
         sys.setswitchinterval(_SWITCH_S)
+        for room in ("router.memory", "router.own_calls"):
+            plugged_in(room)  # now, since a process without a free descriptor can load nothing
         if config.workers > 1:
             router: Router = plugged_in("router.workers")(config, *keys, ready)  # returns in each of the workers
             uvloop.run(_serve(router))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -122,10 +121,5 @@ class RouterClient:
             if error.status == 409:  # noqa: PLR2004 - the HTTP status
                 raise StateError(message) from error
             raise EngineHTTPError(message, status=error.status, error_type=error.error_type) from error
-        answer: Any = None
-        with suppress(orjson.JSONDecodeError):
-            answer = orjson.loads(content)
-        if not isinstance(answer, dict):
-            what = f"{method} {url}{path} answered 200, but not with a JSON object: {content[:200]!r}"
-            raise EngineHTTPError(what, status=200)
-        return answer  # pyright: ignore[reportUnknownVariableType] - a JSON object
+        with reading("answer", self._other_form):
+            return dict(orjson.loads(content))

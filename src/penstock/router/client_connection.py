@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import cast
 
 from penstock.router.answer import BodyReader, FramingError, body_reader
 from penstock.router.http import CHUNKED, RefusalError, RequestHead, parse_request
-from penstock.router.memory import Metrics
 from penstock.router_settings import RouterConfig
 
 IDLE_S = 75.0
@@ -63,12 +63,13 @@ class Clients:
     def __init__(
         self,
         config: RouterConfig,
-        metrics: Metrics,
+        rejected: Counter[str],
         open_call: Callable[[ClientConnection, RequestHead], Call],
         most: int,
     ) -> None:
         self.config = config
-        self.metrics = metrics
+        self.rejected = rejected
+        """Calls that never became a request, by code."""
         self.open_call = open_call
         self.most = most
         self.connected: set[ClientConnection] = set()
@@ -145,7 +146,7 @@ class ClientConnection(asyncio.Protocol):
             if self._call is not None:
                 self._call.refuse(refusal)
             else:
-                self._clients.metrics.rejected[refusal.code] += 1
+                self._clients.rejected[refusal.code] += 1
                 self.answer_refusal(refusal)
 
     def _read_more(self, data: bytes) -> None:
@@ -253,7 +254,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _slow_head(self) -> None:
         limit = self._clients.config.header_timeout_s
-        self._clients.metrics.rejected["slow_headers"] += 1
+        self._clients.rejected["slow_headers"] += 1
         self.answer_refusal(RefusalError(408, "slow_headers", f"the request's head took more than {limit:g} s"))
 
     def _slow_body(self) -> None:

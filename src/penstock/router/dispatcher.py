@@ -1,4 +1,4 @@
-"""Finds an engine for each request or makes it wait at the gate: membership, placement and breakers.
+"""Finds an engine for each request or makes it wait at the gate: membership, placement, breakers and counts.
 
 The owner of the fleet decides whether an engine is well (`fleet/supervise.py`) and takes a failed one out of the set.
 Here, a request that finds an engine down opens its breaker for a moment. The next request after that tries it again.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable
 from typing import cast
 
@@ -16,7 +18,6 @@ from penstock.router.backend import IDLE_S, Backend
 from penstock.router.gate import Gate, Wait, Waiter
 from penstock.router.http import RefusalError, RequestHead
 from penstock.router.membership import NO_MEMBERSHIP, Engine, Membership
-from penstock.router.memory import Metrics
 from penstock.router.placement import Placement
 from penstock.router.policies import Defer
 from penstock.router_settings import RouterConfig
@@ -81,12 +82,6 @@ class Dispatcher:
         if self._interval_s and self._clock is None:
             self._clock = asyncio.get_running_loop().create_task(plugged_in("router.kv_usage")(self, self._interval_s))
 
-    def finish_session(self, session_id: str) -> bool:
-        """Forget a session that has no further turn; return False if it was not known."""
-        known = self.placement.sessions.drop(session_id)
-        self.gate.room()
-        return known
-
     def submit(self, waiter: Waiter) -> None:
         """Place a request, or let it wait at the gate."""
         if self.gate.busy:
@@ -102,7 +97,7 @@ class Dispatcher:
         request, placement = waiter.request, self.placement
         if self.gate.busy and self.gate.crowded:
             session_id = request.session_id
-            if session_id is not None and placement.sessions.get(session_id) is None:
+            if session_id is not None and placement.memory.sessions.get(session_id) is None:
                 return Wait.ROOM  # it opens a session, as the requests that wait for room do
         found = placement.place(request, time.monotonic(), waiter.tried)
         if isinstance(found, Backend):
@@ -111,7 +106,7 @@ class Dispatcher:
             return None
         if found is Defer.WAIT:
             return Wait.ROOM
-        if waiter.tried and placement.could_serve(request):
+        if waiter.tried and placement.able(request, ()):
             waiter.refuse(_engines_failed(waiter.tried))
             return None
         return Wait.NOWHERE
@@ -151,7 +146,7 @@ class Dispatcher:
                 backend.close_idle(now)
         if now >= self._expire_at and self.placement.turns["opened"]:  # there was a session
             self._expire_at = now + _EXPIRE_S
-            if self.placement.sessions.expire(now, self._config.session_ttl_s):
+            if self.placement.memory.sessions.expire(now, self._config.session_ttl_s):
                 self.gate.room()
         if self.gate.busy:
             self.gate.expire(now)
@@ -169,3 +164,56 @@ class Dispatcher:
 def _engines_failed(tried: Iterable[Engine]) -> RefusalError:
     names = ", ".join(sorted({engine.name for engine in tried}))
     return RefusalError(502, "engines_failed", f"every engine tried broke the request: {names}")
+
+
+# --- counts -----------------------------------------------------------------------------------------------------------
+
+SECONDS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0,
+    1000.0, 2500.0,
+)  # fmt: skip
+"""Upper bounds of buckets: from a cached first token to an hour of waiting for a gate."""
+
+
+class Histogram:
+    """Counts of seconds by bucket, and their sum."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(SECONDS) + 1)
+        self.sum = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self.counts[bisect_left(SECONDS, seconds)] += 1
+        self.sum += seconds
+
+
+class Metrics:
+    """Plain counters, written by one event loop.
+
+    Once nothing is in flight, `requests` is the sum of `answered`, `errors`, `cancelled` and `broken`.
+    """
+
+    requests = 0
+    """Requests taken in: those with an acceptable head, for an engine."""
+    answered = 0
+    """Requests that an engine answered in full, whatever the status."""
+    cancelled = 0
+    """Requests whose client went away first."""
+    broken = 0
+    """Requests whose answer ended before it was complete."""
+    bytes_in = bytes_out = 0
+    """Bytes of payload to engines, and of answers to clients with the framing of their bodies."""
+
+    def __init__(self) -> None:
+        self.since = time.time()
+        self.errors: Counter[str] = Counter()
+        """Requests that the router answered itself, by code."""
+        self.rejected: Counter[str] = Counter()
+        """Calls that never became a request, by code: a bad head, a wrong key, a failed admin call."""
+        self.retries: Counter[str] = Counter()
+        """Retries by reason. `refused`: the engine took no connection; `hung_up`: it closed the connection without an
+        answer; `stale`: the same on a reused connection; `dead`: it reported a dead core."""
+        self.first_byte, self.duration = Histogram(), Histogram()
+        """Seconds to an answer's first byte, and seconds of requests that an engine answered in full."""
+        self.hold, self.gate = Histogram(), Histogram()
+        """Waiting seconds of requests that had to wait."""

@@ -8,7 +8,6 @@ a share of its KV cache. The router keeps the request until its answer begins, a
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from typing import cast
 
 from penstock.rooms import plugged_in
@@ -18,7 +17,6 @@ from penstock.router.client_connection import Call, ClientConnection
 from penstock.router.dispatcher import Dispatcher
 from penstock.router.gate import Waiter
 from penstock.router.http import RefusalError, RequestHead
-from penstock.router.memory import SECONDS, Histogram
 
 _LONG = 65_536
 """Bytes from which on a body is sent by itself instead of copied behind its head."""
@@ -245,10 +243,10 @@ class Exchange(Call, Waiter, ConnectionUser):
         metrics.bytes_in += self.bytes_in
         metrics.bytes_out += self.bytes_out
         if self.first_byte_at:
-            observe(metrics.first_byte, self.first_byte_at - self.started_at)
+            metrics.first_byte.observe(self.first_byte_at - self.started_at)
         if not self.outcome:
             metrics.answered += 1
-            observe(metrics.duration, now - self.started_at)
+            metrics.duration.observe(now - self.started_at)
         elif self.outcome == "cancelled":
             metrics.cancelled += 1
         elif self.outcome.startswith("broken"):
@@ -256,12 +254,6 @@ class Exchange(Call, Waiter, ConnectionUser):
         else:
             metrics.errors[self.outcome] += 1
         if self.hold_seconds:
-            observe(metrics.hold, self.hold_seconds)
+            metrics.hold.observe(self.hold_seconds)
         if self.gate_seconds:
-            observe(metrics.gate, self.gate_seconds)
-
-
-def observe(histogram: Histogram, seconds: float) -> None:
-    """Count one value: O(log buckets)."""
-    histogram.counts[bisect_left(SECONDS, seconds)] += 1
-    histogram.sum += seconds
+            metrics.gate.observe(self.gate_seconds)

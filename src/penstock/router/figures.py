@@ -12,9 +12,8 @@ from prometheus_client import generate_latest
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from penstock.router.dispatcher import Dispatcher
+from penstock.router.dispatcher import SECONDS, Dispatcher, Histogram, Metrics
 from penstock.router.exchange import Exchange
-from penstock.router.memory import SECONDS, Histogram, Metrics
 from penstock.router.other_calls import state_of
 from penstock.router.state import EngineLoad
 
@@ -71,7 +70,7 @@ def _known(dispatcher: Dispatcher) -> list[Metric]:
         _metric("held", "gauge", "Requests waiting now, by what they wait for.", gate.held_by(), "for"),
         gauge("held_bytes", "Bytes that are kept of requests that had to wait or came in pieces.", gate.held_bytes),
         gauge("gate_closed", "1 while the gate for all is closed.", gate.closed),
-        gauge("sessions", "Sessions known.", len(placement.sessions)),
+        gauge("sessions", "Sessions known.", len(placement.memory.sessions)),
         _metric("placements", "counter", "Requests placed, by the policy that chose.", placement.rules, "rule"),
         _metric("turns", "counter", "Requests placed, by what became of their session.", placement.turns, "session"),
     ]

@@ -1,20 +1,14 @@
-"""The router's view of engines' KV caches: their usage, and the prompt prefixes they have seen."""
+"""The usage of engines' KV caches, as their metrics report it."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections import OrderedDict
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from penstock.prefix_hash import parse_prefix_hashes
 from penstock.router.backend import Backend
 from penstock.router.dispatcher import Dispatcher
-from penstock.router.membership import Engine
-
-# --- usage ------------------------------------------------------------------------------------------------------------
 
 _DEADLINE_S = 2.0
 _MAX_ANSWER = 8 << 20
@@ -84,52 +78,3 @@ async def report_usage(dispatcher: Dispatcher, interval_s: float) -> None:
     while True:
         await asyncio.gather(*map(report, dispatcher.backends.values()))
         await asyncio.sleep(interval_s)  # an engine sends no event to wait for
-
-
-# --- beginnings of prompts --------------------------------------------------------------------------------------------
-
-
-class Prefixes:
-    """Maps prefix hashes to engines; a full map forgets the least recently used hash.
-
-    An engine may have evicted a prefix since it saw it, so this overestimates its cache. A prompt has up to 32 hashes.
-    """
-
-    def __init__(self, capacity: int = 131_072) -> None:
-        self._capacity = capacity
-        self._holders: OrderedDict[bytes, dict[Engine, int]] = OrderedDict()
-        """Engines that have seen a prefix, each with its `Engine.fillings` at that time."""
-
-    def __len__(self) -> int:
-        return len(self._holders)
-
-    boundaries = staticmethod(parse_prefix_hashes)
-
-    def note(self, engine: Engine, boundaries: Sequence[tuple[int, bytes]], least: int = 0) -> None:
-        """Note that `engine` gets a prompt with these prefixes of `least` or more tokens."""
-        holders = self._holders
-        for tokens, digest in boundaries:
-            if tokens < least:
-                continue
-            fillings = holders.setdefault(digest, {})
-            if engine not in fillings:
-                fillings = holders[digest] = {one: filling for one, filling in fillings.items() if _has(one, filling)}
-            fillings[engine] = engine.fillings
-            holders.move_to_end(digest)
-        while len(holders) > self._capacity:
-            holders.popitem(last=False)
-
-    def holders(self, boundaries: Sequence[tuple[int, bytes]], most: int) -> dict[str, int]:
-        """Return the names of up to `most` engines that have seen one of these prefixes, with the longest's tokens."""
-        found: dict[str, int] = {}
-        for tokens, digest in reversed(boundaries):
-            for engine, filling in self._holders.get(digest, {}).items():
-                if engine.name not in found and _has(engine, filling):
-                    found[engine.name] = tokens
-            if len(found) == most:
-                break
-        return found
-
-
-def _has(engine: Engine, filling: int) -> bool:
-    return not engine.left and engine.fillings == filling

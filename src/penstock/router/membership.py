@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar
 from urllib.parse import urlsplit
@@ -124,8 +124,9 @@ class Engine:
     """Tokens that its KV cache holds; 0: unknown."""
     fillings = 0
     """Times that its cache was emptied."""
-    _kv_reported = -1.0
-    _kv_reported_at = 0
+    kv_reported = -1.0
+    """Its last report of its KV usage; -1: none."""
+    kv_reported_at = 0
     """Tokens in flight when it reported its KV usage."""
 
     def __init__(self, entry: EngineEntry) -> None:
@@ -149,65 +150,7 @@ class Engine:
     @property
     def kv_usage(self) -> float:
         """Fraction of its KV cache in use: the last report and tokens placed since, so it may exceed 1; -1: unknown."""
-        placed = self.outstanding_tokens - self._kv_reported_at
-        if placed > 0 and self.kv_capacity and self._kv_reported >= 0:
-            return self._kv_reported + placed / self.kv_capacity
-        return self._kv_reported
-
-    def report_kv(self, usage: float, capacity: int) -> None:
-        self._kv_reported, self.kv_capacity, self._kv_reported_at = usage, capacity, self.outstanding_tokens
-
-
-MOST_TOKENS = 1 << 20
-"""Most tokens that a request's headers can claim if no engine reports a limit: today's longest contexts."""
-
-
-class EngineSet:
-    """The engines of the membership in force, each made by `make` from its entry."""
-
-    def __init__(self, make: Callable[[EngineEntry], Engine] = Engine) -> None:
-        self._make = make
-        self.engines: dict[str, Engine] = {}
-        self._arrange()
-
-    def set_engines(self, entries: Sequence[EngineEntry]) -> Collection[Engine]:
-        """Take over a full set; return the engines that left, whose sessions have no home.
-
-        Call `done` for their requests all the same. An engine with another URL or rank is a new one, even under its old
-        name.
-        """
-        before = dict(self.engines)
-        self.engines.clear()
-        for entry in entries:
-            known = before.get(entry.name)
-            if known is not None and known.entry.place == entry.place:
-                del before[entry.name]
-                if known.weight_version != entry.weight_version:
-                    known.fillings += 1  # its cache belongs to older weights
-                known.announce(entry)
-                self.engines[entry.name] = known
-            else:
-                self.engines[entry.name] = self._make(entry)
-        for engine in before.values():
-            engine.left = True
-        self._arrange()
-        return before.values()
-
-    def mark(self, engine: Engine, *, down: bool) -> None:
-        """Note whether an engine is down."""
-        engine.down = down
-        self._arrange()
-
-    def report_kv(self, engine: Engine, *, kv_usage: float, kv_capacity: int) -> None:
-        """Note an engine's report of its KV cache; negative usage and capacity 0: unknown."""
-        engine.report_kv(kv_usage, kv_capacity)
-        self._arrange()
-
-    def _arrange(self) -> None:
-        """Recompute open engines and limits after a change of engines."""
-        engines = self.engines.values()
-        self._open = [engine for engine in engines if engine.takes_new]
-        self._oldest = min([engine.weight_version for engine in self._open], default=0)
-        limits = [min(filter(None, (e.entry.max_model_len, e.kv_capacity)), default=MOST_TOKENS) for e in engines]
-        self.most_tokens = max(limits, default=MOST_TOKENS)
-        """Most tokens of one sequence on any engine."""
+        placed = self.outstanding_tokens - self.kv_reported_at
+        if placed > 0 and self.kv_capacity and self.kv_reported >= 0:
+            return self.kv_reported + placed / self.kv_capacity
+        return self.kv_reported

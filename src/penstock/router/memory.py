@@ -1,13 +1,94 @@
-"""The router's memory of the past: its sessions, and its counts."""
+"""The memory of placement for requests with hints: their sessions, their groups and the beginnings of their prompts."""
 
 from __future__ import annotations
 
-import time
 from collections import Counter, OrderedDict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from penstock.prefix_hash import parse_prefix_hashes
 from penstock.router.membership import Engine
-from penstock.router.policies import Hints
+from penstock.router.placement import Placement
+from penstock.router.policies import Defer, Hints, RequestView
+
+MOST_GROUPS = 16_384
+"""Most groups that are remembered; one more replaces the least recently used."""
+_NO_SAMPLES: Counter[str] = Counter()
+
+
+class Memory:
+    """Chooses the engine of a request with hints by what happened to earlier ones."""
+
+    def __init__(self, placement: Placement) -> None:
+        self.sessions = SessionTable()
+        self._placement = placement
+        self._prefixes = Prefixes()
+        self._groups: OrderedDict[str, Counter[str]] = OrderedDict()
+        """Samples of each group by engine."""
+
+    def choose(self, request: Hints, now: float, tried: Collection[Engine]) -> Engine | Defer | None:
+        """Choose an engine and set the request's `counted_tokens`; answers as `Placement.place`."""
+        placement, session_id = self._placement, request.session_id
+        record = None if session_id is None else self.sessions.get(session_id)
+        home = None if record is None else self._home(record.engine, request, tried)
+        if home is not None and not home.takes_new:
+            engine: Engine | Defer = home
+            placement.rules["draining"] += 1
+        else:
+            engines = placement.able(request, tried)
+            if not engines:
+                return None
+            engine = self._ask(engines, request, record, home)
+            if isinstance(engine, Defer):
+                return engine
+        if session_id is None:
+            turn = "single"
+        else:
+            turn = (
+                "opened" if record is None else "rehomed" if home is None else "stayed" if home is engine else "moved"
+            )
+            added = self.sessions.begin_turn(session_id, request, record, engine, now, again=bool(tried))
+            request.counted_tokens = added
+        placement.turns[turn] += 1
+        return engine
+
+    def _home(self, home: Engine, request: Hints, tried: Collection[Engine]) -> Engine | None:
+        if home in tried or home.weight_version < request.min_weight_version:
+            return None
+        return home if home.takes_new or (home.serves and self._placement.policy.sticky) else None
+
+    def _ask(
+        self, engines: Sequence[Engine], request: Hints, record: Session | None, home: Engine | None
+    ) -> Engine | Defer:
+        """Ask the policies; note the engine as one that has the prompt and a sample of the group."""
+        placement, boundaries = self._placement, ()
+        if placement.policy.reads_prefixes and request.prefix_hashes:
+            boundaries = parse_prefix_hashes(request.prefix_hashes)
+        group_id = None if home is not None else request.group_id
+        seen = RequestView(
+            request.session_id,
+            home,
+            0 if record is None else record.tokens,
+            record is not None,
+            request.prompt_tokens,
+            int(request.expected_tokens * self.sessions.added_share),
+            self._prefixes.holders(boundaries, len(placement.engines)) if boundaries else {},
+            self._groups.get(group_id or "", _NO_SAMPLES),
+            placement.placed,
+        )
+        engine = placement.ask(engines, seen)
+        if not isinstance(engine, Defer):
+            if boundaries:
+                self._prefixes.note(engine, boundaries, placement.config.prefix_length)
+            if group_id is not None:
+                self._groups.setdefault(group_id, Counter())[engine.name] += 1
+                self._groups.move_to_end(group_id)
+                if len(self._groups) > MOST_GROUPS:
+                    self._groups.popitem(last=False)
+        return engine
+
+
+# --- sessions ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -179,48 +260,48 @@ class SessionStats:
         return max(_LEAST_IDLE_S, _IDLE_PAUSES * self._paused_s / max(1, self._returns))
 
 
-SECONDS = (
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0,
-    1000.0, 2500.0,
-)  # fmt: skip
-"""Upper bounds of buckets: from a cached first token to an hour of waiting for a gate."""
+# --- beginnings of prompts --------------------------------------------------------------------------------------------
 
 
-class Histogram:
-    """Counts of seconds by bucket, and their sum; `exchange.observe` counts one."""
+class Prefixes:
+    """Maps prefix hashes to engines; a full map forgets the least recently used hash.
 
-    def __init__(self) -> None:
-        self.counts = [0] * (len(SECONDS) + 1)
-        self.sum = 0.0
-
-
-class Metrics:
-    """Plain counters, written by one event loop.
-
-    Once nothing is in flight, `requests` is the sum of `answered`, `errors`, `cancelled` and `broken`.
+    An engine may have evicted a prefix since it saw it, so this overestimates its cache. A prompt has up to 32 hashes.
     """
 
-    requests = 0
-    """Requests taken in: those with an acceptable head, for an engine."""
-    answered = 0
-    """Requests that an engine answered in full, whatever the status."""
-    cancelled = 0
-    """Requests whose client went away first."""
-    broken = 0
-    """Requests whose answer ended before it was complete."""
-    bytes_in = bytes_out = 0
-    """Bytes of payload to engines, and of answers to clients with the framing of their bodies."""
+    def __init__(self, capacity: int = 131_072) -> None:
+        self._capacity = capacity
+        self._holders: OrderedDict[bytes, dict[Engine, int]] = OrderedDict()
+        """Engines that have seen a prefix, each with its `Engine.fillings` at that time."""
 
-    def __init__(self) -> None:
-        self.since = time.time()
-        self.errors: Counter[str] = Counter()
-        """Requests that the router answered itself, by code."""
-        self.rejected: Counter[str] = Counter()
-        """Calls that never became a request, by code: a bad head, a wrong key, a failed admin call."""
-        self.retries: Counter[str] = Counter()
-        """Retries by reason. `refused`: the engine took no connection; `hung_up`: it closed the connection without an
-        answer; `stale`: the same on a reused connection; `dead`: it reported a dead core."""
-        self.first_byte, self.duration = Histogram(), Histogram()
-        """Seconds to an answer's first byte, and seconds of requests that an engine answered in full."""
-        self.hold, self.gate = Histogram(), Histogram()
-        """Waiting seconds of requests that had to wait."""
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def note(self, engine: Engine, boundaries: Sequence[tuple[int, bytes]], least: int = 0) -> None:
+        """Note that `engine` gets a prompt with these prefixes of `least` or more tokens."""
+        holders = self._holders
+        for tokens, digest in boundaries:
+            if tokens < least:
+                continue
+            fillings = holders.setdefault(digest, {})
+            if engine not in fillings:
+                fillings = holders[digest] = {one: filling for one, filling in fillings.items() if _has(one, filling)}
+            fillings[engine] = engine.fillings
+            holders.move_to_end(digest)
+        while len(holders) > self._capacity:
+            holders.popitem(last=False)
+
+    def holders(self, boundaries: Sequence[tuple[int, bytes]], most: int) -> dict[str, int]:
+        """Return the names of up to `most` engines that have seen one of these prefixes, with the longest's tokens."""
+        found: dict[str, int] = {}
+        for tokens, digest in reversed(boundaries):
+            for engine, filling in self._holders.get(digest, {}).items():
+                if engine.name not in found and _has(engine, filling):
+                    found[engine.name] = tokens
+            if len(found) == most:
+                break
+        return found
+
+
+def _has(engine: Engine, filling: int) -> bool:
+    return not engine.left and engine.fillings == filling

@@ -68,6 +68,13 @@ def _choose(dispatcher: Dispatcher, asked: _ChoiceBody) -> str | None:
     return engine.name
 
 
+def finish_session(dispatcher: Dispatcher, session_id: str) -> bool:
+    """Forget a session that has no further turn; return False if it was not known."""
+    known: bool = dispatcher.placement.memory.sessions.drop(session_id)
+    dispatcher.gate.room()
+    return known
+
+
 def state_of(dispatcher: Dispatcher) -> RouterState:
     """Return the answer to `GET /router/engines`."""
     gate, placement = dispatcher.gate, dispatcher.placement
@@ -78,7 +85,7 @@ def state_of(dispatcher: Dispatcher) -> RouterState:
         held_bytes=gate.held_bytes,
         held_by=gate.held_by(),
         requests=dispatcher.metrics.requests,
-        sessions=len(placement.sessions),
+        sessions=len(placement.memory.sessions),
         moved_sessions=placement.turns["moved"],
         placements=dict(placement.rules),
         policy=placement.config.model_dump(include=POLICY_OPTIONS),
@@ -107,7 +114,7 @@ def calls() -> dict[str, Callable[[Dispatcher, bytes], Any]]:
         "GET /router/engines": lambda dispatcher, _: state_of(dispatcher),
         "POST /router/choose": lambda dispatcher, body: {"engine": _choose(dispatcher, parse(_ChoiceBody, body))},
         "POST /router/sessions/finish": lambda dispatcher, body: {
-            "finished": dispatcher.finish_session(parse(_SessionBody, body).session_id)
+            "finished": finish_session(dispatcher, parse(_SessionBody, body).session_id)
         },
         "GET /router/metrics": metrics,
         "GET /metrics": metrics,

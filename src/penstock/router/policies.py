@@ -1,7 +1,7 @@
 """Placement policies: their input, their answers, and the default, `bounded-sticky`.
 
-A policy keeps nothing between calls, changes nothing and does no I/O. `placement.Placement` remembers where sessions
-live, which engines hold a prefix, and where a group's samples went. It passes them in with the request.
+A policy keeps nothing between calls, changes nothing and does no I/O. `memory.Memory` remembers where sessions live,
+which engines hold a prefix, and where a group's samples went. It passes them in with the request.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from hashlib import blake2b
+from functools import cached_property
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -84,21 +84,6 @@ class Policy:
         raise NotImplementedError
 
 
-def rendezvous(key: bytes, engines: Sequence[Engine]) -> Engine:
-    """Choose by highest random weight (Thaler and Ravishankar 1998)."""
-    # If an engine is lost, only its own keys move.
-    return max(engines, key=lambda engine: blake2b(key + engine.name.encode(), digest_size=8).digest())
-
-
-def breaking_tie(engines: Sequence[Engine], session_id: str | None, placed: int) -> Engine:
-    """Choose among equals: by rendezvous for a session, else in turn."""
-    if len(engines) == 1:
-        return engines[0]
-    if session_id is not None:
-        return rendezvous(session_id.encode(), engines)  # a restarted router chooses the same again
-    return engines[placed % len(engines)]
-
-
 Measure = Callable[[Engine], int]
 OUTSTANDING: Measure = attrgetter("outstanding")
 RESIDENT_TOKENS: Measure = attrgetter("resident_tokens")
@@ -113,88 +98,30 @@ def lowest(engines: Sequence[Engine], measure: Measure) -> Sequence[Engine]:
     return [engine for engine, value in zip(engines, values, strict=True) if value == least]
 
 
-_MOVE_COST = 2.0
-"""Cost of recomputing one token of context, in tokens of resident context that the session would no longer share."""
-_FAR_OVER = 2.0
-"""Multiple of the mean of resident tokens above which an engine is far over it."""
-_SHARED_SHARE = 2
-"""The shortest shared prefix that counts is the prompt's length divided by this."""
+def idlest_of(engines: Sequence[Engine]) -> Sequence[Engine]:
+    """Return the engines, at least one, with the fewest resident tokens, of them those with the fewest requests."""
+    idlest = lowest(engines, RESIDENT_TOKENS)
+    return lowest(idlest, OUTSTANDING) if len(idlest) > 1 else idlest
 
 
 class BoundedSticky(Policy):
-    """Placement bounded by resident tokens; `docs/explanation/placement.md` has the rules.
+    """The default: the engine with the fewest resident tokens, within bounds for requests with hints.
 
-    With several processes, each knows its own sessions and load, and has its share of every KV cache and of the slack.
-    A session without a home goes by rendezvous hash to an engine within the bound. So all processes send it to the same
-    engine unless that is overfull.
-
-    Bounded loads follow Mirrokni, Thorup and Zadimoghaddam (2018), with tokens as balls, since contexts differ by
-    orders of magnitude.
+    `other_policies.HintedSticky` has the latter. `docs/explanation/placement.md` has the rules.
     """
 
     sticky = True
     reads_prefixes = True
 
-    def __init__(self, config: RouterConfig) -> None:
-        super().__init__(config)
-        self._processes = config.workers
-        self._balance_factor = config.balance_factor
-        self._slack = config.slack_tokens / config.workers
+    @cached_property
+    def _hinted(self) -> Policy:
+        return plugged_in("router.hinted_sticky")(self._config)
 
     def choose(self, engines: Sequence[Engine], request: RequestView) -> Engine | Defer:
-        mean = sum(map(RESIDENT_TOKENS, engines)) / len(engines)
-        bound = self._balance_factor * mean + self._slack
-        home = request.home
-        if home is not None:
-            return home if home.resident_tokens <= bound else self._stay_or_move(home, engines, mean, request)
-        able = engines
-        if request.session_id is not None and not request.known:
-            able = [engine for engine in able if self._has_room(engine, request)]
-            if not able:
-                return Defer.WAIT
-        if self._processes > 1 and request.session_id is not None:
-            within = [engine for engine in able if engine.resident_tokens <= bound]
-            return rendezvous(request.session_id.encode(), within or able)
-        if request.group or request.prefixes:
-            able = self._preferred([engine for engine in able if engine.resident_tokens <= bound] or able, request)
-        idlest = lowest(able, RESIDENT_TOKENS)  # it is within the bound if any is
-        if len(idlest) > 1:
-            idlest = lowest(idlest, OUTSTANDING)
-        return breaking_tie(idlest, request.session_id, request.placed)
-
-    def _has_room(self, engine: Engine, request: RequestView) -> bool:
-        if not engine.kv_capacity or not engine.resident_tokens:
-            return True
-        context = engine.resident_tokens + request.prompt_tokens + request.expected_tokens
-        return context <= self._config.kv_admission * engine.kv_capacity / self._processes
-
-    def _preferred(self, engines: Sequence[Engine], request: RequestView) -> Sequence[Engine]:
-        """Return engines with the fewest samples of the group, then those with a prefix."""
-        if request.group:
-            near = min(map(RESIDENT_TOKENS, engines)) + self._slack
-            engines = [engine for engine in engines if engine.resident_tokens <= near]
-            engines = lowest(engines, lambda engine: request.group.get(engine.name, 0))
-        least = max(self._config.prefix_length, request.prompt_tokens / _SHARED_SHARE)
-        return [engine for engine in engines if request.prefixes.get(engine.name, 0) >= least] or engines
-
-    def _stay_or_move(self, home: Engine, engines: Sequence[Engine], mean: float, request: RequestView) -> Engine:
-        """Return home, or the least loaded engine if moving there clearly beats staying.
-
-        Moving costs recomputing the context, which an overfull cache has likely evicted anyway. Otherwise a session
-        leaves only an engine far over the mean: moving after every difference costs more than it gains (verl #6533).
-        """
-        context = max(request.home_tokens, request.prompt_tokens)
-        if home.kv_capacity and home.resident_tokens > home.kv_capacity / self._processes:
-            able, cost = [engine for engine in engines if engine is not home and self._has_room(engine, request)], 0.0
-        elif home.resident_tokens > _FAR_OVER * mean:
-            able, cost = [engine for engine in engines if engine is not home], _MOVE_COST * context
-        else:
-            return home
-        if not able:
-            return home
-        target = lowest(lowest(able, RESIDENT_TOKENS), OUTSTANDING)[0]
-        gain = home.resident_tokens - (target.resident_tokens + context)
-        return target if gain > max(cost, self._slack) else home
+        if request.session_id is not None or request.group or request.prefixes:
+            return self._hinted.choose(engines, request)
+        idlest = idlest_of(engines)
+        return idlest[request.placed % len(idlest)]
 
 
 class Policies:

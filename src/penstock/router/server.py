@@ -8,7 +8,7 @@ import os
 import socket
 
 from penstock.control_server import ControlServer, listen
-from penstock.errors import ConfigError, StateError
+from penstock.errors import ConfigError
 from penstock.guard import DATA_PATHS as ENGINE_PATHS
 from penstock.guard import has_key
 from penstock.process import most_connections
@@ -31,11 +31,13 @@ class Router:
 
     Every request but `GET /router/health` needs `api_key` (None: no key). Control calls come to a port of their own
     (`admin.py`). Those that change the router need `admin_key` (None: `api_key`). ConfigError: an unknown policy.
-    `process` is the index of this process among `config.workers` (`workers.py`).
+    `process` is the index of this process among `config.workers`; `sockets` listen already (`workers.py`).
     """
 
     control_ports: tuple[int, ...] = ()
     """The control port of each process of this router, once it listens."""
+    url = ""
+    """The URL where it listens, `http://host:port`, once it does."""
 
     def __init__(
         self,
@@ -44,6 +46,7 @@ class Router:
         api_key: str | None = None,
         admin_key: str | None = None,
         process: int = 0,
+        sockets: tuple[socket.socket, socket.socket] | None = None,
     ) -> None:
         self.config = config or RouterConfig()
         self._api_key, self._admin_key = api_key, admin_key
@@ -51,18 +54,11 @@ class Router:
         """Values of `Host` allowed in calls to the router itself, in addition to the names of `penstock.guard`."""
         self.dispatcher = Dispatcher(self.config, process=process)
         self.metrics = self.dispatcher.metrics
-        self.clients = Clients(self.config, self.metrics, self._open_call, most_connections())
+        self.clients = Clients(self.config, self.metrics.rejected, self._open_call, most_connections())
         self._data_paths = DATA_PATHS | {path.encode() for path in self.config.data_paths.split(",") if path}
-        self._servers: list[asyncio.Server] = []
+        self._sockets = sockets
+        self._server: asyncio.Server | None = None
         self._control: ControlServer | None = None
-        self._url = ""
-
-    @property
-    def url(self) -> str:
-        """The URL where it listens, `http://host:port`."""
-        if not self._url:
-            raise StateError("the router has not been started")
-        return self._url
 
     async def start(self) -> None:
         """Listen as configured.
@@ -70,25 +66,14 @@ class Router:
         Raises:
             ConfigError: an address cannot be used, or other machines can reach it and there is no key.
         """
-        refuse_open_host(self.config.host, self._api_key)
-        control = await self._listen()
+        config = self.config
+        refuse_open_host(config.host, self._api_key)
+        data, control = self._sockets or open_both(config.host, config.port, config.control_port)
+        self.control_ports = self.control_ports or (control.getsockname()[1],)  # before the first client asks for them
+        self._server = await asyncio.get_running_loop().create_server(self.accept, sock=data, backlog=BACKLOG)
         self._control = serve_control(self.dispatcher, control, self.hosts, self._api_key, self._admin_key)
-        # A name may have an address of each kind, where the control port has one: its clients must not ask the other.
-        data = next(sock for sock in self._servers[0].sockets if sock.family == control.family)
-        self._url = base_url(*data.getsockname()[:2])
+        self.url = base_url(*data.getsockname()[:2])
         self.dispatcher.sweep()
-
-    async def _listen(self) -> socket.socket:
-        """Open both ports, and return the socket of the control port."""
-        host, port, loop = self.config.host, self.config.port, asyncio.get_running_loop()
-        control = control_socket(host, self.config.control_port)
-        self.control_ports = (control.getsockname()[1],)  # before the first client can ask for them
-        try:
-            self._servers.append(await loop.create_server(self.accept, host, port, backlog=BACKLOG))
-        except OSError as error:
-            control.close()
-            raise cannot_listen(host, port, error) from error
-        return control
 
     def accept(self) -> ClientConnection:
         """Return the protocol for a new client connection."""
@@ -98,8 +83,8 @@ class Router:
         """Stop listening and end every connection; answers under way break off."""
         if self._control is not None:
             self._control.close()
-        for server in self._servers:
-            server.close()
+        if self._server is not None:
+            self._server.close()
         for client in list(self.clients.connected):
             client.transport.abort()
         await self.dispatcher.close()
@@ -120,20 +105,25 @@ class Router:
         return plugged_in("router.own_calls")(self, client, request, path)
 
 
-def control_socket(host: str, port: int) -> socket.socket:
-    """Return a socket that listens for control calls. ConfigError: the address cannot be used."""
+def open_both(host: str, port: int, control_port: int) -> tuple[socket.socket, socket.socket]:
+    """Return sockets that listen for clients and for control calls. ConfigError: as `open_socket`."""
+    control = open_socket(host, control_port)
     try:
-        return listen(host, port)
+        return open_socket(host, port, backlog=BACKLOG), control
+    except ConfigError:
+        control.close()
+        raise
+
+
+def open_socket(host: str, port: int, *, backlog: int = 128, shared: bool = False) -> socket.socket:
+    """Return a socket as `control_server.listen`. ConfigError: the address cannot be used."""
+    try:
+        return listen(host, port, backlog=backlog, shared=shared)
     except OSError as error:
-        raise cannot_listen(host, port, error) from error
-
-
-def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
-    """Return the error for an address that cannot be used."""
-    number = error.errno or 0  # negative numbers come from getaddrinfo, which has its own texts
-    hint = "; choose another port, or 0 for any free one" if number == errno.EADDRINUSE else ""
-    why = os.strerror(number) if number > 0 else error.strerror or error
-    return ConfigError(f"the router cannot listen on {host}:{port}: {why}{hint}")
+        number = error.errno or 0  # negative numbers come from getaddrinfo, which has its own texts
+        hint = "; choose another port, or 0 for any free one" if number == errno.EADDRINUSE else ""
+        why = os.strerror(number) if number > 0 else error.strerror or error
+        raise ConfigError(f"the router cannot listen on {host}:{port}: {why}{hint}") from error
 
 
 def base_url(host: str, port: int) -> str:

@@ -7,7 +7,6 @@ every process (`admin_client.py`). Until then, a process holds its requests.
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import logging
 import os
@@ -16,35 +15,18 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
-from penstock import control_server
 from penstock.errors import ConfigError
-from penstock.router.server import BACKLOG, Router, base_url, cannot_listen, control_socket
+from penstock.router.server import BACKLOG, Router, base_url, open_socket
 from penstock.router_settings import LAST_PORT, RouterConfig, refuse_open_host
 
 logger = logging.getLogger(__name__)
 
-STOP_S = 3
-"""Seconds between SIGTERM and SIGKILL."""
 _RESTART_S = 0.2
 """Seconds before an ended process is started again."""
 _PR_SET_PDEATHSIG = 1
-
-
-class Worker(Router):
-    """The router in one of several processes."""
-
-    sockets: tuple[socket.socket, socket.socket]
-    """One on the common port, and one on its control port. They listen already."""
-
-    async def _listen(self) -> socket.socket:
-        data, control = self.sockets
-        loop = asyncio.get_running_loop()
-        self._servers.append(await loop.create_server(self.accept, sock=data, backlog=BACKLOG))
-        return control
 
 
 def listen(host: str, port: int, count: int) -> list[socket.socket]:
@@ -53,13 +35,10 @@ def listen(host: str, port: int, count: int) -> list[socket.socket]:
     They listen at once. A connection waits in the queue until its process accepts, also while that process restarts.
     ConfigError: the address cannot be used.
     """
-    try:
-        # A socket that does not share detects a taken port, also one taken by another router's processes.
-        with control_server.listen(host, port) as alone:
-            port = alone.getsockname()[1]
-        return [control_server.listen(host, port, backlog=BACKLOG, shared=True) for _ in range(count)]
-    except OSError as error:
-        raise cannot_listen(host, port, error) from error
+    # A socket that does not share detects a taken port, also one taken by another router's processes.
+    with open_socket(host, port) as alone:
+        port = alone.getsockname()[1]
+    return [open_socket(host, port, backlog=BACKLOG, shared=True) for _ in range(count)]
 
 
 def router_of_worker(
@@ -78,11 +57,11 @@ def router_of_worker(
     first, last = config.control_port, config.control_port + config.workers - 1
     if last > LAST_PORT:
         raise ConfigError(f"router.control_port {first} is too high: {config.workers} workers take the ports to {last}")
-    control = [control_socket(host, first and first + index) for index in range(config.workers)]
+    control = [open_socket(host, first and first + index) for index in range(config.workers)]
     ready(base_url(host, port))
     index = _forked(config.workers)
-    router = Worker(config, api_key=api_key, admin_key=admin_key, process=index)
-    router.sockets = listening[index], control[index]
+    sockets = listening[index], control[index]
+    router = Router(config, api_key=api_key, admin_key=admin_key, process=index, sockets=sockets)
     router.control_ports = tuple(sock.getsockname()[1] for sock in control)
     return router
 
@@ -112,7 +91,10 @@ def _forked(count: int) -> int:
             time.sleep(_RESTART_S)
     finally:
         if os.getpid() == parent:
-            _end(workers)
+            for pid in workers:
+                os.kill(pid, signal.SIGKILL)  # answers under way break off, as at the end of one process
+            for pid in workers:
+                os.waitpid(pid, 0)  # the port is free when this process has ended
 
 
 def _exit(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001 - the signal module's own signature
@@ -126,21 +108,3 @@ def _end_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent ended before the call
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _end(workers: dict[int, int]) -> None:
-    """End processes and wait for their end; answers under way break off."""
-
-    def send(number: int) -> None:
-        for pid in workers:
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
-
-    def kill(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the signal module's own signature
-        send(signal.SIGKILL)
-
-    signal.signal(signal.SIGALRM, kill)
-    signal.alarm(STOP_S)
-    send(signal.SIGTERM)
-    for pid in list(workers):
-        os.waitpid(pid, 0)
