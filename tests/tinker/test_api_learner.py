@@ -12,7 +12,7 @@ from sqlalchemy import select, update
 from test_api_futures import never
 from tinker_rig import BASE, Rig, learner_at, parts, rig, until
 
-from penstock.tinker import futures, learner_client, service_state
+from penstock.tinker import futures, service_state, training
 from penstock.tinker.database import futures as table
 from penstock.tinker.database import sessions
 from penstock.tinker.futures import Futures
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("shared_fleet")
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learner_client, "AGAIN_S", 0.02)
+    monkeypatch.setattr(training, "AGAIN_S", 0.02)
 
 
 @asynccontextmanager

@@ -27,10 +27,10 @@ from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 from penstock.tinker.api import serving
 from penstock.tinker.database import Database
-from penstock.tinker.learner_client import REFUSED
 from penstock.tinker.schema import PROTO_TYPE, pb
 from penstock.tinker.service_state import About, Options
 from penstock.tinker.tenants import Tenant, Tenants
+from penstock.tinker.training import REFUSED
 
 BASE = "sorter"
 KEY, OTHER_KEY = "tml-key-of-alice", "tml-key-of-robert"

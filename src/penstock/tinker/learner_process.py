@@ -1,7 +1,7 @@
 """The learner process, `python -m penstock.tinker.learner_process`, trains all models.
 
 It serves HTTP on a Unix socket. `POST /operations/ID` runs the operation in the header `X-Operation` on the model in
-`X-Model`. It answers with the SDK's result, or with a status of `learner_client.py` and the reason. If the ID of a
+`X-Model`. It answers with the SDK's result, or with a status of `training.py` and the reason. If the ID of a
 model's last operation is repeated, it waits for that operation or gets its answer. 412 means that `X-Incarnation` names
 another start, so nothing was done. Operations of one model run in the order of arrival; several models take turns.
 `GET /models` returns the models and the current start.
@@ -38,9 +38,9 @@ from penstock.errors import LearnerError, PenstockError, UserError
 from penstock.fleet.remote import FleetClient, RemoteAdapters
 from penstock.router_settings import Section
 from penstock.tinker.children import run_child
-from penstock.tinker.learner_client import ANOTHER, FAILED, INCARNATION, REFUSED
 from penstock.tinker.models import ALPHA, Models
 from penstock.tinker.schema import PROTO_TYPE
+from penstock.tinker.training import ANOTHER, FAILED, REFUSED, START_HEADER
 from penstock.tinker.training_data import Batch, Sizes, decode, encode, joined
 from penstock.train.batching import default_device, micro_batch_tokens
 from penstock.train.interface import AdamSpec, LoraSpec, Outputs
@@ -268,7 +268,7 @@ def build_app(queue: LearnerQueue) -> Starlette:
     async def operate(request: Request) -> Response:
         headers = request.headers
         kind, model = headers.get("X-Operation", ""), headers.get("X-Model", "")
-        if headers.get(INCARNATION, incarnation) != incarnation:
+        if headers.get(START_HEADER, incarnation) != incarnation:
             return Response("this is another start of the learner", ANOTHER)
         return await queue.run(request.path_params["request_id"], kind, model, await request.body())
 

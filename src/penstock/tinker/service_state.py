@@ -16,11 +16,10 @@ from penstock.fleet.fleet import Fleet
 from penstock.tinker.checkpoints import Checkpoints
 from penstock.tinker.database import Database
 from penstock.tinker.futures import HOLD_S, MAIN, SAMPLE, Futures, Operation, Outcome
-from penstock.tinker.learner_client import LearnerClient
 from penstock.tinker.sampling import Sampling
 from penstock.tinker.sessions import Sessions
 from penstock.tinker.tenants import Tenants
-from penstock.tinker.training import Training
+from penstock.tinker.training import LearnerClient, Training
 
 SWEEP_S = 60.0
 """Seconds between two sweeps of expired checkpoints, old results and silent sessions."""
