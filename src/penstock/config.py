@@ -236,6 +236,15 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
 
+    @model_validator(mode="after")
+    def _has_verifiers_play(self) -> Self:
+        if self.environment.name.startswith("verifiers:") and self.rollout.generator != "agent":
+            raise ValueError(
+                "verifiers itself plays the tasks of environment.name: verifiers:ID: set rollout.generator: agent and "
+                "rollout.agent.callable: penstock.gateway.verifiers:play"
+            )
+        return self
+
     @property
     def learner_model(self) -> str:
         """Path or hub name of the checkpoint that the learner starts from."""

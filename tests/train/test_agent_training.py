@@ -15,6 +15,7 @@ from penstock.config import RunConfig
 from penstock.errors import ConfigError
 from penstock.gateway.agent import Episode
 from penstock.observe.run_folder import RunFolder
+from penstock.options import validate
 from penstock.train.run import run
 
 PROGRAM = Path(__file__).parents[1] / "gateway" / "agent_program.py"
@@ -113,6 +114,12 @@ async def test_a_command_plays_the_episodes_and_its_output_is_kept_up_to_a_numbe
     logs = list((tmp_path / "test" / "logs" / "agents").iterdir())
     assert len(logs) == 3
     assert all("said" in log.read_text() for log in logs)
+
+
+def test_tasks_that_verifiers_plays_need_the_agent() -> None:
+    given = {"engine": {"model": "m"}, "environment": {"name": "verifiers:reverse-text"}}
+    with pytest.raises(ConfigError, match=r"rollout\.generator: agent and rollout\.agent\.callable"):
+        validate(RunConfig, given)
 
 
 @pytest.mark.parametrize(
