@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from run_cli import environment, forked, penstock, python_without
 
 from penstock import __version__
+from run_cli import environment, forked, penstock, python_without
 
 SIM = "engine: {model: any-name, profile: sim}\n"
 

@@ -8,11 +8,11 @@ import signal
 from pathlib import Path
 
 import aiohttp
-from run_cli import PENSTOCK, environment
 
 from chat_model import save_chat_tokenizer
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
+from run_cli import PENSTOCK, environment
 
 DEADLINE_S = 300.0
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import orjson
 import pytest
-from canned import answer, canned
 
+from canned import answer, canned
 from patience import WAIT_S
 from penstock.engine.client import DataClient
 from penstock.engine.vanilla import VanillaReplies
