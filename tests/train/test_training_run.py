@@ -224,6 +224,31 @@ async def test_a_learner_that_fails_after_ctrl_c_is_not_the_reason_of_the_end(
     assert ended.is_set(), "the end of the engines was not cut off"
 
 
+async def test_a_learner_that_fails_after_the_start_of_the_engines_does_not_cut_off_their_end(
+    chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, ended = threading.Event(), asyncio.Event()
+
+    @asynccontextmanager
+    async def quick(*_: object, **__: object) -> AsyncGenerator[None]:
+        try:
+            asyncio.get_running_loop().call_later(0.2, started.set)
+            yield
+        finally:
+            await asyncio.sleep(0.2)
+            ended.set()
+
+    def refuse(*_: object, **__: object) -> None:
+        assert started.wait(WAIT_S)
+        raise ConfigError("the model cannot be packed")
+
+    monkeypatch.setattr("penstock.train.run.Fleet.launch", quick)
+    monkeypatch.setattr("penstock.train.ranks.LocalLearner", refuse)
+    with pytest.raises(ConfigError, match="the model cannot be packed"):
+        await asyncio.wait_for(run(fleet_config(chat_model, tmp_path), resume=False, reporter=Recorder()), WAIT_S)
+    assert ended.is_set(), "the end of the engines was cut off"
+
+
 class Waiting(Recorder):
     """Says when the first step is done."""
 

@@ -178,9 +178,11 @@ async def _run(
         # The learner loads in a thread while the engines start, and ends their start if it fails. A colocated learner
         # loads while they sleep.
         loading = None if config.train.schedule == "colocated" else asyncio.create_task(_load(config, ranks))
+        started = asyncio.Event()
 
         async def work() -> Summary:
             async with opening as fleet, open_generator(fleet) as generator:
+                started.set()
                 training = train(
                     config,
                     fleet,
@@ -197,7 +199,9 @@ async def _run(
 
         async def failure() -> None:
             if loading is not None:
-                await loading
+                await asyncio.gather(loading, return_exceptions=True)
+                if not started.is_set():  # later, `work` hears of it, and the end of its engines must not be cut off
+                    loading.result()
             await asyncio.Event().wait()
 
         return (await settled(work(), failure())).result()
