@@ -84,6 +84,16 @@ def test_a_file_of_another_checkpoint_or_with_another_bit_is_refused(tmp_path: P
 
 
 @pytest.mark.parametrize(
+    "damage", [Path.unlink, lambda file: file.write_bytes(b""), lambda file: os.truncate(file, 50)]
+)
+def test_tensors_whose_list_is_lost_or_damaged_are_refused(tmp_path: Path, damage: Callable[[Path], object]):
+    path = save(tmp_path, 1, writer())
+    damage(path / ".metadata")
+    with pytest.raises(CheckpointError, match=r"cannot be read .rank 0: .*go on from another checkpoint"):
+        read(path)
+
+
+@pytest.mark.parametrize(
     "record", ["[" * 100_000, "{", "", "[]", "7", '{"format": "other"}', f'{{"format": "{FORMAT}"}}']
 )
 def test_a_record_that_cannot_be_read_is_refused(tmp_path: Path, record: str):

@@ -18,7 +18,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +144,9 @@ def read_tensors(
         CheckpointError: a tensor cannot be read on some rank.
     """
     try:
-        entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        entries: Mapping[str, Any] = {}
+        with suppress(Exception):  # `dcp.load` fails in the same way, and tells every rank
+            entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
         tensors = {
             name: blank(name, entry.size, entry.properties.dtype)
             for name, entry in entries.items()
