@@ -94,12 +94,20 @@ async def test_a_rank_that_cannot_start_is_named(micro_model: str, tmp_path: Pat
 
 
 OWN = """
-import os
+import os, threading
+from penstock.errors import UserError
 from penstock.train.losses import LOSSES
+
+class OwnError(UserError):
+    def __init__(self, message, *, lock):
+        super().__init__(message)
+        self.lock = lock
 
 def mine(terms, limits):
     if os.path.exists("BROKEN") and os.environ.get("RANK") == "1":
         raise ValueError("not today")
+    if os.path.exists("OWN"):
+        raise OwnError("never", lock=threading.Lock())
     return LOSSES["dapo"](terms, limits)
 """
 
@@ -132,6 +140,10 @@ async def test_a_loss_of_ones_own_is_computed_by_every_rank(
         with pytest.raises(PenstockError, match=r"losses_of_mine:mine' failed: ValueError: not today"):
             await asyncio.to_thread(two.step, batch)  # rank 0 would have taken it
         (tmp_path / "BROKEN").unlink()
+        (tmp_path / "OWN").touch()
+        with pytest.raises(PenstockError, match="never"):  # an error that no pickle holds
+            await asyncio.to_thread(two.step, batch)
+        (tmp_path / "OWN").unlink()
         assert (await asyncio.to_thread(two.step, batch))["loss"] != here["loss"]
 
 

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from penstock.config import TrainConfig
 from penstock.control_types import TensorSpec
 from penstock.errors import LearnerError, PenstockError
+from penstock.start_report import error_from_json, error_to_json
 from penstock.train.batching import MicroBatch, collate
 from penstock.train.interface import AdamSpec, Datum, Learner, Outputs
 from penstock.train.learner import LocalLearner, ServedDtype, Sums
@@ -144,10 +145,10 @@ class ShardedLearner(LocalLearner):
         try:
             whole = super()._batches(data, loss)
         except PenstockError as error:
-            refusal = error
+            refusal = error_to_json(error)  # the class of a user's error may not bear to be sent
         for found in self._ranks.exchange(refusal):
             if found is not None:
-                raise found
+                raise error_from_json(found)
         return self._share(whole)
 
     def _share(self, whole: Sequence[MicroBatch]) -> list[MicroBatch]:
@@ -257,9 +258,9 @@ class RankedLearner(Learner):
         """Make every rank call a method of its shard. Return this rank's result, or raise the error of all."""
         with self._together(command, *arguments, **options):
             found, mine = _try(self._part, command, arguments, options)
-            for rank, error in enumerate(self._group.exchange(mine)):
-                if mine is None and error is not None:  # the ranks now hold different states
-                    raise LearnerError(f"rank {rank} of the learner failed: {error}")
+            for rank, why in enumerate(self._group.exchange(_said(mine))):
+                if mine is None and why is not None:  # the ranks now hold different states
+                    raise LearnerError(f"rank {rank} of the learner failed: {why}")
         if mine is not None:
             raise mine
         return found
@@ -327,7 +328,7 @@ def serve(group: RankGroup) -> None:
             for gathering in part.gather(*arguments).values():
                 wait_tensor(gathering)
         else:
-            group.exchange(_try(part, command, arguments, options)[1])
+            group.exchange(_said(_try(part, command, arguments, options)[1]))
 
 
 def _try(part: ShardedLearner, command: str, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
@@ -336,6 +337,10 @@ def _try(part: ShardedLearner, command: str, arguments: Sequence[Any], options: 
         return getattr(part, command)(*arguments, **options), None
     except PenstockError as error:
         return None, error
+
+
+def _said(error: PenstockError | None) -> str | None:
+    return None if error is None else str(error)
 
 
 def _added(sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
