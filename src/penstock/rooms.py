@@ -34,7 +34,6 @@ PLACES = {
     "generator.agent": "penstock.gateway.agent:AgentRollouts",
     "kept_kv.core": "penstock.plugin.kept_kv:KeptKV",
     "launcher.ray": "penstock.fleet.ray_engines:RayLauncher",
-    "lifeline": "penstock.lifeline:watch_lifeline",
     "load.direct": "penstock.plugin.direct:DirectLoads",
     "launch.says": "penstock.start_report:says",
     "lent.check": "penstock.weights.transfer:check_same_bits",

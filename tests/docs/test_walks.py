@@ -18,9 +18,9 @@ SOURCE = ROOT / "src" / "penstock"
 WALKS = (ROOT / "ARCHITECTURE.md").read_text().partition("## Walks")[2].partition("## States")[0]
 TITLES = {REQUEST: "A request", UPDATE: "An update", DEATH: "A death"}
 
-NO_STEPS = {"fleet/pausing.py", "lifeline.py"}
-"""Files that run beside a walk. `pausing.py` holds a probe's answer against what the fleet is in, where a broken
-connection shows a death before the end of the process does. `lifeline.py` waits in a thread of a new engine."""
+NO_STEPS = {"fleet/pausing.py"}
+"""It holds a probe's answer against what the fleet is in, where a broken connection shows a death before the end of the
+process does."""
 
 ENGINES_SIDE = ("plugin/", "weights/")
 """What simulated engines, which have none of it, do not run, or run in other places."""

@@ -11,13 +11,14 @@ import os
 import sys
 import uuid
 
+from penstock.lifeline import watch_lifeline
 from penstock.plugin import INSTANCE_VARIABLE
 from penstock.rooms import plugged_in
 
 
 def main() -> None:
     """Tie this process group to the launcher's life, and run vLLM's server."""
-    plugged_in("lifeline")()
+    watch_lifeline()
     os.environ[INSTANCE_VARIABLE] = uuid.uuid4().hex  # vLLM's own id is so short that two servers may share it
     if importlib.util.find_spec("vllm.entrypoints.launchers") is None:
         plugged_in("compat.server")()
