@@ -108,6 +108,18 @@ def test_other_users_cannot_take_a_lock(tmp_path: Path) -> None:
         assert stat.S_IMODE((tmp_path / ".run.lock").stat().st_mode) == 0o600
 
 
+def test_a_disk_that_is_full_is_said_to_take_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with (
+        pytest.raises(UserError, match=r"cannot lock .*No space left.*choose a run_dir"),
+        RunFolder.lock(tmp_path / "x"),
+    ):
+        pass
+
+
 def test_a_folder_that_takes_no_lock_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"cannot write .*file/\.run\.lock"), RunFolder.lock(tmp_path / "file" / "run"):

@@ -78,6 +78,8 @@ class RunFolder:
         with held:
             try:
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                now = datetime.now(UTC).isoformat(sep=" ", timespec="seconds")
+                file.write_text(f"process {os.getpid()} on {socket.gethostname()} since {now}\n")
             except BlockingIOError:
                 holder = file.read_text(errors="replace").strip() or "another process"
                 raise UserError(
@@ -86,8 +88,6 @@ class RunFolder:
                 ) from None
             except OSError as error:
                 raise UserError(f"cannot lock {file}: {error}; choose a run_dir on another file system") from error
-            now = datetime.now(UTC).isoformat(sep=" ", timespec="seconds")
-            file.write_text(f"process {os.getpid()} on {socket.gethostname()} since {now}\n")
             _locks.add(held)
             try:
                 yield
