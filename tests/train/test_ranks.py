@@ -16,6 +16,7 @@ import pytest_asyncio
 import torch
 from random_trajectories import trajectories_of
 from safetensors.torch import load_file, save_file
+from torch._C._distributed_c10d import _get_work_registry_size
 from torch.distributed.tensor import DTensor
 from training_setup import save_nano_model
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -180,6 +181,17 @@ async def test_a_refusal_in_the_midst_of_a_step_does_not_leave_the_others_waitin
     loss = LossSpec({"dapo": 1.0})
     with pytest.raises(RuntimeError, match="rank 0 refused in the midst of a step: only here"):
         part._measure(part._share(LocalLearner._batches(part, [datum(1.0)], loss))[0], loss)
+
+
+async def test_weights_that_nobody_reads_to_the_end_leave_no_memory(group: RankGroup, micro_model: str):
+    learner = learner_of(group, micro_model)
+    before = _get_work_registry_size()
+    for _ in range(2):
+        passed = iter(learner.weights(None))
+        while _get_work_registry_size() == before:
+            next(passed)  # until the next unit is under way
+        del passed
+        assert _get_work_registry_size() == before
 
 
 async def test_a_batch_below_the_bound_is_shared_by_the_ranks(group: RankGroup, micro_model: str):

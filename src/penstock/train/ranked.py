@@ -10,7 +10,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -268,15 +268,20 @@ class RankedLearner(Learner):
     def _gather_all(self, merged: str | None = None) -> Iterator[tuple[str, Tensor]]:
         units = iter(range(self._part.units))
         following = [self._gather(next(units), merged)]
-        while following:
-            tensors = self._take(following.pop(), merged)
-            begun = False
-            while tensors:
-                # Each tensor is released once yielded, so only the following unit is held in addition.
-                yield tensors.pop(0)
-                if not begun:  # the reader has now released the unit before
-                    following += [self._gather(unit, merged) for unit in itertools.islice(units, 1)]
-                    begun = True
+        try:
+            while following:
+                tensors = self._take(following.pop(), merged)
+                begun = False
+                while tensors:
+                    # Each tensor is released once yielded, so only the following unit is held in addition.
+                    yield tensors.pop(0)
+                    if not begun:  # the reader has now released the unit before
+                        following += [self._gather(unit, merged) for unit in itertools.islice(units, 1)]
+                        begun = True
+        finally:
+            for tensor in (tensor for gathering in following for tensor in gathering.values()):
+                with suppress(RuntimeError):  # the reader broke off; torch keeps a tensor until somebody waits for it
+                    wait_tensor(tensor)
 
     def _gather(self, unit: int, merged: str | None) -> dict[str, Tensor]:
         with self._together("gather", unit, merged):
