@@ -259,6 +259,7 @@ def one_engine(**given: object) -> bytes:
     return json.dumps({"epoch": 9, "engines": [{"name": "a", "url": "http://a:1", **given}]}).encode()
 
 
+TWICE = json.dumps({"epoch": 9, "engines": [{"name": "a", "url": f"http://a:{port}"} for port in (1, 2)]}).encode()
 BAD_CALLS = [
     ("PUT", "/router/engines", b"{", 400, "Invalid JSON"),
     ("PUT", "/router/engines", b'{"epoch": "1", "engines": []}', 400, "epoch"),
@@ -270,6 +271,7 @@ BAD_CALLS = [
     ("PUT", "/router/engines", one_engine(url="http://a..b:1"), 400, "engines.0.url"),
     ("PUT", "/router/engines", one_engine(name="a b"), 400, "engines.0.name"),
     ("PUT", "/router/engines", one_engine(wv=1), 400, "wv"),
+    ("PUT", "/router/engines", TWICE, 400, "body: two engines have the name 'a'; give each its own"),
     ("PUT", "/router/engines", one_engine(dp_rank=-1), 400, "engines.0.dp_rank"),
     ("PUT", "/router/engines", one_engine(weight_version=2**64), 400, "engines.0.weight_version"),
     ("PUT", "/router/engines", one_engine(dp_rank=2**64), 400, "engines.0.dp_rank"),

@@ -236,6 +236,23 @@ async def test_nothing_stays_when_the_parent_is_killed(tmp_path: Path, *, stoppe
         await asked(refused, bool)
 
 
+async def test_a_signal_that_comes_while_processes_start_ends_them() -> None:
+    for wait_s in (0.002, 0.005, 0.008, 0.011):
+        launched = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "penstock.router", '{"workers": 8}', stdout=asyncio.subprocess.PIPE
+        )
+        assert launched.stdout is not None
+        async with asyncio.timeout(WAIT_S):
+            await launched.stdout.readline()
+            await asyncio.sleep(wait_s)
+            launched.terminate()
+            try:
+                assert await launched.wait() in {0, -signal.SIGTERM}
+            finally:
+                with suppress(ProcessLookupError):
+                    launched.kill()
+
+
 async def test_a_port_that_another_router_shares_out_is_taken() -> None:
     sockets = listen("127.0.0.1", 0, 2)
     try:

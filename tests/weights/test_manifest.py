@@ -10,7 +10,7 @@ import pytest
 
 from penstock.checks import parse_json
 from penstock.errors import WeightsError
-from penstock.weights.manifest import WeightManifest
+from penstock.weights.manifest import WeightManifest, differ
 
 GOOD = {"version": 1, "transport": "disk", "location": {}, "tensors": [["w", "float32", [2, 3], 0, 5]]}
 MALFORMED = [
@@ -33,3 +33,16 @@ def test_json_that_is_nested_without_end_is_a_named_error() -> None:
     for loads in (json.loads, orjson.loads):
         with pytest.raises(WeightsError, match="the note is not JSON that can be read"):
             parse_json(b"[" * 100_000, "the note", WeightsError, loads=loads)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "differing"),
+    [
+        ("a-b", "a-b", False),
+        ("a-b", "a-c", True),
+        ("sums:x-sums:x", "sums:x-b", False),
+        ("spread:b-spread:c", "split:b-split:d", False),
+    ],
+)
+def test_engines_differ_where_a_rank_of_one_kind_does(one: str, other: str, *, differing: bool) -> None:
+    assert differ(one, other) == differ(other, one) == differing

@@ -61,4 +61,4 @@ def parse(model: type[T], body: bytes) -> T:
         return _reader_of(model).validate_json(body)
     except ValidationError as error:
         what = "; ".join(f"{'.'.join(str(part) for part in e['loc']) or 'body'}: {e['msg']}" for e in error.errors())
-        raise UserError(f"the body does not fit: {what}") from None
+        raise UserError(f"the body does not fit: {what.replace('Value error, ', '')}") from None

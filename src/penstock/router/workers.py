@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 _RESTART_S = 0.2
 """Seconds before an ended process is started again."""
+_ENDS = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1
 
 
@@ -68,23 +69,25 @@ def router_of_worker(
 
 def _forked(count: int) -> int:
     """Fork `count` processes, replace those that end, and return in each its index."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _ENDS:
         signal.signal(number, _exit)
     parent, workers = os.getpid(), dict[int, int]()
     missing = list(range(count))
     try:
         while True:
             while missing:
+                signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)  # Python drops the handler's exit within a fork
                 try:
                     pid = os.fork()
+                    if not pid:
+                        _end_with(parent)
+                        return missing[0]
+                    workers[pid] = missing.pop(0)
                 except OSError as error:  # no process is left; that may pass, and the other workers serve
                     logger.warning("router worker %d cannot be started yet: %s", missing[0], error)
                     time.sleep(_RESTART_S)
-                    continue
-                if not pid:
-                    _end_with(parent)
-                    return missing[0]
-                workers[pid] = missing.pop(0)
+                finally:
+                    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDS)
             pid, status = os.wait()
             missing.append(index := workers.pop(pid))
             logger.warning("router worker %d ended with status %d", index, os.waitstatus_to_exitcode(status))
@@ -103,7 +106,7 @@ def _exit(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001 - t
 
 def _end_with(parent: int) -> None:
     """End this process with its parent, even if stopped: its socket keeps the port."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _ENDS:
         signal.signal(number, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent ended before the call
