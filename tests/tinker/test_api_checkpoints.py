@@ -82,8 +82,10 @@ async def test_a_replaced_checkpoint_stays_until_its_successor_is_recorded(
         if step == "size_of":
             assert "no descriptor" in (await service.result(future))["error"]
         await until(lambda: failed)
-        await service.result(await service.step(model, 3))  # begins after the end of the save
         assert old.is_dir()
+        monkeypatch.undo()
+        await service.result(await service.step(model, 3))  # begins after the end of the save
+        assert old.is_dir() or step == "record"
         load = {"path": path, "optimizer": True, "model_id": model, "seq_id": 4}
         assert "error" not in await service.done("load_weights", load)
 

@@ -137,6 +137,8 @@ async def test_keys_that_change_count_when_their_file_has_settled(
         assert "is no regular file" in caplog.text
         keys.unlink()
         assert await statuses(service) == [401, 200]
+        keys.symlink_to(keys)
+        assert await statuses(service) == [401, 200], "the file cannot be reached"
 
 
 def run(*arguments: str) -> BaseException | None:

@@ -16,7 +16,7 @@ from sqlalchemy import func, select
 from tinker_rig import KEY, OTHER_KEY, Rig, fleet_of, parts, rig, until
 
 from patience import WAIT_S
-from penstock.errors import ConfigError, UserError
+from penstock.errors import ConfigError, StateError, UserError
 from penstock.tinker import futures, requests
 from penstock.tinker.api import serving
 from penstock.tinker.database import Database, usage
@@ -187,6 +187,11 @@ async def test_what_cannot_run_is_a_failed_future_that_says_why(tmp_path: Path) 
                 "optim_step",
                 {"model_id": model, "seq_id": 6, "adam_params": {"learning_rate": None}},
                 "adam_params.learning_rate: Input should be a valid number (got None)",
+            ),
+            (
+                "optim_step",
+                {"model_id": model, "seq_id": 7, "adam_params": {"learning_rate": True}},
+                "adam_params.learning_rate: Input should be a valid number (got True)",
             ),
             (
                 "save_weights_for_sampler",
@@ -388,6 +393,30 @@ async def test_futures_outlive_the_process(tmp_path: Path) -> None:
             assert "metrics" in await service.result(later)
             assert [kind for kind, _ in found.learner.done] == ["create_model", "optim_step", "optim_step"]
             assert found.learner.models[model] == 2
+
+
+async def test_a_model_goes_on_once_the_database_has_the_outcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = [StateError("disk full")] * 2
+    charge = futures.charge
+
+    def full_at_first(*given: Any) -> None:
+        if errors:
+            raise errors.pop()
+        charge(*given)
+
+    async with parts(tmp_path) as found:
+        async with found.process() as service:
+            model = await service.model()
+            monkeypatch.setattr(futures, "charge", full_at_first)
+            monkeypatch.setattr(futures, "BEAT_S", 0.05)
+            steps = [await service.step(model, seq) for seq in (1, 2)]
+            assert all(["metrics" in await service.result(step) for step in steps])
+            await until(lambda: len(found.learner.done) == 3)
+        async with found.process() as service:
+            assert all(["metrics" in await service.result(step) for step in steps])
+        assert found.learner.done[1:] == [("optim_step", step["request_id"]) for step in steps], "each once"
 
 
 async def test_a_second_process_serves_the_same_futures_and_samples(tmp_path: Path) -> None:

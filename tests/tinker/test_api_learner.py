@@ -66,7 +66,7 @@ async def test_a_model_goes_on_from_its_last_save_after_its_client_was_told(tmp_
         cut, queued = await service.step(model, 4), await service.step(model, 5)
         await asyncio.sleep(0.2)
         await life.aclose()
-        service.learner.kept.clear()
+        service.learner.last.clear()
         told = await service.result(cut)
         assert "the learner" in told["error"]
         assert "last save" in told["error"]

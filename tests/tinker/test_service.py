@@ -11,7 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 from sdk_rig import ANSWER, BASE, PROMPT, call, client_of, service_of
 
 import tinker
@@ -222,3 +224,23 @@ async def test_a_process_that_hangs_is_killed_and_what_was_lost_fails(service: S
     assert stopped[1] != service.api.pid
     for child in (service.learner, service.api):
         child.patience_s = 60.0
+
+
+async def test_a_model_without_a_configuration_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_entry(*_: object) -> None:
+        raise LocalEntryNotFoundError("it has no such file")
+
+    monkeypatch.setattr("penstock.tinker.service.check_on_hub", lambda *_: None)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", no_entry)
+    (tmp_path / "folder" / "config.json").mkdir(parents=True)
+    for model, why in (
+        ("some/weights", "some/weights/config.json cannot be read: it has no such file"),
+        (str(tmp_path), "config.json cannot be read: No such file"),
+        (str(tmp_path / "folder"), "config.json cannot be read: Is a directory"),
+    ):
+        engine = EngineConfig(model=model, profile="cpu")
+        with pytest.raises(ConfigError, match=why):
+            async with serving(ServiceConfig(engine, FleetConfig(), RouterConfig(), TrainConfig(), tmp_path / "data")):
+                pass

@@ -46,7 +46,7 @@ class FakeLearner:
     done: list[tuple[str, str]] = field(default_factory=list)
     models: dict[str, int] = field(default_factory=dict)
     saved: dict[str, int] = field(default_factory=dict)
-    kept: dict[str, Response] = field(default_factory=dict)
+    last: dict[str, tuple[str, Response]] = field(default_factory=dict)
     bodies: dict[str, bytes] = field(default_factory=dict)
     hold: asyncio.Event | None = None
     waiting: bool = False
@@ -72,8 +72,8 @@ class FakeLearner:
         request, kind, model = http.path_params["request"], http.headers["X-Operation"], http.headers["X-Model"]
         if http.headers["X-Incarnation"] != str(self.incarnation):
             return Response("another", 412)
-        if request in self.kept:
-            return self.kept[request]
+        if self.last.get(model, ("", None))[0] == request:
+            return self.last[model][1]
         body = await http.body()
         if self.hold is not None:
             self.waiting = True
@@ -84,7 +84,7 @@ class FakeLearner:
             answer = await getattr(self, kind)(model, body)
         except ValueError as error:
             answer = JSONResponse({"error": str(error)}, REFUSED)
-        self.kept[request] = answer
+        self.last[model] = request, answer
         return answer
 
     async def create_model(self, model: str, _: bytes) -> Response:

@@ -238,13 +238,13 @@ class Futures:
 
         try:
             await self._database.run(work)
-        except StateError as error:  # the future stays pending, and runs again after a restart
+        except StateError as error:  # the future stays pending
             logger.error("the outcome of %s cannot be kept: %s", operation.id, error)  # noqa: TRY400 - for people
             return False
         else:
             return True
         finally:
-            running = self._running.pop(operation.id, None)
+            running = self._running.get(operation.id)
             if running is not None and not running.done.done():
                 running.done.set_result(outcome)
 
@@ -318,6 +318,7 @@ class Futures:
             done = asyncio.get_running_loop().create_future()
             task = asyncio.create_task(self._run(operation), name=f"tinker-{operation.id}")
             self._running[operation.id] = _Running(operation.tenant, done, task)
+            task.add_done_callback(lambda _, of=operation.id: self._running.pop(of))
 
     async def _run(self, operation: Operation) -> None:
         model = operation.scope
@@ -325,8 +326,9 @@ class Futures:
         # A model's next operation begins once this outcome is stored. So its learner keeps the last answer alone.
         async with turn:
             outcome = await outcome_of(self._work(operation))
-            stored = await self.finish(operation, outcome)
-        if stored and outcome.after is not None:
+            while not await self.finish(operation, outcome):  # noqa: ASYNC110 - a full disk, for example, may pass
+                await asyncio.sleep(BEAT_S)
+        if outcome.after is not None:
             await outcome.after()
 
     def _retrieved(self, request_id: str, outcome: Outcome) -> Outcome:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 import orjson
 import zstandard
 from google.protobuf.message import DecodeError
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 
 from penstock import asgi
@@ -206,7 +206,7 @@ class ModelBody(Body):
 class OptimStep(ModelBody):
     """Body of `optim_step`. The learner knows the names of AdamW's settings."""
 
-    adam_params: dict[str, FiniteFloat]
+    adam_params: dict[str, Annotated[float, Field(strict=True, allow_inf_nan=False)]]
     optimizer_params: dict[str, Any] | None = None
 
 

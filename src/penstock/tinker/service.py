@@ -148,14 +148,16 @@ def model_card(config: ServiceConfig) -> tuple[dict[str, Any], int]:
 def _model_config(model: str) -> dict[str, Any]:
     """Read `config.json` of a folder or a hub name. transformers would need seconds of imports for this."""
     file = Path(model).expanduser() / "config.json"
-    if not file.parent.is_dir():
-        from huggingface_hub import hf_hub_download  # noqa: PLC0415  # pyright: ignore[reportUnknownVariableType]
+    try:
+        if not file.parent.is_dir():
+            from huggingface_hub import hf_hub_download  # noqa: PLC0415  # pyright: ignore[reportUnknownVariableType]
 
-        check_on_hub(model, "model")
-        file = Path(hf_hub_download(model, "config.json"))
-    if not file.is_file():
-        raise ConfigError(f"there is no file {file}; MODEL is a checkpoint folder or a hub name")
-    return parse_json(file.read_bytes(), str(file), ConfigError)
+            check_on_hub(model, "model")
+            file = Path(hf_hub_download(model, "config.json"))
+        return parse_json(file.read_bytes(), str(file), ConfigError)
+    except OSError as error:  # the hub's errors included
+        why = error.strerror or str(error).strip().partition("\n")[0]
+        raise ConfigError(f"{file} cannot be read: {why}; MODEL is a checkpoint folder or a hub name") from error
 
 
 def _learner(

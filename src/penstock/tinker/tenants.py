@@ -80,7 +80,7 @@ class Tenants:
                 return
             self._changed = changed
             self._tenants = _tenants_of(self._file)
-        except FileNotFoundError:
+        except OSError:  # no such file, for example
             return
         except ConfigError as error:
             logger.warning("the tenants stay as they were: %s", error)
