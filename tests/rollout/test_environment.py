@@ -163,7 +163,7 @@ def test_an_environment_that_answers_responses_has_turns():
         ),
         ("broken_module:X", {}, r"cannot be imported: NameError: .*broken_module.py, line 1\)"),
         ("unread_module:X", {}, r"cannot be imported: SyntaxError: .* \(/.*unread_module.py, line 1\)$"),
-        ("reasoning_gym", {}, "cannot be built with environment.options {}: .* missing .*'dataset'"),
+        ("reasoning_gym", {}, "^environment.options lacks dataset, which 'reasoning_gym' requires$"),
         ("reasoning_gym", {"dataset": "number_sortin", "compact": True}, "did you mean 'number_sorting'"),
         ("reasoning_gym", {"dataset": "number_sorting", "min_nmbers": 3}, "'min_nmbers'; did you mean 'min_numbers'"),
         ("reasoning_gym", {"dataset": "spell_backward", "zzz": 3}, "known: compact, .*max_word_len"),

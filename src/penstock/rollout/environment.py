@@ -241,6 +241,9 @@ def load_environment(config: EnvironmentConfig, seed: int) -> Environment:
         if option not in taken:
             hint = did_you_mean(option, sorted(taken.keys() - {"seed"}))
             raise ConfigError(f"environment.options: {config.name!r} has no option {option!r}; {hint}")
+    required = {name for name, one in taken.items() if one.default is one.empty and one.kind is one.KEYWORD_ONLY}
+    if missing := sorted(required - config.options.keys() - {"seed"}):
+        raise ConfigError(f"environment.options lacks {', '.join(missing)}, which {config.name!r} requires")
     with user_code(
         f"environment {config.name!r} cannot be built with environment.options {dict(config.options)!r}", ConfigError
     ):
