@@ -17,6 +17,7 @@ import torch
 from random_trajectories import trajectories_of
 from safetensors.torch import load_file, save_file
 from torch._C._distributed_c10d import _get_work_registry_size
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.tensor import DTensor
 from training_setup import save_nano_model
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -181,6 +182,23 @@ async def test_a_refusal_in_the_midst_of_a_step_does_not_leave_the_others_waitin
     loss = LossSpec({"dapo": 1.0})
     with pytest.raises(RuntimeError, match="rank 0 refused in the midst of a step: only here"):
         part._measure(part._share(LocalLearner._batches(part, [datum(1.0)], loss))[0], loss)
+
+
+async def test_a_checkpoint_that_one_rank_cannot_read_is_refused_by_all(
+    group: RankGroup, micro_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def missing(*_: Any, **__: Any) -> None:
+        raise FileNotFoundError("not on this host")
+
+    two = together(group, micro_model)
+    path = checkpoint.save(tmp_path, 1, two.save)
+    values, before = checkpoint.load(path)[1], held(two)
+    with monkeypatch.context() as patch:
+        patch.setattr(FileSystemReader, "read_metadata", missing)  # of rank 0 alone
+        with pytest.raises(CheckpointError, match=r"cannot be read .rank 0: .*not on this host"):
+            two.load(path, values)
+    same(before, held(two))
+    two.load(path, values)
 
 
 async def test_weights_that_nobody_reads_to_the_end_leave_no_memory(group: RankGroup, micro_model: str):

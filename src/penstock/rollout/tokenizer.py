@@ -51,8 +51,8 @@ class Tokenizer:
     def encode_exact(self, text: str, most: int | None = None) -> list[int]:
         """Return the token ids of the text, with none added. The text of a special token becomes its id.
 
-        A text that cannot have at most `most` tokens is refused by its length, because encoding takes about 300 bytes
-        of memory per character. A text a few times longer may still pass.
+        A text of far more than `most` tokens is refused by its length, because encoding takes about 300 bytes of memory
+        per character. A text a few times longer than `most` may still pass.
 
         Raises:
             PromptTooLongError: the text has far more than `most` tokens.
