@@ -419,6 +419,19 @@ async def test_a_model_goes_on_once_the_database_has_the_outcome(
         assert found.learner.done[1:] == [("optim_step", step["request_id"]) for step in steps], "each once"
 
 
+async def test_operations_of_two_processes_keep_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(futures, "BEAT_S", 0.05)
+    async with parts(tmp_path) as found, found.process() as main, found.second() as second:
+        model = await main.model()
+        await main.result(await second.step(model, 0))  # now it follows the second process
+        monkeypatch.setattr(futures, "FOLLOW_S", 1.0)
+        await asyncio.sleep(0.2)
+        steps = [await (second, main)[seq % 2].step(model, 10 - seq) for seq in range(2, 6)]
+        for step in steps:
+            await main.result(step)
+        assert found.learner.done[2:] == [("optim_step", step["request_id"]) for step in steps]
+
+
 async def test_a_second_process_serves_the_same_futures_and_samples(tmp_path: Path) -> None:
     async with rig(tmp_path) as service, service.second() as second:
         model = await second.model()

@@ -218,7 +218,11 @@ class Futures:
             return number
 
         number = await self._database.run(work)
-        if number is not None and runs == self.executor:
+        if number is None or runs != self.executor:
+            return
+        if self._others and runs == MAIN:
+            await self._take_up()  # another process may have accepted earlier operations of the model
+        else:
             self._begin([replace(operation, number=number)])
 
     async def finish(self, operation: Operation, outcome: Outcome) -> bool:
