@@ -242,3 +242,14 @@ async def test_a_start_longer_than_the_window_is_no_time_in_which_it_was_well() 
 
     await keep_running(dies, starts, budget, sleep)
     assert waits == [1.0, 2.0, 4.0, 8.0, 16.0]
+
+
+@on_bench("ab", settled=False)
+async def test_an_engine_sees_no_request_before_its_weights_are_confirmed(bench: Bench) -> None:
+    async with restarting(bench):
+        await bench.operations.update([], None)
+        bench.engine["a"].faults["again apply-load"] = "hang"
+        bench.process["a"].kill()
+        await until(lambda: ("a", "apply-load") in bench.journal[-3:])
+        await bench.roster.push_membership()
+        assert bench.router.serves() == {"b": 1}
