@@ -310,6 +310,7 @@ async def test_budgets_are_answered_in_the_wire_s_own_error(tokenizer: Tokenizer
     assert sum(sum(row["loss_mask"]) for row in await rig.rows("few")) == 7
     for wrong in (
         {"max_turns": 0},
+        {"max_turns": True},
         {"max_turn": 1},
         {"max_tokens": "x"},
         {"max_seconds": -1},

@@ -419,6 +419,15 @@ async def test_a_model_goes_on_once_the_database_has_the_outcome(
         assert found.learner.done[1:] == [("optim_step", step["request_id"]) for step in steps], "each once"
 
 
+async def test_what_the_learner_refuses_is_told_in_its_own_words(tmp_path: Path) -> None:
+    async with rig(tmp_path) as service:
+        body = pb.ForwardBackwardRequest(model_id=await service.model(), seq_id=1, loss_fn="none").SerializeToString()
+        url, headers = "/api/v1/forward_backward", {"X-API-Key": KEY}
+        future = (await service.http.post(url, content=body, headers=headers)).json()
+        told = {"error": "the learner: loss 'none' is not known", "category": "user"}
+        assert await service.result(future) == told
+
+
 async def test_operations_of_two_processes_keep_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(futures, "BEAT_S", 0.05)
     async with parts(tmp_path) as found, found.process() as main, found.second() as second:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from secrets import token_hex
 from typing import Any
 
+from pydantic import ConfigDict
+
 from penstock.errors import UserError
 from penstock.gateway.dialect import SAMPLING
 from penstock.gateway.messages import ChatMessage, Tool, tools_key
@@ -211,6 +213,8 @@ class Session:
 
 class Limits(Section):
     """Budget of a session: sampled tokens, turns, and seconds since its start; None: no limit."""
+
+    model_config = ConfigDict(strict=True)  # true is no limit of 1
 
     max_turns: Positive | None = None
     max_tokens: Positive | None = None

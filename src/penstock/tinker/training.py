@@ -64,7 +64,7 @@ class LearnerClient:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._http = HttpTransport("http://learner", unix_socket=path, most=MOST_DATA)
+        self._http = HttpTransport("http://learner", server="the learner", unix_socket=path, most=MOST_DATA)
 
     async def post(self, operation: Operation, incarnation: str, body: bytes) -> tuple[bytes, str]:
         """Run an operation with `body`, or return its result if it ran before: the data and their media type.
@@ -87,8 +87,6 @@ class LearnerClient:
             if error.status in {REFUSED, FAILED}:
                 raise (UserError if error.status == REFUSED else PenstockError)(str(error)) from error
             raise EngineDeadError(f"the learner broke {operation.kind} off: {error}") from error  # it ends
-        except EngineDeadError as error:
-            raise EngineDeadError(f"the learner is gone: {error}") from error
 
     async def returned(self) -> tuple[str, Mapping[str, Mapping[str, Any]]]:
         """Wait until the learner answers.
