@@ -9,7 +9,7 @@ import signal
 import sys
 from pathlib import Path
 
-from patience import WAIT_S, eventually
+from patience import WAIT_S, asked, eventually
 from penstock.process import ChildProcess
 from penstock.router.state import RouterAdmin
 from penstock.start_report import StartReport
@@ -48,11 +48,7 @@ async def test_it_stops_on_sigterm_with_requests_under_way(tmp_path: Path) -> No
         url = child.log.read_text().split()[-1]
         held = asyncio.create_task(run("curl", "-sS", "--max-time", "600", f"{url}/v1/models"))
         admin = RouterAdmin(url)
-
-        async def held_one() -> bool:
-            return (await admin.engines()).held == 1
-
-        await eventually(held_one)
+        await asked(admin.engines, lambda state: state.held == 1)
         await admin.close()
         os.kill(child.pid, signal.SIGTERM)
         assert await child.wait() == 0
