@@ -1,7 +1,8 @@
 """An HTTP server with its own threads, for control calls that must not wait behind tokens.
 
 The event loops of an API server and of a router handle every token of every stream. An engine core and each process of
-a router therefore have a port of this kind. Callers with the key get through whatever others do.
+a router therefore have a port of this kind. A router's change still takes one turn of its loop; reading and refusing a
+call take none. Callers with the key get through whatever others do.
 """
 
 from __future__ import annotations

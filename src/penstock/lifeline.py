@@ -36,10 +36,12 @@ def _remove(scratch: Path, owner: int) -> None:
 def _end_group_at_eof(fd: int, scratch: Path | None, at_end: Callable[[], object]) -> None:
     while os.read(fd, 1):
         pass
-    at_end()
     group = os.getpgrp()
-    shared = shared_memory_of(group_members(group))
-    remove_leftovers((), scratch)  # also now, since Ray ends its driver as soon as the others are gone
-    kill_group(group)
-    remove_leftovers(shared, scratch)  # the launcher, which usually does it, is gone
-    os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        at_end()
+        shared = shared_memory_of(group_members(group))
+        remove_leftovers((), scratch)  # also now, since Ray ends its driver as soon as the others are gone
+        kill_group(group)
+        remove_leftovers(shared, scratch)  # the launcher, which usually does it, is gone
+    finally:  # also without a free file descriptor, which a list of the group needs
+        os.killpg(group, signal.SIGKILL)

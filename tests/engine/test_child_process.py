@@ -18,7 +18,7 @@ from patience import WAIT_S, alive, eventually
 from penstock.engine.command import server_command
 from penstock.engine.launch import EngineProcess, reserved_port
 from penstock.errors import EngineStartError
-from penstock.process import ChildProcess
+from penstock.process import LIFELINE_ENV, ChildProcess
 from penstock.settings import EngineConfig
 
 FAMILY = """
@@ -58,6 +58,18 @@ from penstock.lifeline import watch_lifeline
 watch_lifeline()
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("there", flush=True)
+time.sleep(600)
+"""
+
+USES_ALL_DESCRIPTORS = """
+import itertools, os, resource, time
+from penstock.lifeline import watch_lifeline
+watch_lifeline()
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+try:
+    kept = [os.open("/dev/null", os.O_RDONLY) for _ in itertools.count()]
+except OSError:
+    print("there", flush=True)
 time.sleep(600)
 """
 
@@ -186,6 +198,19 @@ async def test_what_ends_in_order_takes_its_folder_along(tmp_path: Path) -> None
     finally:
         launcher.kill()
         await launcher.wait()
+
+
+def test_a_child_without_a_free_descriptor_ends_with_its_launcher() -> None:
+    reader, writer = os.pipe()
+    with subprocess.Popen(
+        [sys.executable, "-c", USES_ALL_DESCRIPTORS], env={**os.environ, LIFELINE_ENV: str(reader)}, pass_fds=[reader],
+        start_new_session=True, stdout=subprocess.PIPE,
+    ) as child:  # fmt: skip
+        os.close(reader)
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"there\n"
+        os.close(writer)
+        assert child.wait(WAIT_S) == -signal.SIGKILL
 
 
 def test_killing_a_group_does_not_wait_for_its_end() -> None:

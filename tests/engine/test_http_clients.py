@@ -138,6 +138,17 @@ async def test_text_has_the_deadline_of_its_request() -> None:
         await data.close()
 
 
+async def test_a_hidden_core_port_is_given_up_once_by_calls_in_flight() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    async with canned(answer({**INFO, "control_port": port}), answer({})) as server:
+        control = ControlClient("e0", server.url)
+        await control.info()
+        calls = [control.at_core("/penstock/core/abort", {}) for _ in range(8)]
+        assert await asyncio.gather(*calls, return_exceptions=True) == [{}] * 8
+        await control.close()
+
+
 async def test_what_a_later_engine_says_further_is_not_read() -> None:
     async with canned(answer(INFO), answer(b"OK\xff")) as server:
         control = ControlClient("e0", server.url)

@@ -177,15 +177,17 @@ class ControlClient:
 
         A proxy or a mapped port may hide the core. UnreachableError: the core has answered before, so it has died.
         """
-        if self._core is None:
+        core = self._core
+        if core is None:
             return NO_CORE
         try:
-            answer = await self._core.post(path, body, timeout_s=timeout_s)
+            answer = await core.post(path, body, timeout_s=timeout_s)
         except UnreachableError:  # the request was not sent
             if self._core_answered:
                 raise
-            await self._core.close()
-            self._core = None
+            if self._core is core:  # another call may have found it out already
+                self._core = None
+            await core.close()
             return NO_CORE
         self._core_answered = True
         return answer

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class State(StrEnum):
-    """The state of an engine. The router knows only SERVING, PAUSED and DRAINING engines."""
+    """The state of an engine. The router sends to SERVING, PAUSED and DRAINING engines alone."""
 
     LAUNCHING = "launching"
     """Its process is starting, or its address has not answered yet."""

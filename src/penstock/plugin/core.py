@@ -46,7 +46,7 @@ def control_of(core: Any) -> CoreControl:
 
 
 class CoreControl:
-    """Control of one engine core. Routes run in their caller's thread, all else in the core's, between steps."""
+    """Control of one engine core. Routes and what they check run in their caller's thread, all else between steps."""
 
     def __init__(self, core: Any) -> None:
         self.core = core

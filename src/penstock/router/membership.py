@@ -33,7 +33,7 @@ class EngineEntry:
     url: Annotated[str, AfterValidator(_check_url)]
     weight_version: Annotated[int, Field(ge=0, le=LARGEST)] = 0
     eligible: bool = True
-    """Whether requests may go there; False while it loads weights or is dead."""
+    """Whether requests may go there; False: it drains and gets none. Engines that load or are dead are left out."""
     draining: bool = False
     """The engine is to leave: it gets only later turns of its sessions, until they finish or their TTL passes."""
     dp_rank: Annotated[int, Field(ge=0, le=LARGEST)] | None = None
