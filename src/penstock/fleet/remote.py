@@ -77,7 +77,8 @@ class FleetClient(CallClient):
         path = socket_of(url) if url is not None else next(iter(known.values()), None)
         urls = ", ".join(f"http://127.0.0.1:{port}" for port in sorted(known)) or "none"
         if url is None and len(known) > 1:
-            raise UserError(f"several fleets are here: {urls}; give the address of one (on the command line by --url)")
+            how = "`penstock status URL`, `penstock fleet ... --url URL`"
+            raise UserError(f"several fleets are here: {urls}; give the address of one ({how})")
         if path is None or path not in known.values():
             raise UserError(
                 f"no process of yours on this machine owns a fleet{f' at {url}' if url else ''}; known here: {urls} "
