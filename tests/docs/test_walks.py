@@ -18,6 +18,8 @@ SOURCE = ROOT / "src" / "penstock"
 WALKS = (ROOT / "ARCHITECTURE.md").read_text().partition("## Walks")[2].partition("## States")[0]
 TITLES = {REQUEST: "A request", UPDATE: "An update", DEATH: "A death"}
 
+HELPERS = set(re.findall(r"`([\w/]+\.py)`", WALKS.partition("Helpers, without a step: ")[2].partition("\n")[0]))
+
 NO_STEPS = {"fleet/pausing.py"}
 """It holds a probe's answer against what the fleet is in, where a broken connection shows a death before the end of the
 process does."""
@@ -121,6 +123,7 @@ def check(found: dict[int, dict[str, set[int]]], *, plugin: bool) -> None:
         if walk == DEATH:  # an engine that is back loads as in an update, whose figures have it
             ran -= {file for file in found[UPDATE].keys() - steps if file.startswith(ENGINES_SIDE)}
         files = ran | {file for file in steps if file.startswith(ENGINES_SIDE)}
+        assert files - steps - HELPERS == set(), f"{title}: they run, and the page does not name them"
         running = sum(lines_that_run(file, firsts) for file, firsts in found[walk].items() if file in ran)
         measured[title] = [len(files), sum(map(lines, files)), running]
     most = {title: said(walk) for walk, title in TITLES.items()}
