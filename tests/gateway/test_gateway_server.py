@@ -114,7 +114,7 @@ async def test_a_prompt_far_over_the_context_is_refused_unread(tokenizer: Tokeni
     for messages in ([long], [*BODY["messages"], first["choices"][0]["message"], long]):
         answer = await rig.http.post(path, json={"messages": messages, "max_tokens": 5})
         assert answer.status_code == 400
-        assert "characters, which are more than 1000 tokens" in answer.json()["error"]["message"]
+        assert "characters; at most 32000 are read where 1000 tokens fit" in answer.json()["error"]["message"]
         assert answer.json()["error"].get("code") == "context_length_exceeded"
 
 

@@ -58,7 +58,8 @@ class Tokenizer:
             PromptTooLongError: the text has far more than `most` tokens.
         """
         if most is not None and len(text) > _CHARACTERS * most:
-            raise PromptTooLongError(f"the prompt has {len(text)} characters, which are more than {most} tokens")
+            limit = f"at most {_CHARACTERS * most} are read where {most} tokens fit"
+            raise PromptTooLongError(f"the prompt has {len(text)} characters; {limit}")
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def token_id(self, token: str) -> int | None:
