@@ -23,7 +23,7 @@ agent: $(READY) ## train a small model that guesses by what it is answered, over
 	@$(BIN)/penstock train examples/AGENT.yaml --fresh
 
 test: $(READY) ## every test but the slow ones, in three processes (9 minutes on two quiet cores)
-	@$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 test-each: $(READY) ## the shortest of each slow kind: facade, broadcast, a real death, Ray (2 minutes)
 	@$(BIN)/pytest -m each

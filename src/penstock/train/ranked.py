@@ -10,7 +10,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import wait_tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from penstock.config import TrainConfig
 from penstock.control_types import TensorSpec
@@ -39,6 +38,9 @@ from penstock.weights.manifest import TensorProvider
 
 if TYPE_CHECKING:
     from penstock.train.ranks import RankGroup
+
+# The name in torch 2.13, or the one in 2.11, which is deprecated.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # pyright: ignore[reportDeprecated]
 
 
 class ShardedLearner(LocalLearner):
@@ -85,20 +87,20 @@ class ShardedLearner(LocalLearner):
                     dist.all_reduce(parameter.grad)
         return super().optim_step(adapter, adam, scale=scale)
 
-    def gather(self, unit: int, merged: str | None = None) -> dict[str, Tensor]:
+    def gather(self, unit: int, merged: str | None = None) -> dict[str, Gathering]:
         """Begin to gather a unit on every rank. It is a decoder layer, or one tensor outside of the layers.
 
         `merged`: adapter whose product `take` adds.
         """
         narrow = {name for name in self._kept if merged is None}  # cast before sending, to send fewer bytes
         return {
-            name: _replicated(tensor, self._dtype_of(name) if name in narrow else tensor.dtype)
+            name: Gathering(tensor, self._dtype_of(name) if name in narrow else tensor.dtype, self._ranks.size)
             for name, tensor in self._units[unit]
         }
 
-    def take(self, gathering: Mapping[str, Tensor], merged: str | None = None) -> list[tuple[str, Tensor]]:
+    def take(self, gathering: Mapping[str, Gathering], merged: str | None = None) -> list[tuple[str, Tensor]]:
         """Wait for a unit; return its tensors with their checkpoint names, in the dtypes that engines take."""
-        found = checkpoint_names_of(self.policy.model, {name: wait_tensor(part) for name, part in gathering.items()})
+        found = checkpoint_names_of(self.policy.model, {name: part.wait() for name, part in gathering.items()})
         if merged is not None:
             adapters = self._adapters_of(merged)
             for name, layer in adapters.merged(merged).items():
@@ -174,12 +176,37 @@ class ShardedLearner(LocalLearner):
         return nothing.detach(), {}
 
 
-def _replicated(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Begin to gather a tensor on every rank; `wait_tensor` ends it. A shard is cast first, which halves the bytes."""
-    narrow: Any = tensor.detach().to(dtype)
-    if isinstance(narrow, DTensor):
-        return narrow.redistribute(placements=[Replicate()], async_op=True).to_local()
-    return narrow
+class Gathering:
+    """One tensor on its way to every rank. A shard is cast before it is sent, which halves the bytes.
+
+    An asynchronous `DTensor.redistribute` would do the same. Over gloo, torch 2.13 corrupts the heap in it: a process
+    died after 100 to 4,400 passes over nine tensors.
+    """
+
+    def __init__(self, tensor: Tensor, dtype: torch.dtype, ranks: int) -> None:
+        self._work: Any = None
+        if not isinstance(tensor, DTensor):
+            self._full = tensor.detach().to(dtype)
+            return
+        rows = tensor.shape[0]
+        shard: Any = tensor.detach()
+        local: Tensor = shard.to_local().to(dtype)
+        most = math.ceil(rows / ranks)
+        if len(local) < most:  # the last ranks have fewer rows, or none
+            local = torch.cat([local, local.new_zeros(most - len(local), *local.shape[1:])])
+        gathered = local.new_empty(most * ranks, *local.shape[1:])
+        self._local = local  # kept alive until it is sent
+        # Send bytes, because gloo does not support all dtypes.
+        flat, source = gathered.view(-1).view(torch.uint8), local.contiguous().view(-1).view(torch.uint8)
+        self._work = _all_gather(flat, source, async_op=True)
+        self._full = gathered[:rows]
+
+    def wait(self) -> Tensor:
+        """Wait for all ranks' parts, and return the whole tensor."""
+        if self._work is not None:
+            self._work.wait()
+            del self._local
+        return self._full
 
 
 def _on_every_rank(method: Callable[..., Any]) -> Any:
@@ -268,26 +295,21 @@ class RankedLearner(Learner):
     def _gather_all(self, merged: str | None = None) -> Iterator[tuple[str, Tensor]]:
         units = iter(range(self._part.units))
         following = [self._gather(next(units), merged)]
-        try:
-            while following:
-                tensors = self._take(following.pop(), merged)
-                begun = False
-                while tensors:
-                    # Each tensor is released once yielded, so only the following unit is held in addition.
-                    yield tensors.pop(0)
-                    if not begun:  # the reader has now released the unit before
-                        following += [self._gather(unit, merged) for unit in itertools.islice(units, 1)]
-                        begun = True
-        finally:
-            for tensor in (tensor for gathering in following for tensor in gathering.values()):
-                with suppress(RuntimeError):  # the reader broke off; torch keeps a tensor until somebody waits for it
-                    wait_tensor(tensor)
+        while following:
+            tensors = self._take(following.pop(), merged)
+            begun = False
+            while tensors:
+                # Each tensor is released once yielded, so only the following unit is held in addition.
+                yield tensors.pop(0)
+                if not begun:  # the reader has now released the unit before
+                    following += [self._gather(unit, merged) for unit in itertools.islice(units, 1)]
+                    begun = True
 
-    def _gather(self, unit: int, merged: str | None) -> dict[str, Tensor]:
+    def _gather(self, unit: int, merged: str | None) -> dict[str, Gathering]:
         with self._together("gather", unit, merged):
             return self._part.gather(unit, merged)
 
-    def _take(self, gathering: Mapping[str, Tensor], merged: str | None) -> list[tuple[str, Tensor]]:
+    def _take(self, gathering: Mapping[str, Gathering], merged: str | None) -> list[tuple[str, Tensor]]:
         with self._losing():  # outside the lock: a step may run now, and will fail too
             return self._part.take(gathering, merged)
 
@@ -331,7 +353,7 @@ def serve(group: RankGroup) -> None:
             group.exchange(None)
         elif command == "gather":
             for gathering in part.gather(*arguments).values():
-                wait_tensor(gathering)
+                gathering.wait()
         else:
             group.exchange(_said(_try(part, command, arguments, options)[1]))
 
