@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 from PIL import Image
@@ -15,7 +16,10 @@ from penstock.observe.plots import (
     COLORS,
     DrawnRun,
     Panel,
+    curves,
     draw_accuracy,
+    draw_bubble,
+    draw_logprobs,
     draw_plots,
     draw_seconds,
     draw_staleness,
@@ -57,6 +61,23 @@ def panel(draw: Panel, *runs: DrawnRun) -> Axes:
 
 def drawn(rows: list[dict[str, float]], evaluations: dict[int, float] | None = None) -> DrawnRun:
     return DrawnRun("a", "#0072B2", rows, evaluations or {})
+
+
+def test_a_short_run_is_drawn_as_it_is_and_a_long_one_smoothed_too() -> None:
+    draw = curves("Reward", "mean", "reward_mean")
+    [line] = panel(draw, short := drawn(sample_rows(5))).lines
+    assert list(line.get_ydata()) == short.column("reward_mean")
+    axes = panel(draw, drawn(sample_rows(60)))
+    values, means = (list(line.get_ydata()) for line in axes.lines)
+    assert means[30] == pytest.approx(sum(values[26:35]) / 9)
+    assert "mean of 9 steps" in axes.get_xlabel()
+
+
+@pytest.mark.parametrize("draw", [draw_seconds, draw_bubble, draw_logprobs])
+def test_a_legend_covers_nothing_of_its_panel(draw: Panel) -> None:
+    axes = panel(draw, drawn(sample_rows(5)))
+    FigureCanvasAgg(axes.get_figure(root=True)).draw()
+    assert not axes.get_legend().get_window_extent().overlaps(axes.get_window_extent())
 
 
 def test_accuracy_is_shown_from_before_the_first_step() -> None:

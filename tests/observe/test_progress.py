@@ -76,8 +76,10 @@ def test_table_fits_the_terminal(width: int) -> None:
     lines = run.out.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     text = " ".join(run.out.getvalue().split())
-    for piece in ("+27.2 points", "wasted tokens │ 0, and 4,120 unused", "2 versions", "at most", "median 4"):
+    for piece in ("+27.2 points", "wasted tokens │ 0 thrown away, 4,120 not", "1 version ", "2 versions", "median 4"):
         assert piece in text
+    for unit in ("wall time │ 0:0", "tokens/s", "nats", "in flight", "44.1% before training"):
+        assert unit in text
     summary = sample_summary(run.rows)
     assert f"{summary.staleness[0] / sum(summary.staleness.values()):.1%}" in text
     parts = sum(seconds for name, seconds in summary.seconds.items() if name != "total")

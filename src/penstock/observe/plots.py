@@ -24,7 +24,7 @@ BLUE, ORANGE, GREEN, PURPLE, SKY, GREY = "#0072B2", "#E69F00", "#009E73", "#CC79
 COLORS = (BLUE, ORANGE, GREEN, PURPLE, SKY, "#D55E00", "#F0E442", GREY)
 """The palette of Okabe and Ito (2008), distinct for every kind of colour vision. Two runs never share a colour."""
 SMOOTHING = 9
-"""Steps in the moving mean of noisy curves."""
+"""Steps in the moving mean of noisy curves. A run of fewer than twice as many is drawn as it is."""
 LOGPROB_BAR = 1e-4
 """Largest accepted difference of fp32 logprobs at equal weights (invariant 1)."""
 SIDES = ("learner", "engines")
@@ -98,13 +98,18 @@ def draw_plots(folders: Sequence[RunFolder], out: Path) -> None:
 
 
 def curves(title: str, y: str, key: str, x: str = "step") -> Panel:
-    """Return a panel of a noisy column, and of its mean over `SMOOTHING` values (fewer at the ends)."""
+    """Return a panel of a noisy column, and in long runs of its mean over `SMOOTHING` values (fewer at the ends)."""
 
     def draw(axes: Axes, runs: Sequence[DrawnRun]) -> None:
+        smoothed, half = [run for run in runs if len(run.rows) >= 2 * SMOOTHING], SMOOTHING // 2
         _label(axes, title, y, x)
-        half = SMOOTHING // 2
+        if smoothed:
+            axes.set_xlabel(f"{x} (thick line: mean of {SMOOTHING} steps)")
         for run in runs:
             at, values = run.column("step") if x == "step" else run.minutes(), run.column(key)
+            if run not in smoothed:
+                axes.plot(at, values, color=run.color, marker=".", linewidth=2)
+                continue
             means = [statistics.fmean(values[max(i - half, 0) : i + half + 1]) for i in range(len(values))]
             axes.plot(at, values, color=run.color, alpha=0.3, linewidth=1)
             axes.plot(at, means, color=run.color, linewidth=2)
@@ -132,7 +137,7 @@ def draw_bubble(axes: Axes, runs: Sequence[DrawnRun]) -> None:
         axes.plot(run.column("version"), bubbles, color=run.color, marker=".", linestyle="none", alpha=0.6)
         axes.axhline(middle, color=run.color, linewidth=2, linestyle="--", label=f"median {middle:.0f} ms")
     axes.set_ylim(bottom=0)
-    axes.legend(loc="upper left", framealpha=0.9, edgecolor="none")
+    _legend(axes)
 
 
 def draw_staleness(axes: Axes, runs: Sequence[DrawnRun]) -> None:
@@ -158,7 +163,7 @@ def draw_logprobs(axes: Axes, runs: Sequence[DrawnRun]) -> None:
             axes.plot(*zip(*points, strict=True), color=run.color, marker=".", linestyle="none")
     axes.set_xlim(0, max(run.rows[-1]["step"] for run in runs) + 1)  # all steps, though few may have such tokens
     axes.axhline(LOGPROB_BAR, color=GREY, linewidth=2, linestyle="--", label=f"bar for fp32, {LOGPROB_BAR:.0e}")
-    axes.legend(loc="lower left", framealpha=0.9, edgecolor="none")
+    _legend(axes)
 
 
 def draw_idle(axes: Axes, runs: Sequence[DrawnRun]) -> None:
@@ -190,7 +195,7 @@ def draw_seconds(axes: Axes, runs: Sequence[DrawnRun]) -> None:
     for label, (values, color) in parts.items():
         axes.bar(run.column("step"), values, bottom=bottom, width=1.0, color=color, label=label)
         bottom = [b + v for b, v in zip(bottom, values, strict=True)]
-    axes.legend(loc="upper left", framealpha=0.9, edgecolor="none")
+    _legend(axes)
 
 
 def _label(axes: Axes, title: str, y: str, x: str = "step") -> None:
@@ -201,6 +206,11 @@ def _label(axes: Axes, title: str, y: str, x: str = "step") -> None:
     axes.grid(axis="y", color="#DDDDDD", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.xaxis.set_major_locator(AutoLocator() if x == "minutes" else MaxNLocator(integer=True, min_n_ticks=1))
+
+
+def _legend(axes: Axes) -> None:
+    """Put the legend below the panel, where it covers nothing."""
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3, frameon=False)
 
 
 def _bars(

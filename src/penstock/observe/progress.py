@@ -6,6 +6,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Self
 
 from rich.console import Console, RenderableType
@@ -134,19 +135,23 @@ def end_table(summary: Summary) -> Table:
     """Return a table with the main figures of a finished run, one per row. summary.json has all of them."""
     resumed = f", resumed after step {', '.join(map(str, summary.resumed_at))}" if summary.resumed_at else ""
     gap, lost = summary.logprob_difference, summary.tokens_lost
+    idle = ", ".join(f"{side} {share:.0%}" for side, share in summary.idle.items())
     rows = {
         "held-out accuracy": _accuracy(summary),
-        "steps": f"{summary.steps}{resumed}, {clock(summary.seconds['total'])} in all",
-        "tokens": f"{summary.tokens:,} generated, {summary.tokens_per_second:,.0f} a second",
-        "wasted tokens": f"{summary.wasted_tokens:,}, and {summary.unconsumed_tokens:,} unused at the end",
-        "weight updates": f"{summary.updates}, of which {summary.updates_in_flight} found requests running",
-        "update bubble": f"median {milliseconds(summary.bubble_median)}, max {milliseconds(summary.bubble_max)}",
-        "tokens lost": "not measured" if lost is None else f"{lost:,.0f} by updates",
-        "mixed versions": f"{summary.multi_version_share:.1%} of completions span an update",
-        "staleness": _shares({f"{age} versions": tokens for age, tokens in summary.staleness.items()}),
-        "logprob difference": "not measured" if gap is None else f"at most {gap:.1e} at equal weights",
-        "idle": ", ".join(f"{side} {share:.0%}" for side, share in summary.idle.items()) or "not measured",
-        "time": _shares({name: seconds for name, seconds in summary.seconds.items() if name != "total"}),
+        "training steps": f"{summary.steps}{resumed}",
+        "wall time": f"{timedelta(seconds=round(summary.seconds['total']))} (h:mm:ss)",
+        "generated": f"{summary.tokens:,} tokens, {summary.tokens_per_second:,.0f} tokens/s over all engines",
+        "wasted tokens": f"{summary.wasted_tokens:,} thrown away, {summary.unconsumed_tokens:,} not used at the end",
+        "weight updates": f"{summary.updates}, of these {summary.updates_in_flight} with requests in flight",
+        "update bubble": f"median {milliseconds(summary.bubble_median)}, longest {milliseconds(summary.bubble_max)}",
+        "lost by updates": "not measured" if lost is None else f"{lost:,.0f} tokens that engines would have made",
+        "mixed versions": f"{summary.multi_version_share:.1%} of completions have tokens of several versions",
+        "token staleness": _shares({f"{age} version{'s' * (age != 1)}": n for age, n in summary.staleness.items()}),
+        "logprob difference": "not measured"
+        if gap is None
+        else f"at most {gap:.1e} nats, trainer to engine at equal weights",
+        "idle": f"{idle} of the steps' time" if idle else "not measured",
+        "trainer's time": _shares({name: s for name, s in summary.seconds.items() if name != "total"}),
     }
     table = Table(title=f"run {summary.name}, seed {summary.seed}", title_justify="left", show_header=False)
     table.add_column(style="bold")
@@ -174,7 +179,7 @@ def _accuracy(summary: Summary) -> RenderableType:
         return known or "not measured"
     points = 100 * (after - before)
     gain = Text(f"({points:+.1f} points)", style="bold green" if points > 0 else "bold red")
-    return Text.assemble(f"{before:.1%} before, {after:.1%} after ", gain)
+    return Text.assemble(f"{before:.1%} before training, {after:.1%} after ", gain)
 
 
 def _shares(parts: Mapping[str, float]) -> str:
