@@ -61,10 +61,10 @@ class Changes:
 
     def __init__(self) -> None:
         self.changes = 0
-        """Number of changes announced so far."""
+        """Number of calls of `notify_all` so far."""
         self._changed = asyncio.Event()
 
-    def announce(self) -> None:
+    def notify_all(self) -> None:
         """Wake every `until`: something changed."""
         self.changes += 1
         self._changed.set()

@@ -375,11 +375,11 @@ class Elastic:
                 )
             if restarting:  # requests must no longer wait for it; `_dismiss` ends it
                 member.lifecycle.restarts = False
-                self._roster.announce()
+                self._roster.notify_all()
                 return
             why = REMOVED if mode is Substate.ALL else "takes no new session"
             member.lifecycle.to(State.DRAINING, why, mode)
-            self._roster.announce()
+            self._roster.notify_all()
             await self._roster.push_membership()
 
         await self._operations.queue.run(run)
@@ -394,7 +394,7 @@ class Elastic:
                 member.lifecycle.to(State.DRAINING, "taken out as it came back")
             member.lifecycle.to(State.STOPPED, "taken out of the fleet")
             member.lifecycle.restarts = False
-            self._roster.announce()
+            self._roster.notify_all()
             await self._roster.push_or_defer(f"engine {member.name} has left")
 
         await self._operations.queue.run(run)

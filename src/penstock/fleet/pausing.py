@@ -374,7 +374,7 @@ class AllOperations(Operations):
     async def _let_urgent_pass(self) -> AsyncGenerator[None]:
         """Let urgent operations run during this block, which waits for them at its end."""
         self._passable = True
-        self.queue.announce()
+        self.queue.notify_all()
         try:
             yield
         finally:
@@ -403,7 +403,7 @@ class AllOperations(Operations):
         for member in self._roster.live():
             if member.state is not State.DRAINING:  # it did the same as the others, and stays on its way out
                 member.lifecycle.to(state, reason)
-        self._roster.announce()
+        self._roster.notify_all()
 
 
 @dataclass(slots=True)

@@ -136,7 +136,7 @@ class AdoptedRoster(Roster):
         self._change = state.change
         self.members = tuple(map(_member, state.members))
         self.version, self.highest_version, self.kv_kept_versions = state.version, state.used, frozenset(state.kept)
-        self.announce()
+        self.notify_all()
 
     def check_reachable(self) -> None:
         """Raise if the fleet was torn down here, or its owner is lost."""
@@ -166,7 +166,7 @@ class AdoptedRoster(Roster):
         for member in self.members:
             if member.state is not State.STOPPED:
                 member.lifecycle = _life(member.name, State.DEAD, self.lost)
-        self.announce()
+        self.notify_all()
         await client.close()
 
 

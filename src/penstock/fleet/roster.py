@@ -41,12 +41,12 @@ class Occupation(Changes):
     def going_on(self) -> Generator[None]:
         self._calls += 1
         self.begun += 1
-        self.announce()
+        self.notify_all()
         try:
             yield
         finally:
             self._calls -= 1
-            self.announce()
+            self.notify_all()
 
     @property
     def going(self) -> bool:
@@ -136,7 +136,7 @@ class OperationQueue(Changes):
             yield
         finally:
             self.turns.remove(turn)
-            self.announce()
+            self.notify_all()
 
 
 class Roster(Changes):
@@ -177,12 +177,12 @@ class Roster(Changes):
         self.calling = asyncio.Lock()
         """Held during a call to the router."""
 
-    def announce(self) -> None:
+    def notify_all(self) -> None:
         if self.is_lost():
             self.all_lost.set()
         else:
             self.all_lost.clear()
-        super().announce()
+        super().notify_all()
 
     def live(self) -> tuple[Member, ...]:
         """Return the members with confirmed weights: SERVING, PAUSED or DRAINING."""
@@ -209,19 +209,19 @@ class Roster(Changes):
     def end(self) -> None:
         """End every wait for an engine, since the fleet ends."""
         self.ended = True
-        self.announce()
+        self.notify_all()
 
     def keep_kv(self, version: int) -> None:
         """Note that this version keeps the KV caches, so that its tokens are labelled."""
         self.kv_kept_versions |= {version}
-        self.announce()  # clients in other processes need it to label tokens from the first one on
+        self.notify_all()  # clients in other processes need it to label tokens from the first one on
 
     def add(self, member: Member) -> None:
         """Give an engine the fleet's next index if it has none."""
         if member not in self.members:
             member.ranks = member.ranks if self.by_rank else 1  # a vllm-router sees it as one engine
             self.members = (*self.members, member)
-            self.announce()
+            self.notify_all()
 
     def commit(self, version: int, checksums: Mapping[tuple[int, int, int], Collection[str]] | None = None) -> None:
         """Make `version` the fleet's, after every live engine has confirmed it."""
@@ -230,7 +230,7 @@ class Roster(Changes):
         self.checksums = checksums or {}
         for member in self.live():
             member.weight_version = version
-        self.announce()
+        self.notify_all()
 
     # --- the router --------------------------------------------------------------------------------------------------
 
@@ -278,7 +278,7 @@ class Roster(Changes):
                     await self.admin.announce(replace(wanted, epoch=self.epoch))
                 self.router_uncertain = False
             finally:
-                self.announce()
+                self.notify_all()
 
     def _membership(self, epoch: int) -> Membership:
         entries = tuple(entry for member in self.live() for entry in member.entries())
@@ -300,7 +300,7 @@ class Roster(Changes):
             member.lifecycle.to(State.DEAD, reason)
             if member.process is not None:
                 member.process.kill()  # half updated or hung, it must not serve direct clients either
-            self.announce()
+            self.notify_all()
             await self.push_or_defer(f"engine {member.name} died")
         if member.torn is not None and member.process is None:
             await plugged_in("attach.silence")(member)

@@ -285,7 +285,7 @@ class Endpoint:
     async def close(self) -> None:
         """Answer `stop` and `state` after the fleet's end, and remove the socket."""
         self._ended.set()
-        self._roster.announce()  # wakes `state`
+        self._roster.notify_all()  # wakes `state`
         await self._opened.aclose()
 
     async def during(self, work: Coroutine[Any, Any, T]) -> T:

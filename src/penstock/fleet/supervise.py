@@ -74,7 +74,7 @@ class Supervisor:
             if not guard.cancelled() and (error := guard.exception()) is not None:
                 logger.error("engine %s is watched no more: %r", member.name, error, exc_info=error)
                 member.lifecycle.restarts = False
-                self._roster.announce()
+                self._roster.notify_all()
 
         guard = self._guards[member] = asyncio.create_task(self._guard(member), name=f"guard-{member.name}")
         guard.add_done_callback(over)
@@ -127,7 +127,7 @@ class Supervisor:
         else:
             await keep_running(lambda: self._until_dead(member), lambda: self._start_again(member, again), budget, wait)
         member.lifecycle.restarts = False
-        self._roster.announce()
+        self._roster.notify_all()
         if again is not None:
             logger.error(
                 "engine %s stays dead: it died again after %s restarts within %g s (fleet.max_restarts); the last "
@@ -204,7 +204,7 @@ class Supervisor:
         if member.process is None:
             await plugged_in("attach.answers")(member, self._hang_s, lambda: self._sleep(self._interval_s))
         member.lifecycle.to(State.LAUNCHING, "answers again" if member.process is None else "restarted")
-        self._roster.announce()
+        self._roster.notify_all()
         try:
             new = await again()
         except PenstockError as error:
@@ -213,7 +213,7 @@ class Supervisor:
             return False
         old = member.control
         member.adopt_process(new)  # no await since it answered, so a death now is this process's
-        self._roster.announce()
+        self._roster.notify_all()
         await old.close()
         return True
 
@@ -270,7 +270,7 @@ class Admission:
                 if member.info.capabilities.plugin
                 else f"waits until its owner gives it weight version {roster.version}",
             )
-            roster.announce()
+            roster.notify_all()
             return roster.version
         if operations.paused or operations.asleep or member.process is None:
             await operations.bring_to_state(member)
@@ -281,7 +281,7 @@ class Admission:
         admit(roster, member)
         if operations.paused:
             member.lifecycle.to(State.PAUSED, "joined a fleet that is paused")
-            roster.announce()
+            roster.notify_all()
         await roster.push_or_defer(f"engine {member.name} has joined")
         return None
 
@@ -336,7 +336,7 @@ def admit(roster: Roster, member: Member) -> None:
     member.lifecycle.to(State.SERVING, f"weight version {member.weight_version} confirmed")
     if member.info.kv_kept:  # by an earlier owner
         roster.kv_kept_versions |= {member.info.weight_version}
-    roster.announce()
+    roster.notify_all()
 
 
 # --- The probe of one engine, of its server and its core --------------------------------------------------------------
