@@ -171,11 +171,8 @@ class HttpTransport:
         sent = {**self._headers, **(headers or {})}
         if data is not None:
             sent["Content-Type"] = "application/json"
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_S, timeout_s))
         with self._our_errors(method, path, timeout_s):
-            async with await self._request(
-                method, self.url + path, data=data, headers=sent, timeout=timeout
-            ) as response:
+            async with await self._request(timeout_s, method, self.url + path, data=data, headers=sent) as response:
                 if response.status >= REDIRECT:
                     raise self.http_error(response.status, await self._refusal(response))
                 yield Reply(response, self._too_long(self._most), self._most)
@@ -186,14 +183,15 @@ class HttpTransport:
             return f"redirects to {location[:200]!r}, which is not followed; give the server's own address".encode()
         return await Reply(response, self._too_long(MOST_CONTROL), MOST_CONTROL).read()
 
-    async def _request(self, method: str, url: str, *, timeout: aiohttp.ClientTimeout, **options: Any) -> Any:  # noqa: ASYNC109 - aiohttp's own
-        """Return the answer's head; ask an unreachable server again when it is back."""
-        async with asyncio.timeout(timeout.total):
+    async def _request(self, timeout_s: float, *args: Any, **options: Any) -> Any:
+        """Return the answer's head; ask an unreachable server again when it is back, within one deadline for all."""
+        now = asyncio.get_running_loop().time
+        end = now() + timeout_s
+        async with asyncio.timeout_at(end):
             while True:
+                left = aiohttp.ClientTimeout(total=end - now(), sock_connect=min(CONNECT_S, timeout_s))
                 try:
-                    response = await self._open().request(
-                        method, url, timeout=timeout, allow_redirects=False, **options
-                    )
+                    response = await self._open().request(*args, timeout=left, allow_redirects=False, **options)
                 except aiohttp.ClientConnectorError:
                     if self.back is None or not await self.back():
                         raise

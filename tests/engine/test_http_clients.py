@@ -138,6 +138,28 @@ async def test_text_has_the_deadline_of_its_request() -> None:
         await data.close()
 
 
+async def test_one_deadline_spans_all_tries_of_a_request() -> None:
+    async def half_an_answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n")
+
+    async def back() -> bool:
+        await asyncio.sleep(1.8)
+        servers.append(await asyncio.start_server(half_an_answer, sock=port))
+        return True
+
+    servers, now = list[asyncio.Server](), asyncio.get_running_loop().time
+    with socket.socket() as port:
+        port.bind(("127.0.0.1", 0))
+        http = HttpTransport(f"http://127.0.0.1:{port.getsockname()[1]}")
+        http.back, began = back, now()
+        with pytest.raises(DeadlineError, match="within 2 s"):
+            await http.get("/", timeout_s=2.0)
+        assert now() - began < 3.5, "the second try had a deadline of its own"
+        assert len(servers) == 1
+        servers[0].close()
+        await http.close()
+
+
 async def test_a_hidden_core_port_is_given_up_once_by_calls_in_flight() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
