@@ -131,7 +131,10 @@ class ChildProcess:
         return await asyncio.shield(self._reaper)
 
     async def stop(self, timeout_s: float = STOP_S) -> None:
-        """End its group: SIGTERM, then SIGKILL after `timeout_s` or if cancelled; return when it is gone."""
+        """End its group: SIGTERM, then SIGKILL after `timeout_s` or if cancelled.
+
+        It returns when the group is gone, or with a warning if the kernel does not end it in time.
+        """
         if not self._reaper.done():
             with suppress(ProcessLookupError):  # it ended on its own in between
                 os.killpg(self.pid, signal.SIGTERM)
@@ -139,7 +142,11 @@ class ChildProcess:
             await asyncio.wait_for(self.wait(), timeout_s)
         except TimeoutError:
             self.kill()
-            await self.wait()
+            try:
+                await asyncio.wait_for(self.wait(), 2 * GONE_S)  # for the process, and then for its group
+            except TimeoutError:  # it is in a call of a driver or of a network's file system
+                message = "%s: process %d is still there %g s after SIGKILL, and is left"
+                logger.warning(message, self.name, self.pid, 2 * GONE_S)
         except asyncio.CancelledError:  # nobody may ask again
             self.kill()
             raise

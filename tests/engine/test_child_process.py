@@ -252,3 +252,17 @@ async def test_a_stop_that_is_cancelled_kills(tmp_path: Path) -> None:
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(child.stop(10 * WAIT_S), 0.2)
     assert await asyncio.wait_for(child.wait(), WAIT_S) == -signal.SIGKILL
+
+
+async def test_a_process_that_the_kernel_does_not_end_is_named_and_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    child = await ChildProcess.start([sys.executable, "-c", STAYS_WHEN_ASKED], name="stays", log=tmp_path / "log")
+    await eventually(lambda: "there" in child.said())
+    monkeypatch.setattr("penstock.process.GONE_S", 0.1)
+    with monkeypatch.context() as kernel:
+        kernel.setattr("penstock.process.kill_group", lambda _: None)
+        await asyncio.wait_for(child.stop(0.1), 10.0)
+    assert f"stays: process {child.pid} is still there 0.2 s after SIGKILL" in caplog.text
+    child.kill()
+    await asyncio.wait_for(child.wait(), WAIT_S)
