@@ -41,7 +41,7 @@ async def test_the_callers_key_goes_to_no_engine_that_it_is_not_for(
 ) -> None:
     async with canned(answer(b"")) as thief, router_here(CONFIG, api_key="secret", admin_key="own") as router:
         entry = EngineEntry("e0", thief.url, weight_version=7, api_key=engine_key)
-        router.dispatcher.announce(Membership(0, (entry,)))
+        router.dispatcher.set_membership(Membership(0, (entry,)))
         address = router.url.replace("127.0.0.1", host)
         await asyncio.to_thread(status, address, api_key="secret", as_json=False)
         shown = capsys.readouterr().out

@@ -152,7 +152,7 @@ async def test_an_operation_goes_on_when_a_router_that_stood_still_was_told_agai
 
 async def test_a_gate_that_was_left_closed_by_who_died_is_opened_by_who_connects() -> None:
     async with SimServer(SimConfig(tokens_per_second=500, max_model_len=512)) as server, router_here() as router:
-        router.dispatcher.announce(Membership(3, (EngineEntry("e0", server.url),), closed=True))
+        router.dispatcher.set_membership(Membership(3, (EngineEntry("e0", server.url),), closed=True))
         async with Fleet.connect([server.url], url=router.url) as fleet:
             out = await asyncio.wait_for(fleet.sample([1, 2], 1, {"max_tokens": 3}), WAIT_S)
             assert len(out[0].token_ids) == 3

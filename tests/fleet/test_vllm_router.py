@@ -152,7 +152,7 @@ async def workers(admin: VllmRouterAdmin) -> set[str]:
 async def test_a_router_of_ours_that_runs_already_gets_the_fleet_too() -> None:
     async with router_here() as router:
         async with SimServer(SimConfig()) as engine:
-            router.dispatcher.announce(Membership(0, (EngineEntry("x", engine.url),)))
+            router.dispatcher.set_membership(Membership(0, (EngineEntry("x", engine.url),)))
             with pytest.raises(EngineHTTPError) as error:
                 await Fleet.launch("sim-model", kind="vllm-router", url=router.url, **SIM)
             assert error.value.status == 404, "it is no vllm-router"

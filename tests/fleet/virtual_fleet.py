@@ -168,7 +168,7 @@ class VirtualRouter:
 
     async def announce(self, membership: Membership) -> None:
         await asyncio.sleep(LATENCY_S)
-        self.dispatcher.announce(membership)
+        self.dispatcher.set_membership(membership)
 
     async def epochs(self) -> list[int]:
         return [(await self.engines()).epoch]

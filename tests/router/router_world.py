@@ -76,7 +76,7 @@ class World:
 
     def announce(self) -> None:
         self.epoch += 1
-        self.dispatcher.announce(Membership(self.epoch, tuple(self.entries.values()), self.closed))
+        self.dispatcher.set_membership(Membership(self.epoch, tuple(self.entries.values()), self.closed))
 
     async def stop(self) -> None:
         await self.router.close()

@@ -81,7 +81,7 @@ class Pair:
         self.router = Router(
             RouterConfig(engine_metrics_interval_s=0, data_paths=DATA_PATHS)
         )  # nobody else opens connections
-        self.router.dispatcher.announce(Membership(1, (EngineEntry("e0", "http://127.0.0.1:9"),)))
+        self.router.dispatcher.set_membership(Membership(1, (EngineEntry("e0", "http://127.0.0.1:9"),)))
         engine = self.router.dispatcher.backends["e0"]
         self.engines: list[tuple[BackendConnection, Wire]] = []
         self.answered = 0

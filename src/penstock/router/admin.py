@@ -51,7 +51,7 @@ def serve_control(
 
 
 def _announce(dispatcher: Dispatcher, body: bytes) -> dict[str, Any]:
-    dispatcher.announce(parse(Membership, body))
+    dispatcher.set_membership(parse(Membership, body))
     return {"epoch": dispatcher.membership.epoch, "engines": len(dispatcher.backends)}
 
 

@@ -54,7 +54,7 @@ class Dispatcher:
         self._expire_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    def announce(self, announced: Membership) -> None:
+    def set_membership(self, announced: Membership) -> None:
         """Put engines, gate and policy in force.
 
         Raises:

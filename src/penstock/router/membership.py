@@ -131,9 +131,9 @@ class Engine:
 
     def __init__(self, entry: EngineEntry) -> None:
         self.name = entry.name
-        self.announce(entry)
+        self.set_entry(entry)
 
-    def announce(self, entry: EngineEntry) -> None:
+    def set_entry(self, entry: EngineEntry) -> None:
         self.entry = entry
         self.weight_version = entry.weight_version
 

@@ -64,7 +64,7 @@ class Placement:
                 del before[entry.name]
                 if known.weight_version != entry.weight_version:
                     known.fillings += 1  # its cache belongs to older weights
-                known.announce(entry)
+                known.set_entry(entry)
                 self.engines[entry.name] = known
             else:
                 self.engines[entry.name] = self._make(entry)
