@@ -199,11 +199,11 @@ class VirtualRouter:
             except aiohttp.ServerDisconnectedError:
                 self.dispatcher.retry(waiting, backend, "hung_up", 0.0)
             except BaseException:
-                self.dispatcher.left(waiting.request, backend, 0.0)
+                self.dispatcher.done(waiting.request, backend, 0.0)
                 exchange.sever()
                 raise
             else:
-                over = partial(self.dispatcher.left, waiting.request, backend, 0.0)
+                over = partial(self.dispatcher.done, waiting.request, backend, 0.0)
                 exchange.ended.add_done_callback(lambda _, over=over: over())
                 return exchange
 
@@ -230,7 +230,7 @@ class _Waiting(Waiter):
 
     def placed(self, backend: Backend) -> None:
         if self.found.cancelled():
-            self._dispatcher.left(self.request, backend, 0.0)
+            self._dispatcher.done(self.request, backend, 0.0)
         else:
             self.found.set_result(backend)
 

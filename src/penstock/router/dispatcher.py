@@ -90,7 +90,7 @@ class Dispatcher:
             self.gate.hold(waiter, wait)
 
     def _place(self, waiter: Waiter) -> Wait | None:
-        """Place the request on an engine, which counts it until `left`, or return the event to await.
+        """Place the request on an engine, which counts it until `done`, or return the event to await.
 
         It is refused with 502 if only engines that already failed under it could serve it.
         """
@@ -111,7 +111,7 @@ class Dispatcher:
             return None
         return Wait.NOWHERE
 
-    def left(self, request: RequestHead, backend: Backend, now: float) -> None:
+    def done(self, request: RequestHead, backend: Backend, now: float) -> None:
         """Stop counting a request on its engine: it was answered, failed, or is retried."""
         self.placement.done(request, backend, now)
         if self.gate.busy:
@@ -119,7 +119,7 @@ class Dispatcher:
 
     def retry(self, waiter: Waiter, backend: Backend, reason: str, now: float) -> None:
         """Place a request again after an engine failed under it, see `Metrics.retries`; 502 after the second."""
-        self.left(waiter.request, backend, now)
+        self.done(waiter.request, backend, now)
         if reason in _BREAKER_S and not (backend.left or backend.down):
             backend.breaker_openings += 1
             self.placement.mark(backend, down=True)

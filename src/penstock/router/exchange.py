@@ -230,7 +230,7 @@ class Exchange(Call, Waiter, ConnectionUser):
         self._drop_connection()
         dispatcher = self._dispatcher
         if self.backend is not None:
-            dispatcher.left(self.request, self.backend, now)
+            dispatcher.done(self.request, self.backend, now)
         else:
             dispatcher.gate.discard(self)
         self._forget_body()

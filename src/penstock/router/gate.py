@@ -51,7 +51,7 @@ class Waiter:
     """`time.monotonic()` since which no engine has taken it; 0: it has not waited for one."""
 
     def placed(self, backend: Backend) -> None:
-        """Take the chosen engine, where the request counts until `Dispatcher.left`."""
+        """Take the chosen engine, where the request counts until `Dispatcher.done`."""
         raise NotImplementedError
 
     def refuse(self, refusal: RefusalError) -> None:
