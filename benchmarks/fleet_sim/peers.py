@@ -50,10 +50,10 @@ class PeerRouter:
     def report_kv(self, name: str, *, kv_usage: float, kv_capacity: int) -> None:
         """See `FleetRouter`; none of these routers asks."""
 
-    def place(self, request: FleetRequest, now: float, tried: Collection[str] = ()) -> str | Defer | None:
+    def place(self, request: FleetRequest, now: float, excluded: Collection[str] = ()) -> str | Defer | None:
         """See `FleetRouter`."""
         del now
-        healthy = [name for name in self.workers if name not in self.down and name not in tried]
+        healthy = [name for name in self.workers if name not in self.down and name not in excluded]
         if not healthy:
             return None
         name = self.choose(request, healthy)

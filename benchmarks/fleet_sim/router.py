@@ -81,7 +81,7 @@ class FleetRouter(Protocol):
         """What an engine says of its KV."""
         ...
 
-    def place(self, request: FleetRequest, now: float, tried: Collection[str] = ()) -> str | Defer | None:
+    def place(self, request: FleetRequest, now: float, excluded: Collection[str] = ()) -> str | Defer | None:
         """The engine to send the request to, WAIT, or None where none may serve it."""
         ...
 
@@ -116,8 +116,8 @@ class OwnRouter(FleetRouter):
     def report_kv(self, name: str, *, kv_usage: float, kv_capacity: int) -> None:
         self._own.report_kv(self._own.engines[name], kv_usage=kv_usage, kv_capacity=kv_capacity)
 
-    def place(self, request: FleetRequest, now: float, tried: Collection[str] = ()) -> str | Defer | None:
-        found = self._own.place(request, now, [self._seen[name] for name in tried])
+    def place(self, request: FleetRequest, now: float, excluded: Collection[str] = ()) -> str | Defer | None:
+        found = self._own.place(request, now, [self._seen[name] for name in excluded])
         if not isinstance(found, Engine):
             return found
         self._seen[found.name] = self._placed[request, found.name] = found

@@ -88,7 +88,7 @@ class FleetFigures:
 class _Agent:
     """A trajectory under way."""
 
-    __slots__ = ("began", "engine", "home", "own_tokens", "request", "trajectory", "tried", "turn")
+    __slots__ = ("began", "engine", "excluded", "home", "own_tokens", "request", "trajectory", "turn")
 
     def __init__(self, trajectory: Trajectory, now: float) -> None:
         self.trajectory = trajectory
@@ -100,7 +100,7 @@ class _Agent:
         """Where its present turn is."""
         self.home: str | None = None
         """Where its turn before was served."""
-        self.tried: tuple[str, ...] = ()
+        self.excluded: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -200,7 +200,7 @@ class FleetRun:
             group_id=None if trajectory.group is None else str(trajectory.group),
             expected_tokens=self.setup.max_tokens,
         )
-        agent.tried = ()
+        agent.excluded = ()
         if not self._send(agent):
             self._held.append(agent)
 
@@ -208,7 +208,7 @@ class FleetRun:
         request = agent.request
         if request is None:
             raise StateError("an agent without a request cannot be sent")
-        name = self.router.place(request, self.now, agent.tried)
+        name = self.router.place(request, self.now, agent.excluded)
         if name is None or isinstance(name, Defer):
             return False
         agent.engine = name
@@ -255,7 +255,7 @@ class FleetRun:
         self._loads[name].change(-1, self.now)
         self._tally.retried += 1
         agent.engine = None
-        agent.tried = (*agent.tried, name)
+        agent.excluded = (*agent.excluded, name)
         self._at(self.now + RETRY_S, lambda: self._send(agent) or self._held.append(agent))
 
     def _release_held(self) -> None:

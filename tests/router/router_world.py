@@ -130,7 +130,7 @@ class World:
                 "not in the set": entry is None,
                 "down": engine.down,
                 "gate closed": self.closed,
-                "tried before": engine in waiter.tried,
+                "excluded": engine in waiter.excluded,
             }.items()
             if so
         ]

@@ -99,15 +99,15 @@ class Dispatcher:
             session_id = request.session_id
             if session_id is not None and placement.memory.sessions.get(session_id) is None:
                 return Wait.ROOM  # it opens a session, as the requests that wait for room do
-        found = placement.place(request, time.monotonic(), waiter.tried)
+        found = placement.place(request, time.monotonic(), waiter.excluded)
         if isinstance(found, Backend):
             found.requests += 1
             waiter.placed(found)
             return None
         if found is Defer.WAIT:
             return Wait.ROOM
-        if waiter.tried and placement.able(request, ()):
-            waiter.refuse(_engines_failed(waiter.tried))
+        if waiter.excluded and placement.able(request, ()):
+            waiter.refuse(_engines_failed(waiter.excluded))
             return None
         return Wait.NOWHERE
 
@@ -127,7 +127,7 @@ class Dispatcher:
         if reason != "refused":  # it was sent
             waiter.lost_on |= {backend}
             if reason != "stale":
-                waiter.tried += (backend,)
+                waiter.excluded += (backend,)
         if len(waiter.lost_on) >= _MOST_LOST:
             waiter.refuse(_engines_failed(waiter.lost_on))
             return
@@ -161,8 +161,8 @@ class Dispatcher:
         await asyncio.gather(*[backend.close() for backend in (*self.backends.values(), *self._leaving)])
 
 
-def _engines_failed(tried: Iterable[Engine]) -> RefusalError:
-    names = ", ".join(sorted({engine.name for engine in tried}))
+def _engines_failed(failed: Iterable[Engine]) -> RefusalError:
+    names = ", ".join(sorted({engine.name for engine in failed}))
     return RefusalError(502, "engines_failed", f"every engine tried broke the request: {names}")
 
 

@@ -135,7 +135,7 @@ def log_access(exchange: Exchange, now: float) -> None:
         "seconds": round(now - exchange.started_at, 6),
         "hold_seconds": round(exchange.hold_seconds, 6),
         "gate_seconds": round(exchange.gate_seconds, 6),
-        "tried": [backend.name for backend in exchange.tried],
+        "tried": [backend.name for backend in exchange.excluded],
         "outcome": exchange.outcome or "ok",
     }
     _access.info(orjson.dumps(line).decode())

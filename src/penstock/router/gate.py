@@ -42,7 +42,7 @@ class Waiter:
     """Seconds waited for its turn at the gate so far."""
     lost_on: frozenset[Engine] = frozenset()
     """Engines that took it and then closed the connection without an answer, or were dead."""
-    tried: tuple[Engine, ...] = ()
+    excluded: tuple[Engine, ...] = ()
     """Engines of `lost_on` that do not get it again. The others may only have closed an idle connection."""
     wait: Wait | None = None
     since = 0.0

@@ -26,16 +26,16 @@ class Memory:
         self._groups: OrderedDict[str, Counter[str]] = OrderedDict()
         """Samples of each group by engine."""
 
-    def choose(self, request: Hints, now: float, tried: Collection[Engine]) -> Engine | Defer | None:
+    def choose(self, request: Hints, now: float, excluded: Collection[Engine]) -> Engine | Defer | None:
         """Choose an engine and set the request's `counted_tokens`; answers as `Placement.place`."""
         placement, session_id = self._placement, request.session_id
         record = None if session_id is None else self.sessions.get(session_id)
-        home = None if record is None else self._home(record.engine, request, tried)
+        home = None if record is None else self._home(record.engine, request, excluded)
         if home is not None and not home.takes_new:
             engine: Engine | Defer = home
             placement.rules["draining"] += 1
         else:
-            engines = placement.able(request, tried)
+            engines = placement.able(request, excluded)
             if not engines:
                 return None
             engine = self._ask(engines, request, record, home)
@@ -47,13 +47,13 @@ class Memory:
             turn = (
                 "opened" if record is None else "rehomed" if home is None else "stayed" if home is engine else "moved"
             )
-            added = self.sessions.begin_turn(session_id, request, record, engine, now, again=bool(tried))
+            added = self.sessions.begin_turn(session_id, request, record, engine, now, again=bool(excluded))
             request.counted_tokens = added
         placement.turns[turn] += 1
         return engine
 
-    def _home(self, home: Engine, request: Hints, tried: Collection[Engine]) -> Engine | None:
-        if home in tried or home.weight_version < request.min_weight_version:
+    def _home(self, home: Engine, request: Hints, excluded: Collection[Engine]) -> Engine | None:
+        if home in excluded or home.weight_version < request.min_weight_version:
             return None
         return home if home.takes_new or (home.serves and self._placement.policy.sticky) else None
 

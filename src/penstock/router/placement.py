@@ -84,10 +84,10 @@ class Placement:
         engine.kv_reported_at = engine.outstanding_tokens
         self._arrange()
 
-    def place(self, request: Hints, now: float, tried: Collection[Engine] = ()) -> Engine | Defer | None:
+    def place(self, request: Hints, now: float, excluded: Collection[Engine] = ()) -> Engine | Defer | None:
         """Choose an engine, and count the request there until `done`.
 
-        Token counts that no engine can hold are lowered. The engines `tried` have failed under the request.
+        Token counts that no engine can hold are lowered. The engines `excluded` have failed under the request.
 
         Returns:
             The engine; `Defer.WAIT` until load falls; None if no engine may serve it, see `able`.
@@ -100,8 +100,8 @@ class Placement:
         # Without token counts, a request counts as one token, so that the number of requests is balanced.
         request.counted_tokens = tokens or 1
         if request.session_id is not None or request.group_id is not None or request.prefix_hashes:
-            engine = self.memory.choose(request, now, tried)
-        elif engines := self.able(request, tried):
+            engine = self.memory.choose(request, now, excluded)
+        elif engines := self.able(request, excluded):
             engine = self.ask(engines, RequestView(placed=self.placed))
             self.turns["single"] += 1
         else:
@@ -121,12 +121,12 @@ class Placement:
         if request.session_id is not None:
             self.memory.sessions.end_turn(request.session_id, now)
 
-    def able(self, request: Hints, tried: Collection[Engine]) -> Sequence[Engine]:
+    def able(self, request: Hints, excluded: Collection[Engine]) -> Sequence[Engine]:
         """Return the engines that may serve a new request."""
         version = request.min_weight_version
-        if version <= self._oldest and not tried:
+        if version <= self._oldest and not excluded:
             return self._open
-        return [e for e in self._open if e.weight_version >= version and e not in tried]
+        return [e for e in self._open if e.weight_version >= version and e not in excluded]
 
     def ask(self, engines: Sequence[Engine], request: RequestView) -> Engine | Defer:
         """Return the policies' choice, and count it."""
