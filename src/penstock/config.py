@@ -334,14 +334,8 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunCo
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Set one `section.key=value`, a YAML value, in a tree. ConfigError: another form."""
-    key, eq, text = override.partition("=")
-    if not eq or not key:
-        raise ConfigError(f"override {override!r} is not of the form section.key=value")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"override {override!r}: the value is not valid YAML") from error
+    """Set one `section.key=value` in a tree. ConfigError: another form."""
+    key, value = read_override(override)
     *parents, last = key.split(".")
     node = tree
     for parent in parents:
@@ -350,6 +344,17 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
             raise ConfigError(f"override {override!r}: {parent!r} is a value, not a section")
         node = cast("dict[str, Any]", child)
     node[last] = value
+
+
+def read_override(override: str) -> tuple[str, Any]:
+    """Return the key and the value, which is YAML, of a `section.key=value`. ConfigError: another form."""
+    key, eq, text = override.partition("=")
+    if not eq or not key:
+        raise ConfigError(f"override {override!r} is not of the form section.key=value")
+    try:
+        return key, yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: the value is not valid YAML") from error
 
 
 def read_keys(file: Path, option: str) -> dict[str, Any]:

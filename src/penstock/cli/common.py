@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from penstock.errors import UserError
+from penstock.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,13 +56,24 @@ def only_one(**chosen: bool) -> str | None:
     return names[0] if names else None
 
 
-def run_config(flags: Mapping[str, Any], options: Sequence[str], sections: Sequence[str]) -> RunConfig:
-    """Build a config from flags and options. Keys outside `sections` are engine keys."""
-    from penstock.config import load_config  # noqa: PLC0415
+def run_config(
+    context: typer.Context, flags: Mapping[str, tuple[str, Any]], options: Sequence[str], sections: Sequence[str]
+) -> RunConfig:
+    """Build a config from flags and options. Keys outside `sections` are engine keys.
+
+    `flags` maps a key to a parameter, as the user writes it, and its value. ConfigError: an option contradicts a
+    parameter that the user gave; defaults it replaces.
+    """
+    from penstock.config import load_config, read_override  # noqa: PLC0415
 
     named = tuple(f"{section}." for section in sections)
     given = [option if option.startswith(named) else f"engine.{option}" for option in options]
-    values = (f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None)
+    for option, (key, value) in zip(options, map(read_override, given), strict=True):
+        parameter, flag = flags.get(key, ("", None))
+        source = context.get_parameter_source(parameter.strip("-").lower())  # None: the command has no such parameter
+        if source is not None and source.name != "DEFAULT" and value != flag:
+            raise ConfigError(f"{parameter} and {option} contradict each other; give one of them")
+    values = (f"{key}={json.dumps(value)}" for key, (_, value) in flags.items() if value is not None)
     return load_config(None, [*values, *given])
 
 

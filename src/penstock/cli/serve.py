@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,6 +35,7 @@ SECTIONS = ("engine", "fleet", "router")
 
 
 def serve(
+    context: typer.Context,
     model: Model,
     options: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Options of the engines.", show_default=False)
@@ -85,20 +87,24 @@ def serve(
     Keys and their meaning: docs/reference/configuration.md. `extra_args.NAME=VALUE` passes any other option to vLLM.
     """
     profile, count = only_one(cpu=cpu, gpu=gpu, sim=sim), int(not attach) if engines is None else engines
-    fleet = {"fleet.engines": count, "fleet.launcher": launcher, "fleet.attach": attach or []}
-    router_flags = {"router.kind": router, "router.host": host, "router.port": port}
-    config = _config(options or [], {"engine.model": model, "engine.profile": profile, **fleet, **router_flags})
+    flags = {
+        "engine.model": ("MODEL", model), "engine.profile": (f"--{profile}", profile),
+        "fleet.engines": ("--engines", count), "fleet.launcher": ("--launcher", launcher),
+        "fleet.attach": ("--attach", attach or []), "router.kind": ("--router", router),
+        "router.host": ("--host", host), "router.port": ("--port", port),
+    }  # fmt: skip
+    config = _config(context, options or [], flags)
     _check(config, api_key or None)
     run_until_signal(_serve(config, api_key or None))
 
 
-def _config(options: list[str], flags: dict[str, Any]) -> RunConfig:
+def _config(context: typer.Context, options: list[str], flags: Mapping[str, tuple[str, Any]]) -> RunConfig:
     """Build the config from flags and options. Refuse sections of other commands."""
     for option in options:
         section, dot, _ = option.partition("=")[0].partition(".")
         if dot and section not in (*SECTIONS, "extra_args"):
             raise UserError(f"{option!r}: a server has no section {section!r}; it has engine, fleet and router")
-    return run_config(flags, options, SECTIONS)
+    return run_config(context, flags, options, SECTIONS)
 
 
 def _check(config: RunConfig, api_key: str | None) -> None:

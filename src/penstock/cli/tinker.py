@@ -39,6 +39,7 @@ Keys = Annotated[
 
 
 def tinker(
+    context: typer.Context,
     model: Model,
     options: Annotated[
         list[str] | None,
@@ -84,8 +85,9 @@ def tinker(
 
     profile = only_one(cpu=cpu, gpu=gpu)
     check_port(host, port)
-    flags = {"engine.model": model, "engine.profile": profile, "fleet.engines": engines, "router.port": 0}
-    run = run_config(flags, options or [], SECTIONS)
+    of_fleet = {"fleet.engines": ("--engines", engines), "router.port": ("", 0)}
+    flags = {"engine.model": ("MODEL", model), "engine.profile": (f"--{profile}", profile), **of_fleet}
+    run = run_config(context, flags, options or [], SECTIONS)
     config = ServiceConfig(
         run.engine, run.fleet, run.router, run.train, data=data, host=host, port=port, keys=keys, database=database,
     )  # fmt: skip
