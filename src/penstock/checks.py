@@ -53,8 +53,8 @@ def whole_number(value: Any, what: str, *, least: int = 0, most: int = LARGEST, 
     return value
 
 
-def did_you_mean(name: str, known: Iterable[str], all_of: str = "known", else_near: Sequence[str] = ()) -> str:
-    """Return a hint: the known name nearest to a wrong one, or else all known names."""
+def did_you_mean(name: str, known: Iterable[str], all_of: str = "known", elsewhere: Sequence[str] = ()) -> str:
+    """Return a hint: `elsewhere` and the known name nearest to a wrong one, or else all known names."""
     names = list(known)
-    near = difflib.get_close_matches(name, names, n=1) or else_near
-    return f"did you mean {near[0]!r}?" if near else f"{all_of}: {', '.join(names) or 'none'}"
+    near = [*elsewhere, *difflib.get_close_matches(name, names, n=1)]
+    return f"did you mean {' or '.join(map(repr, near))}?" if near else f"{all_of}: {', '.join(names) or 'none'}"

@@ -30,7 +30,7 @@ def _explain(section: type[Any], error: Mapping[str, Any]) -> str:
         *above, name = (part for part in error["loc"] if isinstance(part, str))  # the others are list indices
         keys = [(key.split("."), key) for key in _keys(section)]
         here = [path[-1] for path, _ in keys if path[:-1] == above]
-        elsewhere = [] if above else [key for path, key in keys if path[-1] == name]
+        elsewhere = [key for path, key in keys if path[-1] == name and not above[1:]]
         return f"unknown config key {key!r}; {did_you_mean(name, here, 'known here', elsewhere)}"
     if error["type"] == "missing":
         return f"config key {key!r} is required"

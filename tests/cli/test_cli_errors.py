@@ -80,6 +80,8 @@ def test_help_loads_nothing_heavy() -> None:
         (["status", "http://user:pass@127.0.0.1:9"], "a router's address has no user, query or fragment"),
         (["serve", "", "--sim"], "engine.model"),
         (["serve", "m", "--sim", "max_modellen=3"], "did you mean 'max_model_len'?"),
+        (["serve", "m", "--sim", "engine.workers=4"], "'engine.workers'; did you mean 'router.workers'?"),
+        (["train", "run.yaml", "engine.hang_timeout_s=9"], "did you mean 'fleet.hang_timeout_s' or 'start_timeout_s'?"),
         (["serve", "m", "--sim", "train.steps=3"], "a server has no section 'train'"),
         (["serve", "m", "--sim", "--engines", "3", "fleet.engines=2"], "--engines and fleet.engines=2 contradict"),
         (["serve", "m", "--sim", "profile=cpu"], "--sim and profile=cpu contradict each other; give one of them"),
