@@ -59,7 +59,7 @@ def only_one(**chosen: bool) -> str | None:
 def run_config(
     context: typer.Context, flags: Mapping[str, tuple[str, Any]], options: Sequence[str], sections: Sequence[str]
 ) -> RunConfig:
-    """Build a config from flags and options. Keys outside `sections` are engine keys.
+    """Build a server's config from flags and options. Keys without a section are engine keys.
 
     `flags` maps a key to a parameter, as the user writes it, and its value. ConfigError: an option contradicts a
     parameter that the user gave; defaults it replaces.
@@ -69,6 +69,9 @@ def run_config(
     named = tuple(f"{section}." for section in sections)
     given = [option if option.startswith(named) else f"engine.{option}" for option in options]
     for option, (key, value) in zip(options, map(read_override, given), strict=True):
+        section, dot, _ = option.partition("=")[0].partition(".")
+        if dot and section not in (*sections, "extra_args"):
+            raise UserError(f"{option!r}: a server has no section {section!r}; it has {', '.join(sections)}")
         parameter, flag = flags.get(key, ("", None))
         source = context.get_parameter_source(parameter.strip("-").lower())  # None: the command has no such parameter
         if source is not None and source.name != "DEFAULT" and value != flag:

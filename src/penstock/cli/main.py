@@ -77,7 +77,7 @@ def main() -> NoReturn:
     try:
         status_code = app(standalone_mode=False)
     except UsageError as error:
-        _fail(_one_line(error.format_message()) + _key_instead(error), EXIT_USAGE, error)
+        _fail(" ".join(error.format_message().split()) + _key_instead(error), EXIT_USAGE, error)
     except UserError as error:
         _fail(str(error), EXIT_USAGE, error)
     except PenstockError as error:
@@ -100,10 +100,6 @@ def _key_instead(error: typer.BadParameter) -> str:
     key = option[2:].replace("-", "_")
     section = "" if command.name in {"serve", "tinker", "sim"} else "SECTION."
     return f"; as a key it is {section}{key}=VALUE (docs/reference/configuration.md)"
-
-
-def _one_line(message: str) -> str:
-    return " ".join(message.split())
 
 
 def _fail(message: str, exit_status: int, error: Exception) -> NoReturn:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
-from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -26,7 +25,6 @@ from penstock.cli.common import (
     run_until_signal,
     waiting,
 )
-from penstock.errors import UserError
 
 if TYPE_CHECKING:
     from penstock.config import RunConfig
@@ -87,24 +85,13 @@ def serve(
     Keys and their meaning: docs/reference/configuration.md. `extra_args.NAME=VALUE` passes any other option to vLLM.
     """
     profile, count = only_one(cpu=cpu, gpu=gpu, sim=sim), int(not attach) if engines is None else engines
-    flags = {
-        "engine.model": ("MODEL", model), "engine.profile": (f"--{profile}", profile),
-        "fleet.engines": ("--engines", count), "fleet.launcher": ("--launcher", launcher),
-        "fleet.attach": ("--attach", attach or []), "router.kind": ("--router", router),
-        "router.host": ("--host", host), "router.port": ("--port", port),
-    }  # fmt: skip
-    config = _config(context, options or [], flags)
+    of_engine = {"engine.model": ("MODEL", model), "engine.profile": (f"--{profile}", profile)}
+    of_fleet = {"fleet.engines": ("--engines", count), "fleet.launcher": ("--launcher", launcher)}
+    of_router = {"router.kind": ("--router", router), "router.host": ("--host", host), "router.port": ("--port", port)}
+    flags = {**of_engine, **of_fleet, **of_router, "fleet.attach": ("--attach", attach or [])}
+    config = run_config(context, flags, options or [], SECTIONS)
     _check(config, api_key or None)
     run_until_signal(_serve(config, api_key or None))
-
-
-def _config(context: typer.Context, options: list[str], flags: Mapping[str, tuple[str, Any]]) -> RunConfig:
-    """Build the config from flags and options. Refuse sections of other commands."""
-    for option in options:
-        section, dot, _ = option.partition("=")[0].partition(".")
-        if dot and section not in (*SECTIONS, "extra_args"):
-            raise UserError(f"{option!r}: a server has no section {section!r}; it has engine, fleet and router")
-    return run_config(context, flags, options, SECTIONS)
 
 
 def _check(config: RunConfig, api_key: str | None) -> None:
