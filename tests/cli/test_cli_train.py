@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 from patience import WAIT_S
 from penstock.cli import train
 from penstock.cli.common import Interrupted
+from penstock.config import load_config
 from penstock.observe.run_folder import RunFolder
 from run_cli import PENSTOCK, environment, penstock
 
@@ -53,13 +55,17 @@ def test_after_ctrl_c_it_says_the_command_that_goes_on(tmp_path: Path) -> None:
     told, _, command = log.read_text().splitlines()[-1].partition(" with: ")
     assert told == "interrupted; runs/short goes on from its last checkpoint"
     assert shlex.split(command) == ["penstock", "train", "my run.yaml", "seed=3", "--resume"]
+    assert re.search(r"engines are ready: penstock status http://127\.0\.0\.1:\d+ shows them\n", log.read_text())
 
 
-def test_before_the_run_began_it_names_no_command_that_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("began", [True, False])
+def test_before_the_first_checkpoint_it_promises_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *, began: bool
 ) -> None:
     def interrupted(run: Coroutine[Any, Any, object]) -> None:
         run.close()
+        if began:
+            RunFolder.create(tmp_path / "runs" / "short", load_config("run.yaml"))
         raise Interrupted(signal.SIGINT)
 
     (tmp_path / "run.yaml").write_text(FILE)
@@ -67,7 +73,8 @@ def test_before_the_run_began_it_names_no_command_that_goes_on(
     monkeypatch.setattr(train, "run_until_signal", interrupted)
     with pytest.raises(Interrupted):
         train._run_here(Path("run.yaml"), [], {}, resume=False, fresh=False)
-    assert capsys.readouterr().err == "interrupted before the run began\n"
+    first = "the first checkpoint; runs/short starts again with: penstock train run.yaml --resume"
+    assert capsys.readouterr().err == f"interrupted before {first if began else 'the run began'}\n"
 
 
 def test_a_run_that_is_going_on_is_refused_and_its_process_named(tmp_path: Path) -> None:

@@ -59,6 +59,15 @@ def test_a_terminal_has_a_live_panel_and_is_given_back_when_the_run_fails() -> N
     assert text.rstrip().endswith("\x1b[?25h"), "the cursor is shown again"
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_router_is_named_for_penstock_status(*, terminal: bool) -> None:
+    run = Run(terminal=terminal)
+    with run.display:
+        run.display.on_fleet("http://127.0.0.1:4033")
+    assert "http://127.0.0.1:4033" in run.out.getvalue()
+    assert ("penstock status http://127.0.0.1:4033" in run.out.getvalue()) is not terminal
+
+
 def test_what_is_left_is_by_the_last_steps_and_an_engine_that_left_is_named() -> None:
     run = Run(terminal=False)
     assert run.display.eta_s() is None

@@ -104,9 +104,15 @@ def _run_here(
 
             run_until_signal(run(settings, resume=resume, fresh=fresh, reporter=display, launched=launched))
     except Interrupted:
+        from penstock.train.checkpoint import latest_step  # noqa: PLC0415
+
         command = shlex.join(["penstock", "train", str(config), *overrides, "--resume"])
-        goes_on = f"; {folder} goes on from its last checkpoint with: {command}" if (folder / CONFIG).exists() else ""
-        typer.echo(f"interrupted{goes_on or ' before the run began'}", err=True)
+        if latest_step(folder):
+            typer.echo(f"interrupted; {folder} goes on from its last checkpoint with: {command}", err=True)
+        elif (folder / CONFIG).exists():
+            typer.echo(f"interrupted before the first checkpoint; {folder} starts again with: {command}", err=True)
+        else:
+            typer.echo("interrupted before the run began", err=True)
         raise
     return folder
 

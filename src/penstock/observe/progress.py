@@ -74,6 +74,10 @@ class RunDisplay(Reporter):
         if name in {"launch", "resume", "restart", "evaluate"}:
             self._line(self._phase)
 
+    def on_fleet(self, url: str) -> None:
+        self._figures["router"] = url
+        self._line(f"engines are ready: penstock status {url} shows them")
+
     def on_step(self, metrics: Mapping[str, float]) -> None:
         self._step = int(metrics["step"])
         self._durations.append(metrics["seconds/step"])

@@ -145,6 +145,9 @@ class Reporter:
     def on_phase(self, name: str) -> None:
         """Handle a phase's start. It is `launch`, `resume`, `evaluate`, `train`, `checkpoint` or `done`."""
 
+    def on_fleet(self, url: str) -> None:
+        """Handle the start of the fleet, whose router serves at `url`."""
+
     def on_step(self, metrics: Mapping[str, float]) -> None:
         """Handle the end of a step. `metrics` is its row of metrics.jsonl (docs/reference/run-folder.md)."""
 

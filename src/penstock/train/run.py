@@ -183,6 +183,7 @@ async def _run(
         async def work() -> Summary:
             async with opening as fleet, open_generator(fleet) as generator:
                 started.set()
+                reporter.on_fleet(fleet.url)
                 training = train(
                     config,
                     fleet,
