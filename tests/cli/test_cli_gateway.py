@@ -8,8 +8,12 @@ import signal
 from pathlib import Path
 
 import aiohttp
+import pytest
 
 from chat_model import save_chat_tokenizer
+from penstock.cli import gateway
+from penstock.engine.client import DataClient
+from penstock.errors import UserError
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 from run_cli import PENSTOCK, environment
@@ -44,3 +48,11 @@ async def test_it_serves_tenants_of_a_file_and_ends_by_a_signal(tmp_path: Path) 
         finally:
             process.send_signal(signal.SIGINT)
             assert await process.wait() == 130
+
+
+async def test_a_router_key_that_is_missing_is_asked_for_by_its_names() -> None:
+    async with SimServer(SimConfig(api_key="secret")) as engine:
+        client = DataClient(engine.url)
+        with pytest.raises(UserError, match="set PENSTOCK_API_KEY to it, or give --router-key"):
+            await gateway._model(client)
+        await client.close()

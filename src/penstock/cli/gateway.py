@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.common import Host, Port, check_port, require_extra, run_until_signal
-from penstock.errors import ConfigError, UserError
+from penstock.errors import ConfigError, EngineHTTPError, UserError
 
 if TYPE_CHECKING:
     from penstock.gateway.service import Tenant
 
 _INFO_S = 30.0
+_UNAUTHORIZED = 401
 
 
 def gateway(
@@ -134,10 +135,16 @@ async def _serve(
 
 
 async def _model(client: Any) -> tuple[str, int]:
-    """Return the name and the context length of the model behind a router."""
+    """Return the name and the context length of the model behind a router. UserError: it requires another key."""
     from penstock.checks import reading  # noqa: PLC0415
 
-    answer = await client.http.get("/v1/models", timeout_s=_INFO_S)
+    try:
+        answer = await client.http.get("/v1/models", timeout_s=_INFO_S)
+    except EngineHTTPError as error:
+        if error.status != _UNAUTHORIZED:
+            raise
+        asks = f"{client.http.url} asks for its API key"
+        raise UserError(f"{asks}: set PENSTOCK_API_KEY to it, or give --router-key") from error
     with reading("answer to /v1/models", ConfigError):
         first = answer["data"][0]
         return str(first["id"]), int(first["max_model_len"])
