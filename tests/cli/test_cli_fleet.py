@@ -73,14 +73,16 @@ def test_engines_are_added_drained_and_removed_without_a_key(server: Server, run
 def test_status_shows_an_engine_that_starts(tmp_path: Path) -> None:
     kept = {"PENSTOCK_RUNTIME_DIR": str(tmp_path)}
     with serving(tmp_path / "log", *SERVE, "fleet.restart_backoff_s=120", **kept) as server:
-        url = json.loads(penstock("status", "--json", **kept).stdout)["engines"][1]["url"]
-        [victim] = [process for process in server.family if f"port={url.rpartition(':')[2]}" in process.cmdline()]
+        engine = json.loads(penstock("status", "--json", **kept).stdout)["engines"][1]
+        [victim] = [process for process in server.family if process.pid == engine["pid"]]
+        assert f"port={engine['url'].rpartition(':')[2]}" in victim.cmdline()
+        assert str(victim.pid) in penstock("status", **kept).stdout
         victim.kill()
         wait_for_text(tmp_path / "log", "engine e1: serving -> dead")
         status = penstock("status", server.url, "--json", **kept)
-        shown = {engine["name"]: engine["state"] for engine in json.loads(status.stdout)["engines"]}
+        shown = {engine["name"]: engine for engine in json.loads(status.stdout)["engines"]}
         assert shown.keys() == {"e0", "e1"}
-        assert shown["e1"] != "serving"
+        assert (shown["e1"]["state"] != "serving", shown["e1"]["pid"]) == (True, None)
         said = penstock("status", server.url, **kept).stdout
         assert "e1 dead: its process exited with status -9 (it is started again)" in said
         client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
@@ -99,8 +101,7 @@ def test_what_cannot_be_done_is_one_line(server: Server, runtime: str, tmp_path:
         assert done.returncode == 2
         assert says in done.stderr
         assert done.stderr.count("\n") == 1
-    elsewhere = tmp_path / "r"
-    elsewhere.mkdir()
+    elsewhere = tmp_path / "not" / "there"
     for command in (["status"], ["fleet", "stop"]):
         done = penstock(*command, PENSTOCK_RUNTIME_DIR=str(elsewhere))
         assert done.returncode == 2

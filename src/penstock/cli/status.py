@@ -39,7 +39,7 @@ def status(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the engines of a fleet: state, weight version, requests in flight, resident tokens, GPUs.
+    """Show the engines of a fleet: state, weight version, requests in flight, resident tokens, pid, GPUs.
 
     **Examples**
 
@@ -110,7 +110,8 @@ def _print(report: Mapping[str, Any]) -> None:
         title += f"; {requests} since {began:%Y-%m-%d %H:%M:%S}, {report['held']} held"
         title += ", gate closed" if report["gate_closed"] else ""
     gpus = ("GPUs",) if any(engine.get("gpus") for engine in engines) else ()
-    columns = ("engine", "state", "version", *LOADS.values(), "KV", "address", *gpus)
+    pids = ("pid",) if any(engine.get("pid") for engine in engines) else ()
+    columns = ("engine", "state", "version", *LOADS.values(), "KV", "address", *pids, *gpus)
     table = table_of(columns, right=set(columns) - {"engine", "state", "address", "GPUs"})
     for engine in engines:
         color = {"serving": "green", "down": "red", "dead": "red"}.get(engine["state"], "yellow")
@@ -121,6 +122,7 @@ def _print(report: Mapping[str, Any]) -> None:
             *(f"{engine[name]:,}" if name in engine else "-" for name in LOADS),
             f"{engine['kv_usage']:.0%}" if engine.get("kv_usage", -1) >= 0 else "-",
             engine["url"].removeprefix("http://"),
+            *(str(engine.get("pid") or "-") for _ in pids),
             *(",".join(engine.get("gpus", ())) for _ in gpus),
         )
     console = Console()

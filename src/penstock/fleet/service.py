@@ -34,6 +34,7 @@ from penstock.fleet.pausing import AllOperations
 from penstock.fleet.roster import Roster
 from penstock.fleet.skyrl_paths import add_skyrl_paths
 from penstock.options import without_password
+from penstock.process import ChildProcess
 
 FOLDER_ENV = "PENSTOCK_RUNTIME_DIR"
 """Variable that names a folder other than /tmp. XDG_RUNTIME_DIR and TMPDIR are not read: they differ between a user's
@@ -66,7 +67,7 @@ def folder() -> Path:
     if len(os.fsencode(path / "fleet-65535.sock")) > LONGEST:
         raise UserError(f"{path} is too long a path for a socket; set {FOLDER_ENV} to a shorter folder")
     try:
-        path.mkdir(mode=FOLDER_MODE, exist_ok=True)
+        path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{path} cannot be made: {error.strerror}; {FOLDER_ENV} names the folder it lies in") from error
     found = path.lstat()
@@ -172,6 +173,8 @@ class MemberState:
     info: EngineInfo
     api_key: str | None = field(default=None, repr=False)
     """Key that it requires; never shown."""
+    pid: int | None = None
+    """Process id of its server while that runs, if this fleet launched it on this machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +234,10 @@ CALLS: Mapping[type, tuple[str, tuple[str, ...]]] = {
 
 Each takes and checks JSON values. `remote.Remote` reads results by their annotation.
 """
+
+
+def _pid(process: object) -> int | None:
+    return process.pid if isinstance(process, ChildProcess) and process.returncode is None else None
 
 
 class Endpoint:
@@ -316,7 +323,7 @@ class Endpoint:
             members=tuple(
                 MemberState(
                     m.name, m.url, m.state, m.lifecycle.reason, m.weight_version, m.is_restarting, m.gpus, m.info,
-                    m.api_key,
+                    m.api_key, _pid(m.process),
                 )
                 for m in roster.members
             ),
