@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 
 import aiohttp
 import orjson
 import pytest
 from sim_http import PROMPT, sim_client
 
+from patience import WAIT_S
 from penstock.sim import SimConfig, SimServer
 from penstock.wire import RESUME_ARG
 
@@ -21,6 +24,15 @@ async def sim():
 
 def generate_body(**extra):
     return {"token_ids": PROMPT, "sampling_params": {"max_tokens": 12, "n": 2, "seed": 4, "logprobs": 0}, **extra}
+
+
+@pytest.mark.parametrize(("option", "says"), [("tokens=3", "unknown config key"), ("tokens", "form key=value")])
+def test_a_bad_option_of_the_process_is_one_line_and_status_2(option, says):
+    argv = [sys.executable, "-m", "penstock.sim", option]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("error: ")
+    assert says in done.stderr
 
 
 async def test_generate_streams_the_same_and_tells_versions_once(sim):
