@@ -115,6 +115,8 @@ async def test_an_adapter_that_is_saved_again_is_a_new_version_under_its_name(be
         bench.engine["a"].lora.clear()
         await dies_and_returns(bench, restarts, "a", 0)
     assert value_of(bench.engine["a"].lora["style"][1]) == 2.0, "what was loaded, and not what lies there now"
+    await adapters.unload("style")
+    assert {**adapters._saved, **adapters._order} == {}, "of a name for each save, nothing but a number stays"
 
 
 @on_bench("ab")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -167,6 +168,8 @@ def test_a_new_adapter_changes_nothing_and_a_dropped_one_is_gone(micro_model: st
         learner.forward("a", SFT, data)
     torch.testing.assert_close(learner.forward(None, SFT, data).logprobs, base.logprobs, rtol=0, atol=0)
     learner.drop_adapter("b")
+    kept: Any = learner.policy.model
+    assert kept.peft_config == {}, "the settings of every adapter there ever was"
     learner.create_adapter("a", LoraSpec(rank=3))
     torch.testing.assert_close(learner.forward("a", SFT, data).logprobs, base.logprobs, rtol=0, atol=0)
 

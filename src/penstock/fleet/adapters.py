@@ -9,6 +9,7 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from penstock.aio import in_thread
 from penstock.checks import reading
@@ -89,7 +90,7 @@ class FleetAdapters:
         """The loaded adapters by name."""
         self._highest: dict[str, int] = {}
         """Last version of every name, also of unloaded ones: KV of an older version must not be found again."""
-        self._order: dict[str, asyncio.Lock] = {}
+        self._order = WeakValueDictionary[str, asyncio.Lock]()
         """A lock for each name, so that its versions come into force in the order of their calls."""
         self._saved: dict[str, tuple[str, int]] = {}
         """For a name loaded from a path, the path with the files' stamp, and the version that they became."""
@@ -346,6 +347,7 @@ class FleetAdapters:
             if (error := outcome.failures.get(member.name)) is not None:
                 await self._roster.mark_dead(member, f"unloading adapter {name!r} failed: {error}")
         del self.known[name]
+        self._saved.pop(name, None)
         known.resumed.set()
         known.files.close()
 

@@ -83,6 +83,7 @@ class Adapters:
         for layer in self._layers:
             layer.set_adapter([])  # else PEFT activates another adapter, with a warning
             layer.delete_adapter(key)
+        del self._model.peft_config[key]  # PEFT keeps the settings of every adapter there ever was
 
     def activate(self, name: str | None) -> None:
         """Make the model compute with one adapter, or without any (None). Only its tensors get gradients."""
