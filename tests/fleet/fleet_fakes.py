@@ -19,7 +19,7 @@ from penstock.errors import EngineDeadError, EngineHTTPError, StateError, Weight
 from penstock.fleet.member import Lifecycle, Member, State
 from penstock.fleet.pausing import AllOperations as Operations
 from penstock.fleet.roster import Roster
-from penstock.fleet.supervise import Admission, admit
+from penstock.fleet.supervise import Admission, start_serving
 from penstock.router.membership import Membership
 from penstock.router.state import EngineLoad, RouterState
 from penstock.settings import FleetConfig
@@ -337,7 +337,7 @@ class Bench:
             url = f"http://127.0.0.1:{port}"
             member = Member(name, url, fake, info, lifecycle, 0, process=self.process[name])
             self.roster.add(member)
-            admit(self.roster, member)
+            start_serving(self.roster, member)
         self.operations = Operations(
             self.roster,
             self.store,

@@ -23,7 +23,7 @@ from penstock.errors import (
 from penstock.fleet.member import State, fan_out
 from penstock.fleet.pausing import raise_for
 from penstock.fleet.router_process import keep_in_step
-from penstock.fleet.supervise import admit
+from penstock.fleet.supervise import start_serving
 from penstock.router.membership import Membership
 from virtual_time import virtual
 
@@ -351,7 +351,7 @@ async def test_after_a_close_nothing_begins_and_what_runs_is_cut_short(bench: Be
 
 
 @virtual
-async def test_an_engine_of_another_version_is_not_admitted() -> None:
+async def test_an_engine_of_another_version_does_not_start_serving() -> None:
     bench = Bench("ab")
     member = bench.roster.members[1]
     await bench.roster.mark_dead(member, "gone")
@@ -359,7 +359,7 @@ async def test_an_engine_of_another_version_is_not_admitted() -> None:
     member.lifecycle.to(State.SYNCING, "test")
     bench.roster.version = 3
     with pytest.raises(StateError, match="engine b has weight version 0, the fleet serves 3"):
-        admit(bench.roster, member)
+        start_serving(bench.roster, member)
     assert member.state is State.SYNCING
 
 

@@ -29,7 +29,7 @@ from penstock.fleet.pausing import AllOperations
 from penstock.fleet.roster import Roster
 from penstock.fleet.router_process import OpenRouter, check_router, open_router, router_back
 from penstock.fleet.service import Endpoint, refuse_second
-from penstock.fleet.supervise import Admission, Supervisor, admit
+from penstock.fleet.supervise import Admission, Supervisor, start_serving
 from penstock.fleet.transports import stores_of
 from penstock.guard import new_key
 from penstock.options import check_key, refuse_unknown, section
@@ -292,7 +292,7 @@ async def _roster(router: OpenRouter, members: Sequence[Member]) -> Roster:
         if member.process is None:
             check_beside(member, roster.members)
         roster.add(member)
-        admit(roster, member)
+        start_serving(roster, member)
         if paused:
             member.lifecycle.to(State.PAUSED, "was paused when it was found")
     await roster.restore()

@@ -140,7 +140,7 @@ class Supervisor:
         """Return when the engine is DEAD and its process gone; a broken watch is its death."""
         watches = [self._until_unwell]
         if member.state is State.SYNCING:
-            watches.append(self._admitted)
+            watches.append(self._admit_or_mark_dead)
         tasks = [asyncio.create_task(self._dead_if_broken(member, watch)) for watch in watches]
         try:
             if member.process is None:
@@ -192,7 +192,7 @@ class Supervisor:
 
     # --- return ------------------------------------------------------------------------------------------------------
 
-    async def _admitted(self, member: Member) -> None:
+    async def _admit_or_mark_dead(self, member: Member) -> None:
         try:
             await self._admit(member)
         except PenstockError as error:
@@ -243,7 +243,7 @@ class Admission:
             EngineError: the engine failed and is not admitted.
         """
         plugin = member.info.capabilities.plugin
-        while (version := await self._operations.queue.run(lambda: self._admit(member))) is not None:
+        while (version := await self._operations.queue.run(lambda: self._try_to_join(member))) is not None:
             try:
                 await self._roster.until(
                     lambda: self._roster.version != version, deadline_s=None if plugin else RECHECK_S
@@ -252,8 +252,8 @@ class Admission:
                 if member.awaiting_weights:  # otherwise it died
                     member.lifecycle.stay(None)
 
-    async def _admit(self, member: Member) -> int | None:
-        """Admit an engine; return None if it serves, or else the version to wait out.
+    async def _try_to_join(self, member: Member) -> int | None:
+        """Try once to let an engine join; return None if it serves, or else the version to wait out.
 
         It is marked as waiting within the turn, since the next update may follow at once and has to include it.
         """
@@ -278,7 +278,7 @@ class Admission:
             raise StateError(f"engine {member.name} was restarted while it joined")
         if member.process is None:
             plugged_in("attach.check")(member, roster.members)
-        admit(roster, member)
+        start_serving(roster, member)
         if operations.paused:
             member.lifecycle.to(State.PAUSED, "joined a fleet that is paused")
             roster.notify_all()
@@ -323,7 +323,7 @@ class Admission:
         return found
 
 
-def admit(roster: Roster, member: Member) -> None:
+def start_serving(roster: Roster, member: Member) -> None:
     """Let a SYNCING engine serve; the next `push_membership` announces it.
 
     Raises:
