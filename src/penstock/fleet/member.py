@@ -105,6 +105,10 @@ class Member:
         coming = self.state in {State.DEAD, State.LAUNCHING, State.SYNCING}
         return self.lifecycle.restarts and coming and not self.awaiting_weights
 
+    def confirm(self, version: int) -> None:
+        """Note that its weights are whole and of this version."""
+        self.weight_version, self.torn = version, None
+
     def has(self, version: int) -> bool:
         """Return whether it has confirmed a version and its weights are not torn."""
         return self.weight_version == version and self.torn is None

@@ -90,7 +90,7 @@ class NativeCalls:
                     deadline_s=CALLS * self._timeout_s,
                     tears=True,
                 )
-            roster.commit(version)
+            roster.commit(version, roster.live())
             await roster.push_or_defer(f"its engines serve weight version {version}")
             logger.info(
                 "weight version %d came by update_named_weights, of which no copy is kept: an engine that dies now, or "

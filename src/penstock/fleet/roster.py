@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Generator, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Generator, Iterable, Mapping
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -223,13 +223,18 @@ class Roster(Changes):
             self.members = (*self.members, member)
             self.notify_all()
 
-    def commit(self, version: int, checksums: Mapping[tuple[int, int, int], Collection[str]] | None = None) -> None:
-        """Make `version` the fleet's, after every live engine has confirmed it."""
+    def commit(
+        self,
+        version: int,
+        confirmed: Iterable[Member],
+        checksums: Mapping[tuple[int, int, int], Collection[str]] | None = None,
+    ) -> None:
+        """Make `version` the fleet's, after the engines `confirmed`, among them all live ones, have loaded it."""
         self.version = version
         self.highest_version = max(self.highest_version, version)
         self.checksums = checksums or {}
-        for member in self.live():
-            member.weight_version = version
+        for member in confirmed:
+            member.confirm(version)
         self.notify_all()
 
     # --- the router --------------------------------------------------------------------------------------------------

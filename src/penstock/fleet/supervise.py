@@ -309,7 +309,7 @@ class Admission:
                     f"its weights of version {version} have the checksum {checksum}, its peers' {expected}",
                     engine=member.name,
                 )
-        member.weight_version, member.torn = version, None
+        member.confirm(version)
         return True
 
     async def _weights_for(self, member: Member) -> WeightManifest | None:

@@ -188,12 +188,10 @@ class Updater:
             # An engine that waits for weights does not serve, and waits on.
             await self._roll_back([m for m in made_it if m.state in SERVABLE], manifest.version)
             return
-        for member in made_it:
-            member.weight_version, member.torn = manifest.version, None
         said: defaultdict[tuple[int, int, int], set[str]] = defaultdict(set)
         for member in made_it:
             said[member.layout].add(applied[member.name].checksum)
-        self.roster.commit(manifest.version, said)
+        self.roster.commit(manifest.version, made_it, said)
 
     def _keep(self, manifest: WeightManifest) -> None:
         """Let the store commit; its failure is only logged, as engines serve the version."""
