@@ -1,6 +1,6 @@
 """Invariants 1 to 3 over thousands of histories: requests, pauses, updates, deaths and engines that come and go.
 
-Each history runs in virtual time over the whole of `Fleet` as `launch` puts it together (client, continuation, control
+Each history runs in virtual time over the whole of `Fleet` as `launch` puts it together (client, retries, control
 plane, updates, supervisor, elastic) and the router's dispatcher (placement, gate); see `virtual_fleet.py` for what is
 simulated. Operations overlap as they like: a rule begins one and lets a drawn time pass. A failing history is printed
 by hypothesis with the seed that brings it back.
@@ -49,7 +49,7 @@ CONFIG = SimConfig(tokens_per_second=250, max_model_len=CONTEXT, max_num_seqs=6,
 """Four milliseconds a token, and so little room that requests queue and are preempted."""
 FLEET = {"health_interval_s": 2.0, "hang_timeout_s": 6.0, "drain_timeout_s": 4.0, "restart_backoff_s": 0.2}
 LIVES = 4
-"""A request is given up after this many deaths under it and one more (`continuation.RETRY_S`): so many are dealt."""
+"""A request is given up after this many deaths under it and one more (`client.RETRY_S`): so many are dealt."""
 ENDLESS_S = 7200.0
 """Virtual: what takes longer hangs."""
 NOTICED_S = (YOUNG + 2) * FLEET["hang_timeout_s"]

@@ -217,7 +217,7 @@ class DataClient:
         end = self._end()
         headers = self.headers_of(token_ids, params, session_id, group_id)
         body = wire.generate_body(token_ids, params, adapter=adapter)
-        request = Continuation(self, GENERATE, body, headers=headers, timeout_s=self.request_timeout_s)
+        request = ResumableRequest(self, GENERATE, body, headers=headers, timeout_s=self.request_timeout_s)
         answer = await request.answer()
         parts = [request.partials.get(i) for i in range(params.n)]
         made = [
@@ -288,7 +288,7 @@ def _died(error: EngineError) -> bool:
     return isinstance(error, EngineDeadError) and not isinstance(error, UnreachableError)
 
 
-class Continuation:
+class ResumableRequest:
     """One generation request with one prompt, sent until its answer is whole.
 
     Args:
@@ -424,7 +424,7 @@ class Continuation:
             self.client.counters.requeued_tokens += len(sample.ids)
 
 
-class _Question(Continuation):
+class _Question(ResumableRequest):
     """A call whose answer has no samples."""
 
     async def _read(self, reply: Reply) -> Answer:

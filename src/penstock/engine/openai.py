@@ -13,7 +13,7 @@ import orjson
 from penstock import wire
 from penstock.aio import all_or_first_error
 from penstock.checks import reading
-from penstock.engine.client import LEAST_HASHED, Continuation, DataClient
+from penstock.engine.client import LEAST_HASHED, DataClient, ResumableRequest
 from penstock.engine.interface import Engine
 from penstock.errors import EngineDeadError, EngineError, RequestError
 from penstock.http import Reply
@@ -210,7 +210,7 @@ def add_usage(usages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 # --- A stream --------------------------------------------------------------------------------------------------------
 
 
-class Stream(Continuation):
+class Stream(ResumableRequest):
     """One request with a streamed answer."""
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any]]:

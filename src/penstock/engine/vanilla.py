@@ -22,7 +22,7 @@ from penstock.aio import all_or_first_error
 from penstock.checks import reading
 from penstock.control_types import CoreState
 from penstock.engine.capabilities import SAMPLED_FROM, Capabilities, EngineInfo
-from penstock.engine.client import Answer, Continuation
+from penstock.engine.client import Answer, ResumableRequest
 from penstock.engine.control import ControlClient, checked_info
 from penstock.engine.lacking import require
 from penstock.engine.openai import Stream
@@ -218,7 +218,7 @@ class VanillaReplies:
         if params.logprobs:
             require(self._engines(), "sampled_logprobs", "generate with logprobs")
 
-    async def answer(self, request: Continuation, reply: Reply) -> Answer:
+    async def answer(self, request: ResumableRequest, reply: Reply) -> Answer:
         """Return the whole answer, joined if a pause has cut it.
 
         Raises:
@@ -297,7 +297,7 @@ def report_of(choice: Mapping[str, Any], *, asked: bool = False) -> dict[str, An
     }
 
 
-async def _finish(request: Continuation, index: int) -> None:
+async def _finish(request: ResumableRequest, index: int) -> None:
     """Request the rest of a cut sample, and join it."""
     part = request.partials.get(index)
     sampling: dict[str, Any] = request.body["sampling_params"]
@@ -313,7 +313,7 @@ async def _finish(request: Continuation, index: int) -> None:
     request.client.counters.continued += 1
     request.client.counters.requeued_tokens += len(part.ids)
     body, headers = {"token_ids": ids, "sampling_params": rest_of}, {**request.headers, **lengths}
-    again = Continuation(request.client, request.path, body, headers=headers, timeout_s=request.left_s())
+    again = ResumableRequest(request.client, request.path, body, headers=headers, timeout_s=request.left_s())
     await again.answer()
     rest = again.partials.get(0)
     end = {"finish": rest.finish, "stop_reason": rest.stop_reason, "asked": rest.asked}

@@ -19,6 +19,8 @@ from penstock.router.membership import Membership
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Checksums = Mapping[tuple[int, int, int], Collection[str]]
+"""Checksums of weights by engine layout."""
 
 ROUTER_BACK_S = 30.0
 """Seconds that a call waits for a restarting router, which takes a fraction of a second on an idle machine."""
@@ -157,8 +159,8 @@ class Roster(Changes):
         """Highest version under which a token may have been made, uncommitted updates included."""
         self.kv_kept_versions: frozenset[int] = frozenset()
         """Versions that came into force with the KV cache kept."""
-        self.checksums: Mapping[tuple[int, int, int], Collection[str]] = {}
-        """Checksums of the fleet's weights by engine layout; empty if no engine has reported any."""
+        self.checksums: Checksums = {}
+        """Those of the fleet's weights; empty if no engine has reported any."""
         self.router_returns = False
         """Whether a supervisor restarts the router when it ends, and calls `restore`."""
         self.occupation = Occupation()
@@ -223,12 +225,7 @@ class Roster(Changes):
             self.members = (*self.members, member)
             self.notify_all()
 
-    def commit(
-        self,
-        version: int,
-        confirmed: Iterable[Member],
-        checksums: Mapping[tuple[int, int, int], Collection[str]] | None = None,
-    ) -> None:
+    def commit(self, version: int, confirmed: Iterable[Member], checksums: Checksums | None = None) -> None:
         """Make `version` the fleet's, after the engines `confirmed`, among them all live ones, have loaded it."""
         self.version = version
         self.highest_version = max(self.highest_version, version)

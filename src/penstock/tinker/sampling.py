@@ -17,7 +17,7 @@ import orjson
 from penstock import wire
 from penstock.aio import all_or_first_error, cancelled
 from penstock.checks import reading
-from penstock.engine.client import Continuation
+from penstock.engine.client import ResumableRequest
 from penstock.engine.partial import Partial, whole_of
 from penstock.errors import DeadlineError, EngineDeadError, EngineError, EngineHTTPError, StateError, UserError
 from penstock.fleet.fleet import Fleet
@@ -185,7 +185,7 @@ class Sampling:
 async def _ask(fleet: Fleet, request: _Request, adapter: str | None, index: int, group: str | None) -> _Answer:
     body = request.body(index, adapter)
     headers = fleet.data.headers_of(request.prompt, request.params, group_id=group)
-    sent = Continuation(fleet.data, wire.GENERATE, body, headers=headers, timeout_s=REQUEST_S)
+    sent = ResumableRequest(fleet.data, wire.GENERATE, body, headers=headers, timeout_s=REQUEST_S)
     answer = await fleet.while_serving(sent.answer())
     return _Answer(sent.partials.get(0), wire.padded(answer.spans or (), 1)[0], answer.body)
 
