@@ -56,6 +56,14 @@ async def begun(servers: list[SimServer], count: int) -> None:
     await eventually(lambda: len([s for server in servers for s in server.engine.scheduler if s.output]) >= count)
 
 
+async def test_a_simulated_engine_has_room_for_an_adapter_of_each_step() -> None:
+    async with engines(1) as servers, connected(servers) as fleet:
+        tenants = Tenants(fleet, servers)
+        for step in range(20):
+            await tenants.update(f"step-{step}")
+        assert len(await fleet.adapters()) == 20
+
+
 @pytest.mark.parametrize("kv", ["recompute", "keep_in_flight"])
 async def test_a_sample_spans_a_swap_and_names_both_versions(kv: KV) -> None:
     async with engines(2) as servers, connected(servers) as fleet:

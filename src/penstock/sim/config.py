@@ -158,7 +158,8 @@ class SimConfig:
     load_seconds: NonNegativeFloat = 0.005
     tensor_specs: Annotated[tuple[TensorSpec, ...] | None, BeforeValidator(_specs)] = None
     """Tensors that an update must have; None accepts any."""
-    max_loras: NonNegativeInt = 16
+    max_loras: NonNegativeInt = 256
+    """Adapters until it refuses more: by default as many as a fleet keeps, since vLLM would read the others again."""
     logprobs_mode: str = "processed_logprobs"
     """Only reported. Logprobs are the same in any mode."""
     data_parallel_size: PositiveInt = 1
