@@ -123,10 +123,6 @@ def _whole(value: Any) -> int:
     return operator.index(value)
 
 
-def _wholes(value: Any) -> tuple[int, ...]:
-    return tuple(map(_whole, value))
-
-
 def _object(value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise TypeError
@@ -167,7 +163,7 @@ _SAMPLING_TYPES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("ignore_eos skip_special_tokens detokenize", "true or false", _flag),
     ("logprobs", "true or false, or vLLM's 0 or 1", _logprobs),
     ("stop", "a string or a list of them, none empty", _strings),
-    ("stop_token_ids", "a list of token ids", _wholes),
+    ("stop_token_ids", "a list of token ids", lambda value: tuple(map(_whole, value))),
     ("structured_outputs", "an object of vLLM's structured outputs", _object),
 )
 

@@ -212,7 +212,8 @@ class CudaIpcStore(Store):
                 self._lease.close()  # engines unmap the old allocations, so that they can be freed here
             self._lease, self._blocks = Lease(), blocks
         self._names, self._shown = names, shown
-        location = {_uuid(d): json.dumps({"lease": self._lease.path, **part}) for d, part in parts.items()}
+        uuids = {device: str(torch.cuda.get_device_properties(device).uuid) for device in parts}
+        location = {uuids[d]: json.dumps({"lease": self._lease.path, **part}) for d, part in parts.items()}
         return WeightManifest(version, TRANSPORT, location, entries)
 
     def offered(self) -> Iterable[tuple[str, torch.Tensor]]:
@@ -280,10 +281,6 @@ def _part(device: torch.device, tensors: Sequence[torch.Tensor]) -> dict[str, An
                 blocks.append([base64.b64encode(handle_of(start)).decode(), size])
             places.append([numbers[start], tensor.data_ptr() - start])
     return {"blocks": blocks, "places": places}
-
-
-def _uuid(device: torch.device) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _indexed(device: torch.device) -> torch.device:
