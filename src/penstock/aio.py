@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import logging
+import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from concurrent.futures import Executor, Future
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+LEAVE_S = 10.0
+"""Seconds for a user's code to end once its result is not needed."""
 
 
 async def all_or_first_error(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -20,14 +29,46 @@ async def all_or_first_error(coroutines: Iterable[Coroutine[Any, Any, T]]) -> li
     return [task.result() for task in tasks]
 
 
-async def in_thread(work: Callable[[], T]) -> T:
-    """Run `work` in a thread; a cancellation waits for its end, as it uses our data."""
-    thread = asyncio.ensure_future(asyncio.to_thread(work))
+async def in_thread(work: Callable[[], T], *, leave_s: float | None = None, asks: str = "") -> T:
+    """Run `work` in a thread; a cancellation waits for its end, as it uses our data.
+
+    Python cannot end a thread. If `work` may take for ever, such as a user's code, `leave_s` bounds that wait, and the
+    process's end does not wait at all. The log then says what `work` asks for.
+    """
+    threads = None if leave_s is None else _OwnThreads()
+    running = asyncio.get_running_loop().run_in_executor(threads, contextvars.copy_context().run, work)
     try:
-        return await asyncio.shield(thread)
+        return await asyncio.shield(running)
     except asyncio.CancelledError:
-        await asyncio.wait((thread,))
+        if not (await asyncio.wait((running,), timeout=leave_s))[0] and asks:
+            message = "%s did not come within %g s of the cancellation; the thread that asks for them is left behind"
+            logger.warning(message, asks, leave_s)
         raise
+
+
+async def tensors_in_thread(work: Callable[[], T], of: str) -> T:
+    """Run `work`, which asks a user's code for tensors, in a thread that may be left."""
+    return await in_thread(work, leave_s=LEAVE_S, asks=f"the tensors of {of}")
+
+
+class _OwnThreads(Executor):
+    """Runs each call in a daemon thread of its own."""
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        done: Future[T] = Future()
+
+        def failed(_kind: object, error: BaseException | None, _trace: object) -> bool:
+            if error is not None:
+                done.set_exception(error)
+            return True
+
+        def run() -> None:
+            with ExitStack() as outcome:
+                outcome.push(failed)
+                done.set_result(fn(*args, **kwargs))
+
+        threading.Thread(target=run, daemon=True).start()
+        return done
 
 
 async def settled(work: Awaitable[T], event: Coroutine[Any, Any, object]) -> asyncio.Future[T]:

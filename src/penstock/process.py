@@ -131,10 +131,7 @@ class ChildProcess:
         return await asyncio.shield(self._reaper)
 
     async def stop(self, timeout_s: float = STOP_S) -> None:
-        """End its group: SIGTERM, then SIGKILL after `timeout_s` or if cancelled.
-
-        It returns when the group is gone, or with a warning if the kernel does not end it in time.
-        """
+        """End its group: SIGTERM, SIGKILL after `timeout_s` or if cancelled, and a warning if it stays."""
         if not self._reaper.done():
             with suppress(ProcessLookupError):  # it ended on its own in between
                 os.killpg(self.pid, signal.SIGTERM)

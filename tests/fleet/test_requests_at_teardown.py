@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Callable, Coroutine
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -65,6 +66,36 @@ async def test_what_is_in_flight_ends_with_the_fleet_and_is_not_sent_again(kind:
         await holder.teardown()
         gc.collect()
         assert said == []
+
+
+@pytest.mark.parametrize("adopted", [False, True], ids=["held", "adopted"])
+async def test_the_end_does_not_wait_for_tensors_that_never_come(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, adopted: bool
+) -> None:
+    asked, goes_on = threading.Event(), threading.Event()
+    threads: list[threading.Thread] = []
+
+    def never() -> Iterator[tuple[str, Any]]:
+        threads.append(threading.current_thread())
+        asked.set()
+        goes_on.wait()
+        yield from ()
+
+    monkeypatch.setattr("penstock.aio.LEAVE_S", 0.2)
+    async with found() as (holder, _):
+        fleet = await Fleet.connect(holder.url) if adopted else holder
+        updating = asyncio.create_task(fleet.update_weights(never()))
+        await until(asked.is_set)
+        try:
+            await asyncio.wait_for(fleet.teardown(), 20.0)
+            with pytest.raises(StateError, match="torn down in the middle"):
+                await asyncio.wait_for(updating, 20.0)
+            assert "the tensors of weight version 1 did not come within 0.2 s" in caplog.text
+            assert threads[0].is_alive()
+            assert threads[0].daemon, "the process must not wait for it either"
+        finally:
+            goes_on.set()
+        await holder.teardown()
 
 
 async def test_a_client_that_was_closed_sends_nothing_more() -> None:

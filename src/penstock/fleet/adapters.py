@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
-from penstock.aio import in_thread
+from penstock.aio import in_thread, tensors_in_thread
 from penstock.checks import reading
 from penstock.control_types import KV, UpdateReport
 from penstock.engine.capabilities import Capability
@@ -114,7 +114,9 @@ class FleetAdapters:
         check_kv(kv)
         began, shared = time.perf_counter(), self._shared_folder()
         async with self._in_order(name):
-            files = await in_thread(lambda: AdapterFiles.of_tensors(tensors, config, shared=shared))
+            files = await tensors_in_thread(
+                lambda: AdapterFiles.of_tensors(tensors, config, shared=shared), f"adapter {name!r}"
+            )
             return await self._update(name, files, version, kv, time.perf_counter() - began)
 
     async def update_from(
@@ -307,7 +309,8 @@ class FleetAdapters:
             if name not in self.known:
                 await self._make_room()
             if name not in self._highest:
-                self._highest[name] = await self._highest_at_engines(name)
+                versions = [loads[name].version or 0 for loads in await self._served() if name in loads]
+                self._highest[name] = max(versions, default=0)  # an earlier owner of these engines may have given some
                 self._check(name, version)
             number = self._highest[name] + 1 if version is None else version
             outcome = await command(
@@ -374,10 +377,6 @@ class FleetAdapters:
             paused=not known.resumed.is_set(),
             engines=len(loads),
         )
-
-    async def _highest_at_engines(self, name: str) -> int:
-        """Return a name's last version from an earlier owner of these engines; 0: none."""
-        return max((loads[name].version or 0 for loads in await self._served() if name in loads), default=0)
 
     def _shared_folder(self) -> Path | None:
         """Return the folder that all engines see; None if shared memory is enough.

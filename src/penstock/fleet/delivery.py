@@ -15,7 +15,6 @@ from penstock.errors import DeadlineError, EngineHTTPError, PenstockError, Trans
 from penstock.fleet.member import Call, FanOut, Member, fan_out, updatable
 from penstock.fleet.roster import Roster
 from penstock.fleet.update import Fetching
-from penstock.threads import abandonable
 from penstock.weights.broadcast import BroadcastStore
 from penstock.weights.manifest import WeightManifest
 
@@ -118,7 +117,7 @@ class Delivery(Fetching):
 
         async with self._cut_by_a_death(members):
             # The sender may never return, so neither the event loop nor the process waits for its thread.
-            sending = asyncio.create_task(abandonable(self.sender.send), name="send-weights")
+            sending = asyncio.create_task(in_thread(self.sender.send, leave_s=0.0), name="send-weights")
 
             async def too_late() -> None:
                 """Return when an answer is late: some time after the end of the sending."""

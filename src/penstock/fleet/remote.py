@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, get_type_hints
 
 from pydantic import TypeAdapter
 
-from penstock.aio import cancelled, in_thread
+from penstock.aio import cancelled, tensors_in_thread
 from penstock.checks import reading
 from penstock.control_types import KV, PauseMode, UpdateReport
 from penstock.engine.vanilla import VanillaReplies
@@ -56,6 +56,8 @@ from penstock.weights.shared_memory import SharedMemoryStore
 
 if TYPE_CHECKING:
     import torch
+
+    from penstock.weights.manifest import WeightManifest
 
 ANSWER_S = 10.0
 """Deadline of calls that the owner answers at once."""
@@ -230,7 +232,7 @@ class RemoteAdapters(Remote):
         version: int | None = None,
         kv: KV = "recompute",
     ) -> UpdateReport:
-        files = await in_thread(lambda: AdapterFiles.of_tensors(tensors, config))
+        files = await tensors_in_thread(lambda: AdapterFiles.of_tensors(tensors, config), f"adapter {name!r}")
         try:
             return await self.update_from(name, files.source, version, kv)
         finally:
@@ -247,6 +249,8 @@ class RemoteOperations(Remote):
         self.adapters = RemoteAdapters(roster.call)
         self.native = Remote(NativeCalls, roster.call)
         self._update: asyncio.Task[UpdateReport] | None = None
+        self._publishing: asyncio.Task[WeightManifest] | None = None
+        """The part of `_update` that runs the caller's code."""
         self._undoing: asyncio.Task[None] | None = None
 
     async def pause(self, mode: PauseMode | str, *, clear_cache: bool, timeout_s: float | None = None) -> None:
@@ -267,27 +271,34 @@ class RemoteOperations(Remote):
     async def update(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int | None, *, kv: KV = "recompute"
     ) -> UpdateReport:
-        """Publish for engines to map; the owner keeps the memory. Once begun, it completes."""
+        """Publish for engines to map; the owner keeps the memory. Once published, it completes."""
         self._roster.check_reachable()  # a lost owner may only hang, and its engines read this memory
         if self._update is not None and not self._update.done():
             raise StateError("a weight update is under way; await it before the next one")
         number = self._roster.highest_version + 1 if version is None else version
         check_version(self._roster, number)
-        self._update = asyncio.create_task(self._publish_and_apply(named_tensors, number, kv), name="remote-update")
+        publish = tensors_in_thread(lambda: self._store.publish(number, named_tensors), f"weight version {number}")
+        self._publishing = asyncio.create_task(publish, name="publish")
+        self._update = asyncio.create_task(self._apply(self._publishing, number, kv), name="remote-update")
         return await asyncio.shield(self._update)
 
     async def close(self) -> None:
-        """Wait for an update under way, since it reads our memory, and a while for the undoing of a pause."""
-        if self._update is not None:
+        """Wait for an update under way, since it reads our memory, and a while for the undoing of a pause.
+
+        An update whose tensors have not all come ends here.
+        """
+        if self._update is not None and self._publishing is not None:
+            self._publishing.cancel()
             await asyncio.wait((self._update,))
         if self._undoing is not None:
             await asyncio.wait((self._undoing,), timeout=ANSWER_S)
 
-    async def _publish_and_apply(
-        self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int, kv: KV
-    ) -> UpdateReport:
+    async def _apply(self, publishing: asyncio.Task[WeightManifest], version: int, kv: KV) -> UpdateReport:
         began = time.monotonic()
-        manifest = await in_thread(lambda: self._store.publish(version, named_tensors))
+        await asyncio.wait((publishing,))
+        if publishing.cancelled():
+            raise StateError("this fleet was torn down in the middle of the operation")
+        manifest = publishing.result()
         published = time.monotonic() - began
         try:
             report: UpdateReport = await self.update_from(manifest.to_json(), kv=kv)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
-from penstock.aio import all_or_first_error, cancelled, in_thread, settled
+from penstock.aio import all_or_first_error, cancelled, settled, tensors_in_thread
 from penstock.control_types import CoreState
 from penstock.engine.control import ControlClient
 from penstock.errors import DeadlineError, EngineDeadError, EngineError, PenstockError, StateError
@@ -315,7 +315,7 @@ class Admission:
     async def _weights_for(self, member: Member) -> WeightManifest | None:
         """Return the source of the fleet's version for an engine; it may be the trainer."""
         version = self._roster.version
-        asking = in_thread(lambda: self._store.for_engine(member, version))
+        asking = tensors_in_thread(lambda: self._store.for_engine(member, version), f"weight version {version}")
         (found,) = await asyncio.gather(asking, return_exceptions=True)  # if cancelled, it waits for the thread
         if isinstance(found, BaseException):  # the trainer's own code can raise anything
             logger.warning("weight version %d was not given again: %r", version, found)

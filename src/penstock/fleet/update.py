@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, get_args
 
-from penstock.aio import in_thread
+from penstock.aio import in_thread, tensors_in_thread
 from penstock.control_types import KV, EngineUpdate, UpdateReport
 from penstock.engine.capabilities import Capability
 from penstock.engine.control import ControlClient
@@ -129,7 +129,7 @@ class Updater:
         began = time.monotonic()
         asked = self.roster.updatable()
         self._need(asked, version, "before it began")
-        manifest = await in_thread(lambda: publish(version))
+        manifest = await tensors_in_thread(lambda: publish(version), f"weight version {version}")
         way = self._way(manifest.transport)
         try:
             return await self._put_in_force(manifest, asked, way, began, kv=kv)
