@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
+from functools import partial
 from http import HTTPStatus
 
 import orjson
@@ -79,7 +79,8 @@ _TARGET = re.compile(rb"/[!\"$-~]*")
 """No fragment (RFC 9112, 3.2.1), nothing outside ASCII."""
 _HOST = re.compile(rb"[0-9A-Za-z._:\[\]%-]*")
 _NOT_HOP_BY_HOP = {b"content-length", b"transfer-encoding", b"host", b"authorization", b"trailer"}
-LONGEST_KNOWN = 1024
+LONGEST_KNOWN, _MOST_KNOWN = 1024, 1024
+_known: dict[bytes, RequestHead] = {}  # equal heads are parsed once; the result is never changed
 _MAX_DIGITS = 15
 _MAX_ID = 512
 
@@ -185,13 +186,18 @@ def parse_request(head: bytes) -> RequestHead:
     Raises:
         RefusalError: with status 400, 417, 501 or 505.
     """
-    low = head.lower()
-    # Equal heads are parsed once. A secret is not kept, and placement may lower counts of tokens.
+    if (known := _known.get(head)) is not None:
+        return known
+    request, low = _request(head), head.lower()
+    # A secret is not kept, and placement may lower counts of tokens.
     own = b"auth" in low or b"key" in low or b"cookie" in low or b"tokens" in low or b"?" in low
-    return (_request.__wrapped__ if own or len(head) > LONGEST_KNOWN else _request)(head)
+    if not own and len(head) <= LONGEST_KNOWN:
+        if len(_known) == _MOST_KNOWN:
+            _known.clear()
+        _known[head] = request
+    return request
 
 
-@lru_cache(maxsize=1024)
 def _request(head: bytes) -> RequestHead:
     line = _REQUEST_LINE.match(head)
     if line is None:
