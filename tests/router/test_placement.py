@@ -86,7 +86,7 @@ def test_a_session_stays_and_what_lives_there_is_counted() -> None:
     assert p.memory.sessions.drop("s")
     assert not p.memory.sessions.drop("s")
     assert resident(p) == {home: 0, other: 0}
-    assert p.turns == Counter(opened=1, stayed=2)
+    assert +Counter(p.turns) == Counter(opened=1, stayed=2)
 
 
 def test_without_token_headers_sessions_are_balanced_by_number() -> None:

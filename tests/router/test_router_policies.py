@@ -242,10 +242,11 @@ def test_a_list_asks_the_next_where_one_has_no_opinion() -> None:
     listed = Policies(RouterConfig(policy="prefix-aware,kv-cache"))
     by_usage, silent = fleet(0, 5, 0, kv_usage=(0.9, 0.1, 0.9)), fleet(7, 5, 6)
     held = RequestView(prefixes={"e2": 4096})
-    assert listed.ask(by_usage, held)[0] == "prefix-aware"
-    assert listed.ask(by_usage, held)[1] == by_usage[2]
-    assert listed.ask(by_usage, RequestView()) == ("kv-cache", by_usage[1])
-    assert listed.ask(silent, RequestView()) == ("requests", silent[1])
+    chosen_by: Counter[str] = Counter()
+    assert listed.ask(by_usage, held, chosen_by) == by_usage[2]
+    assert listed.ask(by_usage, RequestView(), chosen_by) == by_usage[1]
+    assert listed.ask(silent, RequestView(), chosen_by) == silent[1]
+    assert chosen_by == {"prefix-aware": 1, "kv-cache": 1, "requests": 1}
 
 
 def test_configured_names_are_those_of_the_registry() -> None:

@@ -39,7 +39,7 @@ class Memory:
             if not engines:
                 return None
             engine = self._ask(engines, request, record, home)
-            if isinstance(engine, Defer):
+            if not isinstance(engine, Engine):
                 return engine
         if session_id is None:
             turn = "single"
@@ -62,7 +62,7 @@ class Memory:
     ) -> Engine | Defer:
         """Ask the policies; note the engine as one that has the prompt and a sample of the group."""
         placement, boundaries = self._placement, ()
-        if placement.policy.reads_prefixes and request.prefix_hashes:
+        if request.prefix_hashes and placement.policy.reads_prefixes:
             boundaries = parse_prefix_hashes(request.prefix_hashes)
         group_id = None if home is not None else request.group_id
         seen = RequestView(
@@ -76,8 +76,8 @@ class Memory:
             self._groups.get(group_id or "", _NO_SAMPLES),
             placement.placed,
         )
-        engine = placement.ask(engines, seen)
-        if not isinstance(engine, Defer):
+        engine = placement.policy.ask(engines, seen, placement.rules)
+        if isinstance(engine, Engine):
             if boundaries:
                 self._prefixes.note(engine, boundaries, placement.config.prefix_length)
             if group_id is not None:

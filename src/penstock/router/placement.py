@@ -5,7 +5,7 @@ The router's dispatcher and the discrete-event fleet both use it. Requests with 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from typing import Any
@@ -34,9 +34,9 @@ class Placement:
         self.placed = process
         """Requests placed so far, for rotation; processes begin at different engines."""
         self.set_policy(config or RouterConfig())
-        self.rules: Counter[str] = Counter()
+        self.rules: dict[str, int] = defaultdict(int)  # a Counter takes three times as long to add to
         """Placements by the policy that chose; `draining`: the session's engine takes no other requests."""
-        self.turns = Counter(stayed=0, moved=0, rehomed=0, opened=0, single=0)
+        self.turns = {"stayed": 0, "moved": 0, "rehomed": 0, "opened": 0, "single": 0}
         """Placements by the session's outcome. Later turns: `stayed`, `moved` by the policy, or `rehomed` because the
         engine could not serve them. Others: `opened` a session, or `single` without one."""
 
@@ -102,7 +102,7 @@ class Placement:
         if request.session_id is not None or request.group_id is not None or request.prefix_hashes:
             engine = self.memory.choose(request, now, excluded)
         elif engines := self.able(request, excluded):
-            engine = self.ask(engines, RequestView(placed=self.placed))
+            engine = self.policy.ask(engines, RequestView(placed=self.placed), self.rules)
             self.turns["single"] += 1
         else:
             return None
@@ -127,13 +127,6 @@ class Placement:
         if version <= self._oldest and not excluded:
             return self._open
         return [e for e in self._open if e.weight_version >= version and e not in excluded]
-
-    def ask(self, engines: Sequence[Engine], request: RequestView) -> Engine | Defer:
-        """Return the policies' choice, and count it."""
-        rule, engine = self.policy.ask(engines, request)
-        if not isinstance(engine, Defer):
-            self.rules[rule] += 1
-        return engine
 
     def _arrange(self) -> None:
         """Recompute open engines and limits after a change of engines."""
