@@ -229,8 +229,11 @@ class Answer:
                 self._held = data
                 return b""
             self._head = parse_response(data[:end], self._request.method)
-            self._body = body_reader(self._head.length)
             data, self._held = data[end:], b""
+            if len(data) == self._head.length and self._head.status != _ERROR:  # the usual case of short answers
+                self.response, self.done = self._head, True
+                return data
+            self._body = body_reader(self._head.length)
         body = self._body
         if data and body.feed(data) < len(data):
             # Bytes follow the answer: this answer or the next one would belong to another request.

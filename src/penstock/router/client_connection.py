@@ -289,7 +289,6 @@ class ClientConnection(asyncio.Protocol):
         self._ready = False
         self.deadline = _NEVER
         self._request = request
-        clients = self._clients
         if request.length == len(data) - start:  # the usual case: the whole body is here, and nothing else
             self._body = _COMPLETE
             self._open_call(request).begin(data[start:] if len(data) < _LONG else memoryview(data)[start:], done=True)
@@ -299,7 +298,7 @@ class ClientConnection(asyncio.Protocol):
         piece = self._follow(body, data, start)
         call = self._open_call(request)
         if not body.done:
-            self._arm(clients.config.body_timeout_s, self._slow_body)
+            self._arm(self._clients.config.body_timeout_s, self._slow_body)
             if request.expect:
                 self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         call.begin(piece, done=body.done)

@@ -42,9 +42,11 @@ class HintedSticky(Policy):
         self._slack = config.slack_tokens / config.workers
 
     def choose(self, engines: Sequence[Engine], request: RequestView) -> Engine | Defer:
+        home = request.home
+        if home is not None and home.resident_tokens <= self._slack:  # the bound is no lower
+            return home
         mean = sum(map(RESIDENT_TOKENS, engines)) / len(engines)
         bound = self._balance_factor * mean + self._slack
-        home = request.home
         if home is not None:
             return home if home.resident_tokens <= bound else self._stay_or_move(home, engines, mean, request)
         able = engines
