@@ -111,20 +111,12 @@ def test_what_a_client_says_for_its_placement() -> None:
     assert (bare.prompt_tokens, bare.expected_tokens, bare.min_weight_version) == (0, 0, 0)
 
 
-@pytest.mark.parametrize(
-    ("line", "kept"),
-    [
-        (b"A: b", True),
-        (b"Authorization: Bearer s", False),
-        (b"X-Prompt-Tokens: 9", False),
-        (b"A: " + b"b" * 1024, False),
-    ],
-)
-def test_equal_heads_are_parsed_once_without_secrets_and_counts(line: bytes, kept: bool) -> None:  # noqa: FBT001
-    heads = [b"POST /%d HTTP/1.1\r\nHost: a\r\n" % number + line + b"\r\n\r\n" for number in range(3000)]
+@pytest.mark.parametrize("line", [b"A: b", b"Authorization: Bearer s", b"X-Prompt-Tokens: 9"])
+def test_equal_heads_are_parsed_once_without_secrets_and_counts(line: bytes) -> None:
+    heads = [b"GET /%d HTTP/1.1\r\nHost: a\r\n%b\r\n\r\n" % (number, line) for number in range(1025)]
     first = parse_request(heads[0])
-    assert (parse_request(bytes(bytearray(heads[0]))) is first) is kept
-    assert [parse_request(head).target for head in heads] == [b"/%d" % number for number in range(3000)]
+    assert (parse_request(heads[0]) is first) == (line == b"A: b")
+    assert [parse_request(head).target for head in heads] == [b"/%d" % number for number in range(1025)]
     assert parse_request(heads[0]) is not first  # only the latest are kept
 
 
