@@ -260,6 +260,24 @@ async def test_what_a_command_detaches_ends_with_its_episode(
     assert with_variable(str(tmp_path)) == []
 
 
+async def test_what_a_late_command_detaches_ends_although_its_run_is_ended_meanwhile(
+    play: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MARK", str(tmp_path))
+    late, stop = asyncio.Event(), agent_room.ChildProcess.stop
+
+    async def stopped(child: Any, timeout_s: float) -> None:
+        late.set()
+        await stop(child, timeout_s)
+
+    monkeypatch.setattr(agent_room.ChildProcess, "stop", stopped)
+    command = [sys.executable, "-c", DETACHED + "time.sleep(600)"]
+    playing = asyncio.create_task(play(command, n=1, log_dir=tmp_path, timeout_s=2.0))
+    await late.wait()
+    await cancelled(playing)
+    assert with_variable(str(tmp_path)) == []
+
+
 async def test_what_a_command_detaches_ends_when_its_launcher_is_killed(tmp_path: Path) -> None:
     launcher = f"""
 import asyncio, sys

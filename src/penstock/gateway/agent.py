@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -248,7 +248,10 @@ class AgentGenerator(Generator):
         try:
             status = await child.wait()
         finally:
-            await asyncio.shield(child.stop(STOP_S))
+            ending = asyncio.create_task(child.stop(STOP_S))
+            while not ending.done():  # also if cancelled again: SIGKILL alone leaves what the command detached
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait((ending,))
             said = child.said(_TAIL)
             self._keep(child.log)
         return None if status == 0 else f": it ended with status {status}; {child.log}: {said}"
