@@ -9,6 +9,7 @@ import threading
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -230,10 +231,10 @@ async def test_a_learner_that_fails_after_the_start_of_the_engines_does_not_cut_
     started, ended = threading.Event(), asyncio.Event()
 
     @asynccontextmanager
-    async def quick(*_: object, **__: object) -> AsyncGenerator[None]:
+    async def quick(*_: object, **__: object) -> AsyncGenerator[SimpleNamespace]:
         try:
             asyncio.get_running_loop().call_later(0.2, started.set)
-            yield
+            yield SimpleNamespace(url="http://router")
         finally:
             await asyncio.sleep(0.2)
             ended.set()
