@@ -38,7 +38,8 @@ async def test_a_thousand_wait_and_go_on_in_order_while_new_clients_are_accepted
         assert r.backends[0].connections == 0
         await r.gate(closed=False)
         assert (await (await r.client()).ask("/router/health", method="GET")).status == 200
-        assert len(r.backends[0].seen) < count  # a new client did not have to wait for all of them
+        # A new client did not have to wait for all of them. A router in its own process may be faster than this client.
+        assert process or len(r.backends[0].seen) < count
         answers = await asyncio.gather(*[client.receive() for client in clients])
         assert {answer.status for answer in answers} == {200}
         assert sent == ([] if process else list(range(count)))
