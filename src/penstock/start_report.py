@@ -78,8 +78,7 @@ class ReportingProcess(ChildProcess):
             except OSError as error:  # no memory, descriptor or disk space is left, or the log's folder is gone
                 raise EngineStartError(f"the {name} cannot be started: {error}") from error
             failed.pop_all()  # the pipe is closed by the function that reads it
-            failed.push_async_callback(child.wait)
-            failed.callback(child.kill)
+            failed.push_async_callback(child.stop, 0.0)
             try:
                 async with asyncio.timeout(start_s):
                     line = await _read_line(read_fd)

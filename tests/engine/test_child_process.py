@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 
 from patience import WAIT_S, alive, eventually
 from penstock.engine.command import server_command
-from penstock.engine.launch import EngineProcess, reserved_port
+from penstock.engine.launch import EngineProcess, ServerCommand, reserved_port
 from penstock.errors import EngineStartError
 from penstock.process import LIFELINE_ENV, ChildProcess
 from penstock.settings import EngineConfig
@@ -52,14 +53,7 @@ print(f"sem.{lock._semlock.name[1:]} there", flush=True)
 time.sleep(600)
 """
 
-STAYS_WHEN_ASKED = """
-import signal, time
-from penstock.lifeline import watch_lifeline
-watch_lifeline()
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-print("there", flush=True)
-time.sleep(600)
-"""
+STAYS_WHEN_ASKED = ("sh", "-c", "trap '' TERM; echo there; sleep 600")
 
 USES_ALL_DESCRIPTORS = """
 import itertools, os, resource, time
@@ -247,7 +241,7 @@ async def test_a_log_that_cannot_be_written_leaves_no_descriptor_open(tmp_path: 
 
 async def test_a_stop_that_is_cancelled_kills(tmp_path: Path) -> None:
     """Another failure may cut off the end of an engine, and nobody asks again."""
-    child = await ChildProcess.start([sys.executable, "-c", STAYS_WHEN_ASKED], name="stays", log=tmp_path / "log")
+    child = await ChildProcess.start(STAYS_WHEN_ASKED, name="stays", log=tmp_path / "log")
     await eventually(lambda: "there" in child.said())
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(child.stop(10 * WAIT_S), 0.2)
@@ -257,12 +251,12 @@ async def test_a_stop_that_is_cancelled_kills(tmp_path: Path) -> None:
 async def test_a_process_that_the_kernel_does_not_end_is_named_and_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    child = await ChildProcess.start([sys.executable, "-c", STAYS_WHEN_ASKED], name="stays", log=tmp_path / "log")
-    await eventually(lambda: "there" in child.said())
+    command = ServerCommand(STAYS_WHEN_ASKED, {}, "a server", start_timeout_s=0.5)
     monkeypatch.setattr("penstock.process.GONE_S", 0.1)
     with monkeypatch.context() as kernel:
         kernel.setattr("penstock.process.kill_group", lambda _: None)
-        await asyncio.wait_for(child.stop(0.1), 10.0)
-    assert f"stays: process {child.pid} is still there 0.2 s after SIGKILL" in caplog.text
-    child.kill()
-    await asyncio.wait_for(child.wait(), WAIT_S)
+        with pytest.raises(EngineStartError, match="was not ready within"):
+            await asyncio.wait_for(EngineProcess.launch(command, name="stays", log_dir=tmp_path), 10.0)
+    [pid] = re.findall(r"stays: process (\d+) is still there 0\.2 s after SIGKILL", caplog.text)
+    os.killpg(int(pid), signal.SIGKILL)
+    await eventually(lambda: not alive(int(pid)))

@@ -124,7 +124,7 @@ async def test_what_vllm_ends_by_an_error_of_its_own_goes_on_from_what_it_had() 
         await data.close()
 
 
-async def test_text_has_the_deadline_of_its_request() -> None:
+async def test_text_has_the_deadline_of_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         data = DataClient(f"http://127.0.0.1:{silent.getsockname()[1]}", request_timeout_s=0.2)
         with pytest.raises(DeadlineError, match="no answer to POST /tokenize within"):
@@ -134,6 +134,10 @@ async def test_text_has_the_deadline_of_its_request() -> None:
         control = ControlClient("e0", data.http.url)
         with pytest.raises(DeadlineError, match=r"within 0\.2 s"):
             await control.health(0.2)
+        await control.close()
+        monkeypatch.setattr("penstock.http.CONNECT_S", 1e-6)
+        with pytest.raises(DeadlineError, match=rf"no connection to {control.url} within 1e-06 s \(GET /health\)"):
+            await control.health(60.0)
         await control.close()
         await data.close()
 

@@ -66,8 +66,7 @@ class EngineProcess(ChildProcess):
                 undo.callback(remove_leftovers, (), scratch)
                 engine = await cls.start(here.argv, name=name, log=log, env=env, scratch=scratch)
                 undo.pop_all()  # the child itself removes its folder
-                undo.push_async_callback(engine.wait)
-                undo.callback(engine.kill)
+                undo.push_async_callback(engine.stop, 0.0)
                 engine.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
                 await engine.ready(command)
                 undo.pop_all()

@@ -91,8 +91,7 @@ class LaunchedEngines:
             except OSError as error:  # no memory, descriptor or disk space is left; that may pass
                 what = f"no process can be started for it: {error}"
                 raise EngineStartError(what, engine=lifecycle.engine) from error
-            failed.push_async_callback(process.wait)
-            failed.callback(process.kill)
+            failed.push_async_callback(process.stop, 0.0)
             self._check_open()  # `end_all` does not know this process yet
             self._processes[lifecycle] = process
             return await connect_engine(

@@ -316,7 +316,7 @@ class Admission:
         """Return the source of the fleet's version for an engine; it may be the trainer."""
         version = self._roster.version
         asking = tensors_in_thread(lambda: self._store.for_engine(member, version), f"weight version {version}")
-        (found,) = await asyncio.gather(asking, return_exceptions=True)  # if cancelled, it waits for the thread
+        (found,) = await asyncio.gather(asking, return_exceptions=True)  # if cancelled, it waits a while for the thread
         if isinstance(found, BaseException):  # the trainer's own code can raise anything
             logger.warning("weight version %d was not given again: %r", version, found)
             return None
