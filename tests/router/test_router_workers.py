@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from contextlib import ExitStack, suppress
@@ -251,6 +252,26 @@ async def test_a_signal_that_comes_while_processes_start_ends_them() -> None:
             finally:
                 with suppress(ProcessLookupError):
                     launched.kill()
+
+
+LATE_SIGNAL = """
+import ctypes, operator, os, signal, socket, time
+from functools import partial
+from penstock.router import workers
+
+kill = partial(ctypes.PyDLL(None).kill, os.getpid(), signal.SIGTERM)
+
+def late(wait):  # between the two no bytecode runs, so no handler either
+    return lambda *given: list(map(operator.call, [kill, partial(wait, *given)]))[1]
+
+os.wait, socket.socket.recv = late(os.wait), late(socket.socket.recv)
+workers._forked(2)
+time.sleep(600)
+"""
+
+
+def test_a_signal_just_before_the_parent_waits_ends_it() -> None:
+    assert subprocess.run([sys.executable, "-c", LATE_SIGNAL], timeout=30, check=False).returncode == 0
 
 
 async def test_a_port_that_another_router_shares_out_is_taken() -> None:

@@ -71,6 +71,11 @@ def _forked(count: int) -> int:
     """Fork `count` processes, replace those that end, and return in each its index."""
     for number in _ENDS:
         signal.signal(number, _exit)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    # Each signal writes a byte. So a read of it also ends for one that comes just before, unlike `os.wait`.
+    came, comes = socket.socketpair()
+    comes.settimeout(0.0)
+    signal.set_wakeup_fd(comes.fileno())
     parent, workers = os.getpid(), dict[int, int]()
     missing = list(range(count))
     try:
@@ -88,7 +93,10 @@ def _forked(count: int) -> int:
                     time.sleep(_RESTART_S)
                 finally:
                     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDS)
-            pid, status = os.wait()
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                came.recv(1)
+                continue
             missing.append(index := workers.pop(pid))
             logger.warning("router worker %d ended with status %d", index, os.waitstatus_to_exitcode(status))
             time.sleep(_RESTART_S)
@@ -106,7 +114,8 @@ def _exit(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001 - t
 
 def _end_with(parent: int) -> None:
     """End this process with its parent, even if stopped: its socket keeps the port."""
-    for number in _ENDS:
+    signal.set_wakeup_fd(-1)
+    for number in (*_ENDS, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent ended before the call
