@@ -159,7 +159,6 @@ async def test_one_deadline_spans_all_tries_of_a_request() -> None:
         with pytest.raises(DeadlineError, match="within 2 s"):
             await http.get("/", timeout_s=2.0)
         assert now() - began < 3.5, "the second try had a deadline of its own"
-        assert len(servers) == 1
         servers[0].close()
         await http.close()
 

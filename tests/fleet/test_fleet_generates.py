@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from penstock import Fleet, GenerateBatch, SamplingParams
+from penstock.control_types import UpdateReport
 from penstock.engine.openai import add_usage
 from penstock.errors import EngineHTTPError, RequestError, UserError
 from sim_fleets import CONTEXT, check, in_flight, made, slowed, stepped
@@ -80,6 +81,8 @@ WRONG = {
     "path with surrogate": (lambda f: f.load_adapter("a", "\ud800", timeout_s=1), "malformed path of an adapter"),
     "pinned": (lambda f: f.pin_adapter(["a"]), "there is no adapter"),
     "rpc's deadline": (lambda f: f.collective_rpc("x", None), "timeout_s is None, and this call needs a deadline"),
+    "no report": (lambda f: f.recovered({"version": 1}), "recovered takes the report of an update, got {'version': 1}"),
+    "its deadline": (lambda f: f.recovered(UpdateReport(1, 1, {}, ()), timeout_s="x"), "timeout_s is a number of"),
     "NaN": (lambda f: f.collective_rpc("x", args=(math.nan,)), "malformed arguments of collective_rpc: ValueError"),
     "infinity": (lambda f: f.collective_rpc("x", kwargs={"a": math.inf}), "malformed arguments of collective_rpc"),
     "weights": (lambda f: f.update_weights({"w": torch.ones(1)}), "takes pairs of a name and a tensor, not a dict"),

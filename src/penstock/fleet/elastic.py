@@ -187,6 +187,8 @@ class Elastic:
         self, engines: Sequence[str], version: int, adapter: str | None, timeout_s: float
     ) -> dict[str, TokenLoss | None]:
         """Return the tokens that an update lost, by engine; see `Fleet.recovered`."""
+        if seconds(timeout_s) is None:
+            raise UserError("timeout_s is None, and recovered needs a deadline; leave it out for the default")
         outcome = await fan_out(
             [member for member in self._roster.live() if member.name in engines],
             lambda engine: verbs_of(engine).token_loss(version, adapter=adapter, timeout_s=timeout_s),

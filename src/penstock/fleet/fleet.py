@@ -273,6 +273,8 @@ class Fleet(ServingFleet, OpenAIEngine):
         The next update and `timeout_s` seconds also end the wait; the report then has the loss so far. Dead engines
         have no loss.
         """
+        if not isinstance(cast("object", report), UpdateReport):
+            raise UserError(f"recovered takes the report of an update, got {repr(report)[:200]}; give what it returned")
         names = [engine.engine for engine in report.engines]
         losses = await self._elastic.losses(names, report.version, report.adapter, timeout_s)
         return replace(report, engines=tuple(replace(one, loss=losses.get(one.engine)) for one in report.engines))

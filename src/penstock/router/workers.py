@@ -15,8 +15,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from types import FrameType
-from typing import NoReturn
 
 from penstock.errors import ConfigError
 from penstock.router.server import BACKLOG, Router, base_url, open_socket
@@ -70,7 +68,7 @@ def router_of_worker(
 def _forked(count: int) -> int:
     """Fork `count` processes, replace those that end, and return in each its index."""
     for number in _ENDS:
-        signal.signal(number, _exit)
+        signal.signal(number, lambda *_: sys.exit(0))
     signal.signal(signal.SIGCHLD, lambda *_: None)
     # Each signal writes a byte. So a read of it also ends for one that comes just before, unlike `os.wait`.
     came, comes = socket.socketpair()
@@ -106,10 +104,6 @@ def _forked(count: int) -> int:
                 os.kill(pid, signal.SIGKILL)  # answers under way break off, as at the end of one process
             for pid in workers:
                 os.waitpid(pid, 0)  # the port is free when this process has ended
-
-
-def _exit(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001 - the signal module's own signature
-    sys.exit(0)
 
 
 def _end_with(parent: int) -> None:
