@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
 
 import orjson
@@ -15,7 +15,6 @@ from prometheus_client.registry import Collector
 from penstock.router.dispatcher import SECONDS, Dispatcher, Histogram, Metrics
 from penstock.router.exchange import Exchange
 from penstock.router.other_calls import state_of
-from penstock.router.state import EngineLoad
 
 PREFIX = "penstock_router_"
 """Prefix of every metric's name."""
@@ -48,7 +47,12 @@ class _Figures(Collector):
 
 def text(dispatcher: Dispatcher) -> str:
     """Return every metric of one router process, as a Prometheus server scrapes it."""
-    metrics = [*_counted(dispatcher.metrics), *_known(dispatcher), *_of_engines(state_of(dispatcher).engines)]
+    engines = state_of(dispatcher).engines
+    of_engines = [
+        _metric(f"engine_{name}", kind, what, {engine.name: getattr(engine, key) for engine in engines}, "engine")
+        for name, kind, what, key in _OF_ENGINES
+    ]
+    metrics = [*_counted(dispatcher.metrics), *_known(dispatcher), *of_engines]
     return generate_latest(_Figures(metrics)).decode()
 
 
@@ -73,13 +77,6 @@ def _known(dispatcher: Dispatcher) -> list[Metric]:
         gauge("sessions", "Sessions known.", len(placement.memory.sessions)),
         _metric("placements", "counter", "Requests placed, by the policy that chose.", placement.rules, "rule"),
         _metric("turns", "counter", "Requests placed, by what became of their session.", placement.turns, "session"),
-    ]
-
-
-def _of_engines(engines: Sequence[EngineLoad]) -> list[Metric]:
-    return [
-        _metric(f"engine_{name}", kind, what, {engine.name: getattr(engine, key) for engine in engines}, "engine")
-        for name, kind, what, key in _OF_ENGINES
     ]
 
 
