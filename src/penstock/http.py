@@ -206,14 +206,11 @@ class HttpTransport:
         call, subject = f"{method} {path}", self._server
         try:
             yield
-        except aiohttp.ConnectionTimeoutError as error:
-            within_s = min(CONNECT_S, timeout_s)
-            why = f"no connection to {self._unix_socket or self.url} within {within_s:g} s ({call})"
-            raise DeadlineError(why, seconds=within_s, engine=self._engine) from error
         except TimeoutError as error:
-            why = f"within {timeout_s:g} s"
+            within_s = min(CONNECT_S, timeout_s) if isinstance(error, aiohttp.ConnectionTimeoutError) else timeout_s
+            why = f"within {within_s:g} s"
             why = f"{subject} did not answer {call} {why}" if subject else f"no answer to {call} {why}"
-            raise DeadlineError(why, seconds=timeout_s, engine=self._engine) from error
+            raise DeadlineError(why, seconds=within_s, engine=self._engine) from error
         except (aiohttp.ClientError, OSError) as error:
             why, kind = str(error) or type(error).__name__, EngineDeadError
             if isinstance(error, aiohttp.ClientConnectorError):

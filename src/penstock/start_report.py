@@ -118,7 +118,6 @@ TELLING = re.compile(r"(^[\w.]*(Error|Exception)\b: .)|\berror: |^Value error, |
 LOG_PREFIX = re.compile(r"^(\([\w-]+ pid=\d+\) )?(ERROR|WARNING|INFO) \S+ \S+ \[[^]]*\] ")
 """Prefix that vLLM puts before each line of a traceback that it logs."""
 
-
 MOST_LINES = 6
 
 

@@ -136,7 +136,7 @@ async def test_text_has_the_deadline_of_its_request(monkeypatch: pytest.MonkeyPa
             await control.health(0.2)
         await control.close()
         monkeypatch.setattr("penstock.http.CONNECT_S", 1e-6)
-        with pytest.raises(DeadlineError, match=rf"no connection to {control.url} within 1e-06 s \(GET /health\)"):
+        with pytest.raises(DeadlineError, match="no answer to GET /health within 1e-06 s"):
             await control.health(60.0)
         await control.close()
         await data.close()

@@ -23,7 +23,6 @@ T = TypeVar("T")
 ANSWER_S = 5.0
 """Seconds without an answer after a cut transfer until an engine counts as hung; the others wait behind the gate."""
 
-
 SENDINGS = 4
 """Most times that one version is sent. Each repetition follows an engine's death or lost bytes."""
 

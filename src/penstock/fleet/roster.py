@@ -25,7 +25,6 @@ Checksums = Mapping[tuple[int, int, int], Collection[str]]
 ROUTER_BACK_S = 30.0
 """Seconds that a call waits for a restarting router, which takes a fraction of a second on an idle machine."""
 
-
 TICK_S = 1.0
 """Most seconds that count of one timer wait, since a blocked event loop makes a wait long."""
 
