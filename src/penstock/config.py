@@ -350,7 +350,7 @@ def read_override(override: str) -> tuple[str, Any]:
     """Return the key and the value, which is YAML, of a `section.key=value`. ConfigError: another form."""
     key, eq, text = override.partition("=")
     if not eq or not key:
-        raise ConfigError(f"override {override!r} is not of the form section.key=value")
+        raise ConfigError(f"{override!r} is not of the form KEY=VALUE")
     try:
         return key, yaml.safe_load(text)
     except yaml.YAMLError as error:

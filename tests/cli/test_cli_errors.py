@@ -79,6 +79,7 @@ def test_help_loads_nothing_heavy() -> None:
         (["status", "nowhere"], "'nowhere' is not an address"),
         (["status", "http://user:pass@127.0.0.1:9"], "a router's address has no user, query or fragment"),
         (["serve", "", "--sim"], "engine.model"),
+        (["serve", "m", "n", "--sim"], "penstock: 'n' is not of the form KEY=VALUE"),
         (["serve", "m", "--sim", "max_modellen=3"], "did you mean 'max_model_len'?"),
         (["serve", "m", "--sim", "engine.workers=4"], "'engine.workers'; did you mean 'router.workers'?"),
         (["train", "run.yaml", "engine.hang_timeout_s=9"], "did you mean 'fleet.hang_timeout_s' or 'start_timeout_s'?"),

@@ -67,7 +67,7 @@ def run_config(
     from penstock.config import load_config, read_override  # noqa: PLC0415
 
     named = tuple(f"{section}." for section in sections)
-    given = [option if option.startswith(named) else f"engine.{option}" for option in options]
+    given = [option if option.startswith(named) or "=" not in option else f"engine.{option}" for option in options]
     for option, (key, value) in zip(options, map(read_override, given), strict=True):
         section, dot, _ = option.partition("=")[0].partition(".")
         if dot and section not in (*sections, "extra_args"):
