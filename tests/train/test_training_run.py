@@ -38,6 +38,11 @@ class Few(Letters):
         raise ValueError(f"3 at most, not {n}")
 
 
+class UsedUp(Letters):
+    def train_task(self, index: int) -> Task:
+        return next(iter(self.heldout_tasks(index)))
+
+
 class NoTasks(Letters):
     def heldout_tasks(self, n: int) -> list[Task]:
         return super().heldout_tasks(n)[:0]
@@ -326,6 +331,7 @@ async def test_a_run_that_is_going_on_is_refused_to_every_other_and_keeps_its_pa
         ({"environment": {"options": {"dataset": "number_sorting", "compact": True, **ONE_DIGIT}}}, "too few distinct"),
         ({"environment": {"name": "test_training_run:Few"}}, "no 16 held-out tasks .eval.size.: ValueError: 3 at most"),
         ({"environment": {"name": "test_training_run:NoTasks"}}, r"heldout_tasks.16. .* must give 16 tasks, got 0"),
+        ({"environment": {"name": "test_training_run:UsedUp"}}, r"train_task.0. of .* failed: .*StopIteration: "),
         ({"environment": {"name": "test_training_run:NoTrainTasks"}}, r"train_task.0. of .* got None"),
         ({"environment": {"name": "test_training_run:Prompts"}}, r"train_task.0. of .* not empty"),
         ({"engine": {"model": "/nowhere", "profile": "sim"}}, "model path /nowhere does not exist"),
