@@ -14,9 +14,6 @@ from typing import Any, TypeVar
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-LEAVE_S = 10.0
-"""Seconds for a user's code to end once its result is not needed."""
-
 
 async def all_or_first_error(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Return the results in order, or raise the first failure after all have ended."""
@@ -44,11 +41,6 @@ async def in_thread(work: Callable[[], T], *, leave_s: float | None = None, asks
             message = "%s did not come within %g s of the cancellation; the thread that asks for them is left behind"
             logger.warning(message, asks, leave_s)
         raise
-
-
-async def tensors_in_thread(work: Callable[[], T], of: str) -> T:
-    """Run `work`, which asks a user's code for tensors, in a thread that may be left."""
-    return await in_thread(work, leave_s=LEAVE_S, asks=f"the tensors of {of}")
 
 
 class _OwnThreads(Executor):

@@ -79,7 +79,7 @@ async def test_the_end_does_not_wait_for_tensors_that_never_come(
         goes_on.wait()
         yield from ()
 
-    monkeypatch.setattr("penstock.aio.LEAVE_S", 0.2)
+    monkeypatch.setattr("penstock.fleet.stores.LEAVE_S", 0.2)
     async with found() as (holder, _):
         fleet = await Fleet.connect(holder.url) if adopted else holder
         updating = asyncio.create_task(fleet.update_weights(never()))

@@ -11,7 +11,7 @@ import orjson
 from penstock.checks import reading
 from penstock.errors import EngineError
 from penstock.types import Sample, SamplingParams, VersionSpan
-from penstock.wire import Notes, add_stretch, finish_of, spans_of
+from penstock.wire import add_stretch, finish_of, spans_of
 
 
 @dataclass(slots=True)
@@ -118,11 +118,10 @@ def whole_of(part: Partial, params: SamplingParams, spans: Sequence[Sequence[int
             logprobs = tuple(float(position[0][1]) for chunk in part.logprobs for position in orjson.loads(chunk))
         if len(logprobs) != length:
             raise EngineError(f"the engine reported {length} tokens but {len(logprobs)} logprobs")
-    made_by = tuple(_span(*span) for span in spans_of(part.versions))
+    made_by = tuple(
+        VersionSpan(version, start, end, **(notes[0] if notes else {}))
+        for version, start, end, *notes in spans_of(part.versions)
+    )
     if (made_by[-1].end if made_by else 0) != length:
         raise EngineError(f"the weight versions {part.versions} do not cover the {length} reported tokens exactly")
     return Sample(tuple(part.ids), finish_of(part.finish), logprobs, made_by)
-
-
-def _span(version: int, start: int, end: int, notes: Notes | None = None) -> VersionSpan:
-    return VersionSpan(version, start, end, **(notes or {}))

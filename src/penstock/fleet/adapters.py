@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
-from penstock.aio import in_thread, tensors_in_thread
+from penstock.aio import in_thread
 from penstock.checks import reading
 from penstock.control_types import KV, UpdateReport
 from penstock.engine.capabilities import Capability
@@ -22,7 +22,7 @@ from penstock.errors import DeadlineError, EngineHTTPError, StateError, UserErro
 from penstock.fleet.member import Member, ask, fan_out
 from penstock.fleet.pausing import command, seconds
 from penstock.fleet.roster import OperationQueue, Roster
-from penstock.fleet.stores import is_local
+from penstock.fleet.stores import is_local, tensors_in_thread
 from penstock.fleet.update import check_kv
 from penstock.settings import FleetConfig
 from penstock.weights.adapter_files import AdapterFiles

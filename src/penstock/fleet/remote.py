@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, get_type_hints
 
 from pydantic import TypeAdapter
 
-from penstock.aio import cancelled, tensors_in_thread
+from penstock.aio import cancelled
 from penstock.checks import reading
 from penstock.control_types import KV, PauseMode, UpdateReport
 from penstock.engine.vanilla import VanillaReplies
@@ -44,6 +44,7 @@ from penstock.fleet.service import (
     socket_of,
     state_of,
 )
+from penstock.fleet.stores import tensors_in_thread
 from penstock.fleet.update import check_version
 from penstock.guard import new_key
 from penstock.http import UnreachableError

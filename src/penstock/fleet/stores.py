@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
+from penstock.aio import in_thread
 from penstock.fleet.member import Member
 from penstock.weights.manifest import Store, TensorProvider, WeightManifest
 from penstock.weights.shared_memory import TRANSPORT, SharedMemoryStore
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+LEAVE_S = 10.0
+"""Seconds for a user's code to end once its result is not needed."""
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "[::1]", "::1"})
 
@@ -108,6 +113,11 @@ class Stores:
         if device.type != "cuda" and all(is_local(member) for member in members):
             return TRANSPORT
         return self._others.choose(device, gathers=gathers)
+
+
+async def tensors_in_thread(work: Callable[[], T], of: str) -> T:
+    """Run `work`, which asks a user's code for tensors, in a thread that may be left."""
+    return await in_thread(work, leave_s=LEAVE_S, asks=f"the tensors of {of}")
 
 
 def is_local(member: Member) -> bool:

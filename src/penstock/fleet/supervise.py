@@ -5,22 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from penstock.aio import all_or_first_error, cancelled, settled, tensors_in_thread
+from penstock.aio import all_or_first_error, cancelled, settled
 from penstock.control_types import CoreState
 from penstock.engine.control import ControlClient
 from penstock.errors import DeadlineError, EngineDeadError, EngineError, PenstockError, StateError
 from penstock.fleet.lifecycle import SERVABLE, State, Substate
 from penstock.fleet.member import Member, ask, fan_out, put
 from penstock.fleet.roster import Occupation, Roster
+from penstock.fleet.stores import Stores, tensors_in_thread
 from penstock.http import UnreachableError
 from penstock.process import RestartBudget, Sleep, keep_running
 from penstock.rooms import plugged_in
 from penstock.weights.manifest import WeightManifest, differ
-
-if TYPE_CHECKING:
-    from penstock.fleet.stores import Stores
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, get_args
 
-from penstock.aio import in_thread, tensors_in_thread
+from penstock.aio import in_thread
 from penstock.control_types import KV, EngineUpdate, UpdateReport
 from penstock.engine.capabilities import Capability
 from penstock.engine.control import ControlClient
@@ -21,7 +21,7 @@ from penstock.errors import PenstockError, StateError, UpdateError, UserError
 from penstock.fleet.lifecycle import SERVABLE
 from penstock.fleet.member import Call, Member, fan_out, put, updatable, why
 from penstock.fleet.roster import OperationQueue, Roster
-from penstock.fleet.stores import Stores
+from penstock.fleet.stores import Stores, tensors_in_thread
 from penstock.rooms import plugged_as, plugged_in
 from penstock.weights.manifest import WeightManifest, by_rank, kind_of
 
