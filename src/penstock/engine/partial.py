@@ -119,7 +119,7 @@ def whole_of(part: Partial, params: SamplingParams, spans: Sequence[Sequence[int
         if len(logprobs) != length:
             raise EngineError(f"the engine reported {length} tokens but {len(logprobs)} logprobs")
     made_by = tuple(
-        VersionSpan(version, start, end, **(notes[0] if notes else {}))
+        VersionSpan(version, start, end, **dict[str, Any](*notes))
         for version, start, end, *notes in spans_of(part.versions)
     )
     if (made_by[-1].end if made_by else 0) != length:

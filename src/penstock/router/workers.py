@@ -68,8 +68,8 @@ def router_of_worker(
 def _forked(count: int) -> int:
     """Fork `count` processes, replace those that end, and return in each its index."""
     for number in _ENDS:
-        signal.signal(number, lambda *_: sys.exit(0))
-    signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(number, lambda _number, _frame: sys.exit(0))
+    signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
     # Each signal writes a byte. So a read of it also ends for one that comes just before, unlike `os.wait`.
     came, comes = socket.socketpair()
     comes.settimeout(0.0)
