@@ -107,9 +107,9 @@ async def test_the_engine_is_asked_for_tokens_alone_once_for_each_group(
     paths: list[str] = []
     request = client.data.http._request
 
-    async def spy(method: str, url: str, **options: Any) -> object:
+    async def spy(timeout_s: float, method: str, url: str, **options: Any) -> object:
         paths.append(urlsplit(url).path)
-        return await request(method, url, **options)
+        return await request(timeout_s, method, url, **options)
 
     monkeypatch.setattr(client.data.http, "_request", spy)
     await generator_of(client).generate(GeneratorInput(tasks(3), num_samples=8))
