@@ -51,7 +51,8 @@ async def test_an_engine_that_is_ending_has_its_gpus_until_it_has_ended() -> Non
         with pytest.raises(UserError, match="no GPU is free"):
             await fleet.add_engines()
         leaving.may_end.set()
-        await until(lambda: launcher.released == ["e1"])
+        await until(lambda: not fleet._elastic._departures)
+        assert launcher.released == ["e1"]
         assert await fleet.add_engines() == ("e4",)
         assert fleet._roster.members[-1].gpus == ("1",)
 
