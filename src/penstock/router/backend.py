@@ -14,7 +14,7 @@ from penstock.router.membership import Engine, EngineEntry
 IDLE_S = 4.0
 """Seconds after which the router closes an idle connection; vLLM's server does so after 5 s."""
 CONNECT_TIMEOUT_S = 5.0
-READ_SIZE = 1 << 17
+READ_SIZE = 1 << 16
 """Most bytes of an answer in one read. 256 clients that do not read their answers must not take 64 MB."""
 MAX_CONNECTING = 256
 """Most connections to one engine that are opened at once. A listen queue is a few times as long."""
