@@ -38,8 +38,7 @@ async def in_thread(work: Callable[[], T], *, leave_s: float | None = None, asks
         return await asyncio.shield(running)
     except asyncio.CancelledError:
         if not (await asyncio.wait((running,), timeout=leave_s))[0] and asks:
-            message = "%s did not come within %g s of the cancellation; the thread that asks for them is left behind"
-            logger.warning(message, asks, leave_s)
+            logger.warning("%s did not come within %g s; the thread that asks for them is left behind", asks, leave_s)
         raise
 
 
@@ -50,6 +49,8 @@ class _OwnThreads(Executor):
         done: Future[T] = Future()
 
         def failed(_kind: object, error: BaseException | None, _trace: object) -> bool:
+            if isinstance(error, StopIteration):  # no future takes one, so the wait for this one would not end
+                error = RuntimeError(f"StopIteration: {error}").with_traceback(error.__traceback__)
             if error is not None:
                 done.set_exception(error)
             return True

@@ -15,14 +15,12 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar, cast
+from typing import Any, Literal, Self, cast
 
-from penstock.aio import in_thread
 from penstock.checks import did_you_mean, parse_json
 from penstock.config import EnvironmentConfig
 from penstock.errors import ConfigError, PenstockError, UserError
 
-T = TypeVar("T")
 Split = Literal["heldout", "warm_start", "train"]
 _PACKAGES = {
     "skyrl-gym": "penstock.rollout.skyrl_gym_env:SkyRLEnvironment",
@@ -261,18 +259,6 @@ def user_code(what_failed: str, error_type: type[PenstockError]) -> Generator[No
         raise
     except Exception as error:  # a user's code may raise anything, and the command line shows no traceback
         raise error_type(f"{what_failed}: {describe_error(error)}") from error
-
-
-async def from_user_code(ask: Callable[[], T]) -> T:
-    """Ask a user's code in a thread that may be left. RuntimeError: it raised StopIteration."""
-
-    def run() -> T:
-        try:
-            return ask()
-        except StopIteration as error:  # no future takes it, so the wait for this one would not end
-            raise RuntimeError(describe_error(error)) from error
-
-    return await in_thread(run, leave_s=0.0)
 
 
 def describe_error(error: Exception) -> str:

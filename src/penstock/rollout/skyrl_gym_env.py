@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+from penstock.aio import in_thread
 from penstock.errors import ConfigError, PenstockError
 from penstock.rollout.environment import Dialogue, ListedTasks, Response, Task, Turn, json_lines
 
@@ -65,12 +66,12 @@ class SkyRLEnvironment(ListedTasks):
     @asynccontextmanager
     async def dialogue(self, task: Task) -> AsyncGenerator[Dialogue]:
         extras = {**self._extras, **task.metadata}
-        game = await asyncio.to_thread(self._gym.make, self._name, env_config=self._config, extras=extras)
+        game = await _ask(self._gym.make, self._name, env_config=self._config, extras=extras)
         try:
-            opening, _ = await asyncio.to_thread(game.init, [dict(message) for message in task.messages])
+            opening, _ = await _ask(game.init, [dict(message) for message in task.messages])
             yield _SkyRLDialogue(self, task, game, opening)
         finally:
-            await asyncio.to_thread(game.close)
+            await _ask(game.close)
 
 
 class _SkyRLDialogue(Dialogue):
@@ -82,7 +83,7 @@ class _SkyRLDialogue(Dialogue):
     async def step(self, responses: Sequence[Response]) -> Turn | None:
         """Give the latest response to the instance. PenstockError: the instance changes the response."""
         said = str(responses[-1])
-        out: Mapping[str, Any] = await asyncio.to_thread(self._game.step, said)
+        out: Mapping[str, Any] = await _ask(self._game.step, said)
         if out.get("postprocessed_action") not in (None, said):
             raise PenstockError(
                 "the environment changes what the policy said (postprocessed_action), so the row would hold tokens "
@@ -90,6 +91,10 @@ class _SkyRLDialogue(Dialogue):
             )
         observations, done = list(out["observations"] or ()), bool(out["done"])
         return Turn(observations, reward=float(out["reward"]), done=done or not observations)
+
+
+async def _ask(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    return await in_thread(partial(call, *args, **options), leave_s=0.0)
 
 
 def _tasks(name: str, path: Path) -> list[Task]:

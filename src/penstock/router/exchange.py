@@ -233,8 +233,7 @@ class Exchange(Call, Waiter, ConnectionUser):
             dispatcher.done(self.request, self.backend, now)
         else:
             dispatcher.gate.discard(self)
-        if not self._head_sent:
-            self._forget_body()
+        self._forget_body()
         self._count(now)
         if dispatcher.access_log:
             plugged_in("access_log")(self, now)

@@ -80,7 +80,7 @@ _TARGET = re.compile(rb"/[!\"$-~]*")
 _HOST = re.compile(rb"[0-9A-Za-z._:\[\]%-]*")
 _NOT_HOP_BY_HOP = {b"content-length", b"transfer-encoding", b"host", b"authorization", b"trailer"}
 LONGEST_KNOWN, _MOST_KNOWN = 1024, 1024
-_known: dict[bytes, RequestHead] = {}  # equal heads are parsed once; the result is never changed
+_known: dict[bytes, RequestHead] = {}  # equal heads are parsed once
 _MAX_DIGITS = 15
 _MAX_ID = 512
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.aio import settled
+from penstock.aio import in_thread, settled
 from penstock.config import RunConfig, check_on_hub
 from penstock.engine.command import check_model
 from penstock.engine.layouts import read_shape
@@ -28,7 +28,6 @@ from penstock.rollout.environment import (
     Environment,
     Task,
     check_tasks,
-    from_user_code,
     load_environment,
     user_code,
 )
@@ -131,10 +130,10 @@ async def _check_tasks(config: RunConfig, environment: Environment) -> list[Task
     """Return the held-out tasks and the first training task, after checking them."""
     name, size = config.environment.name, config.eval.size
     with user_code(f"environment {name!r} has no {size} held-out tasks (eval.size)", UserError):
-        heldout = await from_user_code(partial(environment.heldout_tasks, size))
+        heldout = await in_thread(partial(environment.heldout_tasks, size), leave_s=0.0)
     check_tasks(heldout, size, f"heldout_tasks({size}) of {name!r}")
     with user_code(f"train_task(0) of {name!r} failed", UserError):
-        first = await from_user_code(partial(environment.train_task, 0))
+        first = await in_thread(partial(environment.train_task, 0), leave_s=0.0)
     check_tasks([first], 1, f"train_task(0) of {name!r}")
     return [*heldout, first]
 

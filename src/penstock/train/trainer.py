@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from penstock.aio import in_thread
 from penstock.config import RunConfig
 from penstock.control_types import UpdateReport
 from penstock.engine.layouts import read_shape
@@ -27,7 +28,7 @@ from penstock.fleet.fleet import Fleet
 from penstock.observe.run_folder import RunFolder, pick, record_of
 from penstock.observe.summary import Reporter, Summary
 from penstock.observe.trace import LEARNER, Loads, Tracer
-from penstock.rollout.environment import Environment, Task, from_user_code
+from penstock.rollout.environment import Environment, Task
 from penstock.rollout.generator import Generator, Trajectory
 from penstock.train import checkpoint
 from penstock.train.grpo import Trainee
@@ -132,7 +133,7 @@ class Run:
             self._report_evaluation(step, accuracy)
         await self._put_in_force()
         # Called here, while no rollout uses the environment.
-        self.heldout = await from_user_code(partial(self.environment.heldout_tasks, self.config.eval.size))
+        self.heldout = await in_thread(partial(self.environment.heldout_tasks, self.config.eval.size), leave_s=0.0)
         await self._evaluate_if_due()
         await self._train()
         return self._summarize()
