@@ -18,7 +18,7 @@ Message = Mapping[str, Any]
 SessionId = int | str
 """Id of a conversation; equal ids go to the same engine."""
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "repetition"]
 
 
 @dataclass(frozen=True, slots=True)

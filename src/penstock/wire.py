@@ -15,7 +15,7 @@ A client that lost its engine sends its samples' tokens as `RESUME_ARG`, and the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, TypedDict, get_args
 
 import orjson
 
@@ -143,7 +143,7 @@ def version_of_tokens(label: str) -> int:
 
 def finish_of(reason: Any) -> FinishReason:
     """Return vLLM's finish reason, checked. EngineError: it is unknown."""
-    if reason not in ("stop", "length", "abort"):
+    if reason not in get_args(FinishReason):
         raise EngineError(f"the answer ended with the unknown finish reason {reason!r}")
     return reason
 

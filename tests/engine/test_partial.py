@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import get_args
 
 import orjson
 import pytest
@@ -12,7 +13,7 @@ from penstock.engine.openai import Stream, StreamDeduplicator
 from penstock.engine.partial import Partial, Partials, whole_of
 from penstock.errors import EngineError, RequestError
 from penstock.plugin.resume import check_part, parts_of
-from penstock.types import Sample, SamplingParams, VersionSpan
+from penstock.types import FinishReason, Sample, SamplingParams, VersionSpan
 from penstock.wire import COMMENT
 
 PARAMS = SamplingParams()
@@ -32,6 +33,8 @@ def test_what_was_told_in_pieces_is_one_sample():
     sample = whole_of(part_of(NEWS, LAST), PARAMS, SPANS)
     assert (sample.token_ids, sample.logprobs) == ((7, 8, 9), (-0.5, -1.5, -2.0)), "of the sampled tokens"
     assert (sample.spans, sample.finish_reason) == ((VersionSpan(0, 0, 2), VersionSpan(3, 2, 3)), "length")
+    for finish in get_args(FinishReason):
+        assert whole_of(part_of(NEWS, {**LAST, "finish": finish}), PARAMS, SPANS).finish_reason == finish
     bare = whole_of(part_of(NEWS, {**LAST, "logprobs": None}), SamplingParams(logprobs=False), SPANS)
     assert bare.logprobs is None
     aborted = part_of({"ids": [], "versions": [], "finish": "abort", "asked": True})
@@ -71,7 +74,7 @@ def checked(part, *, room=8, logprobs=True):
 def test_what_engines_tell_can_be_taken_up():
     assert checked(TAKEN_UP) == [[(7, -0.5, 1, None)], [(8, -9999.0, 2, "h"), (9, -0.25, 1, "i")]]
     assert checked({**TAKEN_UP, "logprobs": []}, logprobs=False) == []
-    for finish, reason in (("stop", 8), ("stop", "hi"), ("length", None), ("abort", None), ("repetition", "twice")):
+    for finish, reason in zip((*get_args(FinishReason), "stop"), ("hi", None, None, "twice", 8), strict=True):
         assert len(checked({**TAKEN_UP, "finish": finish, "stop_reason": reason}, room=2)) == 2
     partials = Partials()
     partials.add([{**NEWS, "index": 0}, {**LAST, "index": 2}])

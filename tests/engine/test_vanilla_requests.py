@@ -54,7 +54,7 @@ async def test_its_versions_are_those_that_it_says() -> None:
         ([choice(0, 5), choice(1, 6)], "does not say which weights made its tokens"),
         ([choice(0, 5, weight_versions=LABELS), choice(1)], "do not cover the 1 reported tokens"),
         ([choice(0)], "reported 0 tokens of it and no end"),
-        ([choice(0), choice(1, finish="repetition")], "unknown finish reason 'repetition'"),
+        ([choice(0), choice(1, finish="bored")], "unknown finish reason 'bored'"),
     ],
 )
 async def test_what_does_not_fit_together_is_no_answer(choices: list[dict[str, Any]], message: str) -> None:

@@ -20,7 +20,7 @@ from penstock.gateway.messages import (
     minted_in,
 )
 
-_STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "max_tokens"}
+_STOPS = {"stop": "end_turn", "tool_calls": "tool_use"} | dict.fromkeys(("length", "abort", "repetition"), "max_tokens")
 _ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
 
 

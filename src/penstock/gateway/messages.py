@@ -14,9 +14,10 @@ import orjson
 
 from penstock.errors import PenstockError, UserError
 from penstock.rollout.tokenizer import PromptTooLongError
+from penstock.types import FinishReason
 
 Role = Literal["system", "user", "assistant", "tool"]
-WireFinish = Literal["stop", "length", "tool_calls", "abort"]
+WireFinish = FinishReason | Literal["tool_calls"]
 
 MINTED = re.compile(r"(?:(?:call|toolu|fc|ctc|msg|rs|sig|resp)_|chatcmpl-)([0-9a-f]{24})(?![0-9a-f])")
 """A minted id (one made by the gateway): 24 hexadecimal digits after a prefix that names the kind of object."""

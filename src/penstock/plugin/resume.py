@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import copy
 import reprlib
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, Strict, TypeAdapter, ValidationError
 
 from penstock.errors import RequestError
+from penstock.types import FinishReason
 from penstock.wire import INITIAL_VERSION, RESUME_ARG, UNKNOWN_VERSION, spans_of
 
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -41,7 +42,7 @@ class _Part(BaseModel):
     ids: list[int]
     logprobs: list[str]
     versions: list[_Stretch]
-    finish: Literal["stop", "length", "abort", "repetition"] | None
+    finish: FinishReason | None
     stop_reason: int | str | None
 
 

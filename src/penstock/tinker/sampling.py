@@ -269,7 +269,7 @@ class _Request:
         sample = whole_of(answer.part, self.params, answer.spans)
         if sample.finish_reason == "abort":
             raise EngineError("the engines were told to abort this request")
-        sequence.stop_reason = pb.STOP_REASON_LENGTH if sample.finish_reason == "length" else pb.STOP_REASON_STOP
+        sequence.stop_reason = pb.STOP_REASON_STOP if sample.finish_reason == "stop" else pb.STOP_REASON_LENGTH
         sequence.tokens = array("i", sample.token_ids).tobytes()
         sequence.logprobs = array("f", sample.logprobs or ()).tobytes()
         if self.top:
