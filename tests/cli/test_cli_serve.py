@@ -7,11 +7,12 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
-from openai import AuthenticationError, OpenAI
+from openai import APIConnectionError, AuthenticationError, OpenAI
 
 from patience import WAIT_S
 from penstock.config import RunConfig
@@ -80,6 +81,21 @@ def test_a_ctrl_c_that_comes_twice_at_once_is_one(tmp_path: Path) -> None:
         wait_for_text(log, "torn down")
         assert server.signal(signal.SIGINT) == 0
     assert "Traceback" not in log.read_text()
+
+
+def test_no_request_reaches_an_engine_that_ends(tmp_path: Path) -> None:
+    """vLLM's server ends after its engine, and answers 500 in between."""
+    with serving(tmp_path / "log", "serve", "m", "--sim", "--port", "0", f"fleet.stop_timeout_s={WAIT_S}") as server:
+        [engine] = [process for process in server.family if "penstock.sim" in process.cmdline()]
+        engine.suspend()
+        server.process.send_signal(signal.SIGTERM)
+        router = OpenAI(base_url=server.url, api_key="none", max_retries=0)
+        with suppress(APIConnectionError):
+            while True:
+                router.get("/router/health", cast_to=object)
+        assert engine.is_running()
+        engine.resume()
+        assert server.process.wait(timeout=WAIT_S) == 0
 
 
 def test_an_impatient_second_ctrl_c_leaves_nothing_behind_either(tmp_path: Path) -> None:

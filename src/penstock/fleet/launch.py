@@ -140,7 +140,6 @@ async def _launched(
     engine_key = api_key if router_config.kind == "vllm-router" else key  # it passes its callers' key to engines
     async with AsyncExitStack() as owned:
         logs = LogFolder(fleet.log_dir, owned)
-        router = await open_router(router_config, log_dir=logs.path, api_key=api_key, owned=owned, admin_key=key)
         on_ray = fleet.launcher == "ray"
         launcher = partial(plugged_in("launcher.ray"), engine, fleet) if on_ray else LaunchedEngines
         engines: LaunchedEngines = launcher(
@@ -157,10 +156,11 @@ async def _launched(
         owned.push_async_callback(engines.end_all)
         attached = AttachedServers(api_key=api_key, control_timeout_s=terms.control_timeout_s)
         owned.push_async_callback(attached.close)
-        first = fleet.engines
+        # The router ends before the engines: vLLM answers 500 to requests while it ends.
+        router = await open_router(router_config, log_dir=logs.path, api_key=api_key, owned=owned, admin_key=key)
         # Servers of others come first: their errors show at once.
         others = await all_or_first_error(
-            attached.join(Lifecycle(f"e{first + i}"), spec) for i, spec in enumerate(fleet.attach)
+            attached.join(Lifecycle(f"e{fleet.engines + i}"), spec) for i, spec in enumerate(fleet.attach)
         )
         members = await all_or_first_error(engines.start(Lifecycle(f"e{i}"), its) for i, its in enumerate(gpus))
         return await reachable(
