@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Sequence
+from functools import cached_property
 from typing import Protocol
 
 from fleet_sim.cache import Segment
 from penstock.router.membership import Engine, EngineEntry
-from penstock.router.placement import Placement
+from penstock.router.placement import Placement, Share
 from penstock.router.policies import Defer, Hints
 from penstock.router_settings import RouterConfig
 
@@ -31,25 +32,23 @@ class FleetRequest(Hints):
         self, chain: Sequence[Segment], *, session_id: str | None, group_id: str | None, expected_tokens: int
     ) -> None:
         self.chain = tuple(chain)
-        self.session_id = session_id
-        self.group_id = group_id
-        self.prompt_tokens = sum(tokens for _, tokens in self.chain)
-        self.expected_tokens = expected_tokens
-        self._prefix_hashes: bytes | None = None
+        prompt = sum(tokens for _, tokens in self.chain)
+        # Not by the base's constructor, which would set `prefix_hashes`.
+        vars(self).update(
+            session_id=session_id, group_id=group_id, prompt_tokens=prompt, expected_tokens=expected_tokens
+        )
 
-    @property
+    @cached_property
     def prefix_hashes(self) -> bytes | None:  # pyright: ignore[reportIncompatibleVariableOverride] - made when asked for
         """`X-Prefix-Hashes` of this prompt, None under two blocks; hashes name segments where real ones hash ids."""
         blocks = self.prompt_tokens // BLOCK
         if blocks < LEAST_BLOCKS:
             return None
-        if self._prefix_hashes is None:
-            stride = 1
-            while blocks // stride > MOST_HASHES:
-                stride *= 2
-            hashes = self._hashes([i * stride * BLOCK for i in range(1, blocks // stride + 1)])
-            self._prefix_hashes = f"{stride}:{','.join(hashes)}".encode()
-        return self._prefix_hashes
+        stride = 1
+        while blocks // stride > MOST_HASHES:
+            stride *= 2
+        hashes = self._hashes([i * stride * BLOCK for i in range(1, blocks // stride + 1)])
+        return f"{stride}:{','.join(hashes)}".encode()
 
     def _hashes(self, ends: Sequence[int]) -> list[str]:
         """For each end 16 digits, equal where the tokens before it are: the same segments, as far as they reach."""
@@ -104,7 +103,7 @@ class OwnRouter(FleetRouter):
     def __init__(self, config: RouterConfig | None = None) -> None:
         self._own = Placement(config)
         self._seen: dict[str, Engine] = {}
-        self._placed: dict[tuple[FleetRequest, str], Engine] = {}
+        self._placed: dict[tuple[FleetRequest, str], tuple[Share, Engine]] = {}
         self.set_engines, self.finish_session = self._own.set_engines, self._own.memory.sessions.drop
 
     def expire(self, now: float) -> None:
@@ -117,11 +116,13 @@ class OwnRouter(FleetRouter):
         self._own.report_kv(self._own.engines[name], kv_usage=kv_usage, kv_capacity=kv_capacity)
 
     def place(self, request: FleetRequest, now: float, excluded: Collection[str] = ()) -> str | Defer | None:
-        found = self._own.place(request, now, [self._seen[name] for name in excluded])
+        share = Share()
+        found = self._own.place(request, share, now, [self._seen[name] for name in excluded])
         if not isinstance(found, Engine):
             return found
-        self._seen[found.name] = self._placed[request, found.name] = found
+        self._seen[found.name] = found
+        self._placed[request, found.name] = share, found
         return found.name
 
     def done(self, request: FleetRequest, name: str, now: float) -> None:
-        self._own.done(request, self._placed.pop((request, name)), now)
+        self._own.done(request, *self._placed.pop((request, name)), now)

@@ -180,7 +180,7 @@ class VirtualRouter:
     async def forward(self, call: Call) -> Exchange:
         """Hold and place a request, again where an engine breaks before the first byte; returns what answers it."""
         waiting = _Waiting(self.dispatcher, call)
-        self.dispatcher.submit(waiting)
+        self.dispatcher.gate.submit(waiting)
         while True:
             try:
                 backend = await waiting.found
@@ -199,11 +199,11 @@ class VirtualRouter:
             except aiohttp.ServerDisconnectedError:
                 self.dispatcher.retry(waiting, backend, "hung_up", 0.0)
             except BaseException:
-                self.dispatcher.done(waiting.request, backend, 0.0)
+                self.dispatcher.done(waiting, backend, 0.0)
                 exchange.sever()
                 raise
             else:
-                over = partial(self.dispatcher.done, waiting.request, backend, 0.0)
+                over = partial(self.dispatcher.done, waiting, backend, 0.0)
                 exchange.ended.add_done_callback(lambda _, over=over: over())
                 return exchange
 
@@ -220,17 +220,16 @@ class _Waiting(Waiter):
     """A request in the dispatcher's hands; `router.exchange.Exchange` is the real one."""
 
     def __init__(self, dispatcher: Dispatcher, call: Call) -> None:
-        self.request = RequestHead()
-        self.request.session_id = call.headers.get("X-Session-ID")
-        self.request.group_id = call.headers.get("X-Group-ID")
-        self.request.prompt_tokens = int(call.headers.get("X-Prompt-Tokens", 0))
-        self.request.expected_tokens = int(call.headers.get("X-Expected-Tokens", 0))
+        ids = {f"{name.lower()}_id": call.headers.get(f"X-{name}-ID") for name in ("Session", "Group")}
+        tokens = ("Prompt", "Expected")
+        counts = {f"{name.lower()}_tokens": int(call.headers.get(f"X-{name}-Tokens", 0)) for name in tokens}
+        self.request = RequestHead(ids | counts)
         self.found: asyncio.Future[Backend] = asyncio.get_running_loop().create_future()
         self._dispatcher = dispatcher
 
     def placed(self, backend: Backend) -> None:
         if self.found.cancelled():
-            self._dispatcher.done(self.request, backend, 0.0)
+            self._dispatcher.done(self, backend, 0.0)
         else:
             self.found.set_result(backend)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from router_rig import answer_name, held, request, rig
+from router_rig import answer_name, held, request, rig, session
 
 from patience import WAIT_S, eventually
 from penstock.router.membership import EngineEntry
@@ -55,6 +55,20 @@ async def test_a_claim_counts_as_what_one_sequence_can_have(entry: dict[str, int
         assert (await client.receive()).status == 200
         engine = (await r.admin.engines()).engines[0]
         assert (engine.outstanding, engine.outstanding_tokens, engine.resident_tokens) == (0, 0, 0)
+
+
+async def test_equal_requests_of_a_session_count_each_for_itself() -> None:
+    release, answer = held()
+    async with rig(answer) as r:
+        first, second = await r.client(), await r.client()
+        await first.send(request(headers=session("s")))
+        await r.backends[0].arrived.wait()
+        await r.announce([r.backends[0].entry(eligible=False)])
+        await second.send(request(headers=session("s")))
+        await r.until_held(1)
+        release.set()
+        assert (await first.receive()).status == 200
+        assert (await r.load("e0")).resident_tokens == 1, "the session, whose length is not known"
 
 
 def test_the_longest_context_of_any_engine_bounds_a_claim() -> None:

@@ -12,7 +12,7 @@ import pytest
 from penstock.prefix_hash import prefix_hashes
 from penstock.router.membership import Engine, EngineEntry
 from penstock.router.memory import SessionTable
-from penstock.router.placement import Placement
+from penstock.router.placement import Placement, Share
 from penstock.router.policies import Defer, Hints
 from penstock.router_settings import RouterConfig
 
@@ -22,16 +22,17 @@ class NamedPlacement:
 
     def __init__(self, config: RouterConfig | None = None) -> None:
         self.own = Placement(config)
+        self.shares: dict[Hints, Share] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.own, name)
 
     def place(self, request: Hints, now: float) -> str | Defer | None:
-        found = self.own.place(request, now)
+        found = self.own.place(request, self.shares.setdefault(request, Share()), now)
         return found.name if isinstance(found, Engine) else found
 
     def done(self, request: Hints, name: str, now: float) -> None:
-        self.own.done(request, self.own.engines[name], now)
+        self.own.done(request, self.shares[request], self.own.engines[name], now)
 
     def forget_idle(self, now: float) -> None:
         self.own.memory.sessions.expire(now, self.own.config.session_ttl_s)

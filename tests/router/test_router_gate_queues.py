@@ -20,7 +20,7 @@ class Request(Waiter):
     """Waits for what `where` says; counts how often it is tried."""
 
     def __init__(self, name: object, log: list[object], where: Callable[[], Wait | None], size: int = 0) -> None:
-        self.request = RequestHead()
+        self.request = RequestHead({})
         self.name, self.log, self.where, self.buffered = name, log, where, size
         self.tries = 0
         self.refusal = ""

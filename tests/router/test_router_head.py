@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import FrozenInstanceError
 
 import pytest
 
@@ -116,6 +117,8 @@ def test_equal_heads_are_parsed_once_without_secrets_and_counts(line: bytes) -> 
     heads = [b"GET /%d HTTP/1.1\r\nHost: a\r\n%b\r\n\r\n" % (number, line) for number in range(1025)]
     first = parse_request(heads[0])
     assert (parse_request(heads[0]) is first) == (line == b"A: b")
+    with pytest.raises(FrozenInstanceError):
+        first.session_id = "another"
     assert [parse_request(head).target for head in heads] == [b"/%d" % number for number in range(1025)]
     assert parse_request(heads[0]) is not first  # only the latest are kept
 

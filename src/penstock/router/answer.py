@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import re
 from contextlib import suppress
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
@@ -24,7 +25,6 @@ from penstock.router.http import (
     Head,
     RefusalError,
     RequestHead,
-    finish_head,
     malformed,
     read_fields,
     shown,
@@ -40,10 +40,11 @@ _BODILESS = {204, 304}
 _RESPONSE_ROLES = FRAMING | {b"content-type": ("content_type", bytes.lower, GOES_ON)}
 
 
+@dataclass(frozen=True, init=False, eq=False)
 class ResponseHead(Head):
     """A checked response head. See `parse_response`."""
 
-    status: int
+    status: int = 0
     content_type: bytes = b""
     """In lower case."""
 
@@ -66,22 +67,20 @@ def parse_response(head: bytes, method: bytes) -> ResponseHead:
         raise RefusalError(502, "bad_engine_response", f"the engine's answer is not valid HTTP: {error}") from error
 
 
-@functools.lru_cache(maxsize=256)  # many answers within a second share one head; the result is never changed
+@functools.lru_cache(maxsize=256)  # many answers within a second share one head
 def _response(head: bytes, method: bytes) -> ResponseHead:
     line = _STATUS_LINE.match(head)
     status = 0 if line is None else int(line[1])
     if line is None or status < HTTPStatus.OK:  # no informational answers: the router sends no Expect
         raise malformed(f"its status line is {shown(head.splitlines()[0])}")
-    response = ResponseHead()
-    response.status = status
-    finish_head(response, read_fields(head, line.end(), _RESPONSE_ROLES, response))
+    read = read_fields(head, line.end(), _RESPONSE_ROLES)
     if method == b"HEAD" or status in _BODILESS:
-        response.length = 0
+        read["length"] = 0
         if status == HTTPStatus.NO_CONTENT:
-            response.framing = b""
-    elif not response.framing:
+            read["framing"] = b""
+    elif "framing" not in read:
         raise malformed("it has neither Content-Length nor Transfer-Encoding")
-    return response
+    return ResponseHead(read | {"status": status})
 
 
 # --- body -------------------------------------------------------------------------------------------------------------

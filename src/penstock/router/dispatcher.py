@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from typing import cast
 
 from penstock.rooms import plugged_in
-from penstock.router.backend import IDLE_S, Backend
+from penstock.router.backend import Backend
 from penstock.router.gate import Gate, Wait, Waiter
-from penstock.router.http import RefusalError, RequestHead
+from penstock.router.http import RefusalError
 from penstock.router.membership import NO_MEMBERSHIP, Engine, Membership
 from penstock.router.placement import Placement
 from penstock.router.policies import Defer
@@ -82,13 +82,6 @@ class Dispatcher:
         if self._interval_s and self._clock is None:
             self._clock = asyncio.get_running_loop().create_task(plugged_in("router.kv_usage")(self, self._interval_s))
 
-    def submit(self, waiter: Waiter) -> None:
-        """Place a request, or let it wait at the gate."""
-        if self.gate.busy:
-            self.gate.submit(waiter)
-        elif (wait := self._place(waiter)) is not None:
-            self.gate.hold(waiter, wait)
-
     def _place(self, waiter: Waiter) -> Wait | None:
         """Place the request on an engine, which counts it until `done`, or return the event to await.
 
@@ -99,7 +92,7 @@ class Dispatcher:
             session_id = request.session_id
             if session_id is not None and placement.memory.sessions.get(session_id) is None:
                 return Wait.ROOM  # it opens a session, as the requests that wait for room do
-        found = placement.place(request, time.monotonic(), waiter.excluded)
+        found = placement.place(request, waiter, time.monotonic(), waiter.excluded)
         if isinstance(found, Backend):
             found.requests += 1
             waiter.placed(found)
@@ -111,15 +104,15 @@ class Dispatcher:
             return None
         return Wait.NOWHERE
 
-    def done(self, request: RequestHead, backend: Backend, now: float) -> None:
+    def done(self, waiter: Waiter, backend: Backend, now: float) -> None:
         """Stop counting a request on its engine: it was answered, failed, or is retried."""
-        self.placement.done(request, backend, now)
+        self.placement.done(waiter.request, waiter, backend, now)
         if self.gate.busy:
             self.gate.room()
 
     def retry(self, waiter: Waiter, backend: Backend, reason: str, now: float) -> None:
         """Place a request again after an engine failed under it, see `Metrics.retries`; 502 after the second."""
-        self.done(waiter.request, backend, now)
+        self.done(waiter, backend, now)
         if reason in _BREAKER_S and not (backend.left or backend.down):
             backend.breaker_openings += 1
             self.placement.mark(backend, down=True)
@@ -132,7 +125,7 @@ class Dispatcher:
             waiter.refuse(_engines_failed(waiter.lost_on))
             return
         self.metrics.retries[reason] += 1
-        self.submit(waiter)
+        self.gate.submit(waiter)
 
     def _close_breaker(self, backend: Backend) -> None:
         self.placement.mark(backend, down=False)
@@ -142,8 +135,7 @@ class Dispatcher:
         """Close idle connections, expire sessions, refuse late requests; from then on periodically."""
         now = time.monotonic()
         for backend in self.backends.values():
-            if backend.idle and backend.idle[0].idle_since <= now - IDLE_S:
-                backend.close_idle(now)
+            backend.close_idle(now)
         if now >= self._expire_at and self.placement.turns["opened"]:  # there was a session
             self._expire_at = now + _EXPIRE_S
             if self.placement.memory.sessions.expire(now, self._config.session_ttl_s):

@@ -56,7 +56,7 @@ class Exchange(Call, Waiter, ConnectionUser):
         self._dispatcher.metrics.requests += 1
         if done:
             self._body = piece
-            self._dispatcher.submit(self)
+            self._dispatcher.gate.submit(self)
         else:
             self._body = bytearray(piece)
             self._dispatcher.gate.keep(self, self.buffered)
@@ -68,7 +68,7 @@ class Exchange(Call, Waiter, ConnectionUser):
         body += piece
         self._dispatcher.gate.keep(self, len(piece))
         if done:
-            self._dispatcher.submit(self)
+            self._dispatcher.gate.submit(self)
 
     def cancel(self) -> None:
         if not self.gone:
@@ -137,7 +137,7 @@ class Exchange(Call, Waiter, ConnectionUser):
         try:
             piece = answer.feed(data)
         except FramingError as error:
-            self._break(f"bad answer: {error}")
+            self.refuse(RefusalError(502, "engine_failed", f"bad answer: {error}"))
             return
         except RefusalError as refusal:
             self.refuse(refusal)
@@ -180,7 +180,8 @@ class Exchange(Call, Waiter, ConnectionUser):
             stale = connection.reused and not self.first_byte_at
             self._lose(connection.backend, "stale" if stale else "hung_up")
         else:
-            self._break(f"the engine closed the connection inside its answer{f': {error}' if error else ''}")
+            why = f"the engine closed the connection inside its answer{f': {error}' if error else ''}"
+            self.refuse(RefusalError(502, "engine_failed", why))
 
     def _died(self, cause: str) -> None:
         backend = self.backend
@@ -208,9 +209,6 @@ class Exchange(Call, Waiter, ConnectionUser):
             self._end(refusal.code)
             self._client.answer_refusal(refusal)
 
-    def _break(self, reason: str) -> None:
-        self.refuse(RefusalError(502, "engine_failed", reason))
-
     def _drop_connection(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
@@ -230,7 +228,7 @@ class Exchange(Call, Waiter, ConnectionUser):
         self._drop_connection()
         dispatcher = self._dispatcher
         if self.backend is not None:
-            dispatcher.done(self.request, self.backend, now)
+            dispatcher.done(self, self.backend, now)
         else:
             dispatcher.gate.discard(self)
         self._forget_body()

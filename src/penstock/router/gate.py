@@ -11,6 +11,7 @@ from enum import Enum
 from penstock.router.backend import Backend
 from penstock.router.http import RefusalError, RequestHead
 from penstock.router.membership import Engine
+from penstock.router.placement import Share
 from penstock.router_settings import RouterConfig
 
 _SLICE = 64
@@ -28,7 +29,7 @@ class Wait(Enum):
     """No engine that may serve it is up."""
 
 
-class Waiter:
+class Waiter(Share):
     """A request that needs an engine and may wait at the gate."""
 
     request: RequestHead

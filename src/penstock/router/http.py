@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
+from typing import Any
 
 import orjson
 
@@ -141,38 +143,36 @@ _REQUEST_ROLES = FRAMING | {
 }
 
 
+@dataclass(frozen=True, init=False, eq=False)
 class Head:
-    """The common part of requests and responses. A missing field has the class's default."""
+    """The common part of requests and responses. Equal messages share one, so what one request changes is elsewhere."""
 
-    content_length: int | None = None
-    transfer_encoding: bytes | None = None
-    connection: bytes | None = None
     keep_alive: bool = True
     length: int = 0
     """Bytes of body, or CHUNKED."""
-    fields: bytes
+    fields: bytes = b""
     """Whole lines to pass on, without those for framing and connection."""
     framing: bytes = b""
     """The line for the body's length, if there is one."""
 
+    def __init__(self, read: Mapping[str, Any]) -> None:
+        """Set the attributes that the message gives; the others have the class's defaults, to save time."""
+        vars(self).update(read)
 
+
+@dataclass(frozen=True, init=False, eq=False)
 class RequestHead(Head, Hints):
     """A checked request head. See `parse_request`."""
 
-    method: bytes
-    target: bytes
+    method: bytes = b""
+    target: bytes = b""
     host: bytes | None = None
     expect: bytes | None = None
     """`100-continue` or None."""
     authorization: bytes = b""
-    x_api_key: bytes = b""
-    hop_by_hop: bytes = b""
     origin: bytes | None = None
     """`Origin`: the web page for which a browser sends this request."""
     traceparent: bytes = b""
-
-    def __init__(self) -> None:
-        """Set nothing, to save time: missing fields have the class's defaults."""
 
     def to_engine(self, size: int, extra: bytes = b"") -> bytes:
         """Return the head for an engine, before `size` bytes; `extra`: lines for it alone."""
@@ -189,7 +189,7 @@ def parse_request(head: bytes) -> RequestHead:
     if (known := _known.get(head)) is not None:
         return known
     request, low = _request(head), head.lower()
-    # A secret is not kept, and placement may lower counts of tokens.
+    # Not kept: secrets, and counts of tokens, which are seldom equal.
     own = b"auth" in low or b"key" in low or b"cookie" in low or b"tokens" in low or b"?" in low
     if not own and len(head) <= LONGEST_KNOWN:
         if len(_known) == _MOST_KNOWN:
@@ -202,65 +202,63 @@ def _request(head: bytes) -> RequestHead:
     line = _REQUEST_LINE.match(head)
     if line is None:
         raise malformed(f"malformed head: the request line is {shown(head.splitlines()[0])}")
-    request = RequestHead()
-    request.method, request.target, version = line.groups()
+    method, target, version = line.groups()
     if version != b"1.1":
         raise malformed("only HTTP/1.1 is served (of nginx: proxy_http_version 1.1)", 505, "version_not_supported")
-    if request.method not in _METHODS:
-        raise malformed(f"method {shown(request.method, 40)} is not supported", 501, "method_not_supported")
-    if not _TARGET.fullmatch(request.target):
-        raise malformed(f"request target {shown(request.target)} must be a path, /... without #")
-    fields = read_fields(head, line.end(), _REQUEST_ROLES, request)
-    if request.host is None:
+    if method not in _METHODS:
+        raise malformed(f"method {shown(method, 40)} is not supported", 501, "method_not_supported")
+    if not _TARGET.fullmatch(target):
+        raise malformed(f"request target {shown(target)} must be a path, /... without #")
+    read = read_fields(head, line.end(), _REQUEST_ROLES)
+    if "host" not in read:
         raise malformed("header Host is missing")
-    if request.expect is not None and request.expect != b"100-continue":
-        raise malformed(f"cannot meet Expect: {shown(request.expect)}", 417, "bad_expectation")
-    finish_head(request, fields)
-    return request
+    if (expect := read.get("expect")) is not None and expect != b"100-continue":
+        raise malformed(f"cannot meet Expect: {shown(expect)}", 417, "bad_expectation")
+    read["method"], read["target"] = method, target
+    return RequestHead(read)
 
 
-def read_fields(head: bytes, start: int, roles: Mapping[bytes, _Role], judged: Head) -> list[Field]:
-    """Set attributes of `judged` from the fields at `start`; return those that go on."""
+def read_fields(head: bytes, start: int, roles: Mapping[bytes, _Role]) -> dict[str, Any]:
+    """Return attributes of a head: those that its fields at `start` give, and those of `_finish`."""
     fields: list[Field] = _FIELD.findall(head, start)
     if head.count(b"\n") != len(fields) + 2:  # plus the first line and the empty one
         raise malformed("malformed head: a line is not one header field")
-    seen: set[str] = set()
+    read: dict[str, Any] = {}
     kept: list[Field] = []
     for field in fields:
         name = field[0].lower()
         if name in roles:
             attribute, make, goes_on = roles[name]
             value = make(field[1].rstrip(b" \t"))
-            if attribute in seen:
+            if attribute in read:
                 if attribute not in _LISTS:
                     raise malformed(f"header {name.decode()} occurs more than once")
-                value = b"%b,%b" % (getattr(judged, attribute), value)
-            seen.add(attribute)
-            setattr(judged, attribute, value)
+                value = b"%b,%b" % (read[attribute], value)
+            read[attribute] = value
             if not goes_on:
                 continue
         kept.append(field)
-    return kept
+    _finish(read, kept)
+    return read
 
 
-def finish_head(head: Head, fields: list[Field]) -> None:
-    """Set `keep_alive`, the body's length and framing, and the lines to pass on."""
-    if head.connection is not None:
+def _finish(read: dict[str, Any], fields: list[Field]) -> None:
+    """Add `keep_alive`, the body's length and framing, and the lines to pass on."""
+    connection, coding, length = map(read.get, ("connection", "transfer_encoding", "content_length"))
+    if connection is not None:
         # Empty elements of the list mean nothing (RFC 9110, 5.6.1.2).
-        options = {option.strip(b" \t") for option in head.connection.split(b",")} - {b""}
+        options = {option.strip(b" \t") for option in connection.split(b",")} - {b""}
         if stolen := options & _NOT_HOP_BY_HOP:
             raise malformed(f"Connection must not name {min(stolen).decode()}")
-        head.keep_alive = b"close" not in options
+        read["keep_alive"] = b"close" not in options
         fields = [field for field in fields if field[0].lower() not in options]
-    head.fields = b"\r\n".join([*map(b": ".join, fields), b""])
-    if head.transfer_encoding is not None:
-        if head.content_length is not None:
+    read["fields"] = b"\r\n".join([*map(b": ".join, fields), b""])
+    if coding is not None:
+        if length is not None:
             raise malformed("Transfer-Encoding does not go with Content-Length")
-        if head.transfer_encoding != b"chunked":
-            what = f"Transfer-Encoding {shown(head.transfer_encoding)}"
+        if coding != b"chunked":
+            what = f"Transfer-Encoding {shown(coding)}"
             raise malformed(f"{what}: only chunked is supported", 501, "coding_not_supported")
-        head.length = CHUNKED
-        head.framing = b"Transfer-Encoding: chunked\r\n"
-    elif head.content_length is not None:
-        head.length = head.content_length
-        head.framing = b"Content-Length: %d\r\n" % head.length
+        read["length"], read["framing"] = CHUNKED, b"Transfer-Encoding: chunked\r\n"
+    elif length is not None:
+        read["length"], read["framing"] = length, b"Content-Length: %d\r\n" % length

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from penstock.prefix_hash import parse_prefix_hashes
 from penstock.router.membership import Engine
-from penstock.router.placement import Placement
+from penstock.router.placement import Placement, Share
 from penstock.router.policies import Defer, Hints, RequestView
 
 MOST_GROUPS = 16_384
@@ -26,8 +26,8 @@ class Memory:
         self._groups: OrderedDict[str, Counter[str]] = OrderedDict()
         """Samples of each group by engine."""
 
-    def choose(self, request: Hints, now: float, excluded: Collection[Engine]) -> Engine | Defer | None:
-        """Choose an engine and set the request's `counted_tokens`; answers as `Placement.place`."""
+    def choose(self, request: Hints, share: Share, now: float, excluded: Collection[Engine]) -> Engine | Defer | None:
+        """Choose an engine; set the resident tokens of a turn of a session. Answers as `Placement.place`."""
         placement, session_id = self._placement, request.session_id
         record = None if session_id is None else self.sessions.get(session_id)
         home = None if record is None else self._home(record.engine, request, excluded)
@@ -48,7 +48,7 @@ class Memory:
                 "opened" if record is None else "rehomed" if home is None else "stayed" if home is engine else "moved"
             )
             added = self.sessions.begin_turn(session_id, request, record, engine, now, again=bool(excluded))
-            request.counted_tokens = added
+            share.resident_tokens = added
         placement.turns[turn] += 1
         return engine
 

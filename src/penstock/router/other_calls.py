@@ -23,6 +23,7 @@ from penstock.router.client_connection import Call, ClientConnection
 from penstock.router.dispatcher import Dispatcher
 from penstock.router.http import RefusalError, RequestHead, response
 from penstock.router.membership import POLICY_OPTIONS, Engine
+from penstock.router.placement import Share
 from penstock.router.policies import Hints
 from penstock.router.server import DATA_PATHS, Router
 from penstock.router.state import EngineLoad, RouterState
@@ -60,11 +61,11 @@ def _choose(dispatcher: Dispatcher, asked: _ChoiceBody) -> str | None:
     hashes = None if asked.prefix_hashes is None else asked.prefix_hashes.encode()
     if dispatcher.gate.closed:
         return None
-    hints, now = Hints(prompt_tokens=asked.prompt_tokens, prefix_hashes=hashes), time.monotonic()
-    engine = dispatcher.placement.place(hints, now)
+    hints, share, now = Hints(prompt_tokens=asked.prompt_tokens, prefix_hashes=hashes), Share(), time.monotonic()
+    engine = dispatcher.placement.place(hints, share, now)
     if not isinstance(engine, Engine):
         return None
-    dispatcher.placement.done(hints, engine, now)
+    dispatcher.placement.done(hints, share, engine, now)
     return engine.name
 
 

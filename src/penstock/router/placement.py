@@ -19,6 +19,15 @@ MOST_TOKENS = 1 << 20
 """Most tokens that a request's headers can claim if no engine reports a limit: today's longest contexts."""
 
 
+class Share:
+    """What one request counts for on its engine, from `Placement.place` until `done`."""
+
+    tokens = 0
+    """Its prompt and expected tokens."""
+    resident_tokens = 0
+    """Tokens that it adds to the context there; those of a session's earlier turns count with the session."""
+
+
 class Placement:
     """The engines of the membership in force, each made by `make`, and the choice of one for each request.
 
@@ -84,8 +93,10 @@ class Placement:
         engine.kv_reported_at = engine.outstanding_tokens
         self._arrange()
 
-    def place(self, request: Hints, now: float, excluded: Collection[Engine] = ()) -> Engine | Defer | None:
-        """Choose an engine, and count the request there until `done`.
+    def place(
+        self, request: Hints, share: Share, now: float, excluded: Collection[Engine] = ()
+    ) -> Engine | Defer | None:
+        """Choose an engine, and count the request there until `done`, as `share` says from now on.
 
         Token counts that no engine can hold are lowered. The engines `excluded` have failed under the request.
 
@@ -94,13 +105,15 @@ class Placement:
         """
         if request.prompt_tokens + request.expected_tokens > self.most_tokens:
             # Headers are hints: a false value must not fill an engine for all other requests.
-            request.prompt_tokens = min(request.prompt_tokens, self.most_tokens)
-            request.expected_tokens = min(request.expected_tokens, self.most_tokens - request.prompt_tokens)
-        tokens = request.prompt_tokens + request.expected_tokens
+            prompt = min(request.prompt_tokens, self.most_tokens)
+            expected = min(request.expected_tokens, self.most_tokens - prompt)
+            session, group, version = request.session_id, request.group_id, request.min_weight_version
+            request = Hints(session, group, version, prompt, expected, request.prefix_hashes)
+        share.tokens = tokens = request.prompt_tokens + request.expected_tokens
         # Without token counts, a request counts as one token, so that the number of requests is balanced.
-        request.counted_tokens = tokens or 1
+        share.resident_tokens = tokens or 1
         if request.session_id is not None or request.group_id is not None or request.prefix_hashes:
-            engine = self.memory.choose(request, now, excluded)
+            engine = self.memory.choose(request, share, now, excluded)
         elif engines := self.able(request, excluded):
             engine = self.policy.ask(engines, RequestView(placed=self.placed), self.rules)
             self.turns["single"] += 1
@@ -109,15 +122,15 @@ class Placement:
         if isinstance(engine, Engine):
             engine.outstanding += 1
             engine.outstanding_tokens += tokens
-            engine.resident_tokens += request.counted_tokens
+            engine.resident_tokens += share.resident_tokens
             self.placed += 1
         return engine
 
-    def done(self, request: Hints, engine: Engine, now: float) -> None:
+    def done(self, request: Hints, share: Share, engine: Engine, now: float) -> None:
         """Stop counting a request on an engine, once for each answer of `place`."""
         engine.outstanding -= 1
-        engine.outstanding_tokens -= request.prompt_tokens + request.expected_tokens
-        engine.resident_tokens -= request.counted_tokens
+        engine.outstanding_tokens -= share.tokens
+        engine.resident_tokens -= share.resident_tokens
         if request.session_id is not None:
             self.memory.sessions.end_turn(request.session_id, now)
 

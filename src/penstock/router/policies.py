@@ -18,7 +18,7 @@ from penstock.router.membership import Engine
 from penstock.router_settings import RouterConfig
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Hints:
     """The headers of a request that matter to its placement."""
 
@@ -34,8 +34,6 @@ class Hints:
     """`X-Expected-Tokens`: most tokens that the answer may add, all samples together; 0: not given."""
     prefix_hashes: bytes | None = None
     """`X-Prefix-Hashes`, unparsed."""
-    counted_tokens: int = 0
-    """Tokens that count as resident on the engine while the request is in flight; the placement sets it."""
 
 
 class RequestView(NamedTuple):
