@@ -236,7 +236,7 @@ async def test_a_log_that_cannot_be_written_leaves_no_descriptor_open(tmp_path: 
     for _ in range(3):
         with pytest.raises(OSError, match=r"exists|Not a directory"):
             await ChildProcess.start([sys.executable], name="x", log=tmp_path / "file" / "x.log")
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before  # of earlier tests one may be closed meanwhile
 
 
 async def test_a_stop_that_is_cancelled_kills(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ async def test_a_process_that_the_kernel_does_not_end_is_named_and_left(
     with monkeypatch.context() as kernel:
         kernel.setattr("penstock.process.kill_group", lambda _: None)
         with pytest.raises(EngineStartError, match="was not ready within"):
-            await asyncio.wait_for(EngineProcess.launch(command, name="stays", log_dir=tmp_path), 10.0)
+            await asyncio.wait_for(EngineProcess.launch(command, name="stays", log_dir=tmp_path), WAIT_S)
     [pid] = re.findall(r"stays: process (\d+) is still there 0\.2 s after SIGKILL", caplog.text)
     os.killpg(int(pid), signal.SIGKILL)
     await eventually(lambda: not alive(int(pid)))

@@ -159,7 +159,8 @@ async def test_one_deadline_spans_all_tries_of_a_request() -> None:
         with pytest.raises(DeadlineError, match="within 2 s"):
             await http.get("/", timeout_s=2.0)
         assert now() - began < 3.5, "the second try had a deadline of its own"
-        servers[0].close()
+        for server in servers:  # none, if the machine stood still between the two
+            server.close()
         await http.close()
 
 

@@ -21,6 +21,7 @@ from penstock.fleet.service import socket_of
 from penstock.sim.config import FaultKind
 from penstock.sim.server import SimServer
 from penstock.types import Sample
+from sim_fleets import slowed
 from sim_verify import verify
 
 CONFIG = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
@@ -69,11 +70,13 @@ async def test_a_sample_spans_a_swap_and_names_both_versions(kv: KV) -> None:
     async with engines(2) as servers, connected(servers) as fleet:
         tenants = Tenants(fleet, servers)
         assert await tenants.update("x") == 1
-        group = asyncio.create_task(fleet.sample([1, 2], 3, PARAMS, adapter="x"))
-        base = asyncio.create_task(fleet.sample([1, 2], 1, PARAMS))
-        batch = asyncio.create_task(fleet.generate(prompt_token_ids=[[3, 4], [5]], sampling_params=PARAMS, adapter="x"))
-        await begun(servers, 6)
-        assert await tenants.update("x", kv) == 2
+        async with slowed(fleet):
+            group = asyncio.create_task(fleet.sample([1, 2], 3, PARAMS, adapter="x"))
+            base = asyncio.create_task(fleet.sample([1, 2], 1, PARAMS))
+            prompts = [[3, 4], [5]]
+            batch = asyncio.create_task(fleet.generate(prompt_token_ids=prompts, sampling_params=PARAMS, adapter="x"))
+            await begun(servers, 6)
+            assert await tenants.update("x", kv) == 2
         for sample in await group:
             tenants.check([1, 2], sample, "x", 1, 2)
             assert [span.kv_kept for span in sample.spans] == [False, kv == "keep_in_flight"]
@@ -100,9 +103,10 @@ async def test_requests_in_flight_survive_the_death_of_their_engine_while_their_
     async with engines(2) as servers, connected(servers) as fleet:
         tenants = Tenants(fleet, servers)
         await tenants.update("x")
-        tasks = [asyncio.create_task(fleet.sample([1 + i], 1, PARAMS, adapter="x")) for i in range(8)]
-        await begun(servers, 8)
-        await fleet.pause_generation(adapter="x")
+        async with slowed(fleet):
+            tasks = [asyncio.create_task(fleet.sample([1 + i], 1, PARAMS, adapter="x")) for i in range(8)]
+            await begun(servers, 8)
+            await fleet.pause_generation(adapter="x")
         servers[0].engine.die(FaultKind.CORE_DEATH, "a test")
         await tenants.update("x")
         await fleet.resume_generation(adapter="x")
@@ -182,19 +186,20 @@ async def test_the_owners_socket_has_skyrls_paths() -> None:
         tenants = Tenants(fleet, servers)
         await tenants.update("x")
         path = socket_of(fleet.url)
-        task = asyncio.create_task(fleet.sample([1, 2], 2, PARAMS, adapter="x"))
-        await begun(servers, 2)
         async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(path))) as http:
 
             async def post(name: str, **body: Any) -> tuple[int, Any]:
                 async with http.post(f"http://localhost/skyrl/v1/{name}", json=body) as answer:
                     return answer.status, await answer.json()
 
-            for _ in range(2):
-                assert await post("abort_lora_requests", lora_name="x") == (
-                    200,
-                    {"status": "ok", "aborted": [], "count": 2},
-                )
+            async with slowed(fleet):
+                task = asyncio.create_task(fleet.sample([1, 2], 2, PARAMS, adapter="x"))
+                await begun(servers, 2)
+                for _ in range(2):
+                    assert await post("abort_lora_requests", lora_name="x") == (
+                        200,
+                        {"status": "ok", "aborted": [], "count": 2},
+                    )
             assert await post("wait_lora_unpaused", lora_name="x", timeout_s=0.01) == (
                 200,
                 {"status": "ok", "paused": True},

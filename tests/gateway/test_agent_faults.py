@@ -169,6 +169,7 @@ async def test_a_harness_that_still_asks_at_the_end_of_its_episode_harms_no_othe
         return (await rig.http.post(CHAT, json=body, headers=auth(episode.api_key))).status_code
 
     async def leaves_behind(episode: Episode) -> float:
+        await until(lambda: len(rig.engine.seen) == 2)  # so that no late request comes before the other's turn
         late.extend(asyncio.create_task(ask(episode, i)) for i in range(8))
         await asyncio.sleep(0.02)
         return 1.0

@@ -271,7 +271,7 @@ time.sleep(600)
 
 
 def test_a_signal_just_before_the_parent_waits_ends_it() -> None:
-    assert subprocess.run([sys.executable, "-c", LATE_SIGNAL], timeout=30, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", LATE_SIGNAL], timeout=WAIT_S, check=False).returncode == 0
 
 
 async def test_a_port_that_another_router_shares_out_is_taken() -> None:

@@ -374,7 +374,14 @@ async def test_bodies_under_way_are_bounded_for_each_tenant_and_all(
             assert await send(large) == 400
 
 
-async def test_futures_outlive_the_process(tmp_path: Path) -> None:
+async def test_futures_outlive_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, retrieve = asyncio.Event(), Futures.retrieve
+
+    async def holding(self: Futures, *given: Any) -> Outcome | None:
+        held.set()
+        return await retrieve(self, *given)
+
+    monkeypatch.setattr(Futures, "retrieve", holding)
     async with parts(tmp_path, sim={"tokens_per_second": 20}) as found:
         async with found.process() as service:
             model = await service.model()
@@ -384,7 +391,7 @@ async def test_futures_outlive_the_process(tmp_path: Path) -> None:
             sample = await service.post("asample", service.sample_body(sampler))
             url, headers = f"{service.url}/api/v1/retrieve_future", {"X-API-Key": KEY}
             poll = asyncio.create_task(found.http.post(url, json=step, headers=headers))
-            await asyncio.sleep(0.5)
+            await asyncio.wait_for(held.wait(), WAIT_S)
         assert (await poll).json()["type"] == "try_again", "the end of the process answers the polls that it holds"
         found.learner.hold.set()
         async with found.process() as service:
@@ -476,7 +483,7 @@ async def test_polls_for_another_processs_futures_share_their_reads(tmp_path: Pa
     found = await asyncio.gather(*polls)
     assert found[0] == Outcome(b"done")
     assert found[1:] == [None] * 99
-    assert reads < 300, "two of each poll, and those that all share"
+    assert reads < 1000, "two of each poll, and those that all share; each for itself would make 20"
     for each in (one, other, *databases):
         await each.close()
 

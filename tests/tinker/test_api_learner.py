@@ -64,7 +64,7 @@ async def test_a_model_goes_on_from_its_last_save_after_its_client_was_told(tmp_
             await service.result(await service.step(each, 3))
         service.learner.hold = asyncio.Event()
         cut, queued = await service.step(model, 4), await service.step(model, 5)
-        await asyncio.sleep(0.2)
+        await until(lambda: service.learner.waiting)
         await life.aclose()
         service.learner.last.clear()
         told = await service.result(cut)
