@@ -8,11 +8,14 @@ import psutil
 import pytest
 
 from penstock.engine.command import server_command
-from penstock.engine.launch import EngineProcess
+from penstock.engine.launch import EngineProcess, ServerCommand
 from penstock.errors import ConfigError, EngineStartError
 from penstock.options import validate
 from penstock.settings import EngineConfig
 from penstock.start_report import telling_lines
+
+NEVER_READY = ServerCommand(("sh", "-c", "sleep 600"), {}, "a server", start_timeout_s=0.05)
+"""A simulated engine may be ready while the machine lets the test stand still."""
 
 
 def test_options_reach_vllm_and_the_key_stays_off_the_command_line(nano_path):
@@ -93,16 +96,14 @@ async def test_an_engine_that_cannot_start_says_why(nano_path, tmp_path):
 
 
 async def test_a_server_that_never_gets_ready_is_ended_at_the_deadline(tmp_path):
-    config = EngineConfig(model="sim", profile="sim", start_timeout_s=0.05)
     before = set(psutil.Process().children(recursive=True))  # other tests' shared servers among them
     with pytest.raises(EngineStartError, match="was not ready within"):
-        await EngineProcess.launch(server_command(config), name="slow", log_dir=tmp_path)
+        await EngineProcess.launch(NEVER_READY, name="slow", log_dir=tmp_path)
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
 async def test_a_server_that_cannot_write_its_log_ends_with_the_reason(tmp_path, monkeypatch):
     real = os.statvfs
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((*real(path)[:4], 0, *real(path)[5:])))
-    config = EngineConfig(model="sim", profile="sim", start_timeout_s=0.05)
     with pytest.raises(EngineStartError, match=f"the disk is full: {tmp_path}"):
-        await EngineProcess.launch(server_command(config), name="mute", log_dir=tmp_path)
+        await EngineProcess.launch(NEVER_READY, name="mute", log_dir=tmp_path)
