@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import pickle
 import weakref
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
@@ -238,6 +239,13 @@ async def test_the_same_data_in_the_same_order_come_back(group: RankGroup, micro
     with pytest.raises(UserError, match="no adapter 'a'"):
         two.learner.forward("a", loss, data)
     assert found.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-5)
+
+
+async def test_logprobs_sent_as_references_cost_their_own_bytes_alone(group: RankGroup, micro_model: str):
+    """Pickle writes the whole memory behind each view: 512 rows that shared theirs took 512 times their bytes."""
+    data = [Datum([1] * 64, [2] * 64, [1.0] * 64, [-1.0] * 64, [0.5] * 64)] * 64
+    rows = learner_of(group, micro_model).forward(None, LossSpec({}), data).logprobs
+    assert len(pickle.dumps([replace(datum, reference=row) for datum, row in zip(data, rows, strict=True)])) < 1 << 17
 
 
 async def test_adapters_on_two_ranks_are_those_of_one_process(group: RankGroup, micro_model: str, tmp_path: Path):

@@ -139,7 +139,8 @@ class ShardedLearner(LocalLearner):
         dist.all_reduce(logprobs, group=self._group)  # they are 0 for other ranks' data
         shares = self._ranks.exchange(replace(found, logprobs=()))
         sums = {kind: _added([getattr(one, kind) for one in shares]) for kind in ("losses", "denominators", "metrics")}
-        return Outputs(logprobs.split([len(datum.target_ids) for datum in data]), **sums)
+        rows = logprobs.split([len(datum.target_ids) for datum in data])
+        return Outputs([row.clone() for row in rows], **sums)  # a view would be sent, as a reference, with all rows
 
     def _batches(self, data: Sequence[Datum], loss: LossSpec) -> list[MicroBatch]:
         """Return this rank's share, once every rank has accepted all of the data."""
