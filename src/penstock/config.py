@@ -7,7 +7,7 @@ line, which names the key and, for a typo, the nearest known key.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
@@ -308,10 +308,10 @@ class _Once(yaml.SafeLoader):
         return node
 
 
-def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(path: Path | str | None, overrides: Sequence[str] = (), *, offered: Collection[str] = ()) -> RunConfig:
     """Read a YAML file, apply `section.key=value` overrides, and validate the whole.
 
-    The values of overrides are YAML. ConfigError: one line that names the key.
+    The values of overrides are YAML. ConfigError: one line that names the key, with a hint as `validate` gives it.
     """
     tree: dict[str, Any] = {}
     if path is not None:
@@ -330,7 +330,7 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunCo
         tree = cast("dict[str, Any]", loaded)
     for override in overrides:
         apply_override(tree, override)
-    return validate(RunConfig, tree)
+    return validate(RunConfig, tree, offered)
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeVar, cast, get_args
 
 from pydantic import TypeAdapter, ValidationError
@@ -16,19 +16,22 @@ S = TypeVar("S", bound=Section)
 T = TypeVar("T")
 
 
-def validate(section: type[T], values: Mapping[str, Any]) -> T:
-    """Build one section or pydantic dataclass; its errors become a `ConfigError` line."""
+def validate(section: type[T], values: Mapping[str, Any], offered: Collection[str] = ()) -> T:
+    """Build one section or pydantic dataclass; its errors become a `ConfigError` line.
+
+    A hint names keys of the `offered` sections alone; empty: of all.
+    """
     try:
         return TypeAdapter(section).validate_python(values)
     except ValidationError as error:
-        raise ConfigError("; ".join(_explain(section, dict(e)) for e in error.errors())) from None
+        raise ConfigError("; ".join(_explain(section, dict(e), offered) for e in error.errors())) from None
 
 
-def _explain(section: type[Any], error: Mapping[str, Any]) -> str:
+def _explain(section: type[Any], error: Mapping[str, Any], offered: Collection[str]) -> str:
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] in {"extra_forbidden", "unexpected_keyword_argument"}:
         *above, name = (part for part in error["loc"] if isinstance(part, str))  # the others are list indices
-        keys = [(key.split("."), key) for key in _keys(section)]
+        keys = [(key.split("."), key) for key in _keys(section) if not offered or key.partition(".")[0] in offered]
         here = [path[-1] for path, _ in keys if path[:-1] == above]
         elsewhere = [key for path, key in keys if path[-1] == name and not above[1:]]
         return f"unknown config key {key!r}; {did_you_mean(name, here, 'known here', elsewhere)}"

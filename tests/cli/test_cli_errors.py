@@ -12,6 +12,7 @@ import pytest
 from penstock import __version__
 from run_cli import environment, forked, penstock, python_without
 
+MODEL = Path(__file__).parents[2] / "examples" / "models" / "sorter-0.8m"
 SIM = "engine: {model: any-name, profile: sim}\n"
 
 
@@ -84,6 +85,11 @@ def test_help_loads_nothing_heavy() -> None:
         (["serve", "m", "--sim", "engine.workers=4"], "'engine.workers'; did you mean 'router.workers'?"),
         (["train", "run.yaml", "engine.hang_timeout_s=9"], "did you mean 'fleet.hang_timeout_s' or 'start_timeout_s'?"),
         (["serve", "m", "--sim", "train.steps=3"], "a server has no section 'train'"),
+        (["serve", "m", "--sim", "steps=3"], "unknown config key 'engine.steps'; known here: model, tokenizer"),
+        (
+            ["serve", "m", "--sim", "--engines", "two"],
+            "unable to parse string as an integer, got 'two'",
+        ),
         (["serve", "m", "--sim", "--engines", "3", "fleet.engines=2"], "--engines and fleet.engines=2 contradict"),
         (["serve", "m", "--sim", "profile=cpu"], "--sim and profile=cpu contradict each other; give one of them"),
         (["serve", "m", "--sim", "--port", "0", "router.port=9"], "--port and router.port=9 contradict each other"),
@@ -124,6 +130,14 @@ def test_a_port_in_use_is_one_line(command: list[str]) -> None:
         assert f"port {port} of 127.0.0.1 is in use" in one_line(penstock(*command, "--port", str(port)))
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_control_port_in_use_is_named_as_such(workers: int, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        keys = [f"router.control_port={taken.getsockname()[1]}", f"router.workers={workers}"]
+        said = one_line(forked("serve", "m", "--sim", "--port", "0", *keys, cwd=tmp_path))
+    assert "Address already in use; choose another router.control_port, or 0" in said
+
+
 def test_engines_of_others_need_no_vllm_here(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("engine: {model: ./m, profile: cpu}\n")
     of_others = ("fleet.engines=0", "fleet.attach=[http://127.0.0.1:9]")
@@ -146,6 +160,10 @@ def test_nobody_there_is_one_line_and_status_1() -> None:
         port = closed.getsockname()[1]
     said = one_line(penstock("status", f"http://127.0.0.1:{port}"), status=1)
     assert f"nothing answers at http://127.0.0.1:{port}" in said
+    done = penstock("gateway", f"http://127.0.0.1:{port}", "--tokenizer", MODEL, PENSTOCK_GATEWAY_KEY="secret")
+    last = f"nothing answers at http://127.0.0.1:{port}: start a fleet, such as `penstock serve MODEL`, and give the"
+    assert (done.returncode, done.stderr.count(str(port))) == (1, 1)
+    assert last in done.stderr
 
 
 def test_debug_shows_where_an_error_comes_from(tmp_path: Path) -> None:

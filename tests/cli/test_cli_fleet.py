@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 from openai import OpenAI
@@ -51,7 +52,9 @@ def test_engines_are_added_drained_and_removed_without_a_key(server: Server, run
         return done.stdout.strip()
 
     assert fleet("add") == "serving: e2"
-    assert fleet("drain", "e0", "--timeout", "20") == "e0 is drained"
+    done = penstock("fleet", "drain", "e0", "--timeout", "20", PENSTOCK_RUNTIME_DIR=runtime)
+    assert (done.returncode, done.stdout) == (0, "e0 is drained\n"), done.stderr
+    assert done.stderr == "draining e0: its requests and sessions have 20 s to end\n"
     assert states(runtime) == {"e0": "draining", "e1": "serving", "e2": "serving"}
     assert "e0      drained " in penstock("status", PENSTOCK_RUNTIME_DIR=runtime).stdout
     assert fleet("remove", "e0") == "e0 has left"
@@ -106,6 +109,14 @@ def test_what_cannot_be_done_is_one_line(server: Server, runtime: str) -> None:
         done = penstock(*command, PENSTOCK_RUNTIME_DIR=str(elsewhere))
         assert done.returncode == 2
         assert "no process of yours on this machine owns a fleet; known here: none" in done.stderr
+
+
+def test_status_of_a_control_port_says_which_address_to_give(server: Server, runtime: str) -> None:
+    [port] = httpx.get(f"{server.url}/router/health", timeout=WAIT_S).json()["control_ports"]
+    done = penstock("status", f"http://127.0.0.1:{port}", PENSTOCK_RUNTIME_DIR=runtime, PENSTOCK_API_KEY="secret")
+    assert done.returncode == 1
+    assert f"http://127.0.0.1:{port} is a control port, an engine or another server: give the address" in done.stderr
+    assert f"known here: {server.url}" in done.stderr
 
 
 def test_of_several_fleets_none_is_guessed(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ async def test_it_serves_tenants_of_a_file_and_ends_by_a_signal(tmp_path: Path) 
                     assert len((await answer.text()).splitlines()) == 1
         finally:
             process.send_signal(signal.SIGINT)
-            assert await process.wait() == 130
+            assert await process.wait() == 0
 
 
 async def test_a_router_key_that_is_missing_is_asked_for_by_its_names() -> None:

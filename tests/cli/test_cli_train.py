@@ -34,7 +34,8 @@ eval: {{size: 4}}
 """
 
 
-def test_after_ctrl_c_it_says_the_command_that_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ended_by", ["Ctrl-C", "fleet stop"])
+def test_when_it_is_ended_it_says_the_command_that_goes_on(ended_by: str, tmp_path: Path) -> None:
     (tmp_path / "my run.yaml").write_text(FILE)
     folder = tmp_path / "runs" / "short"
     argv = [PENSTOCK, "train", "my run.yaml", "seed=3", "--fresh"]
@@ -47,12 +48,20 @@ def test_after_ctrl_c_it_says_the_command_that_goes_on(tmp_path: Path) -> None:
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < end, log.read_text()
             time.sleep(0.02)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=WAIT_S) == 128 + signal.SIGINT
+        if ended_by == "Ctrl-C":
+            process.send_signal(signal.SIGINT)
+        else:
+            url = re.search(r"penstock status (http:\S+) shows them", log.read_text())
+            assert url
+            assert penstock("fleet", "stop", "--url", url[1]).stdout == "stopped\n"
+        assert process.wait(timeout=WAIT_S) == (130 if ended_by == "Ctrl-C" else 1)
     finally:
         process.kill()
         process.wait(timeout=WAIT_S)
-    told, _, command = log.read_text().splitlines()[-1].partition(" with: ")
+    lines = log.read_text().splitlines()
+    if ended_by == "fleet stop":
+        assert lines.pop() == "penstock: the fleet was stopped, by `penstock fleet stop` or another program"
+    told, _, command = lines[-1].partition(" with: ")
     assert told == "interrupted; runs/short goes on from its last checkpoint"
     assert shlex.split(command) == ["penstock", "train", "my run.yaml", "seed=3", "--resume"]
     assert re.search(r"engines are ready: penstock status http://127\.0\.0\.1:\d+ shows them\n", log.read_text())

@@ -165,6 +165,9 @@ def test_wrong_options_start_nothing():
     before = (len(psutil.Process().children(recursive=True)), threading.active_count())
     with pytest.raises(ConfigError, match="did you mean"):
         AsyncVLLM.from_pretrained("any-name", profil="sim")
+    for name, nearest in (("num_replica", "num_replicas"), ("num_device", "num_devices")):
+        with pytest.raises(ConfigError, match=f"'{name}'; did you mean '{nearest}'"):
+            AsyncVLLM.from_pretrained("any-name", profile="sim", **{name: 1})
     with pytest.raises(ConfigError, match="two numbers for one thing"):
         AsyncVLLM.from_pretrained("any-name", num_devices=2, tensor_parallel_size=4, profile="sim")
     with pytest.raises(ConfigError, match="does not exist"):

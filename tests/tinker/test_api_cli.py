@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tinker_rig import Rig, rig
@@ -139,6 +143,17 @@ async def test_keys_that_change_count_when_their_file_has_settled(
         assert await statuses(service) == [401, 200]
         keys.symlink_to(keys)
         assert await statuses(service) == [401, 200], "the file cannot be reached"
+
+
+def test_a_signal_is_its_usual_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    @asynccontextmanager
+    async def serving(*_: Any, **__: Any) -> AsyncGenerator[str]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield "http://127.0.0.1:1"
+
+    monkeypatch.setattr("penstock.tinker.api.serving", serving)
+    arguments = ["tinker-api", "--database", "sqlite://", "--data", str(tmp_path), "--port", "0"]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
 
 
 def run(*arguments: str) -> BaseException | None:

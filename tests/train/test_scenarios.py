@@ -134,6 +134,8 @@ def test_wrong_names_are_refused(tmp_path: Path) -> None:
         scenario_named("asink")
     with pytest.raises(UserError, match="no model in /nowhere"):
         SCENARIOS["async"].config(profile="cpu", run_dir=tmp_path, model=Path("/nowhere"))
+    with pytest.raises(UserError, match="=cpu: a scenario depends on it; give --cpu, --sim or neither"):
+        SCENARIOS["async"].config(profile="sim", run_dir=tmp_path, model=MODEL, overrides=["engine.profile=cpu"])
 
 
 @pytest.mark.parametrize("name", ["one-step-off", "multi-turn", "remote-server", "gsm8k"])

@@ -8,7 +8,7 @@ import json
 import logging
 import signal
 import socket
-from collections.abc import Collection, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Coroutine, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from importlib.util import find_spec
@@ -21,7 +21,6 @@ from penstock.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from penstock.config import RunConfig
     from penstock.settings import EngineConfig
@@ -30,7 +29,6 @@ Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Port = Annotated[int, typer.Option(help="Port to listen on; 0: any free one.", min=0, max=65535)]
 Cpu = Annotated[bool, typer.Option("--cpu", help="vLLM's CPU build.")]
 Gpu = Annotated[bool, typer.Option("--gpu", help="vLLM on GPUs.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder or hub name.", show_default=False)]
 
 _HOW = {
@@ -77,7 +75,7 @@ def run_config(
         if source is not None and source.name != "DEFAULT" and value != flag:
             raise ConfigError(f"{parameter} and {option} contradict each other; give one of them")
     values = (f"{key}={json.dumps(value)}" for key, (_, value) in flags.items() if value is not None)
-    return load_config(None, [*values, *given])
+    return load_config(None, [*values, *given], offered=sections)
 
 
 def callable_url(url: str) -> tuple[str, bool]:
@@ -175,16 +173,6 @@ async def _cancel_on_signal(main: Coroutine[Any, Any, T]) -> T:
     finally:
         for number in watched:
             loop.remove_signal_handler(number)
-
-
-def table_of(columns: Sequence[str], *, right: Collection[str]) -> Table:
-    """Return a table without lines. Columns in `right` hold numbers."""
-    from rich.table import Table  # noqa: PLC0415
-
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name in columns:
-        table.add_column(name, justify="right" if name in right else "left", no_wrap=True)
-    return table
 
 
 @contextmanager

@@ -85,7 +85,15 @@ def drain(engine: Name, *, timeout: Timeout = None, url: Url = None) -> None:
     - `penstock fleet drain e1`
     - `penstock fleet drain e1 --timeout 60`
     """
-    done = _run(url, lambda client: client.call("drain", engine=engine, timeout_s=timeout), f"draining {engine}")
+
+    async def wait(client: FleetClient) -> bool:
+        state = await client.state()
+        most_s = state.drain_timeout_s if timeout is None else timeout
+        if any(engine == member.name for member in state.members):
+            typer.echo(f"draining {engine}: its requests and sessions have {most_s:g} s to end", err=True)
+        return await client.call("drain", engine=engine, timeout_s=timeout)
+
+    done = _run(url, wait, f"draining {engine}")
     typer.echo(f"{engine} is drained" if done else f"{engine} still has requests or sessions", err=not done)
     if not done:
         raise typer.Exit(1)

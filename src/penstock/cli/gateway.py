@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from penstock.cli.common import Host, Port, check_port, require_extra, run_until_signal
-from penstock.errors import ConfigError, EngineHTTPError, UserError
+from penstock.errors import ConfigError, EngineHTTPError, PenstockError, UserError
 
 if TYPE_CHECKING:
     from penstock.gateway.service import Tenant
 
 _INFO_S = 30.0
-_UNAUTHORIZED = 401
+_UNAUTHORIZED, _NOT_FOUND = 401, 404
 
 
 def gateway(
@@ -129,18 +130,30 @@ async def _serve(
         gc.set_threshold(700, 10, 1000)  # collections of sessions' objects can be rare, since these have no circles
         async with serving(kept, host=host, port=port) as base:
             typer.echo(f"ready: gateway to {model} at {base}, policy {kept.policy}\nCtrl-C stops it.")
-            await asyncio.Event().wait()
+            with suppress(asyncio.CancelledError):  # the end by a signal is a server's usual end
+                await asyncio.Event().wait()
     finally:
         await client.close()
 
 
 async def _model(client: Any) -> tuple[str, int]:
-    """Return the name and the context length of the model behind a router. UserError: it requires another key."""
+    """Return the name and the context length of the model behind a router.
+
+    Raises:
+        PenstockError: nothing answers there, or it serves no model; `UserError`: it requires another key.
+    """
     from penstock.checks import reading  # noqa: PLC0415
+    from penstock.http import UnreachableError  # noqa: PLC0415
 
     try:
         answer = await client.http.get("/v1/models", timeout_s=_INFO_S)
+    except UnreachableError as error:
+        start = "start a fleet, such as `penstock serve MODEL`, and give the address that it prints"
+        raise PenstockError(f"nothing answers at {client.http.url}: {start}") from error
     except EngineHTTPError as error:
+        if error.status == _NOT_FOUND:
+            give = "give the address of a fleet, as `penstock serve` printed it, or of an engine"
+            raise PenstockError(f"{client.http.url} serves no model: {give}") from error
         if error.status != _UNAUTHORIZED:
             raise
         asks = f"{client.http.url} asks for its API key"

@@ -22,10 +22,6 @@ from penstock.cli.tinker import tinker, tinker_api
 from penstock.cli.train import plot, scenario, train
 from penstock.errors import UserError
 
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
-
 UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
 """Click's base class of usage errors. We reach it through typer, because newer typers bundle their own click."""
 
@@ -73,24 +69,24 @@ def show_help(context: typer.Context) -> None:
 
 
 def main() -> NoReturn:
-    """Run the command. Exit: 0 done, 1 failed, 2 wrong (not started), 130 Ctrl-C."""
+    """Run the command. Exit: 0 done, 1 failed, 2 wrong (not started), 130 Ctrl-C (of a server: 0)."""
     try:
         status_code = app(standalone_mode=False)
     except UsageError as error:
-        _fail(" ".join(error.format_message().split()) + _key_instead(error), EXIT_USAGE, error)
-    except UserError as error:
-        _fail(str(error), EXIT_USAGE, error)
+        _fail(" ".join(error.format_message().split()) + _advice(error), 2, error)
     except PenstockError as error:
-        _fail(str(error), EXIT_FAILED, error)
+        _fail(str(error), 2 if isinstance(error, UserError) else 1, error)
     except Interrupted as error:
         sys.exit(error.exit_status)
     except (KeyboardInterrupt, typer.Abort):
-        sys.exit(EXIT_INTERRUPTED)
+        sys.exit(130)
     sys.exit(status_code if isinstance(status_code, int) else 0)
 
 
-def _key_instead(error: typer.BadParameter) -> str:
-    """Return the advice for an unknown option if the command takes KEY=VALUE, such as `--max-model-len 512`."""
+def _advice(error: typer.BadParameter) -> str:
+    """Return the value that was refused, or the key for an unknown option such as `--max-model-len 512`."""
+    if problems := getattr(error.__cause__, "errors", list)():  # pydantic's, in newer typers
+        return f", got {problems[0]['input']!r}"
     option = getattr(error, "option_name", "")
     command = error.ctx.command if error.ctx else None
     likely = set(getattr(error, "possibilities", None) or ()) - {"--help"}

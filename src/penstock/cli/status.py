@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.common import AsJson, callable_url, table_of
+from penstock.cli.common import callable_url
 from penstock.errors import EngineError, PenstockError
 
 if TYPE_CHECKING:
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 WHY = {
     None: "nothing answers at {}; is `penstock serve` running there?",
     401: "{} asks for its API key: set PENSTOCK_API_KEY to it",
-    404: "{} is no router of Penstock, and no process of yours on this machine owns a fleet behind it",
+    404: "{} is a control port, an engine or another server: give the address that `penstock serve` printed; {}",
 }
 """Error texts by status of the router's answer; None: no answer."""
+_OF_TEXT = ("engine", "state", "address", "GPUs")
 PIPE_WIDTH = 400
 """Columns of the table if the output is not a terminal. Rich would assume 80 and cut longer lines."""
 LOADS = {"outstanding": "requests", "sessions": "sessions", "resident_tokens": "tokens"}
@@ -37,7 +38,7 @@ def status(
     api_key: Annotated[
         str | None, typer.Option(envvar="PENSTOCK_API_KEY", help="The key that `penstock serve` was given.")
     ] = None,
-    as_json: AsJson = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Show the engines of a fleet: state, weight version, requests in flight, resident tokens, pid, GPUs.
 
@@ -71,7 +72,8 @@ async def _report(url: str | None, api_key: str | None) -> dict[str, Any]:
         async with FleetClient.to(url) as client:
             fleet = await client.state()
             address = callable_url(fleet.url)[0]
-    except PenstockError:
+    except PenstockError as error:
+        unowned = str(error)
         if not url:
             raise
     admin = RouterAdmin(address, api_key if fleet is None else fleet.admin_key)
@@ -79,9 +81,11 @@ async def _report(url: str | None, api_key: str | None) -> dict[str, Any]:
         router = asdict(await admin.engines())
     except EngineError as error:
         if fleet is None:  # else the owner restarts the router, or uses a foreign router
-            if (why := WHY.get(getattr(error, "status", None))) is None:
+            # A router asks for no key at this path; its control port does.
+            is_other = "/router/health answered 401" in str(error)
+            if (why := WHY.get(404 if is_other else getattr(error, "status", None))) is None:
                 raise
-            raise PenstockError(why.format(address)) from error
+            raise PenstockError(why.format(address, unowned)) from error
     finally:
         await admin.close()
     known = shown(fleet) if fleet is not None else {"members": (), "starting": ()}
@@ -100,6 +104,7 @@ async def _report(url: str | None, api_key: str | None) -> dict[str, Any]:
 
 def _print(report: Mapping[str, Any]) -> None:
     from rich.console import Console  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
 
     title, engines = report["url"], report["engines"]
     if "pid" in report:
@@ -112,7 +117,9 @@ def _print(report: Mapping[str, Any]) -> None:
     gpus = ("GPUs",) if any(engine.get("gpus") for engine in engines) else ()
     pids = ("pid",) if any(engine.get("pid") for engine in engines) else ()
     columns = ("engine", "state", "version", *LOADS.values(), "KV", "address", *pids, *gpus)
-    table = table_of(columns, right=set(columns) - {"engine", "state", "address", "GPUs"})
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name in columns:
+        table.add_column(name, justify="left" if name in _OF_TEXT else "right", no_wrap=True)
     for engine in engines:
         color = {"serving": "green", "down": "red", "dead": "red"}.get(engine["state"], "yellow")
         table.add_row(

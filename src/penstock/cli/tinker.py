@@ -158,4 +158,5 @@ async def _serve_api(options: Options, host: str, port: int) -> None:
 
     async with serving(options, host=host, port=port) as url:
         typer.echo(f"ready: Tinker API at {url}\nCtrl-C stops it.")
-        await asyncio.Event().wait()
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()

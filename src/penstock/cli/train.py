@@ -84,6 +84,7 @@ def _run_here(
 ) -> Path:
     """Train after the checks that need no slow imports. Return the run folder."""
     from penstock.config import load_config  # noqa: PLC0415
+    from penstock.fleet.fleet import FleetStoppedError  # noqa: PLC0415
     from penstock.observe.progress import RunDisplay  # noqa: PLC0415
     from penstock.observe.run_folder import CONFIG, RunFolder  # noqa: PLC0415
 
@@ -103,7 +104,7 @@ def _run_here(
             from penstock.train.run import run  # noqa: PLC0415 - seconds: torch
 
             run_until_signal(run(settings, resume=resume, fresh=fresh, reporter=display, launched=launched))
-    except Interrupted:
+    except (Interrupted, FleetStoppedError):
         from penstock.train.checkpoint import latest_step  # noqa: PLC0415
 
         command = shlex.join(["penstock", "train", str(config), *overrides, "--resume"])

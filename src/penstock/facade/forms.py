@@ -28,6 +28,7 @@ OWN = frozenset(name for section in (EngineConfig, FleetConfig, RouterConfig) fo
 """Options of `Fleet.launch`. If vLLM has an option of the same name, it has the same meaning."""
 _REFUSED = {
     "engines": "num_replicas says how many there are",
+    "num_devices": "it is tensor_parallel_size among vLLM's own arguments",
     "worker_extension_cls": "engines have Penstock's own; reach vLLM's methods with collective_rpc",
     "weight_transfer_config": "update_weights brings its own transport",
     "distributed_executor_backend": "each engine is a process of its own; vLLM picks how its workers run",
@@ -49,9 +50,9 @@ def launch_options(given: Mapping[str, Any]) -> dict[str, Any]:
     options = {name: value for name, value in given.items() if name in OWN}
     theirs = {name: value for name, value in given.items() if name not in OWN}
     if theirs:
-        known = {field.name for field in fields(_vllm().AsyncEngineArgs)}
+        known = {field.name for field in fields(_vllm().AsyncEngineArgs)} | OWN | {"num_devices", "num_replicas"}
         if unknown := next((name for name in theirs if name not in known), None):
-            raise ConfigError(f"unknown option {unknown!r}; {did_you_mean(unknown, sorted(known | OWN))}")
+            raise ConfigError(f"unknown option {unknown!r}; {did_you_mean(unknown, sorted(known))}")
         extra = {key: text for name, value in theirs.items() for key, text in _argument(name, value).items()}
         options["extra_args"] = {**extra, **options.get("extra_args", {})}
     return options

@@ -101,7 +101,7 @@ class Elastic:
         self._operations = operations
         self._supervisor = supervisor
         self._min_engines = fleet.min_engines
-        self._drain_s = fleet.drain_timeout_s
+        self.drain_timeout_s = fleet.drain_timeout_s
         self._engines = engines
         self._start_s = start_timeout_s
         self._attached = attached
@@ -320,7 +320,7 @@ class Elastic:
         if not await self._busy(member, sessions=sessions):  # asked once even if there is no time
             return True
         try:
-            async with asyncio.timeout(self._drain_s if timeout_s is None else timeout_s):
+            async with asyncio.timeout(self.drain_timeout_s if timeout_s is None else timeout_s):
                 interval_s = POLL_INTERVAL_S
                 while await self._busy(member, sessions=sessions):
                     await self._roster.until(lambda: member.state not in SERVABLE, deadline_s=interval_s)

@@ -29,6 +29,13 @@ if TYPE_CHECKING:
     from penstock.fleet.update import Operations
 
 
+class FleetStoppedError(StateError):
+    """A call of another process has ended the fleet."""
+
+    def __init__(self) -> None:
+        super().__init__("the fleet was stopped, by `penstock fleet stop` or another program")
+
+
 class Fleet(ServingFleet, OpenAIEngine):
     """N engines behind one router, used as one engine (R1). Get a fleet with `launch` or `connect`.
 
@@ -415,5 +422,5 @@ class Fleet(ServingFleet, OpenAIEngine):
 
     def _ended(self) -> StateError:
         if self.endpoint is not None and self.endpoint.stopping.is_set():
-            return StateError(self.endpoint.STOPPED)
+            return FleetStoppedError()
         return super()._ended()

@@ -12,17 +12,16 @@ import logging
 import os
 import socket
 import stat
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 from pydantic import HttpUrl, TypeAdapter, ValidationError
 
-from penstock.aio import settled
 from penstock.engine.capabilities import EngineInfo
 from penstock.errors import EngineError, StateError, UserError
 from penstock.fleet.adapters import FleetAdapters
@@ -50,8 +49,6 @@ SUCH_AS = "give one such as http://127.0.0.1:8000"
 _ADDRESS = TypeAdapter(HttpUrl)
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 # --- where the socket lies -------------------------------------------------------------------------------------------
@@ -191,6 +188,7 @@ class FleetState:
     """See `Roster.highest_version`."""
     change: int
     """Grows with each change."""
+    drain_timeout_s: float
     members: tuple[MemberState, ...]
     starting: tuple[str, ...] = ()
     """Engines that start for the first time and are not yet members."""
@@ -246,8 +244,6 @@ class Endpoint:
     The port in the router's `url` names the socket.
     """
 
-    STOPPED = "the fleet was told to stop, by `penstock fleet stop` or another program"
-
     def __init__(
         self, url: str, roster: Roster, operations: AllOperations, elastic: Elastic, *, admin_key: str | None = None
     ) -> None:
@@ -295,13 +291,6 @@ class Endpoint:
         self._roster.notify_all()  # wakes `state`
         await self._opened.aclose()
 
-    async def during(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `work`; if the fleet stops, cancel it and raise StateError."""
-        done = await settled(work, self.stopping.wait())
-        if self.stopping.is_set():
-            raise StateError(self.STOPPED)
-        return done.result()
-
     async def _stop(self, end: Callable[[], Awaitable[None]]) -> None:
         if self._ending is None:
             self.stopping.set()
@@ -320,6 +309,7 @@ class Endpoint:
             version=roster.version,
             used=roster.highest_version,
             change=roster.changes,
+            drain_timeout_s=self._elastic.drain_timeout_s,
             members=tuple(
                 MemberState(
                     m.name, m.url, m.state, m.lifecycle.reason, m.weight_version, m.is_restarting, m.gpus, m.info,

@@ -107,21 +107,21 @@ class Router:
 
 def open_both(host: str, port: int, control_port: int) -> tuple[socket.socket, socket.socket]:
     """Return sockets that listen for clients and for control calls. ConfigError: as `open_socket`."""
-    control = open_socket(host, control_port)
+    control = open_socket(host, control_port, "router.control_port")
     try:
-        return open_socket(host, port, backlog=BACKLOG), control
+        return open_socket(host, port, "router.port", backlog=BACKLOG), control
     except ConfigError:
         control.close()
         raise
 
 
-def open_socket(host: str, port: int, *, backlog: int = 128, shared: bool = False) -> socket.socket:
+def open_socket(host: str, port: int, setting: str, *, backlog: int = 128, shared: bool = False) -> socket.socket:
     """Return a socket as `control_server.listen`. ConfigError: the address cannot be used."""
     try:
         return listen(host, port, backlog=backlog, shared=shared)
     except OSError as error:
         number = error.errno or 0  # negative numbers come from getaddrinfo, which has its own texts
-        hint = "; choose another port, or 0 for any free one" if number == errno.EADDRINUSE else ""
+        hint = f"; choose another {setting}, or 0 for any free one" if number == errno.EADDRINUSE else ""
         why = os.strerror(number) if number > 0 else error.strerror or error
         raise ConfigError(f"the router cannot listen on {host}:{port}: {why}{hint}") from error
 

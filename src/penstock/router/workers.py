@@ -35,9 +35,9 @@ def listen(host: str, port: int, count: int) -> list[socket.socket]:
     ConfigError: the address cannot be used.
     """
     # A socket that does not share detects a taken port, also one taken by another router's processes.
-    with open_socket(host, port) as alone:
+    with open_socket(host, port, "router.port") as alone:
         port = alone.getsockname()[1]
-    return [open_socket(host, port, backlog=BACKLOG, shared=True) for _ in range(count)]
+    return [open_socket(host, port, "router.port", backlog=BACKLOG, shared=True) for _ in range(count)]
 
 
 def router_of_worker(
@@ -56,7 +56,7 @@ def router_of_worker(
     first, last = config.control_port, config.control_port + config.workers - 1
     if last > LAST_PORT:
         raise ConfigError(f"router.control_port {first} is too high: {config.workers} workers take the ports to {last}")
-    control = [open_socket(host, first and first + index) for index in range(config.workers)]
+    control = [open_socket(host, first and first + index, "router.control_port") for index in range(config.workers)]
     ready(base_url(host, port))
     index = _forked(config.workers)
     sockets = listening[index], control[index]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ from penstock.config import RunConfig, check_on_hub
 from penstock.engine.command import check_model
 from penstock.engine.layouts import read_shape
 from penstock.errors import ConfigError, UserError
-from penstock.fleet.fleet import Fleet
+from penstock.fleet.fleet import Fleet, FleetStoppedError
 from penstock.observe.plots import draw_plots
 from penstock.observe.run_folder import RunFolder
 from penstock.observe.summary import Reporter, Summary
@@ -201,8 +202,7 @@ async def _run(
                     resume=resume,
                     loads=lambda: _in_flight(fleet),
                 )
-                endpoint = fleet.endpoint
-                return await ranks.during(endpoint.during(training) if endpoint is not None else training)
+                return await ranks.during(_unless_stopped(fleet, training))
 
         async def failure() -> None:
             if loading is not None:
@@ -212,6 +212,14 @@ async def _run(
             await asyncio.Event().wait()
 
         return (await settled(work(), failure())).result()
+
+
+async def _unless_stopped(fleet: Fleet, work: Coroutine[Any, Any, Summary]) -> Summary:
+    """Return the result of `work`; if a call stops the fleet, cancel it and raise FleetStoppedError."""
+    done = await settled(work, fleet.endpoint.stopping.wait())
+    if fleet.endpoint.stopping.is_set():
+        raise FleetStoppedError
+    return done.result()
 
 
 async def _in_flight(fleet: Fleet) -> dict[str, int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from penstock.config import RunConfig, apply_override, read_yaml
+from penstock.config import RunConfig, apply_override, read_override, read_yaml
 from penstock.errors import UserError
 from penstock.options import validate
 
@@ -21,6 +21,14 @@ BASE: Mapping[str, Mapping[str, Any]] = _TABLE["base"]
 """Configuration of every scenario, which is the demo's."""
 SIM: Mapping[str, Any] = _TABLE["sim"]
 """Options of the simulated engine, which reads no model."""
+_INSTEAD = {
+    "name": "the scenario's NAME",
+    "run_dir": "--run-dir",
+    "engine.model": "--model",
+    "engine.profile": "--cpu, --sim or neither",
+    "train.schedule": "the scenario of that schedule",
+}
+"""Keys that `Scenario.config` sets from its arguments or its name, and what a user gives instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +72,8 @@ class Scenario:
         if profile == "sim":
             tree["engine"]["extra_args"] = dict(SIM)
         for override in overrides:
+            if instead := _INSTEAD.get(read_override(override)[0]):
+                raise UserError(f"{override}: a scenario depends on it; give {instead} instead")
             apply_override(tree, override)
         return validate(RunConfig, tree)
 
