@@ -15,11 +15,11 @@ import zstandard
 from sqlalchemy import func, select
 from tinker_rig import KEY, OTHER_KEY, Rig, fleet_of, parts, rig, until
 
-from patience import WAIT_S
+from patience import WAIT_S, asked
 from penstock.errors import ConfigError, StateError, UserError
 from penstock.tinker import futures, requests
 from penstock.tinker.api import serving
-from penstock.tinker.database import Database, usage
+from penstock.tinker.database import Database, models, usage
 from penstock.tinker.database import futures as table
 from penstock.tinker.futures import Futures, Operation, Outcome
 from penstock.tinker.schema import check_fields, pb
@@ -426,6 +426,22 @@ async def test_a_model_goes_on_once_the_database_has_the_outcome(
         assert found.learner.done[1:] == [("optim_step", step["request_id"]) for step in steps], "each once"
 
 
+async def test_a_model_goes_on_after_an_outcome_that_the_database_refuses_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse = "BEFORE UPDATE ON futures WHEN NEW.result IS NOT NULL BEGIN SELECT RAISE(ABORT, 'too big'); END"
+    async with parts(tmp_path) as found, found.process() as service:
+        model = await service.model()
+        await service.database.run(lambda c: c.exec_driver_sql(f"CREATE TRIGGER refuse {refuse}"))
+        monkeypatch.setattr(futures, "BEAT_S", 0.01)
+        monkeypatch.setattr(futures, "MOST_TRIES", 2)
+        steps = [await service.step(model, seq) for seq in (1, 2)]
+        of_model = select(models.c.steps).where(models.c.id == model)
+        await asked(lambda: service.database.run(lambda c: c.execute(of_model).scalar()), lambda steps: steps == 2)
+        refused = "optim_step was done, but its result cannot be kept: the service's database refused: too big"
+        assert [await service.result(step) for step in steps] == [{"error": refused, "category": "server"}] * 2
+
+
 async def test_what_the_learner_refuses_is_told_in_its_own_words(tmp_path: Path) -> None:
     async with rig(tmp_path) as service:
         body = pb.ForwardBackwardRequest(model_id=await service.model(), seq_id=1, loss_fn="none").SerializeToString()
@@ -446,6 +462,17 @@ async def test_operations_of_two_processes_keep_their_order(tmp_path: Path, monk
         for step in steps:
             await main.result(step)
         assert found.learner.done[2:] == [("optim_step", step["request_id"]) for step in steps]
+
+
+async def test_a_second_process_that_is_new_keeps_the_order_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(futures, "BEAT_S", 3600.0)  # the main process does not look around
+    async with parts(tmp_path) as found, found.process() as main, found.second() as second:
+        model = await main.model()
+        steps = [await process.step(model, 10 - seq) for seq, process in enumerate((second, main))]
+        await main.result(steps[1])
+        assert found.learner.done[1:] == [("optim_step", step["request_id"]) for step in steps]
 
 
 async def test_a_second_process_serves_the_same_futures_and_samples(tmp_path: Path) -> None:

@@ -93,6 +93,18 @@ async def test_a_repeated_request_runs_once_also_after_a_restart(operations: Lea
     assert learner.done == ["a", "a@1", "a@1"], "a step that died with its process is made again"
 
 
+async def test_an_answer_that_is_stored_elsewhere_can_be_dropped(operations: LearnerQueue, learner: Learner):
+    await create(operations, "a")
+    learner.go.set()
+    await step(operations, "a", 1)
+    transport = httpx.ASGITransport(build_app(operations))
+    async with httpx.AsyncClient(transport=transport, base_url="http://learner", headers={"X-Model": "a"}) as client:
+        assert (await client.delete("/operations/a:0")).status_code == 200
+        assert list(operations._last) == ["a"], "that was not its last one"
+        assert (await client.delete("/operations/a:1")).status_code == 200
+    assert not operations._last
+
+
 async def test_a_failure_is_an_answer_with_its_category(operations: LearnerQueue, learner: Learner):
     learner.go.set()
     refused = await operations.run("x", "optim_step", "nobody", b'{"adam_params": {}}')

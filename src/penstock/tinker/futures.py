@@ -36,6 +36,8 @@ FORGET_S = 3600.0
 """Seconds in which a repeated request finds its future and does not run again. Clients repeat within minutes."""
 MOST_READ = 100
 """Maximum number of operations that are read together. Each may have megabytes."""
+MOST_TRIES = 30
+"""Attempts to store an outcome, `BEAT_S` apart. Then the future fails with the database's reason."""
 MAIN = "main"
 """Name of the process that reaches the learner. It runs the operations on models."""
 SAMPLE = "sample"
@@ -59,6 +61,7 @@ _END = (
     )
     .values(body=None)
 )
+_ANOTHER = select(processes.c.name).where(processes.c.name != MAIN).limit(1)
 _RETRIEVED = update(futures).where(futures.c.id == bindparam("of")).values(retrieved=bindparam("at"))
 
 
@@ -209,24 +212,24 @@ class Futures:
         row = {name: getattr(operation, name) for name in ("id", "tenant", "kind", "scope", "body")}
         row |= {"executor": runs, "arrived": time.time(), "state": PENDING, "size": size}
 
-        def work(connection: Connection) -> int | None:
+        def work(connection: Connection) -> tuple[int | None, bool]:
             number = connection.execute(_ADD[connection.dialect.name], row).scalar()
             if number is not None:
                 take(connection, limits, size)
                 if also is not None:
                     also(connection)
-            return number
+            return number, runs == MAIN and connection.execute(_ANOTHER).first() is not None
 
-        number = await self._database.run(work)
+        number, has_others = await self._database.run(work)
         if number is None or runs != self.executor:
             return
-        if self._others and runs == MAIN:
+        if has_others:
             await self._take_up()  # another process may have accepted earlier operations of the model
         else:
             self._begin([replace(operation, number=number)])
 
-    async def finish(self, operation: Operation, outcome: Outcome) -> bool:
-        """Store an outcome, and answer the polls that wait for it. Return whether it is stored."""
+    async def finish(self, operation: Operation, outcome: Outcome) -> str | None:
+        """Store an outcome, and answer the polls that wait for it. Return why it is not stored; None: it is."""
         result = None if outcome.error is not None else outcome.data
         values = {
             "of": operation.id, "state": DONE if outcome.error is None else FAILED, "result": result,
@@ -242,11 +245,11 @@ class Futures:
 
         try:
             await self._database.run(work)
-        except StateError as error:  # the future stays pending
+        except (StateError, ValueError) as error:  # the future stays pending; a driver may raise ValueError of a text
             logger.error("the outcome of %s cannot be kept: %s", operation.id, error)  # noqa: TRY400 - for people
-            return False
+            return str(error)
         else:
-            return True
+            return None
         finally:
             running = self._running.get(operation.id)
             if running is not None and not running.done.done():
@@ -329,9 +332,15 @@ class Futures:
         turn = nullcontext() if operation.kind == SAMPLE else self._turns.setdefault(model, asyncio.Lock())
         # A model's next operation begins once this outcome is stored. So its learner keeps the last answer alone.
         async with turn:
-            outcome = await outcome_of(self._work(operation))
-            while not await self.finish(operation, outcome):  # noqa: ASYNC110 - a full disk, for example, may pass
-                await asyncio.sleep(BEAT_S)
+            outcome, tries = await outcome_of(self._work(operation)), 0
+            while (why := await self.finish(operation, outcome)) is not None:
+                await asyncio.sleep(BEAT_S)  # a full disk, for example, may pass
+                tries += 1
+                if tries == MOST_TRIES:  # what it changed is true, so that is still recorded
+                    error = f"{operation.kind} was done, but its result cannot be kept: {why}"
+                    outcome = replace(outcome, error=error, category="server")
+                elif tries == 2 * MOST_TRIES:  # the record is refused too
+                    outcome = Outcome(error=outcome.error)
         if outcome.after is not None:
             await outcome.after()
 

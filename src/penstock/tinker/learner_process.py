@@ -2,9 +2,9 @@
 
 It serves HTTP on a Unix socket. `POST /operations/ID` runs the operation in the header `X-Operation` on the model in
 `X-Model`. It answers with the SDK's result, or with a status of `training.py` and the reason. If the ID of a
-model's last operation is repeated, it waits for that operation or gets its answer. 412 means that `X-Incarnation` names
-another start, so nothing was done. Operations of one model run in the order of arrival; several models take turns.
-`GET /models` returns the models and the current start.
+model's last operation is repeated, it waits for that operation or gets its answer. `DELETE /operations/ID` drops that
+answer. 412 means that `X-Incarnation` names another start, so nothing was done. Operations of one model run in the
+order of arrival; several models take turns. `GET /models` returns the models and the current start.
 """
 
 from __future__ import annotations
@@ -116,6 +116,12 @@ class LearnerQueue:
             task = asyncio.create_task(self._run(task, kind, model, body), name=request_id)
             self._last[model] = task
         return await asyncio.shield(task)
+
+    def forget(self, request_id: str, model: str) -> None:
+        """Drop the answer of an operation that its caller will not repeat."""
+        task = self._last.get(model)
+        if task is not None and task.done() and task.get_name() == request_id:
+            del self._last[model]
 
     async def _run(self, before: asyncio.Task[Response] | None, kind: str, model: str, body: bytes) -> Response:
         if before is not None:
@@ -272,11 +278,20 @@ def build_app(queue: LearnerQueue) -> Starlette:
             return Response("this is another start of the learner", ANOTHER)
         return await queue.run(request.path_params["request_id"], kind, model, await request.body())
 
+    async def forget(request: Request) -> Response:
+        queue.forget(request.path_params["request_id"], request.headers.get("X-Model", ""))
+        return Response()
+
     async def models(_: Request) -> Response:
         return JSONResponse({"incarnation": incarnation, "models": queue.models.status()})
 
+    path = "/operations/{request_id:path}"
     return Starlette(
-        routes=[Route("/operations/{request_id:path}", operate, methods=["POST"]), Route("/models", models)]
+        routes=[
+            Route(path, operate, methods=["POST"]),
+            Route(path, forget, methods=["DELETE"]),
+            Route("/models", models),
+        ]
     )
 
 

@@ -33,6 +33,8 @@ from penstock.tinker.sessions import put_fact, put_sampler
 
 logger = logging.getLogger(__name__)
 
+KEPT_BYTES = 1 << 20
+"""Largest answer that the learner keeps until the model's next operation, although it is stored."""
 OPERATION_S = 6 * 3600.0
 """Deadline of one operation, including its wait for other operations."""
 ANSWER_S = 10.0
@@ -88,6 +90,12 @@ class LearnerClient:
                 raise (UserError if error.status == REFUSED else PenstockError)(str(error)) from error
             raise EngineDeadError(f"the learner broke {operation.kind} off: {error}") from error  # it ends
 
+    async def forget(self, operation: Operation) -> None:
+        """Let the learner drop its answer, which is stored; if that fails, the next answer takes its place."""
+        headers = {"X-Model": operation.scope}
+        with suppress(PenstockError):
+            await self._http.call("DELETE", f"/operations/{operation.id}", None, timeout_s=ANSWER_S, headers=headers)
+
     async def returned(self) -> tuple[str, Mapping[str, Mapping[str, Any]]]:
         """Wait until the learner answers.
 
@@ -136,6 +144,8 @@ class Training:
         outcome = await outcome_of(self._outcome(operation))
         if outcome.error is not None and operation.id == f"{operation.scope}:create":
             return replace(outcome, also=_forgotten(operation.scope))
+        if len(outcome.data) > KEPT_BYTES:
+            return replace(outcome, after=partial(self._learner.forget, operation))
         return outcome
 
     async def _outcome(self, operation: Operation) -> Outcome:
