@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import time
@@ -76,10 +77,16 @@ def test_nothing_is_left_behind(number: signal.Signals, status: int, tmp_path: P
 
 
 def test_a_ctrl_c_that_comes_twice_at_once_is_one(tmp_path: Path) -> None:
-    with serving(log := tmp_path / "log", "serve", "m", "--sim", "--engines", str(ENGINES), "--port", "0") as server:
+    (tmp_path / "sitecustomize.py").write_text("from penstock.cli import common\ncommon.SAME_S = 600.0\n")
+    found = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    with serving(log := tmp_path / "log", "serve", "m", "--sim", "--port", "0", **found) as server:
+        [engine] = [process for process in server.family if "penstock.sim" in process.cmdline()]
+        engine.suspend()  # so that the fleet's end waits for the second signal
         server.process.send_signal(signal.SIGINT)
         wait_for_text(log, "torn down")
-        assert server.signal(signal.SIGINT) == 0
+        server.process.send_signal(signal.SIGINT)
+        engine.resume()
+        assert server.process.wait(timeout=WAIT_S) == 0
     assert "Traceback" not in log.read_text()
 
 

@@ -28,7 +28,7 @@ from penstock.rollout.generator import GeneratorInput, Trajectory
 from penstock.rollout.tokenizer import Tokenizer
 from penstock.sim.tokens import Model
 from penstock.types import Sample, SamplingParams, VersionSpan
-from sim_fleets import generated
+from sim_fleets import generated, in_flight, slowed
 from sim_verify import verify
 
 
@@ -120,34 +120,26 @@ async def test_rows_are_exact_through_updates_and_a_death_in_mid_turn(tokenizer:
         extra_args={"tokens-per-second": 300},
     ) as fleet:
         harness = Harness(fleet, tokenizer)
-        updated = [asyncio.Event() for _ in range(4)]  # so often; a turn waits for its own, so that all meet the next
 
         async def episode(number: int) -> None:
             messages: list[Any] = [{"role": "user", "content": f"question {number}"}]
-            for before in updated:
-                await before.wait()
+            for _ in range(4):
                 await harness.chat(f"s{number}", messages, 60)
-
-        class Gated(Asks):
-            async def step(self, task: Task, responses: Sequence[str]) -> Turn | None:
-                await updated[len(responses)].wait()
-                return await super().step(task, responses)
 
         playing = [asyncio.create_task(episode(number)) for number in range(16)]
         batch = GeneratorInput([Asks().train_task(i) for i in range(8)], num_samples=2)
-        generator = MultiTurnGenerator(fleet, tokenizer, Gated(), SamplingParams(max_tokens=60), 32)
+        generator = MultiTurnGenerator(fleet, tokenizer, Asks(), SamplingParams(max_tokens=60), 32)
         turning = asyncio.create_task(generator.generate(batch))
-        for value in range(2):
-            updated[value].set()
+        async with slowed(fleet):  # so that all first turns meet all that comes
+            await in_flight(fleet, lambda requests: requests == 32)
+            for value in range(2):
+                await generated(fleet, 50)
+                await asyncio.wait_for(fleet.update_weights([("w", torch.full((64,), float(value)))]), 60)
             await generated(fleet, 50)
-            await asyncio.wait_for(fleet.update_weights([("w", torch.full((64,), float(value)))]), 60)
-        updated[2].set()
-        await generated(fleet, 50)
-        process = fleet._roster.members[0].process
-        assert process is not None
-        os.killpg(process.pid, signal.SIGKILL)
-        await asyncio.wait_for(fleet.update_weights([("w", torch.full((64,), 7.0))]), 60)
-        updated[3].set()
+            process = fleet._roster.members[0].process
+            assert process is not None
+            os.killpg(process.pid, signal.SIGKILL)
+            await asyncio.wait_for(fleet.update_weights([("w", torch.full((64,), 7.0))]), 60)
         await asyncio.wait_for(asyncio.gather(*playing), 120)
         versions: set[int] = set()
         for number in range(16):
