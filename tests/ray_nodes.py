@@ -110,8 +110,11 @@ def ignore_present() -> None:
 
 def processes(kind: str) -> list[psutil.Process]:
     """Living processes that run `python -m penstock.KIND` below us; those of a node end as children of the cluster."""
-    below = [p for p in psutil.Process().children(recursive=True) if p not in others]
-    return [p for p in below if p.status() != psutil.STATUS_ZOMBIE and f"penstock.{kind}" in p.cmdline()]
+    found: list[psutil.Process] = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it ends meanwhile, or is a zombie
+            found += [process] if process not in others and f"penstock.{kind}" in process.cmdline() else []
+    return found
 
 
 def main() -> None:

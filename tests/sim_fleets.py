@@ -210,12 +210,19 @@ def children(kind: str) -> list[psutil.Process]:
 def router_process(url: str) -> psutil.Process:
     """The process of the router at `url`."""
     port = int(url.rpartition(":")[2])
-    (process,) = [p for p in children("router") if port in {c.laddr.port for c in p.net_connections() if not c.raddr}]
-    return process
+    return _one("router", lambda p: port in {c.laddr.port for c in p.net_connections() if not c.raddr})
 
 
 def engine_process(url: str) -> psutil.Process:
     """The process of the engine at `url`."""
     port = url.rpartition(":")[2]
-    (process,) = [p for p in children("sim") if f"port={port}" in p.cmdline()]
+    return _one("sim", lambda p: f"port={port}" in p.cmdline())
+
+
+def _one(kind: str, is_it: Callable[[psutil.Process], bool]) -> psutil.Process:
+    found: list[psutil.Process] = []
+    for process in children(kind):
+        with suppress(psutil.NoSuchProcess):  # another one ends meanwhile
+            found += [process] if is_it(process) else []
+    (process,) = found
     return process
