@@ -154,11 +154,12 @@ def test_details_of_usage_are_summed_too() -> None:
 async def test_a_failing_part_fails_the_whole_and_cancels_the_rest(fleet: Fleet) -> None:
     long, slow = list(range(1, CONTEXT + 50)), [[i] for i in range(1, 20)]
     before = await made(fleet)
-    with pytest.raises(EngineHTTPError) as caught:
-        await fleet.completion({"model": "sim-model", "prompt": [*slow, long], "max_tokens": 400})
-    assert (caught.value.status, caught.value.error_type) == (400, "BadRequestError")
-    assert str(CONTEXT) in str(caught.value), "the engine's own message says which limit"
-    await in_flight(fleet, lambda requests: requests == 0)
+    async with slowed(fleet):
+        with pytest.raises(EngineHTTPError) as caught:
+            await fleet.completion({"model": "sim-model", "prompt": [*slow, long], "max_tokens": 400})
+        assert (caught.value.status, caught.value.error_type) == (400, "BadRequestError")
+        assert str(CONTEXT) in str(caught.value), "the engine's own message says which limit"
+        await in_flight(fleet, lambda requests: requests == 0)
     after = await made(fleet)
     assert sum(after.values()) - sum(before.values()) < 0.5 * 400 * len(slow), "the others were not made to the end"
 
