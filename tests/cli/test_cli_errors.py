@@ -73,6 +73,7 @@ def test_help_loads_nothing_heavy() -> None:
             ["gateway", "http://127.0.0.1:1", "--tokenizer", ".", "--tenants", "broken.yaml"],
             "can be read by other users",
         ),
+        (["gateway", "127.0.0.1:1", "--tokenizer", "."], "'127.0.0.1:1' is not an address; give one such as"),
         (["tinker", ".", "--cpu", "--gpu"], "--cpu and --gpu exclude each other"),
         (["plot", "nowhere"], "nowhere holds no run"),
         (["scenario", "run", "nothing"], "there is no scenario 'nothing'; known: colocated-tp1"),

@@ -13,7 +13,7 @@ import pytest
 from chat_model import save_chat_tokenizer
 from penstock.cli import gateway
 from penstock.engine.client import DataClient
-from penstock.errors import UserError
+from penstock.errors import ConfigError, UserError
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 from run_cli import PENSTOCK, environment
@@ -48,6 +48,14 @@ async def test_it_serves_tenants_of_a_file_and_ends_by_a_signal(tmp_path: Path) 
         finally:
             process.send_signal(signal.SIGINT)
             assert await process.wait() == 0
+
+
+def test_a_tenant_without_fields_is_named(tmp_path: Path) -> None:
+    tenants = tmp_path / "tenants.yaml"
+    tenants.touch(mode=0o600)
+    tenants.write_text("team: secret\n")
+    with pytest.raises(ConfigError, match=r"needs fields, such as `team: {key: KEY}`"):
+        gateway._tenants(tenants)
 
 
 async def test_a_router_key_that_is_missing_is_asked_for_by_its_names() -> None:

@@ -62,15 +62,17 @@ def gateway(
     Harnesses call BASE/v1 with a session's key. For rows and rewards, see docs/how-to/agents.md.
     """
     require_extra("gateway", "starlette", "uvicorn", "transformers")
+    from penstock.fleet.service import router_address  # noqa: PLC0415
+
     if policy not in {"extend", "faithful"}:
         raise UserError(f"--policy is extend or faithful, got {policy!r}")
-    found = _tenants(tenants)
+    address, found = router_address(url), _tenants(tenants)
     check_port(host, port)
     sampling: dict[str, Any] = {} if temperature is None else {"temperature": temperature}
     options: dict[str, Any] = {"policy": policy, "sampling": sampling}
     parsers = {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
     run_until_signal(
-        _serve(url, tokenizer, found, router_key or None, host=host, port=port, options=options, parsers=parsers)
+        _serve(address, tokenizer, found, router_key or None, host=host, port=port, options=options, parsers=parsers)
     )
 
 
@@ -90,6 +92,8 @@ def _tenants(file: Path | None) -> list[Tenant]:
     with reading(f"tenants in {file}", ConfigError):
         entries = read_keys(file, "--tenants")
         for name, entry in entries.items():
+            if not isinstance(entry, dict):
+                raise ConfigError(f"tenant {name!r} in {file} needs fields, such as `{name}: {{key: KEY}}`")
             if not isinstance(entry["key"], str) or not entry["key"]:
                 raise ConfigError(f"the key of tenant {name!r} in {file} must be a text, got {entry['key']!r}")
         return [Tenant(name, entry.pop("key"), validate(Limits, entry)) for name, entry in entries.items()]
@@ -107,7 +111,6 @@ async def _serve(
     parsers: dict[str, str | None],
 ) -> None:
     from penstock.engine.client import DataClient  # noqa: PLC0415
-    from penstock.fleet.service import router_address  # noqa: PLC0415
     from penstock.gateway.app import serving  # noqa: PLC0415
     from penstock.gateway.service import Gateway  # noqa: PLC0415
     from penstock.gateway.turn import GatewayOptions  # noqa: PLC0415
@@ -119,7 +122,7 @@ async def _serve(
     template = ChatTemplate(await asyncio.to_thread(load_tokenizer, tokenizer))
     parser = await asyncio.to_thread(output_parser, template.tokenizer, **parsers)
     raise_file_limit()
-    client = DataClient(router_address(url), api_key=router_key)
+    client = DataClient(url, api_key=router_key)
     try:
         model, context = await _model(client)
         kept = Gateway(client, template, GatewayOptions(model, context, **options), tenants, parser=parser)

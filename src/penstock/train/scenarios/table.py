@@ -141,7 +141,8 @@ def check_machine(scenario: Scenario, profile: str) -> int:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus < scenario.least_gpus:
         advice = "" if scenario.gpus else "; give --cpu"
-        raise UserError(f"scenario {scenario.name} needs {needs(scenario)}, and this machine has {gpus}{advice}")
+        has = f"this machine has {gpus} GPU{'s' * (gpus != 1)}"
+        raise UserError(f"scenario {scenario.name} needs {needs(scenario)}; {has}{advice}")
     return gpus
 
 
