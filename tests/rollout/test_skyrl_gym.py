@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.rollout.environment import Environment, load_environment
 from penstock.rollout.episodes import MultiTurnGenerator
 from penstock.rollout.generator import GeneratorInput, Trajectory
+from penstock.rollout.skyrl_gym_env import AT_ONCE
 from penstock.rollout.tokenizer import Tokenizer
 from penstock.types import SamplingParams
 
@@ -69,6 +72,32 @@ async def test_an_episode_has_an_instance_of_its_own(tmp_path: Path, tokenizer: 
     assert [[reward for _, reward in row.turn_rewards] for row in rows] == [[1.0, 2.0, 3.0]] * 8
     assert all("be short" in tokenizer.decode(row.prompt_ids) for row in rows)
     assert sys.modules["own_gym"].ALIVE == []
+
+
+async def test_a_few_instances_run_at_once_so_that_the_event_loop_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each instance in a thread of its own, a thousand that compute stopped the event loop until the last had ended."""
+    options = {"env_config": {"rule": "x"}, "extras": {"max_turns": 3}, "imports": "own_gym"}
+    environment = load("counts", data=save(tmp_path), **options)
+    running: set[int] = set()
+    most: list[int] = []
+
+    def init(_: Any, prompt: Any) -> Any:
+        running.add(threading.get_ident())
+        time.sleep(0.1)
+        most.append(len(running))
+        running.discard(threading.get_ident())
+        return prompt, {}
+
+    async def episode() -> None:
+        async with environment.dialogue(environment.train_task(0)):
+            pass
+
+    monkeypatch.setattr(sys.modules["own_gym"].Counts, "init", init)
+    await asyncio.gather(*(episode() for _ in range(4 * AT_ONCE)))
+    assert len(most) == 4 * AT_ONCE
+    assert max(most) <= AT_ONCE
 
 
 async def test_an_environment_that_rewrites_the_response_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:

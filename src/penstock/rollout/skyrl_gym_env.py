@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -13,6 +14,10 @@ from typing import Any, cast
 from penstock.aio import in_thread
 from penstock.errors import ConfigError, PenstockError
 from penstock.rollout.environment import Dialogue, ListedTasks, Response, Task, Turn, json_lines
+
+AT_ONCE = 32
+"""Calls of instances at once, each in its own thread. All threads share one interpreter with the event loop: a thousand
+that compute would stop it until the last one has ended."""
 
 
 class SkyRLEnvironment(ListedTasks):
@@ -54,6 +59,7 @@ class SkyRLEnvironment(ListedTasks):
         self._name = name
         self._config = SimpleNamespace(**(env_config or {}))
         self._extras = dict(extras or {})
+        self._threads = asyncio.Semaphore(AT_ONCE)
         train = _tasks(name, Path(data))
         heldout = None if heldout_data is None else _tasks(name, Path(heldout_data))
         super().__init__(train, seed=seed, heldout=heldout)
@@ -66,24 +72,29 @@ class SkyRLEnvironment(ListedTasks):
     @asynccontextmanager
     async def dialogue(self, task: Task) -> AsyncGenerator[Dialogue]:
         extras = {**self._extras, **task.metadata}
-        game = await _ask(self._gym.make, self._name, env_config=self._config, extras=extras)
+        game = await self.ask(self._gym.make, self._name, env_config=self._config, extras=extras)
         try:
-            opening, _ = await _ask(game.init, [dict(message) for message in task.messages])
+            opening, _ = await self.ask(game.init, [dict(message) for message in task.messages])
             yield _SkyRLDialogue(self, task, game, opening)
         finally:
-            await _ask(game.close)
+            await self.ask(game.close)
+
+    async def ask(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call an instance's method in a thread, which is left behind if it does not end."""
+        async with self._threads:
+            return await in_thread(partial(call, *args, **options), leave_s=0.0)
 
 
 class _SkyRLDialogue(Dialogue):
     def __init__(self, environment: SkyRLEnvironment, task: Task, game: Any, opening: Sequence[Any]) -> None:
         super().__init__(environment, task)
         self.opening = list(opening)
-        self._game = game
+        self._game, self._ask = game, environment.ask
 
     async def step(self, responses: Sequence[Response]) -> Turn | None:
         """Give the latest response to the instance. PenstockError: the instance changes the response."""
         said = str(responses[-1])
-        out: Mapping[str, Any] = await _ask(self._game.step, said)
+        out: Mapping[str, Any] = await self._ask(self._game.step, said)
         if out.get("postprocessed_action") not in (None, said):
             raise PenstockError(
                 "the environment changes what the policy said (postprocessed_action), so the row would hold tokens "
@@ -91,10 +102,6 @@ class _SkyRLDialogue(Dialogue):
             )
         observations, done = list(out["observations"] or ()), bool(out["done"])
         return Turn(observations, reward=float(out["reward"]), done=done or not observations)
-
-
-async def _ask(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    return await in_thread(partial(call, *args, **options), leave_s=0.0)
 
 
 def _tasks(name: str, path: Path) -> list[Task]:
