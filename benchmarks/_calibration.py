@@ -129,14 +129,14 @@ class RealEngine:
 
     async def counters(self) -> dict[str, float]:
         """Prompt tokens looked up, found, and preemptions, since the start."""
-        text = await self.control.http.get_text("/metrics", timeout_s=10.0)
+        text = (await self.control.http.call("GET", "/metrics", None, timeout_s=10.0)).decode()
         names = ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total", "vllm:num_preemptions_total")
         lines = text.splitlines()
         return {name: sum(float(line.split()[-1]) for line in lines if line.startswith(name)) for name in names}
 
     async def kv_tokens(self) -> tuple[int, int]:
         """Tokens of KV, and of one block; vLLM keeps one block for itself."""
-        text = await self.control.http.get_text("/metrics", timeout_s=10.0)
+        text = (await self.control.http.call("GET", "/metrics", None, timeout_s=10.0)).decode()
         line = next(line for line in text.splitlines() if line.startswith("vllm:cache_config_info{"))
         block, blocks = (int(re.findall(rf'[{{,]{name}="(\d+)"', line)[0]) for name in ("block_size", "num_gpu_blocks"))
         return (blocks - 1) * block, block

@@ -118,7 +118,7 @@ async def prefix_tokens(urls: Sequence[str]) -> tuple[float, float]:
     found: dict[str, float] = defaultdict(float)
     for url in urls:
         http = HttpTransport(url)
-        for line in (await http.get_text("/metrics", timeout_s=10)).splitlines():
+        for line in (await http.call("GET", "/metrics", None, timeout_s=10)).decode().splitlines():
             series, _, value = line.rpartition(" ")
             if series.startswith("vllm:prefix_cache_"):
                 found[series.partition("{")[0]] += float(value)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import socket
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +53,19 @@ async def canned(*answers: bytes) -> AsyncIterator[Canned]:
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         server_of.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         yield server_of
+
+
+@contextmanager
+def full() -> Iterator[socket.socket]:
+    """A socket whose queue is full: connections to it neither open nor fail."""
+    with ExitStack() as stack:
+        listening = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):
+            filler = stack.enter_context(socket.socket())
+            filler.settimeout(0)
+            with suppress(BlockingIOError):
+                filler.connect(listening.getsockname())
+        yield listening
 
 
 @asynccontextmanager

@@ -194,7 +194,7 @@ class HTTPEngine(OpenAIEngine):
 
     async def prefix_hits(self) -> int:
         """Tokens that vLLM has found in its prefix cache since it started."""
-        text = await self.control.http.get_text("/metrics", timeout_s=60)
+        text = (await self.control.http.call("GET", "/metrics", None, timeout_s=60)).decode()
         return int(sum(map(float, re.findall(r"^vllm:prefix_cache_hits_total\{.*\} (\S+)$", text, re.MULTILINE))))
 
     async def collective_rpc(

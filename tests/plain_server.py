@@ -31,7 +31,7 @@ async def plain_server(
                 while True:
                     assert child.returncode is None, child.said()
                     try:
-                        await http.get_text("/health", timeout_s=5.0)
+                        await http.call("GET", "/health", None, timeout_s=5.0)
                         break
                     except PenstockError:
                         await asyncio.sleep(0.5)

@@ -46,6 +46,10 @@ class UnreachableError(EngineDeadError):
     """No server listens at the address; the request was not sent."""
 
 
+class ConnectTimeoutError(DeadlineError):
+    """No connection opened in time, perhaps since a firewall drops packets; the request was not sent."""
+
+
 def as_json(what: str, body: Mapping[str, Any]) -> bytes:
     """Encode `body` as JSON. UserError, which names `what`: JSON cannot hold a value."""
     try:
@@ -152,10 +156,6 @@ class HttpTransport:
         """GET and decode JSON; raises as `post`."""
         return self.decode(await self.call("GET", path, None, timeout_s=timeout_s))
 
-    async def get_text(self, path: str, *, timeout_s: float) -> str:
-        """GET plain text; raises as `post`."""
-        return (await self.call("GET", path, None, timeout_s=timeout_s)).decode(errors="replace")
-
     async def call(
         self, method: str, path: str, data: bytes | None, *, timeout_s: float, headers: Mapping[str, str] | None = None
     ) -> bytes:
@@ -192,7 +192,7 @@ class HttpTransport:
                 left = aiohttp.ClientTimeout(total=end - now(), sock_connect=min(CONNECT_S, timeout_s))
                 try:
                     response = await self._open().request(*args, timeout=left, allow_redirects=False, **options)
-                except aiohttp.ClientConnectorError:
+                except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):  # it was not sent
                     if self.back is None or not await self.back():
                         raise
                     continue
@@ -207,10 +207,11 @@ class HttpTransport:
         try:
             yield
         except TimeoutError as error:
-            within_s = min(CONNECT_S, timeout_s) if isinstance(error, aiohttp.ConnectionTimeoutError) else timeout_s
-            why = f"within {within_s:g} s"
-            why = f"{subject} did not answer {call} {why}" if subject else f"no answer to {call} {why}"
-            raise DeadlineError(why, seconds=within_s, engine=self._engine) from error
+            kind, within_s = DeadlineError, timeout_s
+            if isinstance(error, aiohttp.ConnectionTimeoutError):
+                kind, within_s = ConnectTimeoutError, min(CONNECT_S, timeout_s)
+            why = f"{subject} did not answer {call}" if subject else f"no answer to {call}"
+            raise kind(f"{why} within {within_s:g} s", seconds=within_s, engine=self._engine) from error
         except (aiohttp.ClientError, OSError) as error:
             why, kind = str(error) or type(error).__name__, EngineDeadError
             if isinstance(error, aiohttp.ClientConnectorError):

@@ -14,7 +14,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from canned import LINES, answer, canned, client_of
+from canned import LINES, answer, canned, client_of, full
+from patience import WAIT_S
 from penstock.engine.capabilities import Capabilities
 from penstock.engine.client import DataClient
 from penstock.engine.control import ControlClient
@@ -164,15 +165,40 @@ async def test_one_deadline_spans_all_tries_of_a_request() -> None:
         await http.close()
 
 
-async def test_a_hidden_core_port_is_given_up_once_by_calls_in_flight() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    async with canned(answer({**INFO, "control_port": port}), answer({})) as server:
-        control = ControlClient("e0", server.url)
-        await control.info()
-        calls = [control.at_core("/penstock/core/abort", {}) for _ in range(8)]
-        assert await asyncio.gather(*calls, return_exceptions=True) == [{}] * 8
-        await control.close()
+async def test_a_request_is_sent_again_after_a_connection_that_did_not_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(answer({"served": 1}))
+
+    async def back() -> bool:
+        if not servers:
+            servers.append(await asyncio.start_server(serve, sock=port))
+        return True
+
+    monkeypatch.setattr("penstock.http.CONNECT_S", 0.5)
+    servers = list[asyncio.Server]()
+    with full() as port:
+        http = HttpTransport(f"http://127.0.0.1:{port.getsockname()[1]}")
+        http.back = back
+        assert await http.post("/", {}, timeout_s=WAIT_S) == {"served": 1}
+        servers[0].close()
+        await http.close()
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+async def test_a_hidden_core_port_is_given_up_once_by_calls_in_flight(
+    *, dropped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.http.CONNECT_S", 0.5)
+    with full() if dropped else socket.create_server(("127.0.0.1", 0)) as hidden:
+        port = hidden.getsockname()[1]
+        if not dropped:
+            hidden.close()
+        async with canned(answer({**INFO, "control_port": port}), answer({})) as server:
+            control = ControlClient("e0", server.url)
+            await control.info()
+            calls = [control.at_core("/penstock/core/abort", {}) for _ in range(8)]
+            assert await asyncio.gather(*calls, return_exceptions=True) == [{}] * 8
+            await control.close()
 
 
 async def test_what_a_later_engine_says_further_is_not_read() -> None:

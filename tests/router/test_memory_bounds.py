@@ -11,6 +11,7 @@ from router_rig import Backend, Reader, Seen, Writer, answer_name, reply, reques
 
 from patience import eventually
 from penstock import process
+from penstock.router.client_connection import ClientConnection
 
 MB = 1 << 20
 
@@ -86,7 +87,7 @@ async def test_a_body_in_tiny_pieces_takes_no_more_than_its_bytes() -> None:
     async with rig(answer_name) as r:
         assert r.router is not None
         pieces = 100_000
-        client = r.router.accept()
+        client = ClientConnection(r.router.clients)
         client.transport = SilentTransport()
         client.connection_made(client.transport)
         tracemalloc.start()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections import Counter
-from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 import pytest
@@ -25,6 +23,7 @@ from router_rig import (
     stays,
 )
 
+from canned import full
 from patience import WAIT_S, eventually
 from penstock.router.membership import EngineEntry
 
@@ -224,14 +223,7 @@ async def test_closing_the_router_breaks_what_is_under_way() -> None:
 async def test_requests_do_not_wait_for_connections_to_an_engine_that_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its machine has vanished: connections to it neither open nor fail."""
     monkeypatch.setattr("penstock.router.backend.CONNECT_TIMEOUT_S", 3600.0)
-    with socket.socket() as hole, ExitStack() as stack:
-        hole.bind(("127.0.0.1", 0))
-        hole.listen(0)
-        for _ in range(4):  # its queue is full, so that the next ones hang
-            filler = stack.enter_context(socket.socket())
-            filler.settimeout(0)
-            with suppress(BlockingIOError):
-                filler.connect(hole.getsockname())
+    with full() as hole:
         async with rig(answer_name) as r:
             await r.announce([EngineEntry("hole", f"http://127.0.0.1:{hole.getsockname()[1]}")])
             clients = [await r.client() for _ in range(300)]
@@ -240,3 +232,14 @@ async def test_requests_do_not_wait_for_connections_to_an_engine_that_has_left(m
             await r.announce([r.backends[0].entry()])
             answers = await asyncio.wait_for(asyncio.gather(*asked), WAIT_S)
             assert {answer.status for answer in answers} == {200}
+
+
+async def test_a_request_goes_elsewhere_where_no_connection_opens_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.router.backend.CONNECT_TIMEOUT_S", 0.5)
+    with full() as hole:
+        async with rig(answer_name) as r:
+            await r.announce([EngineEntry("hole", f"http://127.0.0.1:{hole.getsockname()[1]}"), r.backends[0].entry()])
+            client = await r.client()
+            assert [(await client.ask()).body for _ in range(2)] == [b"e0"] * 2
+            assert r.router is not None
+            assert r.router.metrics.retries["refused"] >= 1

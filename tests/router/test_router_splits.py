@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from router_rig import DATA_PATHS
 
 from penstock.router.backend import BackendConnection
+from penstock.router.client_connection import ClientConnection
 from penstock.router.membership import EngineEntry, Membership
 from penstock.router.server import Router
 from penstock.router_settings import RouterConfig
@@ -90,7 +91,7 @@ class Pair:
             connection.connection_made(wire)
             engine.release(connection, reusable=True)
             self.engines.append((connection, wire))
-        self.client, self.wire = self.router.accept(), Wire()
+        self.client, self.wire = ClientConnection(self.router.clients), Wire()
         self.client.connection_made(self.wire)
 
     async def close(self) -> None:

@@ -22,7 +22,7 @@ from penstock.errors import (
     TransferError,
     WeightsError,
 )
-from penstock.http import TORN, HttpTransport, UnreachableError
+from penstock.http import TORN, ConnectTimeoutError, HttpTransport, UnreachableError
 from penstock.rooms import plugged_in
 from penstock.weights.manifest import WeightManifest
 from penstock.wire import INFO
@@ -75,7 +75,7 @@ class ControlClient:
 
     async def health(self, timeout_s: float) -> None:
         """Return once the engine says that it is healthy, else raise."""
-        await self.http.get_text("/health", timeout_s=timeout_s)
+        await self.http.call("GET", "/health", None, timeout_s=timeout_s)
 
     async def is_paused(self) -> bool:
         return bool((await self.http.get("/is_paused", timeout_s=self.timeout_s))["is_paused"])
@@ -182,7 +182,7 @@ class ControlClient:
             return NO_CORE
         try:
             answer = await core.post(path, body, timeout_s=timeout_s)
-        except UnreachableError:  # the request was not sent
+        except (UnreachableError, ConnectTimeoutError):  # the request was not sent
             if self._core_answered:
                 raise
             if self._core is core:  # another call may have found it out already

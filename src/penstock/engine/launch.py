@@ -92,7 +92,7 @@ class EngineProcess(ChildProcess):
         try:
             while True:
                 with suppress(PenstockError):
-                    await http.get_text("/health", timeout_s=5.0)
+                    await http.call("GET", "/health", None, timeout_s=5.0)
                     return
                 await asyncio.sleep(PROBE_S)
         finally:

@@ -175,7 +175,7 @@ async def _get(http: HttpTransport, path: str, timeout_s: float, *, unless: int 
 
 async def _has(http: HttpTransport, path: str, timeout_s: float) -> bool:
     try:
-        await http.get_text(path, timeout_s=timeout_s)
+        await http.call("GET", path, None, timeout_s=timeout_s)
     except EngineHTTPError as error:
         return error.status == NOT_ALLOWED
     return False

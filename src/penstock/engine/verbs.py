@@ -58,9 +58,9 @@ class EngineVerbs:
 
     async def stats(self) -> EngineStats:
         """Read the load from /metrics. MissingCapabilityError: it has none."""
-        return engine_stats(
-            await self._control.http.get_text("/metrics", timeout_s=self._control.timeout_s), self._control.name
-        )
+        control = self._control
+        text = await control.http.call("GET", "/metrics", None, timeout_s=control.timeout_s)
+        return engine_stats(text.decode(errors="replace"), control.name)
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool = True, timeout_s: float | None = None) -> None:
         """Pause. When this returns, the engine makes no token.

@@ -157,7 +157,7 @@ class Head:
 
     def __init__(self, read: Mapping[str, Any]) -> None:
         """Set the attributes that the message gives; the others have the class's defaults, to save time."""
-        vars(self).update(read)
+        self.__dict__.update(read)
 
 
 @dataclass(frozen=True, init=False, eq=False)
@@ -244,8 +244,8 @@ def read_fields(head: bytes, start: int, roles: Mapping[bytes, _Role]) -> dict[s
 
 def _finish(read: dict[str, Any], fields: list[Field]) -> None:
     """Add `keep_alive`, the body's length and framing, and the lines to pass on."""
-    connection, coding, length = map(read.get, ("connection", "transfer_encoding", "content_length"))
-    if connection is not None:
+    coding, length = read.get("transfer_encoding"), read.get("content_length")
+    if (connection := read.get("connection")) is not None:
         # Empty elements of the list mean nothing (RFC 9110, 5.6.1.2).
         options = {option.strip(b" \t") for option in connection.split(b",")} - {b""}
         if stolen := options & _NOT_HOP_BY_HOP:

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import socket
+from functools import partial
 
 from penstock.control_server import ControlServer, listen
 from penstock.errors import ConfigError
@@ -70,14 +71,11 @@ class Router:
         refuse_open_host(config.host, self._api_key)
         data, control = self._sockets or open_both(config.host, config.port, config.control_port)
         self.control_ports = self.control_ports or (control.getsockname()[1],)  # before the first client asks for them
-        self._server = await asyncio.get_running_loop().create_server(self.accept, sock=data, backlog=BACKLOG)
+        accept = partial(ClientConnection, self.clients)
+        self._server = await asyncio.get_running_loop().create_server(accept, sock=data, backlog=BACKLOG)
         self._control = serve_control(self.dispatcher, control, self.hosts, self._api_key, self._admin_key)
         self.url = base_url(*data.getsockname()[:2])
         self.dispatcher.sweep()
-
-    def accept(self) -> ClientConnection:
-        """Return the protocol for a new client connection."""
-        return ClientConnection(self.clients)
 
     async def close(self) -> None:
         """Stop listening and end every connection; answers under way break off."""
