@@ -31,7 +31,7 @@ class Memory:
         placement, session_id = self._placement, request.session_id
         record = None if session_id is None else self.sessions.get(session_id)
         home = None if record is None else self._home(record.engine, request, excluded)
-        if home is not None and not home.takes_new:
+        if home is not None and home.entry.draining:
             engine: Engine | Defer = home
             placement.rules["draining"] += 1
         else:
@@ -55,7 +55,7 @@ class Memory:
     def _home(self, home: Engine, request: Hints, excluded: Collection[Engine]) -> Engine | None:
         if home in excluded or home.weight_version < request.min_weight_version:
             return None
-        return home if home.takes_new or (home.serves and self._placement.policy.sticky) else None
+        return home if home.serves and (self._placement.policy.sticky or not home.entry.draining) else None
 
     def _ask(
         self, engines: Sequence[Engine], request: Hints, record: Session | None, home: Engine | None
