@@ -82,11 +82,15 @@ class Dispatcher:
         if self._interval_s and self._clock is None:
             self._clock = asyncio.get_running_loop().create_task(plugged_in("router.kv_usage")(self, self._interval_s))
 
-    def _place(self, waiter: Waiter) -> Wait | None:
-        """Place the request on an engine, which counts it until `done`, or return the event to await.
+    def submit(self, waiter: Waiter) -> None:
+        """Place a request, or let it wait at the gate, which has no part in a request while nothing waits."""
+        if self.gate.busy:
+            self.gate.submit(waiter)
+        elif (wait := self._place(waiter)) is not None:
+            self.gate.hold(waiter, wait)
 
-        It is refused with 502 if only engines that already failed under it could serve it.
-        """
+    def _place(self, waiter: Waiter) -> Wait | None:
+        """Place the request on an engine, which counts it until `done`, refuse it, or return the event to await."""
         request, placement = waiter.request, self.placement
         if self.gate.busy and self.gate.crowded:
             session_id = request.session_id
@@ -99,7 +103,7 @@ class Dispatcher:
             return None
         if found is Defer.WAIT:
             return Wait.ROOM
-        if waiter.excluded and placement.able(request, ()):
+        if waiter.excluded and placement.able(request, ()):  # only engines that failed under it could serve it
             waiter.refuse(_engines_failed(waiter.excluded))
             return None
         return Wait.NOWHERE
@@ -125,7 +129,7 @@ class Dispatcher:
             waiter.refuse(_engines_failed(waiter.lost_on))
             return
         self.metrics.retries[reason] += 1
-        self.gate.submit(waiter)
+        self.submit(waiter)
 
     def _close_breaker(self, backend: Backend) -> None:
         self.placement.mark(backend, down=False)

@@ -56,7 +56,7 @@ class Exchange(Call, Waiter, ConnectionUser):
         self._dispatcher.metrics.requests += 1
         if done:
             self._body = piece
-            self._dispatcher.gate.submit(self)
+            self._dispatcher.submit(self)
         else:
             self._body = bytearray(piece)
             self._dispatcher.gate.keep(self, self.buffered)
@@ -68,7 +68,7 @@ class Exchange(Call, Waiter, ConnectionUser):
         body += piece
         self._dispatcher.gate.keep(self, len(piece))
         if done:
-            self._dispatcher.gate.submit(self)
+            self._dispatcher.submit(self)
 
     def cancel(self) -> None:
         if not self.gone:
