@@ -32,7 +32,7 @@ async def in_thread(work: Callable[[], T], *, leave_s: float | None = None, asks
     Python cannot end a thread. If `work` may take for ever, such as a user's code, `leave_s` bounds that wait, and the
     process's end does not wait at all. The log then says what `work` asks for.
     """
-    threads = None if leave_s is None else _OwnThreads()
+    threads = None if leave_s is None else OwnThreads()
     running = asyncio.get_running_loop().run_in_executor(threads, contextvars.copy_context().run, work)
     try:
         return await asyncio.shield(running)
@@ -42,7 +42,7 @@ async def in_thread(work: Callable[[], T], *, leave_s: float | None = None, asks
         raise
 
 
-class _OwnThreads(Executor):
+class OwnThreads(Executor):
     """Runs each call in a daemon thread of its own."""
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:

@@ -177,6 +177,20 @@ async def waiting(bench: Bench, index: int) -> asyncio.Task[None]:
     return admitting
 
 
+@on_bench("ab")
+async def test_an_engine_says_why_the_trainer_did_not_give_it_the_weights_again(bench: Bench) -> None:
+    await bench.operations.update([], None)
+
+    def late(*_: object) -> None:
+        raise WeightsError("named_tensors took too long")
+
+    bench.store.for_engine = late  # type: ignore[method-assign]
+    admitting = await waiting(bench, 1)
+    assert "any more: WeightsError('named_tensors took too long')" in bench.roster.members[1].lifecycle.reason
+    await bench.operations.update([], None)
+    await asyncio.wait_for(admitting, 5.0)
+
+
 @pytest.mark.parametrize("paused", [False, True])
 @on_bench("ab")
 async def test_an_engine_that_waited_for_weights_joins_paused_where_the_fleet_is(bench: Bench, *, paused: bool) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import torch
 from fleet_fakes import FakeEngine
 
+from patience import WAIT_S
 from penstock.engine.capabilities import EngineInfo
 from penstock.errors import WeightsError
 from penstock.fleet.member import Lifecycle, Member
@@ -134,6 +137,25 @@ def test_tensors_that_were_changed_meanwhile_are_no_copy_of_what_was_sent() -> N
     with pytest.raises(WeightsError, match="1 tensors, 'a' the first, are not those of weight version 6"):
         stores.commit(manifest)
     assert stores.current is None
+    stores.close()
+
+
+def test_a_trainer_that_hangs_as_it_is_asked_again_is_left_behind() -> None:
+    stores = stores_of(FleetConfig(weight_transport="broadcast"), lambda: [member(HERE), member(HERE)], 0.01)
+    go, passes = threading.Event(), itertools.count()
+
+    def give() -> list[tuple[str, torch.Tensor]]:
+        if next(passes) == 1:
+            go.wait(WAIT_S)
+        return WEIGHTS
+
+    stores.commit(stores.publish(3, as_named_tensors(give)))
+    try:
+        with pytest.raises(WeightsError, match=r"named_tensors did not give weight version 3 again within 0\.02 s"):
+            stores.for_engine(member(HERE), 3)
+        assert stores.current is None
+    finally:
+        go.set()
     stores.close()
 
 

@@ -260,14 +260,8 @@ class Admission:
             await operations.adapters.give(member)
         if member.asleep:
             await operations.wake(member)
-        if not await self.bring_to_version(member):
-            member.lifecycle.stay(
-                Substate.AWAITING_WEIGHTS,
-                f"waits for the next update_weights: no process has the fleet's weights of version {roster.version} "
-                "any more (broadcast, cuda_ipc and update_named_weights keep no copy; see fleet.weight_host_copy)"
-                if member.info.capabilities.plugin
-                else f"waits until its owner gives it weight version {roster.version}",
-            )
+        if (lacks := await self.bring_to_version(member)) is not None:
+            member.lifecycle.stay(Substate.AWAITING_WEIGHTS, lacks)
             roster.notify_all()
             return roster.version
         if operations.paused or operations.asleep or member.process is None:
@@ -283,12 +277,12 @@ class Admission:
         await roster.push_or_defer(f"engine {member.name} has joined")
         return None
 
-    async def bring_to_version(self, member: Member) -> bool:
+    async def bring_to_version(self, member: Member) -> str | None:
         """Make a SYNCING engine confirm the fleet's version; loaded weights are version 0.
 
         Returns:
-            False if no process has the bytes of that version, or the engine has no plugin to take them. It can join
-            after the next update, or once its owner has given it that version.
+            None, or what it waits for: no process has the bytes of that version, or the engine has no plugin to take
+            them. It can join after the next update, or once its owner has given it that version.
 
         Raises:
             EngineError: it failed, or its weights differ from its peers'.
@@ -297,9 +291,14 @@ class Admission:
         if not plugin:  # its owner may have changed its weights
             await plugged_in("attach.reread")(member, self._control_s)
         if member.has(version):
-            return True
-        if not plugin or (weights := await self._weights_for(member)) is None:
-            return False
+            return None
+        if not plugin:
+            return f"waits until its owner gives it weight version {version}"
+        if isinstance(weights := await self._weights_for(member), str):
+            return (
+                f"waits for the next update_weights: no process has the fleet's weights of version {version} any "
+                f"more{weights} (broadcast, cuda_ipc and update_named_weights keep no copy; see fleet.weight_host_copy)"
+            )
         checksum = (await ask(member, lambda engine: put(engine, weights), deadline_s=2 * self._control_s)).checksum
         for expected in self._roster.checksums.get(member.layout, ()):
             if differ(checksum, expected):
@@ -308,17 +307,14 @@ class Admission:
                     engine=member.name,
                 )
         member.confirm(version)
-        return True
+        return None
 
-    async def _weights_for(self, member: Member) -> WeightManifest | None:
-        """Return the source of the fleet's version for an engine; it may be the trainer."""
+    async def _weights_for(self, member: Member) -> WeightManifest | str:
+        """Return the source of the fleet's version for an engine, which may be the trainer, or why there is none."""
         version = self._roster.version
         asking = tensors_in_thread(lambda: self._store.for_engine(member, version), f"weight version {version}")
         (found,) = await asyncio.gather(asking, return_exceptions=True)  # if cancelled, it waits a while for the thread
-        if isinstance(found, BaseException):  # the trainer's own code can raise anything
-            logger.warning("weight version %d was not given again: %r", version, found)
-            return None
-        return found
+        return f": {found!r}" if isinstance(found, BaseException) else found or ""  # the trainer's can raise anything
 
 
 def start_serving(roster: Roster, member: Member) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import wait
 from typing import TYPE_CHECKING
 
+from penstock.aio import OwnThreads
 from penstock.errors import WeightsError
 from penstock.fleet.gpus import visible_gpus
 from penstock.fleet.member import Member
@@ -102,7 +105,7 @@ class OtherTransports:
 
     def lent(self, manifest: WeightManifest, provider: TensorProvider | None, copies: Store) -> LentVersion:
         """Return a committed version whose bytes only the trainer has; `provider` can give them again."""
-        return LentVersion(manifest, provider, copies)
+        return LentVersion(manifest, provider, copies, 2 * self._timeout_s)
 
     def keeps_copy(self) -> bool:
         """Return whether to copy a lent version at once."""
@@ -115,9 +118,11 @@ class OtherTransports:
 class LentVersion:
     """A committed version that its trainer lends, and its copy in shared memory once there is one."""
 
-    def __init__(self, manifest: WeightManifest, provider: TensorProvider | None, copies: Store) -> None:
+    def __init__(self, manifest: WeightManifest, provider: TensorProvider | None, copies: Store, ask_s: float) -> None:
         self._manifest = manifest
         self._provider = provider
+        self._ask_s = ask_s
+        """Seconds in which the provider has to give its tensors again."""
         self._copies = copies
         self._copied = False
 
@@ -132,7 +137,10 @@ class LentVersion:
             return None
         if self._copied or self._provider is None:
             return self.copy
-        return self.make_copy(self._provider)
+        asking = OwnThreads().submit(contextvars.copy_context().run, list, self._provider)
+        if not wait((asking,), self._ask_s).done:  # its thread is left behind; it touches nothing of ours
+            raise WeightsError(f"named_tensors did not give weight version {version} again within {self._ask_s:g} s")
+        return self.make_copy(TensorProvider(asking.result))
 
     def make_copy(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
         """Keep the version in shared memory. WeightsError: the tensors were not those sent."""

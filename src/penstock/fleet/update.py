@@ -13,7 +13,6 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, get_args
 
-from penstock.aio import in_thread
 from penstock.control_types import KV, EngineUpdate, UpdateReport
 from penstock.engine.capabilities import Capability
 from penstock.engine.control import ControlClient
@@ -160,7 +159,7 @@ class Updater:
             await self._commit_or_go_back(committed, applied, manifest)
         opened = ended = time.monotonic()
         if self.roster.version == version:
-            await in_thread(lambda: self._keep(manifest))  # it may copy the whole version, or wait for a disk
+            await tensors_in_thread(lambda: self._keep(manifest), f"weight version {version}")  # it may copy them
             ended = time.monotonic()
         self._need(committed, version, "when it was applied")
         return UpdateReport(
