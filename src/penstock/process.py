@@ -22,10 +22,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
+from penstock.aio import settled
+
 logger = logging.getLogger(__name__)
 
 GONE_S = 10.0
-"""Most seconds until a group has ended after SIGKILL; a device's driver may hold a process for seconds."""
+"""Most seconds until a process, and then its group, has ended after SIGKILL; a driver may hold it for seconds."""
 
 STOP_S = 10.0
 """Seconds between SIGTERM and SIGKILL."""
@@ -79,6 +81,10 @@ class ChildProcess:
         self.earlier = earlier
         """Bytes that its log file held before it started."""
         self._lifeline_fd = lifeline_fd
+        self._late = asyncio.Event()
+        """Set `GONE_S` seconds after SIGKILL."""
+        self._left: Sequence[int] = ()
+        """Processes that outlived it."""
         self._reaper = asyncio.create_task(self._reap(), name=f"reap-{name}")
 
     @classmethod
@@ -127,11 +133,11 @@ class ChildProcess:
         return self._process.returncode
 
     async def wait(self) -> int:
-        """Wait until its group is gone; return the exit status. Cancelling does not end it."""
+        """Wait until its group is gone, or outlives SIGKILL; return the exit status. Cancelling does not end it."""
         return await asyncio.shield(self._reaper)
 
-    async def stop(self, timeout_s: float = STOP_S) -> None:
-        """End its group: SIGTERM, SIGKILL after `timeout_s` or if cancelled, and a warning if it stays."""
+    async def stop(self, timeout_s: float = STOP_S) -> Sequence[int]:
+        """End its group: SIGTERM, SIGKILL after `timeout_s` or if cancelled. Return the processes that outlive it."""
         if not self._reaper.done():
             with suppress(ProcessLookupError):  # it ended on its own in between
                 os.killpg(self.pid, signal.SIGTERM)
@@ -139,18 +145,16 @@ class ChildProcess:
             await asyncio.wait_for(self.wait(), timeout_s)
         except TimeoutError:
             self.kill()
-            try:
-                await asyncio.wait_for(self.wait(), 2 * GONE_S)  # for the process, and then for its group
-            except TimeoutError:  # it is in a call of a driver or of a network's file system
-                message = "%s: process %d is still there %g s after SIGKILL, and is left"
-                logger.warning(message, self.name, self.pid, 2 * GONE_S)
+            await self.wait()
         except asyncio.CancelledError:  # nobody may ask again
             self.kill()
             raise
+        return self._left
 
     def kill(self) -> None:
         if not self._reaper.done():
             self._kill_group()
+            self._reaper.get_loop().call_later(GONE_S, self._late.set)
 
     def _kill_group(self) -> None:
         try:
@@ -172,19 +176,21 @@ class ChildProcess:
             return log.read().decode(errors="replace")
 
     async def _reap(self) -> int:
-        status = await self._process.wait()
+        exited = await settled(self._process.wait(), self._late.wait())
         self._kill_group()  # the group is usually empty
         try:
             async with asyncio.timeout(GONE_S):
                 for pid in group_members(self.pid):
                     await _ended(pid)
-        except TimeoutError:
-            logger.warning("%s: processes of its group are not gone %g s after SIGKILL", self.name, GONE_S)
+        except TimeoutError:  # they are in a call of a driver or of a network's file system
+            self._left = group_members(self.pid)
+            message = "%s: processes %s are still there %g s after SIGKILL, and are left"
+            logger.warning(message, self.name, self._left, GONE_S)
         except OSError as error:
             logger.warning("%s: its group is not waited for: %s", self.name, error)
         os.close(self._lifeline_fd)
         remove_leftovers(self._shared, self._scratch)
-        return status
+        return -signal.SIGKILL if exited.cancelled() else exited.result()
 
 
 async def _ended(pid: int) -> None:

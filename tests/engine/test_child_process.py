@@ -53,7 +53,7 @@ print(f"sem.{lock._semlock.name[1:]} there", flush=True)
 time.sleep(600)
 """
 
-STAYS_WHEN_ASKED = ("sh", "-c", "trap '' TERM; echo there; sleep 600")
+STAYS_WHEN_ASKED = ("sh", "-c", "trap '' TERM; echo there; exec sleep 600")
 
 USES_ALL_DESCRIPTORS = """
 import itertools, os, resource, time
@@ -257,6 +257,22 @@ async def test_a_process_that_the_kernel_does_not_end_is_named_and_left(
         kernel.setattr("penstock.process.kill_group", lambda _: None)
         with pytest.raises(EngineStartError, match="was not ready within"):
             await asyncio.wait_for(EngineProcess.launch(command, name="stays", log_dir=tmp_path), WAIT_S)
-    [pid] = re.findall(r"stays: process (\d+) is still there 0\.2 s after SIGKILL", caplog.text)
+    [pid] = re.findall(r"stays: processes \[(\d+)\] are still there 0\.1 s after SIGKILL", caplog.text)
     os.killpg(int(pid), signal.SIGKILL)
     await eventually(lambda: not alive(int(pid)))
+
+
+async def test_nobody_waits_for_ever_for_a_killed_process_that_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The supervisor of engines and the router's guard kill and wait."""
+    monkeypatch.setattr("penstock.process.GONE_S", 0.1)
+    child = await ChildProcess.start(STAYS_WHEN_ASKED, name="stays", log=tmp_path / "log")
+    await eventually(lambda: "there" in child.said())
+    with monkeypatch.context() as kernel:
+        kernel.setattr("penstock.process.kill_group", lambda _: None)
+        child.kill()
+        assert await asyncio.wait_for(child.wait(), WAIT_S) == -signal.SIGKILL
+    assert child.pid in await child.stop()
+    os.killpg(child.pid, signal.SIGKILL)
+    await eventually(lambda: not alive(child.pid))

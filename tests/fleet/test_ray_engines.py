@@ -19,6 +19,7 @@ from penstock import Fleet, SamplingParams
 from penstock.errors import ConfigError, EngineStartError
 from penstock.fleet.member import State
 from penstock.fleet.ray_driver import bundles_of, host_of
+from penstock.fleet.ray_engines import RayEngine
 from penstock.process import SCRATCH_ENV
 from penstock.settings import EngineConfig, FleetConfig
 from ray_nodes import LOOPBACK, RayNodes, ignore_present, processes
@@ -91,6 +92,20 @@ def test_an_engine_on_another_node_is_not_without_a_key() -> None:
 
 
 @pytest.mark.slow
+async def test_an_ended_engine_of_which_ray_says_nothing_is_waited_for_no_longer(monkeypatch) -> None:
+    monkeypatch.setattr("penstock.fleet.ray_engines.GONE_S", 0.05)
+
+    class Driver:
+        async def ask(self, call: str, **_: object) -> None:
+            if call == "wait":
+                await asyncio.Event().wait()
+
+    driver: Any = Driver()
+    engine = RayEngine("e0", "http://127.0.0.1:1", driver)
+    await asyncio.wait_for(engine.stop(0.0), WAIT_S)
+    assert await engine.wait() == -signal.SIGKILL
+
+
 async def test_a_lost_node_is_engines_lost_and_they_come_back_elsewhere(nodes: RayNodes, tmp_path: Path) -> None:
     params = SamplingParams(max_tokens=400, detokenize=False)
     shared = {"weight_transport": "disk", "weight_folder": tmp_path}

@@ -21,7 +21,7 @@ from penstock.errors import ConfigError, DeadlineError, EngineDeadError, EngineE
 from penstock.fleet.calls import CallClient
 from penstock.fleet.engines import LaunchedEngines
 from penstock.fleet.ray_driver import PREFIX
-from penstock.process import ChildProcess
+from penstock.process import GONE_S, ChildProcess
 from penstock.settings import EngineConfig, FleetConfig
 
 logger = logging.getLogger(__name__)
@@ -84,21 +84,23 @@ class RayEngine:
         self.url = url
         self._driver = driver
         self._ended = asyncio.create_task(self._until_ended(), name=f"ray-{name}")
-        self._killing: asyncio.Task[None] | None = None
+        self._killing: asyncio.Task[Any] | None = None
 
     async def wait(self) -> int:
         """Wait for its end; return its exit status, that of SIGKILL if its node is lost."""
         return await asyncio.shield(self._ended)
 
-    async def stop(self, timeout_s: float) -> None:
-        """End its process group by SIGTERM, and after `timeout_s` seconds by SIGKILL."""
+    async def stop(self, timeout_s: float) -> Sequence[int]:
+        """End its process group by SIGTERM, and after `timeout_s` seconds by SIGKILL; its GPUs are Ray's."""
         if not self._ended.done():
             try:
                 await self._driver.ask("stop", deadline_s=timeout_s + MARGIN_S, engine=self.name, timeout_s=timeout_s)
             except EngineError as error:
                 logger.warning("engine %s did not end in good order: %s", self.name, error)
                 self._driver.child.kill()  # it has ended or hangs: engines end with it
+            asyncio.get_running_loop().call_later(GONE_S, self._ended.cancel)
             await self.wait()
+        return ()
 
     def kill(self) -> None:
         if self._killing is None:
@@ -107,7 +109,7 @@ class RayEngine:
     async def _until_ended(self) -> int:
         try:
             return await self._driver.ask("wait", deadline_s=FOREVER_S, engine=self.name)
-        except EngineError:  # the driver has ended, and all its engines with it
+        except (EngineError, asyncio.CancelledError):  # engines end with the driver; or it says nothing
             return -signal.SIGKILL
 
 
