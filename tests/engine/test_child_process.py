@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -17,7 +16,7 @@ import pytest
 
 from patience import WAIT_S, alive, eventually
 from penstock.engine.command import server_command
-from penstock.engine.launch import EngineProcess, ServerCommand, reserved_port
+from penstock.engine.launch import EngineProcess, reserved_port
 from penstock.errors import EngineStartError
 from penstock.process import LIFELINE_ENV, ChildProcess
 from penstock.settings import EngineConfig
@@ -251,21 +250,7 @@ async def test_a_stop_that_is_cancelled_kills(tmp_path: Path) -> None:
 async def test_a_process_that_the_kernel_does_not_end_is_named_and_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    command = ServerCommand(STAYS_WHEN_ASKED, {}, "a server", start_timeout_s=0.5)
-    monkeypatch.setattr("penstock.process.GONE_S", 0.1)
-    with monkeypatch.context() as kernel:
-        kernel.setattr("penstock.process.kill_group", lambda _: None)
-        with pytest.raises(EngineStartError, match="was not ready within"):
-            await asyncio.wait_for(EngineProcess.launch(command, name="stays", log_dir=tmp_path), WAIT_S)
-    [pid] = re.findall(r"stays: processes \[(\d+)\] are still there 0\.1 s after SIGKILL", caplog.text)
-    os.killpg(int(pid), signal.SIGKILL)
-    await eventually(lambda: not alive(int(pid)))
-
-
-async def test_nobody_waits_for_ever_for_a_killed_process_that_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The supervisor of engines and the router's guard kill and wait."""
+    """Who killed it waits for it no longer: the supervisor of engines, the router's guard, `stop`."""
     monkeypatch.setattr("penstock.process.GONE_S", 0.1)
     child = await ChildProcess.start(STAYS_WHEN_ASKED, name="stays", log=tmp_path / "log")
     await eventually(lambda: "there" in child.said())
@@ -273,6 +258,7 @@ async def test_nobody_waits_for_ever_for_a_killed_process_that_stays(
         kernel.setattr("penstock.process.kill_group", lambda _: None)
         child.kill()
         assert await asyncio.wait_for(child.wait(), WAIT_S) == -signal.SIGKILL
-    assert child.pid in await child.stop()
+    assert await child.stop() == [child.pid]
+    assert f"stays: processes [{child.pid}] are still there 0.1 s after SIGKILL" in caplog.text
     os.killpg(child.pid, signal.SIGKILL)
     await eventually(lambda: not alive(child.pid))

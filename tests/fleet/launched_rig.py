@@ -36,6 +36,7 @@ class Process:
         self.may_end = asyncio.Event()
         self.may_end.set()
         self.ended = asyncio.Event()
+        self.left: Sequence[int] = ()
         self._server = server
         self._killing: asyncio.Task[None] | None = None
 
@@ -43,12 +44,13 @@ class Process:
         await self.ended.wait()
         return -9
 
-    async def stop(self, timeout_s: float) -> None:
+    async def stop(self, timeout_s: float) -> Sequence[int]:
         del timeout_s
         self.stopping.set()
         await self.may_end.wait()
         self.kill()
         await self.wait()
+        return self.left
 
     def kill(self) -> None:
         if self._killing is None:

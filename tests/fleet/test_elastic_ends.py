@@ -57,6 +57,17 @@ async def test_an_engine_that_is_ending_has_its_gpus_until_it_has_ended() -> Non
         assert fleet._roster.members[-1].gpus == ("1",)
 
 
+async def test_an_engine_that_outlives_sigkill_keeps_its_gpus(caplog: pytest.LogCaptureFixture) -> None:
+    async with launched(2, gpus=2) as (fleet, launcher):
+        launcher.processes[1].left = [4711]
+        await fleet.remove("e1")
+        with pytest.raises(UserError, match="no GPU is free"):
+            await fleet.add_engines()
+        reason = "processes [4711] outlive SIGKILL; its GPUs (1) stay taken"
+        assert [engine.reason for engine in await fleet.engines(stats=False)][1] == reason
+        assert f"engine e1 stays stopped: {reason}" in caplog.text
+
+
 async def test_a_fleet_that_ends_waits_for_an_engine_that_is_ending() -> None:
     async with launched(2) as (fleet, launcher):
         leaving = launcher.processes[0]

@@ -86,7 +86,7 @@ async def test_a_trainer_that_has_gone_on_cannot_give_the_version_back(tmp_path:
         await updated(fleet, module.named_parameters)
         module.bias.data += 1
         await killed(fleet, 0)
-        with pytest.raises(EngineDeadError, match="weight_host_copy"):
+        with pytest.raises(EngineDeadError, match=r"are not those of weight version 1 .*weight_host_copy"):
             await fleet.generate(prompt_token_ids=[[1]], sampling_params={"max_tokens": 1})
         assert [update.engine for update in (await updated(fleet, module)).engines] == ["e0"]
         await all_serve(fleet)
@@ -175,20 +175,6 @@ async def waiting(bench: Bench, index: int) -> asyncio.Task[None]:
     admitting = asyncio.create_task(bench.admission.admit(member))
     await until(lambda: member.awaiting_weights)
     return admitting
-
-
-@on_bench("ab")
-async def test_an_engine_says_why_the_trainer_did_not_give_it_the_weights_again(bench: Bench) -> None:
-    await bench.operations.update([], None)
-
-    def late(*_: object) -> None:
-        raise WeightsError("named_tensors took too long")
-
-    bench.store.for_engine = late  # type: ignore[method-assign]
-    admitting = await waiting(bench, 1)
-    assert "any more: WeightsError('named_tensors took too long')" in bench.roster.members[1].lifecycle.reason
-    await bench.operations.update([], None)
-    await asyncio.wait_for(admitting, 5.0)
 
 
 @pytest.mark.parametrize("paused", [False, True])

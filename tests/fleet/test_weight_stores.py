@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 import threading
 from pathlib import Path
@@ -142,14 +141,8 @@ def test_tensors_that_were_changed_meanwhile_are_no_copy_of_what_was_sent() -> N
 
 def test_a_trainer_that_hangs_as_it_is_asked_again_is_left_behind() -> None:
     stores = stores_of(FleetConfig(weight_transport="broadcast"), lambda: [member(HERE), member(HERE)], 0.01)
-    go, passes = threading.Event(), itertools.count()
-
-    def give() -> list[tuple[str, torch.Tensor]]:
-        if next(passes) == 1:
-            go.wait(WAIT_S)
-        return WEIGHTS
-
-    stores.commit(stores.publish(3, as_named_tensors(give)))
+    go, first = threading.Event(), iter([WEIGHTS])
+    stores.commit(stores.publish(3, as_named_tensors(lambda: next(first, None) or go.wait(WAIT_S))))
     try:
         with pytest.raises(WeightsError, match=r"named_tensors did not give weight version 3 again within 0\.02 s"):
             stores.for_engine(member(HERE), 3)

@@ -246,6 +246,7 @@ class VirtualEngines:
     """Starts simulated engines (`engines.LaunchedEngines`)."""
 
     def __init__(self, network: Network) -> None:
+        self.taken: dict[Lifecycle, Sequence[str]] = {}
         self.failures = 0
         """So many starts fail from now on."""
         self._network = network
@@ -258,9 +259,7 @@ class VirtualEngines:
             lifecycle.to(State.DEAD, "did not start")
             raise EngineStartError("did not start", engine=lifecycle.engine)
         node = self._nodes[lifecycle] = self._network.add(lifecycle.engine)
-        member = await connect_engine(
-            lifecycle, node.url, AsyncExitStack(), api_key=None, control_timeout_s=DEADLINE_S, process=node
-        )
+        member = await connect_engine(lifecycle, node.url, api_key=None, control_timeout_s=DEADLINE_S, process=node)
         member.again = partial(self.start, lifecycle, gpus)
         return member
 

@@ -103,9 +103,9 @@ class ControlClient:
         await asyncio.Event().wait()
 
     async def close(self) -> None:
-        await self.http.close()
+        await self.http.end()  # for good: its launcher forgets it at a restart, and a late call would open it again
         if self._core is not None:
-            await self._core.close()
+            await self._core.end()
 
     # --- new weights -------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from penstock.control_types import CoreState
 from penstock.engine.capabilities import Capabilities
+from penstock.engine.control import ControlClient
 from penstock.engine.vanilla import VanillaControl
 from penstock.engine.verbs import verbs_of
 from penstock.errors import EngineHTTPError, PenstockError, UserError
@@ -34,7 +35,7 @@ class AttachedServers:
     """
 
     def __init__(self, *, api_key: str | None, control_timeout_s: float) -> None:
-        self._connections = AsyncExitStack()
+        self._controls: dict[Lifecycle, ControlClient] = {}
         self._api_key = api_key
         self._control_s = control_timeout_s
         self.joined: Callable[[], None] = lambda: None
@@ -47,16 +48,12 @@ class AttachedServers:
             PenstockError: it does not answer, or is no engine; it is DEAD afterwards.
             UserError: it is a router, or has fewer ranks than `dp`.
         """
-        async with AsyncExitStack() as owned:
+        async with AsyncExitStack() as failed:
             try:
                 member = await connect_engine(
-                    lifecycle,
-                    spec.url,
-                    owned,
-                    api_key=self._api_key,
-                    control_timeout_s=self._control_s,
-                    client=VanillaControl,
+                    lifecycle, spec.url, api_key=self._api_key, control_timeout_s=self._control_s, client=VanillaControl
                 )
+                failed.push_async_callback(member.control.close)
                 member.ranks = _ranks(member, spec)
             except PenstockError as error:
                 is_router = isinstance(error, EngineHTTPError) and error.error_type == "permission_error"
@@ -65,14 +62,16 @@ class AttachedServers:
                 if is_router:  # it refuses control
                     raise UserError(f"{spec.url} {why}") from error
                 raise
-            self._connections.push_async_callback(owned.pop_all().aclose)
+            failed.pop_all()
+        self._controls[lifecycle] = member.control
         member.again = partial(self.join, lifecycle, spec)
         self.joined()
         return member
 
     async def close(self) -> None:
         """Close the connections; the servers run on."""
-        await self._connections.aclose()
+        for control in self._controls.values():
+            await control.close()
 
 
 def asked(roster: Roster) -> list[tuple[str, Capabilities]]:

@@ -109,7 +109,7 @@ class Elastic:
         self._placed: dict[Lifecycle, tuple[str, ...]] = {}
         """GPUs of engines that are starting and are not yet members."""
         self._departures: dict[Member, asyncio.Task[None]] = {}
-        """Engines that are being ended. They keep their GPUs until they are gone."""
+        """Engines that are being ended."""
         self.calls: set[asyncio.Task[Any]] = set()
         """Calls under way."""
         self.closed = False
@@ -201,13 +201,14 @@ class Elastic:
     @_until_closed
     async def add(self, count: int) -> tuple[str, ...]:
         """Start engines; see `Fleet.add_engines`. If cancelled, started ones still join."""
-        engines = self._starting()
+        if (engines := self._engines) is None:
+            raise StateError("the engines of this fleet were started by someone else, and so are new ones")
         room = MOST_ENGINES - sum(member.state is not State.STOPPED for member in self._roster.members)
         whole_number(count, "the number of engines to add", least=1, most=max(1, room))
         lives = [Lifecycle(f"e{next(self._numbers)}") for _ in range(count)]
         try:
             for life in lives:
-                self._placed[life] = self._place(engines)
+                self._placed[life] = engines.place([*{**self._placed, **engines.taken}.values()])
             started = [asyncio.create_task(self._start(engines, life, self._placed[life])) for life in lives]
             try:
                 await asyncio.wait(started)
@@ -404,13 +405,3 @@ class Elastic:
     def _check_there(self, member: Member) -> None:
         if member.state is State.STOPPED:
             raise StateError(f"engine {member.name} has left the fleet already")
-
-    def _starting(self) -> LaunchedEngines:
-        if self._engines is None:
-            raise StateError("the engines of this fleet were started by someone else, and so are new ones")
-        return self._engines
-
-    def _place(self, engines: LaunchedEngines) -> tuple[str, ...]:
-        ours = (m for m in self._roster.members if m.process is not None)  # servers of others use none of our GPUs
-        there = (m for m in ours if m.state is not State.STOPPED or m in self._departures)
-        return engines.place([*(m.gpus for m in there), *self._placed.values()])

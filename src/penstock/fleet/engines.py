@@ -47,8 +47,11 @@ class LaunchedEngines:
         self._control_s = control_timeout_s
         self._stop_s = stop_timeout_s
         self._processes: dict[Lifecycle, EngineHandle] = {}
-        self._lives: set[Lifecycle] = set()
-        self._connections = AsyncExitStack()
+        self.lives: set[Lifecycle] = set()
+        """Every engine so far."""
+        self.taken: dict[Lifecycle, Sequence[str]] = {}
+        """GPUs of each engine, until all its processes are gone."""
+        self._controls: dict[Lifecycle, ControlClient] = {}
         self._closed = False
 
     async def launch(self, name: str, gpus: Sequence[str]) -> EngineHandle:
@@ -70,7 +73,8 @@ class LaunchedEngines:
             PenstockError: it did not start; its process is gone, and it is DEAD.
             StateError: the fleet has ended all engines.
         """
-        self._lives.add(lifecycle)
+        self.lives.add(lifecycle)
+        self.taken[lifecycle] = gpus
         async with AsyncExitStack() as failed:
             try:
                 member = await self._started(lifecycle, gpus, failed)
@@ -94,23 +98,25 @@ class LaunchedEngines:
             failed.push_async_callback(process.stop, 0.0)
             self._check_open()  # `end_all` does not know this process yet
             self._processes[lifecycle] = process
-            return await connect_engine(
-                lifecycle,
-                process.url,
-                self._connections,
-                api_key=self.api_key,
-                control_timeout_s=self._control_s,
-                process=process,
+            member = await connect_engine(
+                lifecycle, process.url, api_key=self.api_key, control_timeout_s=self._control_s, process=process
             )
+            self._controls[lifecycle] = member.control
+            return member
 
     async def end(self, lifecycle: Lifecycle) -> None:
         """End an engine at any point of its start; one that served is STOPPED afterwards."""
         if lifecycle.state in SERVABLE - {State.DRAINING}:
             lifecycle.to(State.DRAINING, "the fleet is torn down")
-        if (process := self._processes.get(lifecycle)) is not None:
-            await process.stop(self._stop_s)
-            self._processes.pop(lifecycle, None)  # only now: `end_all` has to find what did not end
+        process = self._processes.get(lifecycle)
+        left = () if process is None else await process.stop(self._stop_s)
+        self._processes.pop(lifecycle, None)  # only now: `end_all` has to find what did not end
         await self.release(lifecycle.engine)
+        if left:
+            gpus = ", ".join(self.taken[lifecycle]) or "none"
+            lifecycle.stay(lifecycle.substate, f"processes {left} outlive SIGKILL; its GPUs ({gpus}) stay taken")
+            return
+        self.taken.pop(lifecycle, None)
         if lifecycle.state is State.DRAINING:
             lifecycle.to(State.STOPPED, "its process has ended")
 
@@ -119,22 +125,17 @@ class LaunchedEngines:
         self._closed = True
         async with AsyncExitStack() as last:  # each step runs, even if an earlier one failed
             last.push_async_callback(self.close)
-            last.push_async_callback(self._connections.aclose)
+            last.push_async_callback(lambda: all_or_first_error(c.close() for c in self._controls.values()))
             await all_or_first_error(self.end(lifecycle) for lifecycle in tuple(self._processes))
 
     def _check_open(self) -> None:
         if self._closed:
             raise StateError("this fleet was torn down: no engine of it can start any more")
 
-    def any_died(self) -> bool:
-        """Return whether an engine ever failed, so that its log is worth keeping."""
-        return any(life.deaths for life in self._lives)
-
 
 async def connect_engine(
     lifecycle: Lifecycle,
     url: str,
-    owned: AsyncExitStack,
     *,
     api_key: str | None,
     control_timeout_s: float,
@@ -143,7 +144,7 @@ async def connect_engine(
 ) -> Member:
     """Ask a LAUNCHING engine for its properties; it is SYNCING afterwards.
 
-    `owned` closes the connection. EngineError: it does not answer in `CONNECT_S` seconds, or is no engine.
+    EngineError: it does not answer in `CONNECT_S` seconds, or is no engine.
     """
     control = client(lifecycle.engine, url, api_key=api_key, timeout_s=control_timeout_s)
     async with AsyncExitStack() as failed:  # a long-lived fleet may meet many that do not answer
@@ -155,8 +156,8 @@ async def connect_engine(
             raise DeadlineError(
                 f"{url} did not say what it is within {CONNECT_S:g} s", seconds=CONNECT_S, engine=lifecycle.engine
             ) from error
-        owned.push_async_callback(failed.pop_all().aclose)
-    lifecycle.to(State.SYNCING, f"answers with weight version {info.weight_version}")
+        lifecycle.to(State.SYNCING, f"answers with weight version {info.weight_version}")
+        failed.pop_all()
     return Member(
         lifecycle.engine,
         url,

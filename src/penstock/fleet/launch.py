@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import cache, partial
@@ -152,7 +152,7 @@ async def _launched(
             control_timeout_s=terms.control_timeout_s,
             stop_timeout_s=fleet.stop_timeout_s,
         )
-        logs.engines = engines
+        logs.lives = engines.lives
         owned.push_async_callback(engines.end_all)
         attached = AttachedServers(api_key=api_key, control_timeout_s=terms.control_timeout_s)
         owned.push_async_callback(attached.close)
@@ -172,7 +172,7 @@ class LogFolder:
     """The folder of logs, `path`. A temporary one is removed at the end, unless an engine died or did not start."""
 
     def __init__(self, given: Path | None, owned: AsyncExitStack) -> None:
-        self.engines: LaunchedEngines | None = None
+        self.lives: Collection[Lifecycle] = ()
         self.path = given or Path(tempfile.mkdtemp(prefix="penstock-"))
         if given is None:
             owned.push(self._clean)
@@ -185,7 +185,7 @@ class LogFolder:
     def _clean(
         self, _type: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
     ) -> None:
-        if isinstance(error, EngineError) or (self.engines is not None and self.engines.any_died()):
+        if isinstance(error, EngineError) or any(life.deaths for life in self.lives):
             logger.warning("the logs of engines and router are kept in %s", self.path)
         else:
             shutil.rmtree(self.path, ignore_errors=True)  # a cleaner of /tmp may have removed it
