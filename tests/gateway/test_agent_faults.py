@@ -6,8 +6,10 @@ import ast
 import asyncio
 import logging
 import os
+import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +277,30 @@ async def test_what_a_late_command_detaches_ends_although_its_run_is_ended_meanw
     await late.wait()
     await cancelled(playing)
     assert with_variable(str(tmp_path)) == []
+
+
+async def test_a_sigterm_just_before_a_wait_ends_a_command_that_ignores_it() -> None:
+    """The signal arrives in one call of C with the wait, so that no handler of Python runs in between."""
+    program = """
+import ctypes, functools, operator, os, signal, sys, types
+from penstock.gateway import agent_process
+def signalled(wait):
+    def first(*given):
+        agent_process.os.read, agent_process.os.waitpid = os.read, os.waitpid
+        sigterm = functools.partial(getattr(ctypes.CDLL(None), "raise"), signal.SIGTERM)
+        return list(map(operator.call, [sigterm, functools.partial(wait, *given)]))[1]
+    return first
+agent_process.os = types.SimpleNamespace(**{**vars(os), "read": signalled(os.read), "waitpid": signalled(os.waitpid)})
+agent_process.GRACE_S = 1
+sys.exit(agent_process.main())
+"""
+    words = [sys.executable, "-c", program, "sh", "-c", "trap '' TERM; exec sleep 600"]
+    process = await asyncio.create_subprocess_exec(*words, start_new_session=True)
+    try:
+        assert await asyncio.wait_for(process.wait(), WAIT_S) == 128 + signal.SIGKILL
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 async def test_what_a_command_detaches_ends_when_its_launcher_is_killed(tmp_path: Path) -> None:

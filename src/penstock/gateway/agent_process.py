@@ -32,20 +32,26 @@ def main() -> int:
         stopping.append(number)
         signal.alarm(GRACE_S)
 
+    # A signal just before a wait for children would not end it; its byte in this pipe ends a read at any time.
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(write_fd, False)
+    signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGALRM, _end_children)
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler, so that it writes its byte
     command = subprocess.Popen(sys.argv[1:])
     status = 0
     while True:
+        os.read(read_fd, 1)
         try:
-            pid, code = os.waitpid(-1, 0)
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == command.pid:
+                    command.returncode = code = os.waitstatus_to_exitcode(ended[1])
+                    status = code if code >= 0 else 128 - code  # the shell's status for a signal
+                    if not stopping:  # else its helpers may use the rest of the grace time
+                        _end_children()
         except ChildProcessError:
             return status
-        if pid == command.pid:
-            command.returncode = code = os.waitstatus_to_exitcode(code)
-            status = code if code >= 0 else 128 - code  # the shell's status for a signal
-            if not stopping:  # else its helpers may use the rest of the grace time
-                _end_children()
 
 
 def _end_children(*_: object) -> None:
