@@ -56,6 +56,7 @@ def test_help_loads_nothing_heavy() -> None:
     ("args", "says"),
     [
         (["trian"], "No such command 'trian'. Did you mean 'train'?"),
+        (["train"], "Missing argument 'CONFIG'. `penstock train --help` shows how."),
         (["train", "run.yaml", "--resum"], "--resume"),
         (["train", "nowhere.yaml"], "no such config file: nowhere.yaml"),
         (["train", "run.yaml", "train.stepz=3"], "'train.stepz'; did you mean 'steps'?"),

@@ -84,7 +84,7 @@ def main() -> NoReturn:
 
 
 def _advice(error: typer.BadParameter) -> str:
-    """Return the value that was refused, or the key for an unknown option such as `--max-model-len 512`."""
+    """Return the value that was refused, the key for an unknown option such as `--max-model-len 512`, or `--help`."""
     if problems := getattr(error.__cause__, "errors", list)():  # pydantic's, in newer typers
         return f", got {problems[0]['input']!r}"
     option = getattr(error, "option_name", "")
@@ -92,7 +92,7 @@ def _advice(error: typer.BadParameter) -> str:
     likely = set(getattr(error, "possibilities", None) or ()) - {"--help"}
     takes_keys = command is not None and any(parameter.metavar == "KEY=VALUE" for parameter in command.params)
     if not option.startswith("--") or likely or command is None or not takes_keys:
-        return ""
+        return f" `{error.ctx.command_path} --help` shows how." if error.ctx and not option else ""
     key = option[2:].replace("-", "_")
     section = "" if command.name in {"serve", "tinker", "sim"} else "SECTION."
     return f"; as a key it is {section}{key}=VALUE (docs/reference/configuration.md)"
