@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import threading
 from collections.abc import Iterator
@@ -15,10 +16,12 @@ import pytest
 import torch
 from starlette.responses import Response
 
+from penstock.errors import CheckpointError
+from penstock.tinker import models
 from penstock.tinker.learner_process import LearnerQueue, build_app
 from penstock.tinker.models import Models
 from penstock.tinker.training_data import Sizes
-from penstock.train.interface import Outputs
+from penstock.train.interface import LoraSpec, Outputs
 
 
 class Learner:
@@ -35,6 +38,18 @@ class Learner:
     def forward(self, name: str, _loss: Any, data: Any) -> Outputs:
         self.done.append(name)
         return Outputs([torch.zeros(len(datum.target_ids)) for datum in data], {}, {}, {})
+
+    def drop_adapter(self, name: str) -> None:
+        self.done.remove(name)
+
+    def weights(self, _: str) -> Any:
+        return [("lora_A", torch.ones(2))]
+
+    def adapter_config(self, _: str) -> dict[str, Any]:
+        return {}
+
+    def save(self, _name: str, _folder: Path) -> dict[str, Any]:
+        return {}
 
     def optim_step(self, name: str, adam: Any, *, scale: float) -> float:
         self.go.wait(60)
@@ -139,3 +154,21 @@ async def test_the_process_says_what_it_holds(operations: LearnerQueue, learner:
         refused = await http.post("/operations/s:train:0:2", content=b'{"adam_params": {}}', headers=headers)
         assert refused.status_code == 412
         assert (await http.get("/models")).json()["models"]["s:train:0"]["steps"] == 1
+
+
+def test_a_model_that_the_disk_could_not_keep_stays_dropped_after_a_restart(
+    learner: Learner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    kept = Models(cast("Any", learner), tmp_path / "models", "base", max_rank=8)
+    kept.create("m", LoraSpec(rank=4))
+    with monkeypatch.context() as patched:
+        patched.setattr(models, "_link", full)
+        with pytest.raises(CheckpointError, match="No space left"):
+            kept.save("m", tmp_path / "saved")
+    kept.drop("m")
+    again = Models(cast("Any", learner), tmp_path / "models", "base", max_rank=8)
+    again.restore()
+    assert not again.live

@@ -284,9 +284,12 @@ class Models:
 
         home.parent.mkdir(parents=True, exist_ok=True)
         old = home.with_name(f"{_OLD}{home.name}")
-        if home.exists():
-            home.rename(old)
-        _write(home, write)
+        with ExitStack() as failed:
+            if home.exists():
+                home.rename(old)
+                failed.callback(old.rename, home)  # else a restart would bring it back even after a drop
+            _write(home, write)
+            failed.pop_all()
         shutil.rmtree(old, ignore_errors=True)
 
 
