@@ -136,6 +136,7 @@ async def test_text_has_the_deadline_of_its_request(monkeypatch: pytest.MonkeyPa
         with pytest.raises(DeadlineError, match=r"within 0\.2 s"):
             await control.health(0.2)
         await control.close()
+        control = ControlClient("e0", data.http.url)
         monkeypatch.setattr("penstock.http.CONNECT_S", 1e-6)
         with pytest.raises(DeadlineError, match="no answer to GET /health within 1e-06 s"):
             await control.health(60.0)
