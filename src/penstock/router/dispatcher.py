@@ -138,7 +138,7 @@ class Dispatcher:
     def sweep(self) -> None:
         """Close idle connections, expire sessions, refuse late requests; from then on periodically."""
         now = time.monotonic()
-        for backend in self.backends.values():
+        for backend in (each for each in self.backends.values() if each.idle):
             backend.close_idle(now)
         if now >= self._expire_at and self.placement.turns["opened"]:  # there was a session
             self._expire_at = now + _EXPIRE_S
