@@ -218,7 +218,7 @@ async def _unless_stopped(fleet: Fleet, work: Coroutine[Any, Any, Summary]) -> S
     """Return the result of `work`; if a call stops the fleet, cancel it and raise FleetStoppedError."""
     done = await settled(work, fleet.endpoint.stopping.wait())
     if fleet.endpoint.stopping.is_set():
-        raise FleetStoppedError
+        raise FleetStoppedError from None if done.cancelled() else done.exception()  # requests failed with the fleet
     return done.result()
 
 
