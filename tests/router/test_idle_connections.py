@@ -10,7 +10,7 @@ from router_rig import Backend, Reader, Seen, Writer, reply, rig, says
 from patience import WAIT_S
 from penstock import http
 from penstock.http import HttpTransport
-from penstock.router import backend
+from penstock.router import backend, dispatcher
 from penstock.router.membership import Membership
 from penstock.router.state import RouterAdmin
 from penstock.sim.server import KEEP_ALIVE_S
@@ -22,6 +22,7 @@ async def test_every_client_takes_a_fresh_connection_before_an_engine_closes_an_
     assert max(http.IDLE_CONNECTION_S, backend.IDLE_S) <= KEEP_ALIVE_S - 0.5
     monkeypatch.setattr(http, "IDLE_CONNECTION_S", 3.0)
     monkeypatch.setattr(backend, "IDLE_S", 3.0)
+    monkeypatch.setattr(dispatcher, "IDLE_S", 3.0)
 
     async def control(backend: Backend, seen: Seen, reader: Reader, writer: Writer) -> None:  # noqa: ARG001
         writer.write(reply(b'{"control_ports": [%d]}' % backend.port))

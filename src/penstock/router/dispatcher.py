@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import cast
 
 from penstock.rooms import plugged_in
-from penstock.router.backend import Backend
+from penstock.router.backend import IDLE_S, Backend
 from penstock.router.gate import Gate, Wait, Waiter
 from penstock.router.http import RefusalError
 from penstock.router.membership import NO_MEMBERSHIP, Engine, Membership
@@ -138,8 +138,9 @@ class Dispatcher:
     def sweep(self) -> None:
         """Close idle connections, expire sessions, refuse late requests; from then on periodically."""
         now = time.monotonic()
-        for backend in (each for each in self.backends.values() if each.idle):
-            backend.close_idle(now)
+        for backend in self.backends.values():
+            if backend.idle and backend.idle[0].idle_since <= now - IDLE_S:
+                backend.close_idle(now)
         if now >= self._expire_at and self.placement.turns["opened"]:  # there was a session
             self._expire_at = now + _EXPIRE_S
             if self.placement.memory.sessions.expire(now, self._config.session_ttl_s):

@@ -214,8 +214,7 @@ def _request(head: bytes) -> RequestHead:
         raise malformed("header Host is missing")
     if (expect := read.get("expect")) is not None and expect != b"100-continue":
         raise malformed(f"cannot meet Expect: {shown(expect)}", 417, "bad_expectation")
-    read["method"], read["target"] = method, target
-    return RequestHead(read)
+    return RequestHead(read | {"method": method, "target": target})
 
 
 def read_fields(head: bytes, start: int, roles: Mapping[bytes, _Role]) -> dict[str, Any]:
