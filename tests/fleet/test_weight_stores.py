@@ -144,7 +144,7 @@ def test_a_trainer_that_hangs_as_it_is_asked_again_is_left_behind() -> None:
     go, first = threading.Event(), iter([WEIGHTS])
     stores.commit(stores.publish(3, as_named_tensors(lambda: next(first, None) or go.wait(WAIT_S))))
     try:
-        with pytest.raises(WeightsError, match=r"named_tensors did not give weight version 3 again within 0\.02 s"):
+        with pytest.raises(WeightsError, match=r"named_tensors did not give version 3 again within 0\.02 s"):
             stores.for_engine(member(HERE), 3)
         assert stores.current is None
     finally:

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -187,6 +188,15 @@ def test_tensors_that_are_not_those_announced_are_refused(specs: list[TensorSpec
     with pytest.raises(WeightsError, match=why):
         store.publish(1, TensorProvider(Gathered(), specs=specs))
     store.close()
+
+
+def test_gathered_tensors_are_not_all_held_where_the_trainer_is_asked_again():
+    engine: Any = SimpleNamespace(url="http://127.0.0.1:1")
+    stores, gathered = stores_of(FleetConfig(weight_transport="broadcast"), lambda: [engine] * 2, 10.0), Gathered()
+    stores.commit(stores.publish(1, TensorProvider(gathered, specs=SPECS)))
+    assert stores.for_engine(engine, 1) is not None
+    assert gathered.most == 2
+    stores.close()
 
 
 def test_gathered_tensors_cannot_be_shown_in_their_place():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated, NoReturn, cast
+from typing import Annotated, Any, NoReturn, cast
 
 import typer
 
@@ -85,7 +85,8 @@ def main() -> NoReturn:
 
 def _advice(error: typer.BadParameter) -> str:
     """Return the value that was refused, the key for an unknown option such as `--max-model-len 512`, or `--help`."""
-    if problems := getattr(error.__cause__, "errors", list)():  # pydantic's, in newer typers
+    problems: Any = getattr(error.__cause__, "errors", list)()  # pydantic's, in newer typers
+    if problems:
         return f", got {problems[0]['input']!r}"
     option = getattr(error, "option_name", "")
     command = error.ctx.command if error.ctx else None

@@ -67,7 +67,7 @@ async def _report(url: str | None, api_key: str | None) -> dict[str, Any]:
 
     fleet: FleetState | None = None
     router: dict[str, Any] = {}
-    address = router_address(url) if url else ""
+    address, unowned = router_address(url) if url else "", ""
     try:
         async with FleetClient.to(url) as client:
             fleet = await client.state()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextvars
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING
 
 from penstock.aio import OwnThreads
@@ -49,9 +48,8 @@ class OtherTransports:
         members = self._members()
         if device.type != "cuda":
             return "broadcast"
-        local = all(is_local(member) for member in members)
         of_engines = {gpu for member in members if is_local(member) for gpu in member.gpus}
-        if local and all(member.info.engine == "sim" for member in members):
+        if all(is_local(member) and member.info.engine == "sim" for member in members):
             return "shared_memory"
         names = visible_gpus()
         place = device.index or 0
@@ -121,8 +119,7 @@ class LentVersion:
     def __init__(self, manifest: WeightManifest, provider: TensorProvider | None, copies: Store, ask_s: float) -> None:
         self._manifest = manifest
         self._provider = provider
-        self._ask_s = ask_s
-        """Seconds in which the provider has to give its tensors again."""
+        self._ask_s = ask_s  # in which the provider has to give its tensors again
         self._copies = copies
         self._copied = False
 
@@ -135,12 +132,14 @@ class LentVersion:
         """Return the copy if it is of this version; without one, ask the provider. See `Stores`."""
         if version != self._manifest.version or not is_local(member):
             return None
-        if self._copied or self._provider is None:
+        if self._copied or (provider := self._provider) is None:
             return self.copy
-        asking = OwnThreads().submit(contextvars.copy_context().run, list, self._provider)
-        if not wait((asking,), self._ask_s).done:  # its thread is left behind; it touches nothing of ours
-            raise WeightsError(f"named_tensors did not give weight version {version} again within {self._ask_s:g} s")
-        return self.make_copy(TensorProvider(asking.result))
+        if provider.specs is None:  # else ranks gather one tensor after the other, so that none holds all
+            asking: Future[list[tuple[str, torch.Tensor]]] = OwnThreads().submit(list, provider)
+            if not wait((asking,), self._ask_s).done:  # its thread is left behind; it touches nothing of ours
+                raise WeightsError(f"named_tensors did not give version {version} again within {self._ask_s:g} s")
+            provider = TensorProvider(asking.result)
+        return self.make_copy(provider)
 
     def make_copy(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
         """Keep the version in shared memory. WeightsError: the tensors were not those sent."""

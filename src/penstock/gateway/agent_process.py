@@ -38,7 +38,7 @@ def main() -> int:
     signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGALRM, _end_children)
-    signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler, so that it writes its byte
+    signal.signal(signal.SIGCHLD, lambda _number, _frame: None)  # a handler, so that it writes its byte
     command = subprocess.Popen(sys.argv[1:])
     status = 0
     while True:
