@@ -85,9 +85,9 @@ def main() -> NoReturn:
 
 def _advice(error: typer.BadParameter) -> str:
     """Return the value that was refused, the key for an unknown option such as `--max-model-len 512`, or `--help`."""
-    problems: Any = getattr(error.__cause__, "errors", list)()  # pydantic's, in newer typers
-    if problems:
-        return f", got {problems[0]['input']!r}"
+    cause: Any = error.__cause__
+    if hasattr(cause, "errors"):  # pydantic's, in newer typers
+        return f", got {cause.errors()[0]['input']!r}"
     option = getattr(error, "option_name", "")
     command = error.ctx.command if error.ctx else None
     likely = set(getattr(error, "possibilities", None) or ()) - {"--help"}
