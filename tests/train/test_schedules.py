@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from penstock.control_types import UpdateReport
 from penstock.errors import ConfigError, StateError
 from penstock.observe.run_folder import RunFolder
 from penstock.rollout.generator import Trajectory
-from penstock.train.schedules import check_schedule
+from penstock.train.schedules import check_schedule, to_the_end
 
 DEMO = Path(__file__).parents[2] / "examples" / "DEMO.yaml"
 
@@ -208,3 +209,28 @@ def test_a_layout_that_cannot_run_the_schedule_is_refused(
             check_schedule(config)
     else:
         check_schedule(config)
+
+
+async def test_an_error_of_work_that_a_second_cancellation_leaves_is_read() -> None:
+    complaints: list[Any] = []
+    loop, go = asyncio.get_running_loop(), asyncio.Event()
+
+    async def work() -> None:
+        await go.wait()
+        raise StateError("nobody waits for this")
+
+    loop.set_exception_handler(lambda _, context: complaints.append(context))
+    try:
+        caller = asyncio.create_task(to_the_end(work()))
+        for _ in range(2):
+            await asyncio.sleep(0.01)
+            caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+        del caller
+        go.set()
+        await asyncio.sleep(0.01)  # turns of the loop, in which the work ends
+        gc.collect()
+    finally:
+        loop.set_exception_handler(None)
+    assert complaints == []

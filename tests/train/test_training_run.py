@@ -283,7 +283,7 @@ async def test_a_run_is_found_by_penstock_fleet_which_can_stop_it(
         assert [member.name for member in state.members] == ["e0", "e1"]
         assert state.version >= 1
         await asyncio.wait_for(link.call("stop"), WAIT_S)
-    with pytest.raises(StateError, match="was told to stop"):
+    with pytest.raises(StateError, match="the fleet was stopped, by `penstock fleet stop`"):
         await asyncio.wait_for(running, WAIT_S)
     assert set(psutil.Process().children(recursive=True)) <= before
     assert present() == {}

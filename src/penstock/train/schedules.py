@@ -40,12 +40,12 @@ class Learned:
 async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
     """Await work that must not stop half way. A cancellation waits for its end (the work has its own deadlines)."""
     task = asyncio.ensure_future(work)
+    # Read to avoid asyncio's complaint: the caller gets the cancellation, and a second one ends the wait below.
+    task.add_done_callback(lambda done: None if done.cancelled() else done.exception())
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait([task])
-        if not task.cancelled():
-            task.exception()  # read to avoid asyncio's complaint; the caller gets the cancellation
         raise
 
 
