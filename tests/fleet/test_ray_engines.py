@@ -91,7 +91,6 @@ def test_an_engine_on_another_node_is_not_without_a_key() -> None:
         host_of("e0", "127.0.0.2", "127.0.0.1", with_key=False)
 
 
-@pytest.mark.slow
 async def test_an_ended_engine_of_which_ray_says_nothing_is_waited_for_no_longer(monkeypatch) -> None:
     monkeypatch.setattr("penstock.fleet.ray_engines.GONE_S", 0.05)
 
@@ -106,6 +105,7 @@ async def test_an_ended_engine_of_which_ray_says_nothing_is_waited_for_no_longer
     assert await engine.wait() == -signal.SIGKILL
 
 
+@pytest.mark.slow
 async def test_a_lost_node_is_engines_lost_and_they_come_back_elsewhere(nodes: RayNodes, tmp_path: Path) -> None:
     params = SamplingParams(max_tokens=400, detokenize=False)
     shared = {"weight_transport": "disk", "weight_folder": tmp_path}

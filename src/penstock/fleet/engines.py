@@ -50,7 +50,7 @@ class LaunchedEngines:
         self.lives: set[Lifecycle] = set()
         """Every engine so far."""
         self.taken: dict[Lifecycle, Sequence[str]] = {}
-        """GPUs of each engine, until all its processes are gone."""
+        """GPUs of each engine until it has ended; those of one that outlives SIGKILL stay here."""
         self._controls: dict[Lifecycle, ControlClient] = {}
         self._closed = False
 
