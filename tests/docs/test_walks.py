@@ -20,9 +20,9 @@ TITLES = {REQUEST: "A request", UPDATE: "An update", DEATH: "A death"}
 
 HELPERS = set(re.findall(r"`([\w/]+\.py)`", WALKS.partition("Helpers, without a step: ")[2].partition("\n")[0]))
 
-NO_STEPS = {"fleet/pausing.py"}
-"""It holds a probe's answer against what the fleet is in, where a broken connection shows a death before the end of the
-process does."""
+NO_STEPS = {"fleet/pausing.py", "plugin/spec.py"}
+"""The first holds a probe's answer against what the fleet is in, where a broken connection shows a death before the end
+of the process does. The second is of an engine's start: it finds its model's tensors, sometimes only as it loads."""
 
 ENGINES_SIDE = ("plugin/", "weights/")
 """What simulated engines, which have none of it, do not run, or run in other places."""
