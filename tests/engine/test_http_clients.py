@@ -194,11 +194,20 @@ async def test_a_hidden_core_port_is_given_up_once_by_calls_in_flight(
         port = hidden.getsockname()[1]
         if not dropped:
             hidden.close()
-        async with canned(answer({**INFO, "control_port": port}), answer({})) as server:
+        info, done = answer({**INFO, "control_port": port}), answer({})
+        async with canned(info, *[done] * 8, info, done) as server:
             control = ControlClient("e0", server.url)
             await control.info()
             calls = [control.at_core("/penstock/core/abort", {}) for _ in range(8)]
             assert await asyncio.gather(*calls, return_exceptions=True) == [{}] * 8
+            hidden.close()
+            if dropped:  # each try would take all of `CONNECT_S`
+                with socket.create_server(("127.0.0.1", port)) as again:
+                    again.setblocking(False)  # noqa: FBT003 - the module's own signature
+                    await control.info()
+                    assert await control.at_core("/penstock/core/abort", {}, 0.5) == {}
+                    with pytest.raises(BlockingIOError):
+                        again.accept()
             await control.close()
 
 

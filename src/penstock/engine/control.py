@@ -47,6 +47,7 @@ class ControlClient:
         self._key = api_key
         self._core: HttpTransport | None = None
         self._core_answered = False
+        self._dropped: str | None = None  # the core's URL, if a firewall drops what goes there
 
     @cached_property
     def verbs(self) -> Any:
@@ -164,9 +165,8 @@ class ControlClient:
         answer = await self._ask_core(path, body, timeout_s or self.timeout_s)
         if answer is not NO_CORE:
             return answer
-        if otherwise is None:
-            return await self.post(path, body, timeout_s=timeout_s)
-        return await self.post(otherwise, timeout_s=timeout_s)
+        sent = body if otherwise is None else None
+        return await self.post(otherwise or path, sent, timeout_s=timeout_s)
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None) -> Any:
         """Call the API server."""
@@ -182,11 +182,11 @@ class ControlClient:
             return NO_CORE
         try:
             answer = await core.post(path, body, timeout_s=timeout_s)
-        except (UnreachableError, ConnectTimeoutError):  # the request was not sent
+        except (UnreachableError, ConnectTimeoutError) as error:  # the request was not sent
             if self._core_answered:
                 raise
             if self._core is core:  # another call may have found it out already
-                self._core = None
+                self._core, self._dropped = None, core.url if isinstance(error, ConnectTimeoutError) else None
             await core.close()
             return NO_CORE
         self._core_answered = True
@@ -198,7 +198,7 @@ class ControlClient:
         if self._core is not None and self._core.url != url:
             await self._core.close()
             self._core, self._core_answered = None, False
-        if url is not None and self._core is None:
+        if url is not None and self._core is None and url != self._dropped:
             self._core = HttpTransport(url, api_key=self._key, name=self.name)
 
 
