@@ -21,6 +21,7 @@ import torch
 from patience import WAIT_S, give_up
 from penstock import Fleet, PauseMode, SamplingParams
 from penstock.engine.control import ControlClient
+from penstock.engine.launch import reserved_port
 from penstock.errors import (
     DeadlineError,
     EngineDeadError,
@@ -301,6 +302,17 @@ async def test_a_look_for_fleets_leaves_a_starting_one_its_socket(monkeypatch: p
             await fleet.endpoint.open(fleet.endpoint.close)
         async with FleetClient.to(fleet.url) as link:
             assert (await link.state()).pid == os.getpid()
+
+
+async def test_a_port_whose_fleet_still_ends_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with reserved_port() as port:
+        pass
+    path = socket_of(f"http://127.0.0.1:{port}")
+    assert path is not None
+    refused = pytest.raises(StateError, match=f"another process owns the fleet behind http://127.0.0.1:{port}")
+    with service._listen_at(path), refused:  # as if the router had ended, and engines still held their GPUs
+        await Fleet.launch("sim-model", engines=1, port=port, log_dir=tmp_path / "logs", **OPTIONS)
+    assert not (tmp_path / "logs").exists()
 
 
 async def test_bad_calls_are_answered(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
