@@ -451,6 +451,24 @@ async def test_what_the_learner_refuses_is_told_in_its_own_words(tmp_path: Path)
         assert await service.result(future) == told
 
 
+async def test_a_failure_whose_error_cannot_be_kept_is_not_called_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse = "BEFORE UPDATE ON futures WHEN NEW.error LIKE '%not known' BEGIN SELECT RAISE(ABORT, 'no such text'); END"
+    async with rig(tmp_path) as service:
+        model = await service.model()
+        await service.database.run(lambda c: c.exec_driver_sql(f"CREATE TRIGGER refuse {refuse}"))
+        monkeypatch.setattr(futures, "BEAT_S", 0.01)
+        monkeypatch.setattr(futures, "MOST_TRIES", 2)
+        body = pb.ForwardBackwardRequest(model_id=model, seq_id=1, loss_fn="none").SerializeToString()
+        url, headers = "/api/v1/forward_backward", {"X-API-Key": KEY}
+        future = (await service.http.post(url, content=body, headers=headers)).json()
+        state = select(table.c.state).where(table.c.id == future["request_id"])
+        await asked(lambda: service.database.run(lambda c: c.execute(state).scalar()), lambda now: now == "failed")
+        refused = "forward_backward failed, and its error cannot be kept: the service's database refused: no such text"
+        assert await service.result(future) == {"error": refused, "category": "server"}
+
+
 async def test_operations_of_two_processes_keep_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(futures, "BEAT_S", 0.05)
     async with parts(tmp_path) as found, found.process() as main, found.second() as second:

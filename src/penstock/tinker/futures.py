@@ -337,7 +337,8 @@ class Futures:
                 await asyncio.sleep(BEAT_S)  # a full disk, for example, may pass
                 tries += 1
                 if tries == MOST_TRIES:  # what it changed is true, so that is still recorded
-                    error = f"{operation.kind} was done, but its result cannot be kept: {why}"
+                    did = "was done, but its result" if outcome.error is None else "failed, and its error"
+                    error = f"{operation.kind} {did} cannot be kept: {why}"
                     outcome = replace(outcome, error=error, category="server")
                 elif tries == 2 * MOST_TRIES:  # the record is refused too
                     outcome = Outcome(error=outcome.error)
