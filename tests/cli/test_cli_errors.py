@@ -148,12 +148,13 @@ def test_engines_of_others_need_no_vllm_here(tmp_path: Path) -> None:
 
 
 def test_a_missing_extra_is_one_line(tmp_path: Path) -> None:
-    without = python_without(tmp_path, "torch", "vllm", "matplotlib", "ray")
+    without = python_without(tmp_path, "torch", "vllm", "matplotlib", "ray", "peft")
     (tmp_path / "run.yaml").write_text(SIM)
     said = one_line(penstock("train", "run.yaml", cwd=tmp_path, **without))
     assert "not installed: torch, matplotlib; pip install 'penstock[train]'" in said
     assert "penstock[vllm]" in one_line(penstock("serve", "any/model", "--cpu", **without))
     assert "penstock[train]" in one_line(penstock("plot", str(tmp_path), **without))
+    assert "not installed: peft; pip install 'penstock[train]'" in one_line(penstock("tinker", "m", **without))
     assert "penstock[ray]" in one_line(penstock("serve", "m", "--sim", "--launcher", "ray", **without))
 
 

@@ -80,7 +80,8 @@ def tinker(
 
     docs/tinker.md lists each call of the SDK and its effect here.
     """
-    require_extra("tinker", "tinker", "sqlalchemy", "starlette", "uvicorn", "peft", "transformers")
+    require_extra("tinker", "tinker", "sqlalchemy", "starlette", "uvicorn")
+    require_extra("train", "peft", "transformers")  # its learner's
     from penstock.tinker.service import ServiceConfig  # noqa: PLC0415
 
     profile = only_one(cpu=cpu, gpu=gpu)
