@@ -451,6 +451,29 @@ async def test_what_the_learner_refuses_is_told_in_its_own_words(tmp_path: Path)
         assert await service.result(future) == told
 
 
+async def test_what_an_operation_changed_is_recorded_however_long_the_database_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with parts(tmp_path) as found, found.process() as service:
+        model = await service.model()
+        monkeypatch.setattr(futures, "BEAT_S", 0.01)
+        monkeypatch.setattr(futures, "MOST_TRIES", 2)
+        run, tries = Database.run, list[None]()
+
+        async def away(database: Database, work: Any) -> Any:
+            if found.learner.done[1:] and len(tries) < 20:
+                tries.append(None)
+                raise StateError("the service's database is not there")
+            return await run(database, work)
+
+        monkeypatch.setattr(Database, "run", away)
+        step = await service.step(model, 1)
+        await until(lambda: len(tries) == 20)
+        assert "metrics" in await service.result(step)
+        steps = select(models.c.steps).where(models.c.id == model)
+        await asked(lambda: service.database.run(lambda c: c.execute(steps).scalar()), lambda steps: steps == 1)
+
+
 async def test_a_failure_whose_error_cannot_be_kept_is_not_called_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,7 +37,8 @@ FORGET_S = 3600.0
 MOST_READ = 100
 """Maximum number of operations that are read together. Each may have megabytes."""
 MOST_TRIES = 30
-"""Attempts to store an outcome, `BEAT_S` apart. Then the future fails with the database's reason."""
+"""Attempts to store an outcome, `BEAT_S` apart, in a database that takes other work. Then the future fails with its
+reason. After as many again, what the operation changed is not recorded either."""
 MAIN = "main"
 """Name of the process that reaches the learner. It runs the operations on models."""
 SAMPLE = "sample"
@@ -334,7 +335,11 @@ class Futures:
         async with turn:
             outcome, tries = await outcome_of(self._work(operation)), 0
             while (why := await self.finish(operation, outcome)) is not None:
-                await asyncio.sleep(BEAT_S)  # a full disk, for example, may pass
+                await asyncio.sleep(BEAT_S)
+                try:
+                    await self._beat()
+                except StateError:  # the database is away, or its disk is full: that may pass
+                    continue
                 tries += 1
                 if tries == MOST_TRIES:  # what it changed is true, so that is still recorded
                     did = "was done, but its result" if outcome.error is None else "failed, and its error"
