@@ -138,7 +138,8 @@ def error_to_json(error: PenstockError) -> dict[str, Any]:
     more = {name: getattr(error, name) for name in _MORE if hasattr(error, name)}
     if isinstance(error, FanOutError):
         more["failures"] = {engine: error_to_json(failure) for engine, failure in error.failures.items()}
-    return {"type": type(error).__name__, "message": str(error), **more}
+    known = next(kind for kind in type(error).__mro__ if hasattr(errors, kind.__name__))  # a room may have its own
+    return {"type": known.__name__, "message": str(error), **more}
 
 
 def error_from_json(data: Mapping[str, Any]) -> PenstockError:

@@ -21,10 +21,19 @@ from penstock.engine.client import DataClient
 from penstock.engine.control import ControlClient
 from penstock.engine.vanilla import VanillaReplies
 from penstock.engine.verbs import EngineStats, engine_stats
-from penstock.errors import ConfigError, DeadlineError, EngineDeadError, EngineError, EngineHTTPError, RequestError
-from penstock.http import HttpTransport
+from penstock.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineDeadError,
+    EngineError,
+    EngineHTTPError,
+    PenstockError,
+    RequestError,
+)
+from penstock.http import ConnectTimeoutError, HttpTransport, UnreachableError
 from penstock.router.membership import Membership
 from penstock.router.state import RouterAdmin
+from penstock.start_report import error_from_json, error_to_json
 from penstock.types import GenerateBatch, GenerateOutput, SamplingParams
 
 INFO = {
@@ -209,6 +218,12 @@ async def test_a_hidden_core_port_is_given_up_once_by_calls_in_flight(
                     with pytest.raises(BlockingIOError):
                         again.accept()
             await control.close()
+
+
+@pytest.mark.parametrize("error", [ConnectTimeoutError("late", seconds=10.0), UnreachableError("nothing answers")])
+def test_an_error_of_these_clients_is_its_base_in_another_process(error: PenstockError) -> None:
+    there = error_from_json(error_to_json(error))
+    assert (type(there), str(there)) == (type(error).__base__, str(error))
 
 
 async def test_what_a_later_engine_says_further_is_not_read() -> None:
