@@ -262,3 +262,4 @@ async def test_a_process_that_the_kernel_does_not_end_is_named_and_left(
     assert f"stays: processes [{child.pid}] are still there 0.1 s after SIGKILL" in caplog.text
     os.killpg(child.pid, signal.SIGKILL)
     await eventually(lambda: not alive(child.pid))
+    assert await child.stop() == [], "it has ended since"

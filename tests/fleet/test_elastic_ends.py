@@ -68,6 +68,17 @@ async def test_an_engine_that_outlives_sigkill_keeps_its_gpus(caplog: pytest.Log
         assert f"engine e1 stays stopped: {reason}" in caplog.text
 
 
+async def test_an_engine_starts_again_once_no_process_of_its_last_start_is_left() -> None:
+    async with launched(2, restart_backoff_s=0.01) as (fleet, launcher):
+        launcher.processes[1].left = [4711]
+        launcher.processes[1].kill()
+        reason = "processes [4711] of its last start outlive SIGKILL, and may hold its GPUs"
+        await until(lambda: reason in fleet._roster.members[1].lifecycle.reason)
+        assert len(launcher.processes) == 2
+        launcher.processes[1].left = ()
+        await until(lambda: fleet._roster.members[1].state is State.SERVING)
+
+
 async def test_a_fleet_that_ends_waits_for_an_engine_that_is_ending() -> None:
     async with launched(2) as (fleet, launcher):
         leaving = launcher.processes[0]

@@ -14,14 +14,7 @@ from yarl import URL
 from penstock.checks import reading
 from penstock.control_types import KV, CoreState, EngineUpdate
 from penstock.engine.capabilities import SAMPLED_FROM, EngineInfo
-from penstock.errors import (
-    DeadlineError,
-    EngineError,
-    EngineHTTPError,
-    PenstockError,
-    TransferError,
-    WeightsError,
-)
+from penstock.errors import DeadlineError, EngineError, EngineHTTPError, PenstockError, TransferError, WeightsError
 from penstock.http import TORN, ConnectTimeoutError, HttpTransport, UnreachableError
 from penstock.rooms import plugged_in
 from penstock.weights.manifest import WeightManifest

@@ -52,8 +52,8 @@ class EngineProcess(ChildProcess):
         """Start a server that sees `gpus` (none: all) on a free port of its host, and wait.
 
         Raises:
-            EngineStartError: it ended, or was not ready within `start_timeout_s` seconds. It is gone, and the message
-                has the relevant lines of its log.
+            EngineStartError: it ended, or was not ready within `start_timeout_s` seconds. It was killed, and the
+                message has the relevant lines of its log.
         """
         host = command.host
         with reserved_port(host) as port:  # vLLM listens on the port only seconds later

@@ -70,7 +70,7 @@ class LaunchedEngines:
         If cancelled, it leaves no process; `end` frees the engine's resources.
 
         Raises:
-            PenstockError: it did not start; its process is gone, and it is DEAD.
+            PenstockError: it did not start; its process was killed, and it is DEAD.
             StateError: the fleet has ended all engines.
         """
         self.lives.add(lifecycle)
@@ -90,6 +90,9 @@ class LaunchedEngines:
     async def _started(self, lifecycle: Lifecycle, gpus: Sequence[str], failed: AsyncExitStack) -> Member:
         async with self._limit:
             self._check_open()
+            if (old := self._processes.get(lifecycle)) is not None and (left := await old.stop(0.0)):
+                what = f"processes {left} of its last start outlive SIGKILL, and may hold its GPUs"
+                raise EngineStartError(what, engine=lifecycle.engine)
             try:
                 process = await self.launch(lifecycle.engine, gpus)
             except OSError as error:  # no memory, descriptor or disk space is left; that may pass

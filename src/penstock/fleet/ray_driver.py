@@ -85,11 +85,11 @@ class EngineActor:
         return {"url": self._process.url}
 
     async def wait(self) -> int:
-        """Return the server's exit status once its whole process group is gone."""
+        """Return the server's exit status once its process group is gone, or outlives SIGKILL."""
         return -signal.SIGKILL if self._process is None else await self._process.wait()
 
     async def stop(self, timeout_s: float) -> None:
-        """Send SIGTERM, and SIGKILL after `timeout_s` seconds; return when it has ended."""
+        """Send SIGTERM, and SIGKILL after `timeout_s` seconds; return when it has ended, or outlives that."""
         if self._process is not None:
             await self._process.stop(timeout_s)
 

@@ -135,7 +135,7 @@ class Supervisor:
     # --- death -------------------------------------------------------------------------------------------------------
 
     async def _until_dead(self, member: Member) -> None:
-        """Return when the engine is DEAD and its process gone; a broken watch is its death."""
+        """Return when the engine is DEAD and its process killed; a broken watch is its death."""
         watches = [self._until_unwell]
         if member.state is State.SYNCING:
             watches.append(self._admit_or_mark_dead)
