@@ -105,6 +105,16 @@ class RouterConfig(Section):
     access_log: bool = False
     """Write one JSON line per request to the router's log."""
 
+    @property
+    def known_url(self) -> str | None:
+        """The router's address, if it is known before a start."""
+        return self.url or (base_url(self.host, self.port) if self.port else None)
+
+
+def base_url(host: str, port: int) -> str:
+    """Return the URL of a port and a host, which may be an IPv6 address."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
 
 KEY_ENV, ADMIN_KEY_ENV = "PENSTOCK_API_KEY", "PENSTOCK_ROUTER_ADMIN_KEY"
 """Environment variables for a router's key of clients, and its key of calls that change it. On the command line, every

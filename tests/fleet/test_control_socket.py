@@ -37,6 +37,7 @@ from penstock.fleet.member import State
 from penstock.fleet.remote import AdoptedRoster, FleetClient
 from penstock.fleet.service import folder, present, refuse_second, shown, socket_of, state_of
 from penstock.http import HttpTransport
+from penstock.router_settings import RouterConfig
 from penstock.sim.config import SimConfig
 from penstock.sim.server import SimServer
 from sim_fleets import SIM, begun, check_serves, slowed, whole
@@ -309,10 +310,12 @@ async def test_a_port_whose_fleet_still_ends_is_refused_before_anything_starts(t
         pass
     path = socket_of(f"http://127.0.0.1:{port}")
     assert path is not None
-    refused = pytest.raises(StateError, match=f"another process owns the fleet behind http://127.0.0.1:{port}")
-    with service._listen_at(path), refused:  # as if the router had ended, and engines still held their GPUs
-        await Fleet.launch("sim-model", engines=1, port=port, log_dir=tmp_path / "logs", **OPTIONS)
+    with service._listen_at(path):  # as if the router had ended, and engines still held their GPUs
+        refuse_second(RouterConfig(host="10.0.0.5", port=port).known_url)  # a router there has another address
+        with pytest.raises(StateError, match=f"another process owns the fleet behind http://127.0.0.1:{port}"):
+            await Fleet.launch("sim-model", engines=1, port=port, log_dir=tmp_path / "logs", **OPTIONS)
     assert not (tmp_path / "logs").exists()
+    assert RouterConfig(host="::1", port=8000).known_url == "http://[::1]:8000"
 
 
 async def test_bad_calls_are_answered(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,7 @@ async def _launched(
     engine: EngineConfig, router_config: RouterConfig, terms: Terms, gpus: Sequence[tuple[str, ...]]
 ) -> Fleet:
     fleet, api_key = terms.fleet, terms.api_key
-    refuse_second(router_config.url or (f"http://127.0.0.1:{router_config.port}" if router_config.port else None))
+    refuse_second(router_config.known_url)
     shared = len({name for names in gpus for name in names}) < sum(len(names) for names in gpus)
     key = new_key()
     engine_key = api_key if router_config.kind == "vllm-router" else key  # it passes its callers' key to engines

@@ -366,7 +366,7 @@ async def _adopted(url: str, terms: Terms) -> Fleet:
 
 async def _of_servers(specs: Sequence[ServerSpec], config: RouterConfig, terms: Terms) -> Fleet:
     """Make a fleet of the servers that answer; too few of them are an error."""
-    refuse_second(config.url)
+    refuse_second(config.known_url)
     async with AsyncExitStack() as owned:
         logs = LogFolder(terms.fleet.log_dir, owned)
         router = await open_router(config, log_dir=logs.path, api_key=terms.api_key, owned=owned, admin_key=new_key())

@@ -19,7 +19,7 @@ from penstock.router.client_connection import HEALTH, Call, ClientConnection, Cl
 from penstock.router.dispatcher import Dispatcher
 from penstock.router.exchange import Exchange
 from penstock.router.http import RefusalError, RequestHead
-from penstock.router_settings import RouterConfig, refuse_open_host
+from penstock.router_settings import RouterConfig, base_url, refuse_open_host
 
 BACKLOG = 4096
 DATA_PATHS = frozenset(path.encode() for path in ENGINE_PATHS) - {b"/metrics", b"/v1/realtime"}
@@ -122,8 +122,3 @@ def open_socket(host: str, port: int, setting: str, *, backlog: int = 128, share
         hint = f"; choose another {setting}, or 0 for any free one" if number == errno.EADDRINUSE else ""
         why = os.strerror(number) if number > 0 else error.strerror or error
         raise ConfigError(f"the router cannot listen on {host}:{port}: {why}{hint}") from error
-
-
-def base_url(host: str, port: int) -> str:
-    """Return the URL of a port and a host, which may be an IPv6 address."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
