@@ -89,6 +89,8 @@ def test_status_shows_an_engine_that_starts(tmp_path: Path) -> None:
         said = penstock("status", server.url, **kept).stdout
         ends = r"its process exited with status -9|health check failed: .*"  # whichever is noticed first
         assert re.search(rf"e1 dead: ({ends}) \(it is started again\)", said), said
+        refused = penstock("fleet", "drain", "e1", **kept)
+        assert (refused.returncode, refused.stderr.count("\n")) == (1, 1), "nothing is announced before it is refused"
         client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
         assert client.completions.create(model="m", prompt="Hello", max_tokens=3).usage, "the other one serves"
 

@@ -76,7 +76,7 @@ def add(
 
 @fleet.command()
 def drain(engine: Name, *, timeout: Timeout = None, url: Url = None) -> None:
-    """Send an engine no new requests, and wait until its requests are done. It stays in the fleet; see `remove`.
+    """Send an engine no new session, and wait until its requests are done. It stays in the fleet; see `remove`.
 
     Ctrl-C only ends the wait. Exit status 1: requests or sessions were left when the time was over.
 
@@ -85,11 +85,12 @@ def drain(engine: Name, *, timeout: Timeout = None, url: Url = None) -> None:
     - `penstock fleet drain e1`
     - `penstock fleet drain e1 --timeout 60`
     """
+    from penstock.fleet.lifecycle import SERVABLE  # noqa: PLC0415
 
     async def wait(client: FleetClient) -> bool:
         state = await client.state()
         most_s = state.drain_timeout_s if timeout is None else timeout
-        if any(engine == member.name for member in state.members):
+        if any(engine == member.name and member.state in SERVABLE for member in state.members):
             typer.echo(f"draining {engine}: its requests and sessions have {most_s:g} s to end", err=True)
         return await client.call("drain", engine=engine, timeout_s=timeout)
 

@@ -25,12 +25,7 @@ class ServingFleet(Engine):
     """Engines behind one router that generate, take new weights and end together."""
 
     def __init__(
-        self,
-        url: str,
-        roster: Roster,
-        operations: Operations,
-        data: DataClient,
-        owned: AsyncExitStack,
+        self, url: str, roster: Roster, operations: Operations, data: DataClient, owned: AsyncExitStack
     ) -> None:
         self.url = url
         """The router's address: an OpenAI endpoint for all engines together."""

@@ -159,7 +159,7 @@ class Updater:
             await self._commit_or_go_back(committed, applied, manifest)
         opened = ended = time.monotonic()
         if self.roster.version == version:
-            await tensors_in_thread(lambda: self._keep(manifest), f"weight version {version}")  # it may copy them
+            await tensors_in_thread(lambda: self._keep(manifest), f"the copy of weight version {version}")
             ended = time.monotonic()
         self._need(committed, version, "when it was applied")
         return UpdateReport(

@@ -109,7 +109,7 @@ def _written(answer: Answer) -> dict[str, Any]:
 
 
 def _finish(answer: Answer) -> str:
-    return "length" if answer.finish == "abort" else answer.finish
+    return "length" if answer.finish in {"abort", "repetition"} else answer.finish
 
 
 def _usage(answer: Answer) -> dict[str, int]:

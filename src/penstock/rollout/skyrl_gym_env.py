@@ -77,7 +77,7 @@ class SkyRLEnvironment(ListedTasks):
             opening, _ = await self.ask(game.init, [dict(message) for message in task.messages])
             yield _SkyRLDialogue(self, task, game, opening)
         finally:
-            await self.ask(game.close)
+            await in_thread(game.close, leave_s=0.0)  # also when all others hang
 
     async def ask(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Call an instance's method in a thread, which is left behind if it does not end."""
