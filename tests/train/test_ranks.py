@@ -196,7 +196,7 @@ async def test_a_checkpoint_that_one_rank_cannot_read_is_refused_by_all(
     values, before = checkpoint.load(path)[1], held(two)
     with monkeypatch.context() as patch:
         patch.setattr(FileSystemReader, "read_metadata", missing)  # of rank 0 alone
-        with pytest.raises(CheckpointError, match=r"cannot be read .rank 0: .*not on this host"):
+        with pytest.raises(CheckpointError, match=r"cannot be read .rank 0: .*(not on this host|metadata is None)"):
             two.load(path, values)
     same(before, held(two))
     two.load(path, values)
