@@ -451,8 +451,9 @@ async def test_what_the_learner_refuses_is_told_in_its_own_words(tmp_path: Path)
         assert await service.result(future) == told
 
 
+@pytest.mark.parametrize("kind", ["optim_step", "save_weights"])
 async def test_what_an_operation_changed_is_recorded_however_long_the_database_is_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with parts(tmp_path) as found, found.process() as service:
         model = await service.model()
@@ -467,11 +468,17 @@ async def test_what_an_operation_changed_is_recorded_however_long_the_database_i
             return await run(database, work)
 
         monkeypatch.setattr(Database, "run", away)
-        step = await service.step(model, 1)
+        body = {"model_id": model, "seq_id": 1}
+        begun = await (service.step(model, 1) if kind == "optim_step" else service.post("save_weights", body))
         await until(lambda: len(tries) == 20)
-        assert "metrics" in await service.result(step)
-        steps = select(models.c.steps).where(models.c.id == model)
-        await asked(lambda: service.database.run(lambda c: c.execute(steps).scalar()), lambda steps: steps == 1)
+        result = await service.result(begun)
+        assert "error" not in result
+        if kind == "optim_step":
+            steps = select(models.c.steps).where(models.c.id == model)
+            await asked(lambda: service.database.run(lambda c: c.execute(steps).scalar()), lambda steps: steps == 1)
+        else:
+            load = {"model_id": model, "seq_id": 2, "path": result["path"], "optimizer": True}
+            assert "error" not in await service.done("load_weights", load)
 
 
 async def test_a_failure_whose_error_cannot_be_kept_is_not_called_done(

@@ -63,6 +63,7 @@ _END = (
     .values(body=None)
 )
 _ANOTHER = select(processes.c.name).where(processes.c.name != MAIN).limit(1)
+_SEEN = update(processes).where(processes.c.name == bindparam("of")).values(seen=bindparam("at"))
 _RETRIEVED = update(futures).where(futures.c.id == bindparam("of")).values(retrieved=bindparam("at"))
 
 
@@ -337,7 +338,8 @@ class Futures:
             while (why := await self.finish(operation, outcome)) is not None:
                 await asyncio.sleep(BEAT_S)
                 try:
-                    await self._beat()
+                    seen = {"of": self.executor, "at": time.time()}
+                    await self._database.run(lambda c, seen=seen: c.execute(_SEEN, seen))
                 except StateError:  # the database is away, or its disk is full: that may pass
                     continue
                 tries += 1
@@ -392,7 +394,7 @@ class Futures:
         now, name = time.time(), self.executor
 
         def work(connection: Connection) -> bool:
-            if not connection.execute(update(processes).where(processes.c.name == name).values(seen=now)).rowcount:
+            if not connection.execute(_SEEN, {"of": name, "at": now}).rowcount:
                 connection.execute(insert(processes).values(name=name, seen=now))
             connection.execute(delete(processes).where(processes.c.seen < now - DEAD_S))
             alive = select(processes.c.name)

@@ -224,8 +224,8 @@ class Training:
         """Save under a path, which then names the new folder instead of the old one."""
         folder = folder_of(path, operation.number)
         written = self._checkpoints.at(folder)
+        old = await self._checkpoints.row(path)  # first: once it is written, an error would leave it without a row
         await post(orjson.dumps({"folder": str(written), "adapter_name": None}))
-        old = await self._checkpoints.row(path)
         values = {
             "tenant": row.tenant, "folder": folder, "base_model": row.base_model, "lora": row.lora,
             "expires": None if given.ttl_seconds is None else time.time() + given.ttl_seconds,
