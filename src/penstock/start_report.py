@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
+from inspect import signature
 from pathlib import Path
 from typing import Any, Self
 
@@ -147,7 +148,8 @@ def error_from_json(data: Mapping[str, Any]) -> PenstockError:
     kind = getattr(errors, str(data["type"]), None)
     if not (isinstance(kind, type) and issubclass(kind, PenstockError)):
         return PenstockError(str(data["message"]))
-    more = {name: data[name] for name in _MORE if name in data}
+    takes = signature(kind.__init__).parameters  # fewer than those of a class that only the other process knows
+    more = {name: data[name] for name in _MORE if name in data and name in takes}
     if kind is FanOutError:
         more["failures"] = {str(engine): error_from_json(failure) for engine, failure in data["failures"].items()}
     return kind(str(data["message"]), **more)

@@ -7,7 +7,7 @@ import base64
 import io
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 
 import numpy as np
 import pytest
@@ -199,7 +199,8 @@ async def test_a_hidden_core_port_is_given_up_once_by_calls_in_flight(
     *, dropped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.http.CONNECT_S", 0.5)
-    with full() if dropped else socket.create_server(("127.0.0.1", 0)) as hidden:
+    with ExitStack() as there:
+        hidden = there.enter_context(full() if dropped else socket.create_server(("127.0.0.1", 0)))
         port = hidden.getsockname()[1]
         if not dropped:
             hidden.close()
@@ -209,7 +210,7 @@ async def test_a_hidden_core_port_is_given_up_once_by_calls_in_flight(
             await control.info()
             calls = [control.at_core("/penstock/core/abort", {}) for _ in range(8)]
             assert await asyncio.gather(*calls, return_exceptions=True) == [{}] * 8
-            hidden.close()
+            there.close()
             if dropped:  # each try would take all of `CONNECT_S`
                 with socket.create_server(("127.0.0.1", port)) as again:
                     again.setblocking(False)  # noqa: FBT003 - the module's own signature
@@ -220,7 +221,14 @@ async def test_a_hidden_core_port_is_given_up_once_by_calls_in_flight(
             await control.close()
 
 
-@pytest.mark.parametrize("error", [ConnectTimeoutError("late", seconds=10.0), UnreachableError("nothing answers")])
+class OnlyHereError(PenstockError):
+    status = 418
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ConnectTimeoutError("late", seconds=10.0), UnreachableError("nothing answers"), OnlyHereError("no tea")],
+)
 def test_an_error_of_these_clients_is_its_base_in_another_process(error: PenstockError) -> None:
     there = error_from_json(error_to_json(error))
     assert (type(there), str(there)) == (type(error).__base__, str(error))
