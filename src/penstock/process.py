@@ -149,7 +149,7 @@ class ChildProcess:
         except asyncio.CancelledError:  # nobody may ask again
             self.kill()
             raise
-        return self._left and group_members(self.pid)  # they may have ended since
+        return self._left and [pid for pid in group_members(self.pid) if pid in self._left]  # some may have ended since
 
     def kill(self) -> None:
         if not self._reaper.done():

@@ -90,10 +90,10 @@ class LaunchedEngines:
     async def _started(self, lifecycle: Lifecycle, gpus: Sequence[str], failed: AsyncExitStack) -> Member:
         async with self._limit:
             self._check_open()
-            if (old := self._processes.get(lifecycle)) is not None and (left := await old.stop(0.0)):
-                what = f"processes {left} of its last start outlive SIGKILL, and may hold its GPUs"
-                raise EngineStartError(what, engine=lifecycle.engine)
             try:
+                if (old := self._processes.get(lifecycle)) is not None and (left := await old.stop(0.0)):
+                    what = f"processes {left} of its last start outlive SIGKILL, and may hold its GPUs"
+                    raise EngineStartError(what, engine=lifecycle.engine)
                 process = await self.launch(lifecycle.engine, gpus)
             except OSError as error:  # no memory, descriptor or disk space is left; that may pass
                 what = f"no process can be started for it: {error}"

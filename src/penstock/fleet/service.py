@@ -110,7 +110,7 @@ def refuse_second(url: str | None) -> None:
     if url is not None and path is not None and alive(path):
         raise StateError(
             f"another process owns the fleet behind {url}, and two owners would give one version number to different "
-            "weights; Fleet.connect adopts it, `penstock fleet stop` ends it"
+            "weights; Fleet.connect adopts it, `penstock fleet stop` ends it and waits for that"
         )
 
 
