@@ -381,7 +381,6 @@ async def test_futures_outlive_the_process(tmp_path: Path, monkeypatch: pytest.M
         held.set()
         return await retrieve(self, *given)
 
-    monkeypatch.setattr(Futures, "retrieve", holding)
     async with parts(tmp_path, sim={"tokens_per_second": 20}) as found:
         async with found.process() as service:
             model = await service.model()
@@ -390,6 +389,7 @@ async def test_futures_outlive_the_process(tmp_path: Path, monkeypatch: pytest.M
             step, later = await service.step(model, 1), await service.step(model, 2)
             sample = await service.post("asample", service.sample_body(sampler))
             url, headers = f"{service.url}/api/v1/retrieve_future", {"X-API-Key": KEY}
+            monkeypatch.setattr(Futures, "retrieve", holding)  # only now: the polls before have ended
             poll = asyncio.create_task(found.http.post(url, json=step, headers=headers))
             await asyncio.wait_for(held.wait(), WAIT_S)
         assert (await poll).json()["type"] == "try_again", "the end of the process answers the polls that it holds"
