@@ -135,7 +135,7 @@ _MORE = ("status", "error_type", "seconds", "results")
 
 
 def error_to_json(error: PenstockError) -> dict[str, Any]:
-    """Return the error as JSON, for another process that raises the same error."""
+    """Return the error as JSON, for another process that raises the same error, or its nearest known base."""
     more = {name: getattr(error, name) for name in _MORE if hasattr(error, name)}
     if isinstance(error, FanOutError):
         more["failures"] = {engine: error_to_json(failure) for engine, failure in error.failures.items()}

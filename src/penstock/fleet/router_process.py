@@ -183,12 +183,7 @@ class OpenRouter:
 
 
 async def open_router(
-    config: RouterConfig,
-    *,
-    log_dir: Path,
-    api_key: str | None,
-    owned: AsyncExitStack,
-    admin_key: str | None = None,
+    config: RouterConfig, *, log_dir: Path, api_key: str | None, owned: AsyncExitStack, admin_key: str | None = None
 ) -> OpenRouter:
     """Start a router that ends with `owned`, or return the one at `config.url`.
 

@@ -30,6 +30,7 @@ from penstock.gateway.responses import ResponsesDialect
 from penstock.gateway.service import Gateway, PendingTurn, ServedSession, Tenant
 from penstock.guard import cross_site
 from penstock.options import validate
+from penstock.router_settings import base_url
 
 MOST_BODY = 64 << 20
 LONG_BODY = 1 << 14
@@ -88,8 +89,7 @@ async def serving(gateway: Gateway, *, host: str = "127.0.0.1", port: int = 0) -
     """
     listener = listening(host, port, "the gateway")
     async with serving_app(build_app(gateway), listener, "the gateway", gateway.close):
-        shown = f"[{host}]" if ":" in host else host
-        yield f"http://{shown}:{listener.getsockname()[1]}"
+        yield base_url(host, listener.getsockname()[1])
 
 
 async def _no_path(http: Request, _: Exception) -> Response:

@@ -23,6 +23,7 @@ from penstock.aio import in_thread
 from penstock.asgi import listening, serving_app
 from penstock.errors import PenstockError, UserError
 from penstock.guard import cross_site
+from penstock.router_settings import base_url
 from penstock.tinker import requests as body
 from penstock.tinker.checkpoints import MissingError, TinkerPath, as_json
 from penstock.tinker.children import run_child
@@ -374,8 +375,7 @@ async def serving(options: Options, *, host: str = "127.0.0.1", port: int = 0) -
     refuse_open_service(host, options.tenants)
     listener, what = listening(host, port, "the Tinker service"), "the Tinker service"
     async with opened(options) as state, serving_app(build_app(state), listener, what, state.futures.release):
-        shown = f"[{host}]" if ":" in host else host
-        yield f"http://{shown}:{listener.getsockname()[1]}"
+        yield base_url(host, listener.getsockname()[1])
 
 
 @asynccontextmanager
