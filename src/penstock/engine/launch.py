@@ -17,7 +17,6 @@ from penstock.errors import EngineStartError, PenstockError
 from penstock.http import HttpTransport
 from penstock.process import ChildProcess, remove_leftovers
 from penstock.rooms import plugged_in
-from penstock.router_settings import base_url
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,7 @@ class EngineProcess(ChildProcess):
                 engine = await cls.start(here.argv, name=name, log=log, env=env, scratch=scratch)
                 undo.pop_all()  # the child itself removes its folder
                 undo.push_async_callback(engine.stop, 0.0)
-                engine.url = base_url(host, port)
+                engine.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
                 await engine.ready(command)
                 undo.pop_all()
             engine.remember()
